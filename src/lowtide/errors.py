@@ -1,0 +1,47 @@
+"""What lowtide raises: every error says what is wrong, where, and what to try."""
+
+
+class LowtideError(Exception):
+    """The base of all of lowtide's errors.
+
+    >>> print(LowtideError("The loss is not a scalar", where="train.py:loss", hint="Return loss.mean()."))
+    The loss is not a scalar (train.py:loss). Return loss.mean().
+    """
+
+    def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
+        message = what.rstrip(".") if where or hint else what
+        if where:
+            message += f" ({where})"
+        if hint:
+            message += f". {hint}"
+        super().__init__(message)
+
+
+class WorkloadError(LowtideError, ValueError):
+    """The training step, its batch or its loss cannot be used as given."""
+
+
+class TraceError(LowtideError, RuntimeError):
+    """The step could not be traced or predicted."""
+
+
+class BudgetError(LowtideError, ValueError):
+    """No plan fits the budget; the message gives the smallest one that would."""
+
+
+class PlanError(LowtideError, ValueError):
+    """A plan is malformed, or belongs to another model or batch."""
+
+
+class MissingExtra(LowtideError, ImportError):
+    """An optional dependency is not installed.
+
+    >>> print(MissingExtra("rich", extra="cli"))
+    This needs rich, which is not installed. Install it with: pip install "lowtide[cli]"
+    """
+
+    def __init__(self, package: str, *, extra: str) -> None:
+        super().__init__(
+            f"This needs {package}, which is not installed",
+            hint=f'Install it with: pip install "lowtide[{extra}]"',
+        )

@@ -1,0 +1,28 @@
+"""What happened, looked at: functions over profiles, comparisons and sweeps. Nothing heavy until used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowtide.reporting.figures import save_figure
+    from lowtide.reporting.html import report
+    from lowtide.reporting.terminal import progress, show, show_comparison, show_sweep
+
+__all__ = ["progress", "report", "save_figure", "show", "show_comparison", "show_sweep"]
+
+_HOMES = {
+    "progress": "terminal",
+    "report": "html",
+    "save_figure": "figures",
+    "show": "terminal",
+    "show_comparison": "terminal",
+    "show_sweep": "terminal",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"lowtide.reporting.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,255 @@
+"""One HTML file that works offline: the timeline, who holds the bytes, and what is kept for the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import singledispatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import LowtideError, MissingExtra
+from lowtide.profiling.profile import Comparison, Profile
+from lowtide.profiling.sweep import Sweep
+from lowtide.reporting.embed import embed
+from lowtide.reporting.palette import COLORS, OVER, STACK, heat, ink
+from lowtide.reporting.tables import (
+    format_seconds,
+    format_shape,
+    grid,
+    saved_changes,
+    short_op,
+    short_source,
+    workspace_rows,
+)
+from lowtide.sizes import format_size
+from lowtide.tracing.graph import Category
+from lowtide.version import __version__
+
+if TYPE_CHECKING:
+    import jinja2
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number at the top of a page."""
+
+    label: str
+    value: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a template needs. A new kind of subject is a function registered with ``page`` and a template."""
+
+    template: str
+    title: str
+    tags: tuple[str, ...]  # hardware, versions, how the figures were got
+    figures: tuple[Figure, ...]
+    context: dict[str, Any]
+    profiles: tuple[Profile, ...] = ()  # those whose timelines and tables the script draws
+
+
+def report(subject: object, path: str | Path) -> Path:
+    """Write a profile, a comparison or a sweep as one self-contained HTML file, and return its path."""
+    path = Path(path)
+    path.write_text(render(page(subject)), encoding="utf-8")
+    return path
+
+
+@singledispatch
+def page(subject: object) -> Page:
+    """The page of a subject, by its type."""
+    raise LowtideError(
+        f"There is no report for a {type(subject).__name__}",
+        hint="Pass what lowtide.profile, profile.compare or lowtide.sweep returned.",
+    )
+
+
+def render(content: Page) -> str:
+    """A page as HTML: the template, with the style, the script and the data inside."""
+    environment = _environment()
+
+    def source(name: str) -> str:
+        assert environment.loader is not None
+        return environment.loader.get_source(environment, name)[0]
+
+    return environment.get_template(content.template).render(
+        page=content,
+        style=source("report.css"),
+        script=source("report.js"),
+        data=embed(list(content.profiles)),
+        version=__version__,
+        **content.context,
+    )
+
+
+@page.register
+def _profile_page(profile: Profile) -> Page:
+    graph = profile.graph
+    return Page(
+        template="profile.html",
+        title=profile.name or "Training step",
+        tags=_tags(profile),
+        figures=(
+            Figure("Allocated peak", format_size(profile.peak_bytes), "what a memory budget is about"),
+            Figure("Storage peak", format_size(profile.storage_peak_bytes), "tensors alone, exact to the byte"),
+            Figure("Static", format_size(profile.static_bytes), "stays between steps, with the batch"),
+            Figure("Saved for backward", format_size(profile.saved_bytes), "activations that forward keeps"),
+            *_seconds_figure(profile),
+        ),
+        context={
+            "profile": profile,
+            "peak": graph.ops[profile.peak_op] if graph.ops else None,
+            "slices": _slices(profile.by_category),
+            "workspaces": workspace_rows(profile, 20),
+            "outside": _outside(profile),
+        },
+        profiles=(profile,),
+    )
+
+
+@page.register
+def _comparison_page(comparison: Comparison) -> Page:
+    before, after = comparison.before, comparison.after
+    share = comparison.saved_bytes / max(before.peak_bytes, 1)
+    names = [before.name or "before", after.name or "after"]
+    seconds = ()
+    if "none" not in (before.seconds_source, after.seconds_source) and before.seconds:
+        change = after.seconds / before.seconds - 1
+        cost = f"{format_seconds(before.seconds)} → {format_seconds(after.seconds)}"
+        seconds = (Figure("Time of all ops", f"{change:+.0%}", cost),)
+    return Page(
+        template="comparison.html",
+        title=names[0] if names[0] == names[1] else f"{names[0]} → {names[1]}",
+        tags=_tags(after),
+        figures=(
+            Figure("Peak before", format_size(before.peak_bytes), "allocated"),
+            Figure("Peak after", format_size(after.peak_bytes), "allocated"),
+            Figure(
+                "Lower by" if share >= 0 else "Higher by",
+                f"{abs(share):.0%}",
+                format_size(abs(comparison.saved_bytes)),
+            ),
+            Figure(
+                "Saved for backward",
+                format_size(after.saved_bytes),
+                f"was {format_size(before.saved_bytes)}",
+            ),
+            *seconds,
+        ),
+        context={
+            "comparison": comparison,
+            "rows": [row for row in comparison.rows() if row[1] or row[2]],
+            "changes": saved_changes(comparison),
+            "top": max(before.peak_bytes, after.peak_bytes),
+        },
+        profiles=(before, after),
+    )
+
+
+@page.register
+def _sweep_page(sweep: Sweep) -> Page:
+    layout = grid(sweep)
+    peaks = [cell.peak_bytes for cell in sweep.cells]
+    figures = [
+        Figure("Smallest peak", f"{layout.label(min(peaks, default=0))} {layout.unit}", "allocated"),
+        Figure("Largest peak", f"{layout.label(max(peaks, default=0))} {layout.unit}", "allocated"),
+    ]
+    if sweep.limit_bytes is not None:
+        fits = sum(not layout.over(peak) for peak in peaks)
+        figures.append(Figure("Limit", f"{layout.label(sweep.limit_bytes)} {layout.unit}", "of allocated bytes"))
+        figures.append(Figure("Within the limit", f"{fits} of {len(peaks)}", "points of the sweep"))
+    return Page(
+        template="sweep.html",
+        title=sweep.name or "Sweep",
+        tags=(sweep.hardware, "allocated peak over " + " and ".join(sweep.axes)),
+        figures=tuple(figures),
+        context={
+            "sweep": sweep,
+            "layout": layout,
+            "top": max([*peaks, sweep.limit_bytes or 0, 1]),
+            "slices_of": _slices,
+        },
+    )
+
+
+def _environment() -> jinja2.Environment:
+    try:
+        import jinja2
+    except ImportError:
+        raise MissingExtra("jinja2", extra="report") from None
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("lowtide.reporting"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "size": format_size,
+        "seconds": format_seconds,
+        "shape": format_shape,
+        "op": short_op,
+        "source": short_source,
+        "heat": heat,
+        "ink": ink,
+    }
+    environment.globals |= {"colors": COLORS, "over_color": OVER}
+    return environment
+
+
+def _tags(profile: Profile) -> tuple[str, ...]:
+    how = "predicted without running" if profile.graph.fake else "measured"
+    versions = (f"{name} {version}" for name, version in profile.versions.items())
+    return (profile.hardware, how, *versions)
+
+
+def _seconds_figure(profile: Profile) -> tuple[Figure, ...]:
+    if profile.seconds_source == "none":
+        return ()
+    return (Figure("Time of all ops", format_seconds(profile.seconds), profile.seconds_source),)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A category's part of a whole, in percent, for bars and the pie."""
+
+    name: str
+    color: str
+    bytes: int
+    start: float
+    share: float
+
+
+def _slices(sizes: dict[Category, int], whole: int = 0) -> list[Slice]:
+    whole = max(whole, sum(sizes.values()), 1)
+    slices: list[Slice] = []
+    start = 0
+    for category in STACK:
+        size = sizes.get(category, 0)
+        if size:
+            slices.append(Slice(category, COLORS[category], size, 100 * start / whole, 100 * size / whole))
+            start += size
+    return slices
+
+
+def _outside(profile: Profile) -> list[Slice]:
+    """What the GPU's memory is filled with, from the allocated peak out to what is free; empty if never read."""
+    outside = profile.outside
+    if outside is None or not outside.device_bytes:
+        return []
+    cached = max(0, outside.reserved_bytes - profile.peak_bytes)
+    parts = [
+        ("allocated by PyTorch at the peak", "#0072b2", profile.peak_bytes),
+        ("reserved by PyTorch, not allocated", "#56b4e9", cached),
+        ("CUDA context and libraries", "#e69f00", outside.context_bytes),
+        ("other processes", "#8a8f98", outside.other_bytes),
+    ]
+    slices: list[Slice] = []
+    start = 0
+    for name, color, size in parts:
+        share = 100 / outside.device_bytes
+        slices.append(Slice(name, color, size, start * share, size * share))
+        start += size
+    return slices

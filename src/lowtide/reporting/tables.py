@@ -1,0 +1,228 @@
+"""The rows that the terminal, the figures and the HTML page all show, as functions over a profile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.profiling.profile import Comparison, Profile
+from lowtide.tracing.graph import Category, Graph, Phase, Saved
+
+if TYPE_CHECKING:
+    from lowtide.profiling.sweep import Cell, Sweep
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRow:
+    """A storage kept for the backward pass: one row, however many tensors were saved from it."""
+
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    category: Category
+    made_by: str
+    made_in: str
+    needed_by: tuple[str, ...]  # distinct ops, in the order in which they saved it
+    needed_in: tuple[str, ...]
+    source: str
+
+
+def saved_rows(profile: Profile) -> list[SavedRow]:
+    """What the backward pass keeps, largest first; the activations add up to ``profile.saved_bytes``."""
+    sizes = {s.id: s.bytes for s in profile.graph.on_device}
+    groups: dict[int, list[Saved]] = {}
+    for tensor in profile.saved:
+        if tensor.storage in sizes:
+            groups.setdefault(tensor.storage, []).append(tensor)
+    rows: list[SavedRow] = []
+    for storage, tensors in groups.items():
+        largest = max(tensors, key=lambda t: t.bytes)
+        rows.append(
+            SavedRow(
+                bytes=sizes[storage],
+                shape=largest.shape,
+                dtype=largest.dtype,
+                category=largest.category,
+                made_by=largest.made_by,
+                made_in=largest.made_in,
+                needed_by=tuple(dict.fromkeys(t.needed_by for t in tensors)),
+                needed_in=tuple(dict.fromkeys(t.needed_in for t in tensors)),
+                source=largest.source,
+            )
+        )
+    return sorted(rows, key=lambda row: row.bytes, reverse=True)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkspaceRow:
+    """What one kernel allocates inside itself, once for all calls with the same signature."""
+
+    bytes: int
+    name: str
+    phase: Phase
+    shapes: tuple[tuple[int, ...], ...]
+    module: str  # of the first call
+    source: str
+    calls: int
+
+
+def workspace_rows(profile: Profile, limit: int | None = None) -> list[WorkspaceRow]:
+    """The kernels that need room above their outputs, largest first."""
+    groups: dict[tuple[str, Phase], WorkspaceRow] = {}
+    for op in profile.graph.ops:
+        if op.workspace_bytes <= 0:
+            continue
+        key = (op.signature, op.phase)
+        seen = groups.get(key)
+        groups[key] = WorkspaceRow(
+            bytes=max(op.workspace_bytes, seen.bytes if seen else 0),
+            name=op.name,
+            phase=op.phase,
+            shapes=tuple(v.shape for v in op.inputs),
+            module=seen.module if seen else op.module,
+            source=seen.source if seen else op.source,
+            calls=seen.calls + 1 if seen else 1,
+        )
+    return sorted(groups.values(), key=lambda row: row.bytes, reverse=True)[:limit]
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRun:
+    """Consecutive ops of one phase: ``start`` to ``end - 1``."""
+
+    phase: Phase
+    start: int
+    end: int
+
+
+def phase_runs(graph: Graph) -> list[PhaseRun]:
+    """The phases in the order in which they ran; accumulation over microbatches gives several of each."""
+    runs: list[PhaseRun] = []
+    for op in graph.ops:
+        if runs and runs[-1].phase == op.phase:
+            runs[-1] = PhaseRun(op.phase, runs[-1].start, op.index + 1)
+        else:
+            runs.append(PhaseRun(op.phase, op.index, op.index + 1))
+    return runs
+
+
+def buckets(live: NDArray[np.int64], count: int) -> list[int]:
+    """One op for each of ``count`` equal stretches of the step, its highest: the peak is never lost.
+
+    >>> buckets(np.array([1, 5, 2, 2, 9, 3]), 3), buckets(np.array([4, 7]), 4)
+    ([1, 2, 4], [0, 0, 1, 1])
+    """
+    chosen: list[int] = []
+    for column in range(count if len(live) else 0):
+        start = column * len(live) // count
+        end = max(start + 1, (column + 1) * len(live) // count)
+        chosen.append(start + int(np.argmax(live[start:end])))
+    return chosen
+
+
+def saved_changes(comparison: Comparison, limit: int = 20) -> list[tuple[str, str, int, int]]:
+    """Modules that keep more or less than before: path, type, bytes before, bytes after; largest first."""
+    before = {m.path: m for m in comparison.before.by_module}
+    after = {m.path: m for m in comparison.after.by_module}
+    rows: list[tuple[str, str, int, int]] = []
+    for path, module in (before | after).items():
+        old = before[path].own.saved_bytes if path in before else 0
+        new = after[path].own.saved_bytes if path in after else 0
+        if old != new:
+            rows.append((path, module.type, old, new))
+    return sorted(rows, key=lambda row: abs(row[3] - row[2]), reverse=True)[:limit]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A sweep as a table: ``cells[row][column]``, labelled in ``unit`` (GB, or MB where all are small)."""
+
+    row_axis: str  # "" for a sweep over one axis
+    column_axis: str
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    cells: tuple[tuple[Cell | None, ...], ...]
+    unit: str
+    scale: int
+    limit_bytes: int | None
+    smallest: int  # of the peaks within the limit, as is the largest
+    largest: int
+
+    def over(self, size: int) -> bool:
+        """Whether a peak is above the limit."""
+        return self.limit_bytes is not None and size > self.limit_bytes
+
+    def share(self, size: int) -> float:
+        """Where a peak stands between the smallest (0) and the largest (1) within the limit."""
+        return min(1.0, (size - self.smallest) / max(self.largest - self.smallest, 1))
+
+    def label(self, size: int) -> str:
+        """A size in the grid's unit, without it."""
+        return f"{size / self.scale:.{2 if size < 10 * self.scale else 1}f}"
+
+
+def grid(sweep: Sweep) -> Grid:
+    """Lay out a sweep over one or two axes; the last axis runs along the columns."""
+    *first, (column_axis, columns) = sweep.axes.items()
+    row_axis, rows = first[0] if first else ("", (0,))
+    found = {(cell.point.get(row_axis, 0), cell.point[column_axis]): cell for cell in sweep.cells}
+    peaks = [cell.peak_bytes for cell in sweep.cells]
+    within = [p for p in peaks if sweep.limit_bytes is None or p <= sweep.limit_bytes] or peaks
+    unit, scale = ("GB", 10**9) if max(peaks, default=0) >= 10**8 else ("MB", 10**6)
+    cells = tuple(tuple(found.get((row, column)) for column in columns) for row in rows)
+    smallest, largest = min(within, default=0), max(within, default=0)
+    return Grid(
+        row_axis, column_axis, rows, columns, cells, unit, scale, sweep.limit_bytes, smallest, largest
+    )  # fmt: skip
+
+
+def short_op(name: str) -> str:
+    """An op's name without PyTorch's own namespace and the overload.
+
+    >>> short_op("aten.convolution.default"), short_op("lowtide.fewbit.default")
+    ('convolution', 'lowtide.fewbit')
+    """
+    namespace, dot, rest = name.replace("::", ".").partition(".")
+    if not dot:
+        return name
+    op = rest.partition(".")[0]
+    return op if namespace == "aten" else f"{namespace}.{op}"
+
+
+def short_source(source: str) -> str:
+    """A source's last folder, file and line.
+
+    >>> short_source("/home/me/models/resnet.py:99"), short_source("train.py:3")
+    ('models/resnet.py:99', 'train.py:3')
+    """
+    return "/".join(part for part in PurePath(source).parts[-2:] if part != "/")
+
+
+def format_shape(shape: Sequence[int]) -> str:
+    """A shape as people write it.
+
+    >>> format_shape((8, 512, 768)), format_shape(())
+    ('8×512×768', 'scalar')
+    """
+    return "×".join(map(str, shape)) or "scalar"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration in the unit that suits it, three significant digits; a dash where it is not known.
+
+    >>> format_seconds(0.0123), format_seconds(2.5), format_seconds(float("nan"))
+    ('12.3 ms', '2.50 s', '–')
+    """
+    if math.isnan(seconds):
+        return "–"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= scale or unit == "µs":
+            number = seconds / scale
+            return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f} {unit}"
+    raise AssertionError("every duration has a unit")

@@ -1,0 +1,318 @@
+"""Profiles, comparisons and sweeps in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lowtide.errors import MissingExtra
+from lowtide.profiling.profile import Comparison, Profile
+from lowtide.reporting.blocks import block_chart
+from lowtide.reporting.outline import outline
+from lowtide.reporting.palette import COLORS, OVER, STACK, heat, ink
+from lowtide.reporting.tables import (
+    format_seconds,
+    format_shape,
+    grid,
+    saved_changes,
+    saved_rows,
+    short_op,
+    short_source,
+    workspace_rows,
+)
+from lowtide.sizes import format_size
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+    from lowtide.profiling.sweep import Sweep
+
+
+def show(profile: Profile, console: Console | None = None) -> None:
+    """Print where the memory goes: the peaks, who holds them and when, what is kept for the backward pass."""
+    console = _console(console)
+    _print(
+        console,
+        _header(profile),
+        "",
+        _figures(profile),
+        "",
+        _category_bar(profile, console),
+        "",
+        block_chart(profile, console),
+        _modules(profile),
+        _saved(profile, console),
+        _workspaces(profile),
+        _outside(profile),
+        _notes(profile),
+    )
+
+
+def show_comparison(comparison: Comparison, console: Console | None = None) -> None:
+    """Print a step before and after a change: the figures, both timelines on one scale, the modules."""
+    from rich.text import Text
+
+    console = _console(console)
+    before, after = comparison.before, comparison.after
+    title = Text.assemble((before.name or "step", "bold"), "  →  ", (after.name or "step", "bold"))
+    table = _table("", "before", "after", "change", "")
+    for name, old, new in comparison.rows():
+        if old or new:
+            row = name, format_size(old), format_size(new), _signed(new - old), _percent(old, new)
+            table.add_row(*row, style="bold" if name == "allocated peak" else "")
+    top = max(before.peak_bytes, after.peak_bytes)
+    changes = _table("module", "type", "before", "after")
+    for path, kind, old, new in saved_changes(comparison, limit=8):
+        changes.add_row(Text(path or "(model)"), _cut(kind, "dim"), format_size(old), format_size(new))
+    _print(
+        console,
+        title,
+        "",
+        table,
+        "\nbefore",
+        block_chart(before, console, top),
+        "\nafter",
+        block_chart(after, console, top),
+        _titled("Modules that keep more or less for the backward pass", changes),
+    )
+
+
+def show_sweep(sweep: Sweep, console: Console | None = None) -> None:
+    """Print a sweep's allocated peaks as a table of coloured cells; those above the limit stand out."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console = _console(console)
+    layout = grid(sweep)
+    table = Table(box=None, padding=0, header_style="bold", pad_edge=False)
+    table.add_column(
+        Text(f"{layout.row_axis} ↓ {layout.column_axis} →" if layout.row_axis else layout.column_axis)
+    )
+    for column in layout.columns:
+        table.add_column(Text(f" {column} "), justify="right")
+    for row, cells in zip(layout.rows, layout.cells, strict=True):
+        texts = [Text(f"{row}" if layout.row_axis else "peak", "bold")]
+        for cell in cells:
+            if cell is None:
+                texts.append(Text(" – ", "dim"))
+            elif layout.over(cell.peak_bytes):
+                texts.append(Text(f" {layout.label(cell.peak_bytes)}! ", f"bold {OVER}"))
+            else:
+                share = layout.share(cell.peak_bytes)
+                texts.append(Text(f" {layout.label(cell.peak_bytes)}  ", f"{ink(share)} on {heat(share)}"))
+        table.add_row(*texts)
+    title = Text.assemble(
+        (sweep.name or "sweep", "bold"), f"  {sweep.hardware}  allocated peak in {layout.unit}"
+    )
+    limit: Text | None = None
+    if sweep.limit_bytes is not None:
+        limit = Text.assemble(
+            ("!", f"bold {OVER}"), f" above the limit of {layout.label(sweep.limit_bytes)} {layout.unit}"
+        )
+    _print(console, title, "", table, limit)
+
+
+@contextmanager
+def progress(description: str, total: int) -> Generator[Callable[[], None]]:
+    """A progress bar on a terminal, silence elsewhere or without rich; yields what to call after each part.
+
+    >>> with progress("Profiling", total=2) as advance:
+    ...     advance()
+    """
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:  # a bar is never worth failing for
+        yield lambda: None
+        return
+    console = Console(file=sys.stderr)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda: bar.advance(task)
+
+
+def _console(console: Console | None) -> Console:
+    try:
+        from rich.console import Console
+    except ImportError:
+        raise MissingExtra("rich", extra="cli") from None
+    return Console() if console is None else console
+
+
+def _print(console: Console, *parts: RenderableType | None) -> None:
+    for part in parts:
+        if part is not None:
+            console.print(part, highlight=False)
+
+
+def _header(profile: Profile) -> Text:
+    from rich.text import Text
+
+    how = "predicted without running" if profile.graph.fake else "measured"
+    return Text.assemble(
+        (profile.name or "step", "bold"), "  ", profile.hardware, ("  " + how, "dim"), overflow="fold"
+    )
+
+
+def _figures(profile: Profile) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    figures = [
+        ("allocated peak", format_size(profile.peak_bytes)),
+        ("storage peak", format_size(profile.storage_peak_bytes)),
+        ("static", format_size(profile.static_bytes)),
+        ("saved for backward", format_size(profile.saved_bytes)),
+    ]
+    if profile.seconds_source != "none":
+        figures.append((f"ops ({profile.seconds_source})", format_seconds(profile.seconds)))
+    table = Table.grid(padding=(0, 4, 0, 0))
+    table.add_row(*(Text(value, "bold cyan" if i == 0 else "bold") for i, (_, value) in enumerate(figures)))
+    table.add_row(*(Text(name, "dim") for name, _ in figures))
+    return table
+
+
+def _category_bar(profile: Profile, console: Console) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    sizes = [profile.by_category.get(category, 0) for category in STACK]
+    ends = np.cumsum([0, *sizes]) * min(console.width, 100) / max(profile.peak_bytes, 1)
+    cell = "#" if console.options.ascii_only else "█"
+    bar = Text(no_wrap=True)
+    legend = Table.grid(padding=(0, 3, 0, 0))
+    entries: list[Text] = []
+    for i, (category, size) in enumerate(zip(STACK, sizes, strict=True)):
+        bar.append(cell * (round(ends[i + 1]) - round(ends[i])), COLORS[category])
+        if size:
+            share = f" {size / max(profile.peak_bytes, 1):.0%}"
+            swatch = ("■ " if cell == "█" else "# ", COLORS[category])
+            entries.append(Text.assemble(swatch, f"{category} ", (format_size(size), "bold"), (share, "dim")))
+    per_row = max(1, min(console.width, 110) // 36)
+    for i in range(0, len(entries), per_row):
+        legend.add_row(*entries[i : i + per_row])
+    return Group(Text("At the peak", "bold"), bar, legend)
+
+
+def _table(*columns: str) -> Table:
+    """A table whose columns of sizes are on the right, and whose rows take one line each."""
+    from rich import box
+    from rich.table import Table
+
+    right = {"bytes", "parameters", "saved", "at peak", "seconds", "before", "after", "change", "calls", ""}
+    table = Table(box=box.SIMPLE_HEAD, header_style="dim", show_edge=False, pad_edge=False)
+    for i, column in enumerate(columns):
+        is_size = i > 0 and column in right
+        fixed = is_size or i == 0 or column in {"dtype", "phase"}
+        table.add_column(column, justify="right" if is_size else "left", no_wrap=fixed, overflow="ellipsis")
+    return table
+
+
+def _cut(text: str, style: str = "") -> Text:
+    """Text that gives way to the sizes beside it: cut on a narrow terminal, never wrapped."""
+    from rich.text import Text
+
+    return Text(text, style, no_wrap=True, overflow="ellipsis")
+
+
+def _titled(title: str, table: Table) -> RenderableType | None:
+    """A table under its title; nothing where the table is empty."""
+    from rich.console import Group
+    from rich.text import Text
+
+    return Group(Text(f"\n{title}", "bold"), table) if table.row_count else None
+
+
+def _modules(profile: Profile) -> RenderableType | None:
+    from rich.text import Text
+
+    timed = profile.seconds_source != "none"
+    table = _table("path", "type", "parameters", "saved", "at peak", *(["seconds"] if timed else []))
+    for row in outline(profile.by_module):
+        usage = row.usage
+        sizes = (_size(usage.parameter_bytes), _size(usage.saved_bytes), _size(usage.peak_bytes))
+        table.add_row(
+            Text("  " * row.depth + row.name, "" if row.type else "dim"),
+            _cut(row.type, "dim"),
+            *sizes,
+            *([format_seconds(usage.seconds) if usage.seconds else "·"] if timed else []),
+        )
+    return _titled("Modules", table)
+
+
+def _saved(profile: Profile, console: Console, limit: int = 10) -> RenderableType | None:
+    from rich.text import Text
+
+    rows = [row for row in saved_rows(profile) if row.category == "activation"]
+    wide = console.width >= 100
+    table = _table("shape", "dtype", "bytes", "made in", "needed by", *(["source"] if wide else []))
+    for row in rows[:limit]:
+        extra = len(row.needed_by) - 1
+        table.add_row(
+            Text(format_shape(row.shape)),
+            Text(row.dtype, "dim"),
+            format_size(row.bytes),
+            _cut(" · ".join(filter(None, (row.made_in, short_op(row.made_by))))),
+            _cut(short_op(row.needed_by[0]) + (f" +{extra}" if extra else "")),
+            *([_cut(short_source(row.source), "dim")] if wide else []),
+        )
+    count = f"{len(rows)} storages, {format_size(profile.saved_bytes)}"
+    return _titled(f"Kept for the backward pass: {count}", table)
+
+
+def _workspaces(profile: Profile, limit: int = 5) -> RenderableType | None:
+    from rich.text import Text
+
+    table = _table("op", "bytes", "calls", "phase", "inputs", "first in")
+    for row in workspace_rows(profile, limit):
+        table.add_row(
+            Text(short_op(row.name)),
+            format_size(row.bytes),
+            str(row.calls),
+            Text(row.phase, "dim"),
+            _cut(", ".join(map(format_shape, row.shapes))),
+            _cut(row.module or "(model)"),
+        )
+    return _titled(f"Inside kernels: the largest workspaces ({profile.workspace_source})", table)
+
+
+def _outside(profile: Profile) -> Text | None:
+    from rich.text import Text
+
+    outside = profile.outside
+    if outside is None or not outside.reserved_bytes:
+        return None
+    total = outside.reserved_bytes + outside.context_bytes
+    return Text.assemble(
+        ("Outside PyTorch  ", "bold"),
+        f"nvidia-smi shows {format_size(total)} for this process: {format_size(outside.reserved_bytes)} "
+        f"reserved by the allocator and {format_size(outside.context_bytes)} of CUDA context, "
+        f"of {format_size(outside.device_bytes)} on the device.",
+    )
+
+
+def _notes(profile: Profile) -> Text | None:
+    from rich.text import Text
+
+    notes = profile.graph.notes
+    return Text("\n".join(f"• {note}" for note in notes), "yellow") if notes else None
+
+
+def _size(size: int) -> str:
+    return format_size(size) if size else "·"
+
+
+def _signed(size: int) -> str:
+    return f"+{format_size(size)}" if size > 0 else format_size(size)
+
+
+def _percent(old: int, new: int) -> str:
+    return f"{(new - old) / old:+.0%}" if old else ""

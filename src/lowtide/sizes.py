@@ -1,0 +1,43 @@
+"""Byte sizes as people write them: ``6GiB``, ``800MB``, ``6442450944``."""
+
+import re
+
+from lowtide.errors import LowtideError
+
+_UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_size(size: int | str) -> int:
+    """Read a size in bytes. GB is 10⁹ and GiB is 2³⁰.
+
+    >>> parse_size("6GiB"), parse_size("800 MB"), parse_size(1024)
+    (6442450944, 800000000, 1024)
+    """
+    if isinstance(size, int):
+        if size < 0:
+            raise LowtideError(f"A size cannot be negative: {size}")
+        return size
+    match = _SIZE.fullmatch(size)
+    if match is None or match[2].lower() not in _UNITS:
+        raise LowtideError(f"Not a size: {size!r}", hint="Write for example 6GiB, 800MB or a number of bytes.")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def format_size(size: float) -> str:
+    """Print a size in binary units, three significant digits.
+
+    >>> format_size(6 * 2**30), format_size(1_500_000), format_size(12), format_size(-2048)
+    ('6.00 GiB', '1.43 MiB', '12 B', '-2.00 KiB')
+    """
+    sign, size = ("-", -size) if size < 0 else ("", size)
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            number = size / scale
+            digits = 2 if number < 10 else 1 if number < 100 else 0
+            return f"{sign}{number:.{digits}f} {unit}"
+    return f"{sign}{size:.0f} B"

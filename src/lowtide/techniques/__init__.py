@@ -1,0 +1,21 @@
+"""Techniques: one file each, one shape for all. ``techniques()`` lists them; each can be used on its own."""
+
+from lowtide.techniques.forward import Forward, replace_forward
+from lowtide.techniques.recompute import recompute
+from lowtide.techniques.registry import register, techniques
+from lowtide.techniques.technique import Check, Fidelity, Interval, Option, Price, Technique, Undo
+
+__all__ = [
+    "Check",
+    "Fidelity",
+    "Forward",
+    "Interval",
+    "Option",
+    "Price",
+    "Technique",
+    "Undo",
+    "recompute",
+    "register",
+    "replace_forward",
+    "techniques",
+]

@@ -1,0 +1,291 @@
+"""Chains of blocks in a profiled model, and what it changes in the step to run spans of them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.profiling.profile import Profile
+from lowtide.techniques.technique import Interval
+from lowtide.tracing.graph import Graph
+
+Tree: TypeAlias = "tuple[int | Tree, ...]"
+"""Which children of a container are recomputed together: ``((1, 2), ((3,), (4, 5)))`` has 1 and 2 in one
+segment, and 3 to 5 in one with two more inside. Children that it does not name run as they are."""
+
+Span = tuple[int, int]  # the blocks of a segment: the first, and one past the last
+
+_GENERATOR_BYTES = 5056  # what a checkpoint keeps of the CPU's random generator
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A module that runs after its neighbour."""
+
+    path: str
+    position: int  # among its container's children
+    first: int  # its first op of the forward pass
+    backward: int  # its first op of the backward pass
+    end: int  # one past its last op
+    seconds: float  # of its forward pass
+    saved_bytes: int
+    glued: bool  # no segment can start with it: it writes into its input, or runs no op (nn.Flatten)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Neighbouring blocks of one container."""
+
+    container: str
+    joined: bool  # the container itself is called, so that neighbours can share a segment
+    blocks: tuple[Block, ...]
+
+
+class Chains:
+    """The chains of a profiled model in the order in which they run, and the storages that their blocks make.
+
+    A chain is a ``nn.Sequential`` or ``nn.ModuleList`` of two or more modules; inside its blocks no others
+    are looked for, except in one that is only the wrapper of a longer chain of blocks.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        graph = profile.graph
+        found = _containers(graph.modules)
+        home = _Home(path for chain in found for path in chain.children)
+        ops: dict[str, list[int]] = {}
+        for op in graph.ops:
+            ops.setdefault(home[op.module], []).append(op.index)
+        found = sorted((c for c in found if any(p in ops for p in c.children)), key=lambda c: c.first_op(ops))
+        number = {path: i for i, path in enumerate(path for chain in found for path in chain.children)}
+        self._made = _Made(graph, [number.get(home[op.module], -1) for op in graph.ops])
+        self.chains = tuple(
+            Chain(
+                chain.container,
+                chain.joined,
+                tuple(self._block(p, i, number[p], ops.get(p, [])) for p, i in chain.children.items()),
+            )
+            for chain in found
+        )
+        self.blocks = tuple(block for chain in self.chains for block in chain.blocks)
+
+    def _block(self, path: str, position: int, number: int, ops: list[int]) -> Block:
+        graph = self.profile.graph
+        forward = [i for i in ops if graph.ops[i].phase == "forward"]
+        backward = [i for i in ops if graph.ops[i].phase == "backward"]
+        return Block(
+            path,
+            position,
+            first=forward[0] if forward else len(graph.ops),
+            backward=backward[0] if backward else len(graph.ops),
+            end=ops[-1] + 1 if ops else 0,
+            seconds=float(sum(graph.ops[i].seconds for i in forward)),
+            saved_bytes=self._made.saved_bytes(number),
+            glued=not forward or _writes_input(graph, forward),
+        )
+
+    def spans(self, trees: dict[str, Tree]) -> list[Span]:
+        """The segments of some containers' trees, outer ones before those inside."""
+        spans: list[Span] = []
+        start = 0
+        for chain in self.chains:
+            at = {block.position: start + i for i, block in enumerate(chain.blocks)}
+            for node in trees.get(chain.container, ()):
+                spans += _spans(node, at)
+            start += len(chain.blocks)
+        return spans
+
+    def recompute(self, spans: Sequence[Span]) -> tuple[list[Interval], list[Interval], float]:
+        """Live intervals added and removed, and seconds, when these spans keep their inputs and run again."""
+        made, blocks = self._made, self.blocks
+        owner = made.owner(spans)
+        removed: list[Interval] = []
+        added: list[Interval] = []
+        seconds = 0.0
+        for index, (low, high) in enumerate(spans):
+            again = min(block.backward for block in blocks[low:high])
+            own = np.flatnonzero((owner == index) & (made.last_use + 1 < np.minimum(made.death, again)))
+            name = _name(blocks[low:high])
+            removed += [
+                Interval(
+                    int(made.bytes[i]),
+                    int(made.last_use[i]) + 1,
+                    int(min(made.death[i], again)),
+                    f"made again in {name}",
+                )
+                for i in own
+            ]
+            if again < len(self.profile.graph.ops):
+                inside = [i for i, (a, b) in enumerate(spans) if low <= a and b <= high and i > index]
+                more = made.peak_while_running(low, high, np.isin(owner, inside)) - int(made.bytes[own].sum())
+                if more > 0:
+                    added.append(Interval(more, again, again + 1, f"temporaries while {name} runs again"))
+            if self.profile.graph.device == "cpu":
+                end = max(block.end for block in blocks[low:high])
+                added.append(Interval(_GENERATOR_BYTES, blocks[low].first, end, f"generator state of {name}"))
+            seconds += sum(block.seconds for block in blocks[low:high])
+        return added, removed, seconds
+
+
+class _Made:
+    """Storages that blocks make in the forward pass, as arrays: when they live, and which blocks use them."""
+
+    def __init__(self, graph: Graph, block: list[int]) -> None:
+        users: dict[int, list[int]] = {}
+        for op in graph.ops:
+            if op.phase == "forward":
+                for value in (*op.inputs, *op.outputs):
+                    users.setdefault(value.storage, []).append(op.index)
+        made = [
+            s
+            for s in graph.on_device
+            if s.category in ("activation", "temporary") and s.id in users and block[users[s.id][0]] >= 0
+        ]
+        self.bytes = np.array([s.bytes for s in made], np.int64)
+        self.birth = np.array([s.birth for s in made], np.int64)
+        self.death = np.array([s.death for s in made], np.int64)
+        self.last_use = np.array([users[s.id][-1] for s in made], np.int64)
+        self.low = np.array([min(block[i] for i in users[s.id]) for s in made], np.int64)
+        self.high = np.array([max(block[i] for i in users[s.id]) for s in made], np.int64)
+        self.maker = np.array([block[users[s.id][0]] for s in made], np.int64)
+
+    def saved_bytes(self, block: int) -> int:
+        """What a block makes and no other block reads: what is gained if it runs again."""
+        return int(
+            self.bytes[(self.low == block) & (self.high == block) & (self.death > self.last_use + 1)].sum()
+        )
+
+    def owner(self, spans: Sequence[Span]) -> NDArray[np.int64]:
+        """For each storage, the innermost span that it does not leave; -1 where it leaves all."""
+        owner = np.full(len(self.bytes), -1)
+        for index, (low, high) in enumerate(spans):
+            owner[(self.low >= low) & (self.high < high)] = index
+        return owner
+
+    def peak_while_running(self, low: int, high: int, dropped: NDArray[np.bool_]) -> int:
+        """The most that blocks' own storages hold during their forward pass; some go after their last use."""
+        mine = (self.maker >= low) & (self.maker < high)
+        if not mine.any():
+            return 0
+        death = np.where(dropped, np.minimum(self.death, self.last_use + 1), self.death)[mine]
+        birth, size = self.birth[mine], self.bytes[mine]
+        start, end = int(birth.min()), int(self.last_use[mine].max()) + 1
+        change = np.zeros(end - start + 1, np.int64)
+        np.add.at(change, birth - start, size)
+        np.subtract.at(change, np.minimum(death, end) - start, size)
+        return int(np.cumsum(change)[:-1].max())
+
+
+class _Home:
+    """Which of some paths a module is at or below; "" for none."""
+
+    def __init__(self, paths: Iterator[str]) -> None:
+        self._known = {path: path for path in paths}
+        self._known[""] = self._known.get("", "")
+
+    def __getitem__(self, path: str) -> str:
+        if path not in self._known:
+            self._known[path] = self[path.rpartition(".")[0]]
+        return self._known[path]
+
+
+def split(weights: Sequence[int], parts: int) -> list[Span]:
+    """Cut a sequence into parts of about the same weight, none of them empty.
+
+    >>> split([1, 1, 1, 1, 1, 1], 3), split([9, 1, 1, 1], 2)
+    ([(0, 2), (2, 4), (4, 6)], [(0, 1), (1, 4)])
+    """
+    total = [0, *accumulate(max(weight, 1) for weight in weights)]
+    cuts = [0]
+    for part in range(1, parts):
+        goal = total[-1] * part / parts
+        nearest = min(range(len(total)), key=lambda i: abs(total[i] - goal))
+        cuts.append(min(max(nearest, cuts[-1] + 1), len(weights) - (parts - part)))
+    return list(zip(cuts, [*cuts[1:], len(weights)], strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Container:
+    container: str
+    joined: bool
+    children: dict[str, int]  # path -> position
+
+    def first_op(self, ops: dict[str, list[int]]) -> int:
+        return min(ops[path][0] for path in self.children if path in ops)
+
+
+def _containers(modules: Sequence[tuple[str, str]]) -> list[_Container]:
+    """Stretches of neighbouring blocks in the model's containers."""
+    kind = dict(modules)
+    children: dict[str, list[str]] = {path: [] for path in kind}
+    for path in kind:
+        if path:
+            children[path.rpartition(".")[0]].append(path)
+
+    def is_chain(path: str) -> bool:
+        return kind[path] in ("Sequential", "ModuleList") and len(children[path]) > 1
+
+    def longest(path: str) -> int:
+        """Blocks in the longest chain of modules that have modules themselves, at a path or below."""
+        own = sum(bool(children[child]) for child in children[path]) if is_chain(path) else 0
+        return max([own, *(longest(child) for child in children[path])])
+
+    found: list[_Container] = []
+
+    def visit(path: str) -> None:
+        if not is_chain(path):
+            for child in children[path]:
+                visit(child)
+            return
+        stretches: list[dict[str, int]] = [{}]
+        for position, child in enumerate(children[path]):
+            if is_chain(child) or longest(child) > len(children[path]):
+                stretches.append({})
+                visit(child)
+            else:
+                name = child.rpartition(".")[
+                    2
+                ]  # a module that is there twice is listed once: its number still counts
+                stretches[-1][child] = int(name) if name.isdecimal() else position
+        found.extend(
+            _Container(path, kind[path] == "Sequential", stretch) for stretch in stretches if stretch
+        )
+
+    visit("")
+    return found
+
+
+def leaves(node: int | Tree) -> Iterator[int]:
+    """The children that a tree names, in order."""
+    if isinstance(node, int):
+        yield node
+    else:
+        for child in node:
+            yield from leaves(child)
+
+
+def _spans(node: int | Tree, at: dict[int, int]) -> list[Span]:
+    if isinstance(node, int):
+        return []
+    blocks = [at[i] for i in leaves(node) if i in at]
+    inner = [span for child in node for span in _spans(child, at)]
+    return [(min(blocks), max(blocks) + 1), *inner] if blocks else inner
+
+
+def _writes_input(graph: Graph, ops: list[int]) -> bool:
+    for index in ops:
+        for value in graph.ops[index].outputs:
+            storage = graph.storages[value.storage]
+            if storage.birth < ops[0] and storage.category in ("activation", "temporary", "input"):
+                return True
+    return False
+
+
+def _name(blocks: Sequence[Block]) -> str:
+    first, last = blocks[0].path, blocks[-1].path
+    return first if len(blocks) == 1 else f"{first} to {last}"

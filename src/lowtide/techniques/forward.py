@@ -1,0 +1,63 @@
+"""Give one module another ``forward``, without touching its class, its parameters or its ``state_dict``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from lowtide.errors import LowtideError
+from lowtide.techniques.technique import Undo
+
+
+class Forward:
+    """A replaced forward: subclass it and write ``__call__``; ``self.plain(...)`` is the forward as it was.
+
+    A plain object with a reference to its module: ``copy.deepcopy`` and ``pickle`` of the module therefore
+    give a copy that is changed in the same way and runs its own parameters (``del copy.forward`` makes the
+    copy plain).
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward as it was: the class's, or one that somebody else put on this module before."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.plain(*args, **kwargs)
+
+
+def replace_forward(forward: Forward, *, path: str = "") -> Undo:
+    """Put ``forward`` on its module until the undo is called.
+
+    The same kind of forward twice is refused, and so is an undo while another forward lies on top of this
+    one.
+    """
+    module = forward.module
+    if type(forward.replaced) is type(forward):
+        raise LowtideError(
+            f"{type(module).__name__} already runs {type(forward).__name__}",
+            where=path,
+            hint="Call undo() of the first one before applying it again.",
+        )
+    module.forward = forward
+
+    def restore() -> None:
+        if module.__dict__.get("forward") is not forward:
+            raise LowtideError(
+                f"{type(module).__name__}.forward was replaced again after {type(forward).__name__}",
+                where=path,
+                hint="Undo in the reverse order of applying.",
+            )
+        if forward.replaced is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = forward.replaced
+
+    return Undo(restore)

@@ -1,0 +1,84 @@
+"""The techniques there are: lowtide's own, those of installed packages, those that a session registers."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+
+from lowtide.errors import LowtideError
+from lowtide.techniques.technique import Technique, Undo
+
+GROUP = "lowtide.techniques"
+
+# Listed here too, so that they are found in a source tree that was never installed.
+BUILT_IN = ("lowtide.techniques.sqrt:Sqrt",)
+
+_registered: dict[str, Technique] = {}
+
+
+def techniques() -> dict[str, Technique]:
+    """Every technique by its name: built in, installed, registered.
+
+    >>> "sqrt" in techniques()
+    True
+    """
+    found = dict(_installed())
+    for technique in _registered.values():
+        _add(found, technique)
+    return found
+
+
+def register(technique: object) -> Undo:
+    """Add a technique for this session; the undo takes it out again. Packages use the entry point instead."""
+    if not isinstance(technique, Technique):
+        raise LowtideError(
+            f"{technique!r} is not a technique",
+            hint="It needs name, kind, needs, conflicts, options, price, apply and check.",
+        )
+    _add(techniques(), technique)
+    _registered[technique.name] = technique
+    return Undo(lambda: _registered.pop(technique.name, None))
+
+
+@cache
+def _installed() -> dict[str, Technique]:
+    found: dict[str, Technique] = {}
+    for place in BUILT_IN:
+        _add(found, _load(EntryPoint(place, place, GROUP)))
+    for point in entry_points(group=GROUP):
+        if point.value in BUILT_IN:
+            continue
+        try:
+            technique = _load(point)
+        except Exception as error:
+            warnings.warn(
+                f"The technique {point.name!r} ({point.value}) cannot be used: {error}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        else:
+            _add(found, technique)
+    return found
+
+
+def _load(point: EntryPoint) -> Technique:
+    offered = point.load()
+    technique = offered() if isinstance(offered, type) else offered
+    if not isinstance(technique, Technique):
+        raise LowtideError(f"{point.value} does not have the shape of a Technique")
+    return technique
+
+
+def _add(found: dict[str, Technique], technique: Technique) -> None:
+    there = found.get(technique.name)
+    if there is not None:
+        raise LowtideError(
+            f"Two techniques have the name {technique.name!r}: {_place(there)} and {_place(technique)}",
+            hint="Rename one of them.",
+        )
+    found[technique.name] = technique
+
+
+def _place(technique: Technique) -> str:
+    return f"{type(technique).__module__}.{type(technique).__qualname__}"

@@ -1,0 +1,188 @@
+"""The shape of a technique: where it can act, what that costs, how to do it, and what must then hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:
+    from lowtide.profiling.profile import Profile
+    from lowtide.workload import Workload
+
+Kind = Literal["module", "saved", "step"]
+Knob: TypeAlias = "bool | int | float | str | tuple[Knob, ...]"
+
+
+@runtime_checkable
+class Technique(Protocol):
+    """A way to need less memory. Third parties offer theirs through the entry point ``lowtide.techniques``.
+
+    ``options`` and ``price`` are pure: they read the profile and touch neither the model nor a GPU.
+    ``apply`` changes the model in place, or raises and leaves it as it was.
+    """
+
+    name: str
+    kind: Kind
+    needs: str  # what a model must have for it, in words: "a nn.Sequential of two or more blocks"
+    conflicts: frozenset[str]  # names of techniques that cannot be in one plan with it
+
+    def options(self, profile: Profile) -> Sequence[Option]:
+        """Where it could act, with its knobs; none where it has nothing to offer."""
+        ...
+
+    def price(self, option: Option, profile: Profile) -> Price:
+        """What an option would change in the profiled step."""
+        ...
+
+    def apply(self, work: Workload, options: Sequence[Option]) -> Undo:
+        """Do it; the returned undo restores the model bit for bit."""
+        ...
+
+    def check(self, option: Option) -> Check:
+        """What must hold between the plain step and this one."""
+        ...
+
+
+class Fidelity(StrEnum):
+    """What a step promises about its results, from the strictest class to the loosest.
+
+    >>> Fidelity.BITWISE < Fidelity.APPROXIMATE, Fidelity("roundoff"), max(Fidelity).value
+    (True, <Fidelity.ROUNDOFF: 'roundoff'>, 'changed')
+    """
+
+    BITWISE = "bitwise"  # loss, gradients, buffers and RNG equal the plain step's bit for bit
+    ROUNDOFF = "roundoff"  # the same mathematics, rounded otherwise
+    UNBIASED = "unbiased"  # random, right on average
+    APPROXIMATE = "approximate"  # a stated bound on the gradient's error
+    CHANGED = "changed"  # another algorithm or model; no bound
+
+    @property
+    def rank(self) -> int:
+        """0 for the strictest class."""
+        return list(Fidelity).index(self)
+
+    def __lt__(self, other: str) -> bool:
+        return self.rank < Fidelity(other).rank
+
+    def __le__(self, other: str) -> bool:
+        return self.rank <= Fidelity(other).rank
+
+    def __gt__(self, other: str) -> bool:
+        return self.rank > Fidelity(other).rank
+
+    def __ge__(self, other: str) -> bool:
+        return self.rank >= Fidelity(other).rank
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One place where a technique can act, and how: all that ``apply`` needs to know.
+
+    Knobs hold plain values, so that an option can be compared, hashed and written as JSON.
+    """
+
+    technique: str
+    site: tuple[str, ...]  # module paths; ("",) is the model itself
+    knobs: tuple[tuple[str, Knob], ...] = ()
+
+    def knob(self, name: str, default: Knob = 0) -> Knob:
+        """The value of a knob.
+
+        >>> Option("sqrt", ("layers",), (("segments", 4),)).knob("segments")
+        4
+        """
+        return dict(self.knobs).get(name, default)
+
+    def __str__(self) -> str:
+        shown = [f"{name} {value}" for name, value in self.knobs if not isinstance(value, tuple)]
+        where = ", ".join(path or "the model" for path in self.site)
+        return f"{self.technique} on {where}" + (f" ({', '.join(shown)})" if shown else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Bytes that are alive while ops ``birth`` to ``death - 1`` of the profiled step run."""
+
+    bytes: int
+    birth: int
+    death: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What an option changes. Not one number: a peak is a maximum over time, and copies overlap with compute.
+
+    Intervals are on the axis of the profiled step's ops: what is made again in the backward pass is removed
+    from where it was let go until its first use there.
+    """
+
+    fidelity: Fidelity
+    added: tuple[Interval, ...] = ()
+    removed: tuple[Interval, ...] = ()
+    compute_seconds: float = 0.0
+    h2d_seconds: float = 0.0
+    d2h_seconds: float = 0.0
+    host_bytes: int = 0
+    source: Literal["measured", "modelled"] = "modelled"
+
+    @property
+    def seconds(self) -> float:
+        """What the step takes longer if nothing overlaps; nan where the profile holds no seconds."""
+        return self.compute_seconds + self.h2d_seconds + self.d2h_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What must hold between the plain step and the changed one.
+
+    ``bitwise`` means ``torch.equal``. For the other classes, ``|changed - plain| <= atol + rtol * |plain|``
+    in the norm of each gradient; unbiased ones keep it on average.
+    """
+
+    fidelity: Fidelity
+    rtol: float = 0.0
+    atol: float = 0.0
+    same_state_dict: bool = True  # the keys, shapes, dtypes and values, while applied
+
+    EXACT: ClassVar[Check]
+
+
+Check.EXACT = Check(Fidelity.BITWISE)
+
+
+class Undo:
+    """Takes back what was done, last thing first; a second call does nothing. Works as a context manager too.
+
+    >>> undo = Undo(lambda: print("restored"))
+    >>> undo()
+    restored
+    >>> undo()
+    """
+
+    def __init__(self, *actions: Callable[[], object]) -> None:
+        self._stack = ExitStack()
+        for action in actions:
+            self.add(action)
+
+    def add(self, action: Callable[[], object]) -> None:
+        """Have this taken back too, before all that was added earlier."""
+        self._stack.callback(action)
+
+    def keep(self) -> Undo:
+        """Hand the actions on, so that leaving this undo's ``with`` block takes nothing back."""
+        kept = Undo()
+        kept._stack = self._stack.pop_all()
+        return kept
+
+    def __call__(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self()

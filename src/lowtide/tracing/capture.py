@@ -1,0 +1,310 @@
+"""Running a step to trace it: real or fake, and everything put back as it was."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from lowtide.errors import LowtideError, TraceError
+from lowtide.tracing.compiled import compiled_modules, opaque_compiled_graphs
+from lowtide.tracing.fake import FIXES, fake_workload
+from lowtide.tracing.graph import Graph
+from lowtide.tracing.gpu import PredictedGpu, predicted_gpu
+from lowtide.tracing.meter import CpuMeter, CudaMeter, Meter, NoMeter, profiler_is_free
+from lowtide.tracing.recorder import Recorder, module_hooks
+from lowtide.workload import Workload
+
+
+def trace(work: Workload, *, fake: bool = False, device: str | None = None) -> Graph:
+    """Trace one training step: zero_grad, forward, backward, optimizer.
+
+    The step is the steady one: gradients start as None and optimizer state exists. A real step runs on the
+    model's own device; a fake one allocates and computes nothing and can be of another ``device`` ("cpu",
+    "cuda", or a name of the device table such as "h200"). Either way parameters, gradients, buffers,
+    optimizer state and random generators are afterwards as they were, bit for bit.
+    """
+    target = work.device.type if device is None else device
+    if work.device.type == "meta" and target == "meta":
+        target = "cpu"
+    fake = fake or work.device.type == "meta"
+    with unchanged(work, fake=fake):
+        if not fake:
+            if torch.device(target).type != work.device.type if target in ("cpu", "cuda") else True:
+                raise TraceError(
+                    f"A real step runs where the model is, on {work.device}",
+                    hint=f"Move the model, or predict the step on {target}: fake=True.",
+                )
+            return _run(work, _meter(work.device), fake=False, device=target)
+        return _trace_fake(work, target)
+
+
+def _trace_fake(work: Workload, target: str) -> Graph:
+    gpu = None if target == "cpu" else predicted_gpu(target)
+    tensor_device = torch.device("cpu" if gpu is None else "cuda")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with ExitStack() as stack:
+            if gpu is not None:
+                stack.enter_context(gpu.emulated())
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            fake = stack.enter_context(fake_workload(work, mode, tensor_device))
+            stack.enter_context(mode)
+            granularity = 512 if gpu else 1
+            return _run(fake, NoMeter(granularity), fake=True, device=target, gpu=gpu)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise TraceError(
+            f"The step looks at a tensor's values ({error})", hint="Profile a real step: leave out fake=True."
+        ) from error
+
+
+def _run(
+    work: Workload, meter: Meter, *, fake: bool, device: str, gpu: PredictedGpu | None = None
+) -> Graph:
+    """One steady step under the recorder."""
+    _init_optimizer_state(work)
+    answers: dict[Any, Any] = {}
+    if fake:
+        answers[torch.ops.aten._local_scalar_dense.default] = lambda t: _step_count(recorder, t)
+    recorder = Recorder(meter, answers=answers, fixes=FIXES if fake else None)
+    owners = _own_everything(recorder, work)
+    backward = gpu.backward if gpu is not None else torch.autograd.backward
+    modules: dict[str, str] = {}
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(_no_garbage_collection())
+            compiled = compiled_modules(work.model)
+            modules, handles = module_hooks(recorder, work.model, skip=compiled)
+            for handle in handles:
+                stack.callback(handle.remove)
+            stack.enter_context(_noted_generator_states(recorder))
+            if not fake:
+                stack.enter_context(opaque_compiled_graphs(recorder, expected=bool(compiled)))
+            stack.enter_context(meter.step())
+            stack.enter_context(recorder)
+            with recorder.saved_tensor_hooks:
+                loss = work.compute_loss()
+            recorder.start("backward")
+            backward(loss)
+            for parameter, (name, module) in owners.items():
+                if parameter.grad is not None:
+                    recorder.label(parameter.grad, "gradient", f"{name}.grad", module)
+            if work.optimizer is not None:
+                recorder.start("optimizer")
+                work.optimizer.step()
+    except LowtideError:
+        raise
+    del loss
+    graph = recorder.graph(modules, device=device, fake=fake, notes=_notes(meter, fake, compiled))
+    for parameter in owners:
+        parameter.grad = None
+    return graph
+
+
+def _own_everything(recorder: Recorder, work: Workload) -> dict[Tensor, tuple[str, str]]:
+    """Register what exists before the step. Returns the parameters with their names and modules."""
+    owners: dict[Tensor, tuple[str, str]] = {}
+    for name, parameter in work.model.named_parameters():
+        module = name.rpartition(".")[0]
+        owners[parameter] = (name, module)
+        recorder.own(parameter, "parameter", name, module)
+    for name, buffer in work.model.named_buffers():
+        recorder.own(buffer, "buffer", name, name.rpartition(".")[0])
+    if work.optimizer is not None:
+        for group in work.optimizer.param_groups:
+            for parameter in group["params"]:
+                owners.setdefault(parameter, ("parameter outside of the model", ""))
+                recorder.own(parameter, "parameter", *owners[parameter])
+        for parameter, state in work.optimizer.state.items():
+            name, module = owners.get(parameter, ("", ""))
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    recorder.own(value, "optimizer state", f"{name}.{key}", module)
+    for tensor in work.tensors():
+        recorder.own(tensor, "input", f"batch {list(tensor.shape)}")
+    return owners
+
+
+def _init_optimizer_state(work: Workload) -> None:
+    """Give the optimizer the state it has in every step but the first: one step on zero gradients."""
+    if work.optimizer is None:
+        return
+    fresh = [
+        p for group in work.optimizer.param_groups for p in group["params"] if p.requires_grad and p not in work.optimizer.state
+    ]
+    if not fresh:
+        return
+    with torch.no_grad():
+        for parameter in fresh:
+            parameter.grad = torch.zeros_like(parameter)
+        work.optimizer.step()
+    for parameter in fresh:
+        parameter.grad = None
+
+
+def _step_count(recorder: Recorder, tensor: Tensor) -> Any:
+    """``.item()`` on a fake tensor: optimizers may read their step count; nothing else has a value."""
+    if recorder.phase == "optimizer":
+        return 1.0
+    raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+
+
+def _meter(device: torch.device) -> Meter:
+    if device.type == "cuda":
+        return CudaMeter(device)
+    if device.type == "cpu":
+        return CpuMeter() if profiler_is_free() else NoMeter()
+    raise TraceError(f"lowtide does not measure on {device.type} devices", hint="Use a CPU or a CUDA device.")
+
+
+def _notes(meter: Meter, fake: bool, compiled: set[int]) -> tuple[str, ...]:
+    notes: list[str] = []
+    if isinstance(meter, NoMeter) and not fake:
+        notes.append("Another profiler was running: kernels' own allocations and seconds were not measured.")
+    if fake and compiled:
+        notes.append("Compiled modules were predicted as eager ones.")
+    return tuple(notes)
+
+
+# -- nothing changes -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def unchanged(work: Workload, *, fake: bool = False) -> Iterator[None]:
+    """Put the model, its gradients and buffers, the optimizer and the generators back as they were.
+
+    A fake step cannot change values, so nothing is copied for it.
+    """
+    with ExitStack() as stack:
+        stack.callback(_restore_generators, _generators())
+        for module in work.model.modules():
+            stack.callback(_restore_attributes, module, dict(module.__dict__))
+        parameters = _parameters(work)
+        gradients = [p.grad for p in parameters]
+        stack.callback(_restore_gradients, parameters, gradients)
+        for p in parameters:
+            p.grad = None
+        if work.optimizer is not None:
+            stack.callback(_restore_optimizer, work.optimizer, *_optimizer_snapshot(work.optimizer))
+        if not fake:
+            values = [*parameters, *work.model.buffers(), *_state_tensors(work.optimizer), *work.tensors()]
+            stack.callback(_restore_values, [_Backup(tensor) for tensor in values])
+        yield
+
+
+class _Backup:
+    """A tensor's values, kept on the host, and its version."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+        self.values = tensor.detach().to("cpu", copy=True)
+
+    def restore(self) -> None:
+        if self.tensor._version != self.version:
+            with torch.no_grad():
+                self.tensor.detach().copy_(self.values)
+            torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self.version,))
+
+
+def _restore_values(backups: list[_Backup]) -> None:
+    for backup in backups:
+        backup.restore()
+
+
+def _parameters(work: Workload) -> list[Tensor]:
+    found: dict[Tensor, None] = dict.fromkeys(work.model.parameters())
+    if work.optimizer is not None:
+        found.update(dict.fromkeys(p for group in work.optimizer.param_groups for p in group["params"]))
+    return list(found)
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
+    if optimizer is None:
+        return []
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+def _restore_gradients(parameters: list[Tensor], gradients: list[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """Take back what the forward pass set on a module, such as a cache of fake tensors."""
+    module.__dict__.clear()
+    module.__dict__.update(attributes)
+
+
+def _optimizer_snapshot(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+    groups = [dict(group) for group in optimizer.param_groups]
+    return dict(optimizer.__dict__), states, groups
+
+
+def _restore_optimizer(
+    optimizer: torch.optim.Optimizer,
+    attributes: dict[str, Any],
+    states: dict[Tensor, dict[str, Any]],
+    groups: list[dict[str, Any]],
+) -> None:
+    optimizer.__dict__.clear()
+    optimizer.__dict__.update(attributes)
+    for parameter in list(optimizer.state):
+        if parameter not in states:
+            del optimizer.state[parameter]
+    for parameter, state in states.items():
+        held = optimizer.state[parameter]
+        held.clear()
+        held.update(state)
+    for group, original in zip(optimizer.param_groups, groups, strict=True):
+        group.clear()
+        group.update(original)
+
+
+def _generators() -> tuple[Any, ...]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
+
+
+def _restore_generators(states: tuple[Any, ...]) -> None:
+    cpu, cuda, python, numpy = states
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state_all(cuda)
+    random.setstate(python)
+    np.random.set_state(numpy)
+
+
+@contextmanager
+def _noted_generator_states(recorder: Recorder) -> Iterator[None]:
+    """Checkpoints keep generator states; no op makes those, so the getter is watched."""
+    original = torch.get_rng_state
+
+    def get_rng_state() -> Tensor:
+        return recorder.note(original(), "generator state")
+
+    torch.get_rng_state = get_rng_state
+    try:
+        yield
+    finally:
+        torch.get_rng_state = original
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Cycles are collected at no fixed time: two traces of one step must agree."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,129 @@
+"""A step without memory or compute: the model, the batch and the optimizer as fake tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim.optimizer import _foreach_supported_types
+from torch.utils import _pytree as pytree
+
+from lowtide.errors import TraceError
+from lowtide.workload import Workload
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def fake_workload(work: Workload, mode: FakeTensorMode, device: torch.device) -> Iterator[Workload]:
+    """The same step over fake tensors on ``device``, with nothing allocated and the original put back after.
+
+    The model object is the caller's own, with its parameters and buffers swapped for fakes while inside:
+    every hook, override and patched ``forward`` on it takes part. Tied weights stay tied.
+    """
+    twins = _Twins(mode, device)
+    swapped: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    foreach_types: list[type] = _foreach_supported_types
+    try:
+        for module in work.model.modules():
+            for held in (module._parameters, module._buffers):
+                swapped.append((held, dict(held)))
+                held.update({name: twins(tensor) for name, tensor in held.items() if tensor is not None})
+            if isinstance(module, nn.RNNBase):  # it keeps its weights a second time
+                swapped.append((module.__dict__, {"_flat_weights": module._flat_weights}))
+                module.__dict__["_flat_weights"] = [
+                    None if weight is None else twins(weight) for weight in module._flat_weights
+                ]
+        batch = pytree.tree_map_only(Tensor, twins, work.batch)
+        optimizer = None if work.optimizer is None else _fake_optimizer(work.optimizer, twins)
+        foreach_types.append(FakeTensor)  # else optimizers would leave their foreach path
+        yield replace(work, batch=batch, optimizer=optimizer)
+    finally:
+        if FakeTensor in foreach_types:
+            foreach_types.remove(FakeTensor)
+        for held, original in swapped:
+            held.update(original)
+
+
+class _Twins:
+    """One fake tensor for each tensor; those that share a storage still do."""
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+        self._mode = mode
+        self._device = device
+        self._tensors: dict[int, Tensor] = {}
+        self._bases: dict[tuple[int, torch.dtype, str], Tensor] = {}
+        self._originals: list[Tensor] = []  # so that no id is used twice
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode:
+            return tensor
+        if id(tensor) not in self._tensors:
+            self._originals.append(tensor)
+            self._tensors[id(tensor)] = self._make(tensor)
+        return self._tensors[id(tensor)]
+
+    def _make(self, tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            if not isinstance(tensor, FakeTensor):
+                raise TraceError(
+                    f"A {type(tensor).__name__} with layout {tensor.layout} cannot be faked",
+                    hint="Profile a real step: leave out fake=True.",
+                )
+        device = tensor.device if _stays_on_cpu(tensor, self._device) else self._device
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor.dtype, device.type)
+        with self._mode, torch.no_grad():
+            if key not in self._bases:
+                count = storage.nbytes() // tensor.element_size()
+                self._bases[key] = torch.empty(count, dtype=tensor.dtype, device=device)
+            twin = self._bases[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(twin, requires_grad=tensor.requires_grad)
+        return twin.detach().requires_grad_(tensor.requires_grad)
+
+
+def _stays_on_cpu(tensor: Tensor, device: torch.device) -> bool:
+    """Optimizers keep step counts on the CPU whatever the parameters are on."""
+    return tensor.device.type == "cpu" and tensor.ndim == 0 and device.type != "cpu"
+
+
+def _fake_optimizer(optimizer: torch.optim.Optimizer, twins: _Twins) -> torch.optim.Optimizer:
+    """A copy of the optimizer that works on fakes; the original is not touched."""
+    fake = copy.copy(optimizer)
+    fake.__dict__ = dict(optimizer.__dict__)
+    fake.__dict__.pop("step", None)  # a scheduler's counter on the instance would reach the original
+    fake.param_groups = [
+        {key: [twins(p) for p in value] if key == "params" else value for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    fake.state = defaultdict(dict)
+    for parameter, state in optimizer.state.items():
+        fake.state[twins(parameter)] = {
+            key: twins(value) if isinstance(value, Tensor) else value for key, value in state.items()
+        }
+    return fake
+
+
+def _batch_norm_statistics(out: Any, input: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+    """The fake kernel gives the statistics of a low-precision input in that precision; kernels keep float32."""
+    result, mean, rstd, *rest = out
+    if input.dtype in (torch.bfloat16, torch.float16) and mean.dtype == input.dtype:
+        mean, rstd = mean.float(), rstd.float()
+    return (result, mean, rstd, *rest)
+
+
+# Fake kernels that give other sizes than the real ones, and what the real ones give. tests/tracing/test_fake.py
+# runs each against the real op.
+FIXES: dict[Any, Callable[..., Any]] = {
+    aten.native_batch_norm.default: _batch_norm_statistics,
+    aten._native_batch_norm_legit.default: _batch_norm_statistics,
+    aten._native_batch_norm_legit.no_stats: _batch_norm_statistics,
+}

@@ -1,0 +1,176 @@
+"""The graph of a training step: its ops, and the storages they make, hold and let go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Phase = Literal["forward", "backward", "optimizer"]
+Category = Literal[
+    "parameter", "gradient", "optimizer state", "buffer", "input", "activation", "temporary", "workspace"
+]
+
+PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
+CATEGORIES: tuple[Category, ...] = (
+    "parameter",
+    "gradient",
+    "optimizer state",
+    "buffer",
+    "input",
+    "activation",  # made in the forward pass (or by recomputation) and kept for the backward pass
+    "temporary",  # everything else that an op returned
+    "workspace",  # allocated inside kernels; never part of the storage peak
+)
+STATIC: frozenset[Category] = frozenset({"parameter", "optimizer state", "buffer", "input"})
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor as an op sees it: a window on a storage."""
+
+    storage: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Bytes with one lifetime. Views, in-place results and tensors saved twice share one.
+
+    Alive while ops ``birth`` to ``death - 1`` run; ``death`` is ``len(ops)`` for what outlives the step.
+    """
+
+    id: int
+    bytes: int
+    device: str
+    dtype: str
+    category: Category
+    birth: int
+    death: int
+    label: str  # the parameter's name, or the op and the shape
+    module: str  # path of the module that made or owns it
+    source: str  # file:line of the user's code that made it
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operator call, with what it read and returned."""
+
+    index: int
+    name: str
+    phase: Phase
+    module: str
+    source: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    arguments: str  # the arguments that are not tensors, as text; part of the signature
+    recompute: bool  # a forward op run again in the backward pass
+    seconds: float  # nan where not measured
+    workspace_bytes: int  # allocated inside the kernel above its outputs, and freed by its end
+
+    @property
+    def signature(self) -> str:
+        """What decides the kernel: the op, the shapes, strides and dtypes, the other arguments."""
+        values = ", ".join(f"{v.dtype}{list(v.shape)}{list(v.stride)}" for v in self.inputs)
+        return f"{self.name}({values}; {self.arguments})"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor that an op kept for its backward."""
+
+    storage: int
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int  # of the tensor; its storage may be larger, and is counted once
+    category: Category
+    made_by: str  # the op that made it, "" for parameters and inputs
+    made_in: str  # the module that made or owns it
+    needed_by: str  # the op whose backward needs it
+    needed_in: str
+    source: str  # file:line where it was saved
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A traced step. Storages live on several devices; peaks are about ``device`` alone."""
+
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    saved: tuple[Saved, ...]
+    modules: tuple[tuple[str, str], ...]  # path and class of every module, the model itself first, as ("", "ResNet")
+    device: str  # "cpu", "cuda", or the device that was predicted: "h200"
+    fake: bool
+    granularity: int = 1  # the allocator rounds every storage up to a multiple of this
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def on_device(self) -> tuple[Storage, ...]:
+        """The storages that count: those on the traced device."""
+        return tuple(s for s in self.storages if s.device == self.tensor_device)
+
+    @property
+    def tensor_device(self) -> str:
+        """``cpu`` or ``cuda``: what the tensors' own device says."""
+        return "cpu" if self.device == "cpu" else "cuda"
+
+    def live_bytes(self, *categories: Category, allocated: bool = False) -> NDArray[np.int64]:
+        """Bytes alive while each op runs, its outputs included; of some categories, or of all.
+
+        Storage bytes by default; with ``allocated``, rounded as the allocator rounds them, and with workspaces.
+        """
+        chosen = categories or CATEGORIES
+        unit = self.granularity if allocated else 1
+        change = np.zeros(len(self.ops) + 1, dtype=np.int64)
+        for s in self.on_device:
+            if s.category in chosen and (allocated or s.category != "workspace"):
+                size = -(-s.bytes // unit) * unit
+                change[s.birth] += size
+                change[s.death] -= size
+        live = np.cumsum(change)[:-1]
+        if allocated and "workspace" in chosen:
+            live += np.fromiter((op.workspace_bytes for op in self.ops), np.int64, len(self.ops))
+        return live
+
+    @cached_property
+    def storage_peak_bytes(self) -> int:
+        """The most bytes that storages hold at once: exact."""
+        return int(max(self.live_bytes(), default=0))
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most bytes allocated at once: storages and what kernels allocate inside themselves."""
+        return int(max(self.live_bytes(allocated=True), default=0))
+
+    @cached_property
+    def peak_op(self) -> int:
+        """Index of the op that runs at the allocated peak."""
+        return int(np.argmax(self.live_bytes(allocated=True))) if self.ops else 0
+
+    @property
+    def static_bytes(self) -> int:
+        """What stays between steps: parameters, buffers, optimizer state, and the batch."""
+        return sum(s.bytes for s in self.on_device if s.category in STATIC and s.birth == 0)
+
+    def alive_at(self, op: int) -> list[Storage]:
+        """The storages alive while an op runs, largest first."""
+        alive = (s for s in self.on_device if s.birth <= op < s.death)
+        return sorted(alive, key=lambda s: s.bytes, reverse=True)
+
+    def phase_starts(self) -> dict[Phase, int]:
+        """Index of the first op of each phase that has any."""
+        starts: dict[Phase, int] = {}
+        for op in self.ops:
+            starts.setdefault(op.phase, op.index)
+        return starts
+
+
+def total(storages: Sequence[Storage]) -> int:
+    """Bytes of some storages together."""
+    return sum(s.bytes for s in storages)

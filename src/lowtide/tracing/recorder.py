@@ -1,0 +1,473 @@
+"""The dispatch mode that writes down a step: every op, every storage, every tensor saved for backward."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from lowtide.tracing.graph import Category, Graph, Op, Phase, Saved, Storage, Value
+from lowtide.tracing.meter import Meter, Reading
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_LOWTIDE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_ZOO = os.path.join(_LOWTIDE, "zoo") + os.sep
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A storage while the step still runs."""
+
+    bytes: int
+    device: str
+    dtype: str
+    birth: int
+    label: str
+    module: str
+    source: str
+    category: Category = "temporary"
+    made_by: str = ""
+    death: int = -1
+    recomputed: bool = False
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where an op was called: its name, its module and the user's line."""
+
+    op: str
+    module: str
+    source: str
+
+
+@dataclass(slots=True)
+class _Save:
+    storage: int
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    sequence: int
+    source: str
+
+
+@dataclass(slots=True)
+class _Op:
+    name: str
+    phase: Phase
+    module: str
+    source: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    arguments: str
+    recompute: bool
+
+
+class Recorder(TorchDispatchMode):
+    """Records one step. It keeps no tensor alive: storages are followed by weak references.
+
+    ``answers`` maps an op to a function that is called instead of it, ``fixes`` to one that mends its outputs:
+    fake steps use them where no kernel can tell the truth.
+    """
+
+    def __init__(
+        self,
+        meter: Meter,
+        *,
+        answers: dict[Any, Callable[..., Any]] | None = None,
+        fixes: dict[Any, Callable[..., Any]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.phase: Phase = "forward"
+        self.modules: list[str] = []  # paths of the modules that are running, innermost last
+        self._meter = meter
+        self._answers = answers or {}
+        self._fixes = fixes or {}
+        self._ops: list[_Op] = []
+        self._storages: list[_Storage] = []
+        self._alive: dict[int, int] = {}  # address of a living storage -> index in _storages
+        self._watch: dict[int, weakref.ref[Any]] = {}
+        self._saves: list[_Save] = []
+        self._places: dict[int, _Place] = {}  # autograd sequence number -> the forward call
+        self._running = False
+        self._opaque = 0
+        self._outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self.saved_tensor_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Dynamo runs compiled frames under us, instead of falling back to eager without a word."""
+        return True
+
+    # -- what the step's owner tells ------------------------------------------------------------------
+
+    def own(self, tensor: Tensor, category: Category, label: str, module: str = "") -> None:
+        """Register a tensor that exists before the step: a parameter, a buffer, optimizer state, input."""
+        for part in _parts(tensor):
+            index = self._see(part, birth=0, label=label)
+            storage = self._storages[index]
+            if storage.category == "temporary":  # the first owner names a shared storage
+                storage.category, storage.label, storage.module = category, label, module
+
+    def label(self, tensor: Tensor, category: Category, label: str, module: str = "") -> None:
+        """Name a storage that the step made, such as a gradient."""
+        for part in _parts(tensor):
+            index = self._alive.get(_address(part))
+            if index is not None and self._storages[index].category in ("temporary", "activation"):
+                storage = self._storages[index]
+                storage.category, storage.label, storage.module = category, label, module or storage.module
+
+    def note(self, tensor: Tensor, label: str) -> Tensor:
+        """Count a tensor that no op made, such as a generator's state."""
+        self._see(tensor, birth=len(self._ops), label=label)
+        return tensor
+
+    def start(self, phase: Phase) -> None:
+        """Enter a phase. What the forward pass leaves alive at the backward's start is an activation."""
+        if phase == "backward":
+            for index in self._alive.values():
+                if self._storages[index].category == "temporary":
+                    self._storages[index].category = "activation"
+        self.phase = phase
+
+    # -- what the step does ---------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in ("prim", "profiler") or self._opaque:
+            return func(*args, **kwargs)
+        if any(is_traceable_wrapper_subclass(arg) for arg in args):
+            return NotImplemented  # let the subclass unwrap: we count what it is made of
+        if func.is_view:  # no bytes and no kernel; its backward still needs to know where it was called
+            self._place(str(func))
+            return func(*args, **kwargs)
+        tensors, arguments = _flatten(args, kwargs)
+        index = len(self._ops)
+        inputs = tuple(self._value(t, index) for t in tensors)
+        self._running = True
+        try:
+            with self._meter.op(index):
+                answer = self._answers.get(func)
+                out = func(*args, **kwargs) if answer is None else answer(*args, **kwargs)
+        finally:
+            self._running = False
+        if func in self._fixes:
+            out = self._fixes[func](out, *args, **kwargs)
+        self._finish(str(func), inputs, _leaves(out), arguments)
+        return out
+
+    def run_opaque(self, name: str, inputs: list[Tensor], call: Callable[[], Any]) -> Any:
+        """Run a compiled region as one op: what happens inside is measured, not listed."""
+        if self._opaque:
+            return call()
+        index = len(self._ops)
+        values = tuple(self._value(part, index) for t in inputs for part in _parts(t))
+        self._opaque += 1
+        self._running = True
+        try:
+            with self._meter.op(index):
+                out = call()
+        finally:
+            self._running = False
+            self._opaque -= 1
+        self._finish(name, values, _leaves(out), "")
+        return out
+
+    def _finish(self, name: str, inputs: tuple[Value, ...], made: list[Tensor], arguments: str) -> None:
+        index = len(self._ops)
+        place, recompute = self._place(name)
+        known = len(self._storages)
+        born = 0
+        outputs: list[Value] = []
+        for tensor in made:
+            before = len(self._storages)
+            value = self._value(tensor, index, place, recompute)
+            outputs.append(value)
+            if len(self._storages) > before:
+                storage = self._storages[value.storage]
+                born += -(-storage.bytes // self._meter.granularity) * self._meter.granularity
+        self._meter.born(index, born)
+        self._ops.append(
+            _Op(place.op, self.phase, place.module, place.source, inputs, tuple(outputs), arguments, recompute)
+        )
+        if recompute:
+            for storage in self._storages[known:]:
+                storage.recomputed = True
+
+    def _place(self, name: str) -> tuple[_Place, bool]:
+        """Where this op belongs: in the backward pass, where its forward op was called."""
+        if self.phase == "backward" and not torch.is_grad_enabled():
+            node = torch._C._current_autograd_node()
+            forward = self._places.get(node._sequence_nr()) if node is not None else None
+            if forward is not None:
+                return _Place(name, forward.module, forward.source), False
+            variable = getattr(node, "variable", None)
+            owner = self._alive.get(_address(variable)) if isinstance(variable, Tensor) else None
+            return _Place(name, self._storages[owner].module if owner is not None else "", ""), False
+        place = _Place(name, self.modules[-1] if self.modules else "", _source())
+        if torch.is_grad_enabled():
+            self._places.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
+        return place, self.phase == "backward"
+
+    def _pack(self, tensor: Tensor) -> Any:
+        for part in _parts(tensor):
+            index = self._see(part, birth=len(self._ops), label="made outside of ops")
+            storage = self._storages[index]
+            if storage.category == "temporary" and self.phase == "forward":
+                storage.category = "activation"
+            self._saves.append(
+                _Save(
+                    index,
+                    tuple(part.shape),
+                    _dtype(part),
+                    part.numel() * part.element_size(),
+                    torch._C._autograd._get_sequence_nr() - 1,
+                    _source(),
+                )
+            )
+        return self._outer_hooks[0](tensor) if self._outer_hooks else tensor
+
+    def _unpack(self, packed: Any) -> Any:
+        return self._outer_hooks[1](packed) if self._outer_hooks else packed
+
+    def _value(
+        self, tensor: Tensor, index: int, place: _Place | None = None, recompute: bool = False
+    ) -> Value:
+        storage = self._see(tensor, birth=index, label="made outside of ops", place=place)
+        return Value(storage, tuple(tensor.shape), tuple(tensor.stride()), _dtype(tensor))
+
+    def _see(self, tensor: Tensor, *, birth: int, label: str, place: _Place | None = None) -> int:
+        """Index of the tensor's storage; one that is new, or was resized, starts a lifetime here."""
+        untyped = tensor.untyped_storage()
+        address = untyped._cdata
+        size = untyped.nbytes()
+        index = self._alive.get(address)
+        if index is not None:
+            known = self._storages[index]
+            if known.bytes == size:
+                return index
+            known.death = birth
+        if place is not None:
+            label = f"{_short(place.op)} {list(tensor.shape)}"
+        index = len(self._storages)
+        self._storages.append(
+            _Storage(
+                bytes=size,
+                device=tensor.device.type,
+                dtype=_dtype(tensor),
+                birth=birth,
+                label=label,
+                module=place.module if place else (self.modules[-1] if self.modules else ""),
+                source=place.source if place else "",
+                made_by=place.op if place else "",
+            )
+        )
+        if address not in self._watch:
+            self._watch[address] = weakref.ref(untyped, lambda _, a=address: self._died(a))
+        self._alive[address] = index
+        return index
+
+    def _died(self, address: int) -> None:
+        self._watch.pop(address, None)
+        index = self._alive.pop(address, None)
+        if index is not None:
+            self._storages[index].death = len(self._ops) + (1 if self._running else 0)
+
+    # -- what comes out -------------------------------------------------------------------------------
+
+    def graph(self, modules: dict[str, str], *, device: str, fake: bool, notes: tuple[str, ...] = ()) -> Graph:
+        """The step as a frozen graph. Stops following storages."""
+        self._watch.clear()
+        end = len(self._ops)
+        readings = self._meter.readings()
+        assert len(readings) == end, f"{len(readings)} readings for {end} ops"
+        storages: list[Storage] = []
+        kept: dict[int, int] = {}
+        for index, s in enumerate(self._storages):
+            death = end if s.death < 0 else s.death
+            category: Category = s.category
+            if category == "temporary" and s.recomputed and self._outlives_recompute(s, death):
+                category = "activation"
+            if death > s.birth:
+                kept[index] = len(storages)
+                storages.append(
+                    Storage(
+                        len(storages), s.bytes, s.device, s.dtype, category, s.birth, death, s.label, s.module, s.source
+                    )
+                )
+        storages += _library_storages(self._ops, readings, device, len(storages), end)
+        ops = [self._frozen(i, op, readings[i], kept) for i, op in enumerate(self._ops)]
+        saved = [self._frozen_save(s, kept) for s in self._saves if s.storage in kept]
+        return Graph(
+            tuple(ops),
+            tuple(storages),
+            tuple(saved),
+            tuple(modules.items()),
+            device,
+            fake,
+            self._meter.granularity,
+            notes,
+        )
+
+    def _outlives_recompute(self, storage: _Storage, death: int) -> bool:
+        return any(not op.recompute for op in self._ops[storage.birth + 1 : death])
+
+    def _frozen(self, index: int, op: _Op, reading: Reading, kept: dict[int, int]) -> Op:
+        return Op(
+            index,
+            op.name,
+            op.phase,
+            op.module,
+            op.source,
+            _renumber(op.inputs, kept),
+            _renumber(op.outputs, kept),
+            op.arguments,
+            op.recompute,
+            reading.seconds,
+            reading.inside_bytes,
+        )
+
+    def _frozen_save(self, save: _Save, kept: dict[int, int]) -> Saved:
+        storage = self._storages[save.storage]
+        needed = self._places.get(save.sequence, _Place("", "", ""))
+        return Saved(
+            kept[save.storage],
+            save.shape,
+            save.dtype,
+            save.bytes,
+            storage.category,
+            storage.made_by,
+            storage.module,
+            needed.op,
+            needed.module,
+            save.source or needed.source,
+        )
+
+
+def module_hooks(
+    recorder: Recorder, model: nn.Module, skip: set[int]
+) -> tuple[dict[str, str], list[torch.utils.hooks.RemovableHandle]]:
+    """Tell the recorder which module runs. Returns path -> class, and the handles to remove."""
+    paths: dict[str, str] = {}
+    handles: list[torch.utils.hooks.RemovableHandle] = []
+    for path, module in model.named_modules():
+        paths[path] = type(module).__name__
+        if id(module) in skip or isinstance(module, torch.jit.ScriptModule):
+            continue
+
+        def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
+            recorder.modules.append(path)
+
+        def leave(_module: nn.Module, _args: Any, _out: Any) -> None:
+            if recorder.modules:
+                recorder.modules.pop()
+
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    return paths, handles
+
+
+def _library_storages(
+    ops: list[_Op], readings: list[Reading], device: str, first: int, end: int
+) -> Iterator[Storage]:
+    """What libraries keep beyond an op (cuBLAS's workspace): counted as allocated from the step's start on."""
+    for op, reading in zip(ops, readings, strict=True):
+        if reading.kept_bytes:
+            yield Storage(
+                id=first,
+                bytes=reading.kept_bytes,
+                device="cpu" if device == "cpu" else "cuda",
+                dtype="uint8",
+                category="workspace",
+                birth=0,
+                death=end,
+                label=f"kept by {_short(op.name)}",
+                module=op.module,
+                source=op.source,
+            )
+            first += 1
+
+
+def _renumber(values: tuple[Value, ...], kept: dict[int, int]) -> tuple[Value, ...]:
+    return tuple(Value(kept[v.storage], v.shape, v.stride, v.dtype) for v in values if v.storage in kept)
+
+
+def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], str]:
+    """The tensors among an op's arguments, and the rest as text."""
+    tensors: list[Tensor] = []
+    rest: list[str] = []
+    for value in args:
+        _split(value, tensors, rest)
+    for key, value in kwargs.items():
+        if value is not None:
+            rest.append(f"{key}=")
+            _split(value, tensors, rest)
+    return tensors, " ".join(rest)
+
+
+def _split(value: Any, tensors: list[Tensor], rest: list[str]) -> None:
+    if isinstance(value, Tensor):
+        tensors.extend(_parts(value))
+    elif isinstance(value, (list, tuple)) and value and isinstance(value[0], (Tensor, list, tuple)):
+        for item in value:
+            _split(item, tensors, rest)
+    else:
+        rest.append(str(value))
+
+
+def _leaves(out: Any) -> list[Tensor]:
+    if isinstance(out, Tensor):
+        return _parts(out)
+    if isinstance(out, (list, tuple)):
+        return [part for item in out for part in _leaves(item)]
+    return []
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The dense tensors that hold a tensor's bytes."""
+    if tensor.layout is torch.strided:
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            return [part for name in names for part in _parts(getattr(tensor, name))]
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []  # opaque layouts (oneDNN's) have no storage to count
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype)[6:]
+
+
+def _short(op: str) -> str:
+    """``aten.convolution.default`` -> ``convolution``."""
+    parts = op.split(".")
+    return parts[1] if len(parts) > 1 else op
+
+
+def _source() -> str:
+    """The innermost line of user code on the stack."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_TORCH) and (not name.startswith(_LOWTIDE) or name.startswith(_ZOO)):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

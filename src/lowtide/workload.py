@@ -1,0 +1,119 @@
+"""A training step as a value: the model, its loss, one batch, the optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lowtide.errors import WorkloadError
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """One training step. ``loss(model, batch)`` returns a scalar with a graph; ``batch`` is any pytree of tensors.
+
+    ``autocast`` is the dtype to run the loss under (``torch.bfloat16``, ``torch.float16``), or None.
+    lowtide owns nothing here: the model, the batch and the optimizer stay the caller's.
+
+    >>> model = nn.Linear(4, 1)
+    >>> work = Workload(model, lambda model, batch: model(batch).mean(), torch.zeros(2, 4))
+    >>> work.device
+    device(type='cpu')
+    """
+
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], Tensor]
+    batch: Any
+    optimizer: torch.optim.Optimizer | None = None
+    autocast: torch.dtype | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise WorkloadError(
+                f"The model is a {type(self.model).__name__}, not a torch.nn.Module",
+                hint="Write Workload(model, loss, batch, optimizer).",
+            )
+        if not callable(self.loss):
+            raise WorkloadError(
+                f"The loss is a {type(self.loss).__name__}, not a function",
+                hint="Write def loss(model, batch): ... that returns a scalar.",
+            )
+        if self.optimizer is not None and not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise WorkloadError(
+                f"The optimizer is a {type(self.optimizer).__name__}, not a torch.optim.Optimizer",
+                hint="Pass the optimizer itself, or None to leave its memory out.",
+            )
+        devices = {tensor.device for tensor in self.tensors()} - {self.device}
+        if devices:
+            raise WorkloadError(
+                f"The batch is on {_names(devices)} and the model on {self.device}",
+                hint=f"Move the batch: batch.to({str(self.device)!r}).",
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model's parameters (of the batch, if it has none)."""
+        for tensor in (*self.model.parameters(), *self.model.buffers(), *self.tensors()):
+            return tensor.device
+        raise WorkloadError("Neither the model nor the batch holds a tensor", hint="Pass a batch of tensors.")
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the batch."""
+        return [leaf for leaf in pytree.tree_leaves(self.batch) if isinstance(leaf, Tensor)]
+
+    def compute_loss(self, model: nn.Module | None = None, batch: Any = None) -> Tensor:
+        """Run the forward pass, under autocast if asked, and return the checked loss."""
+        model = self.model if model is None else model
+        batch = self.batch if batch is None else batch
+        with autocast(self.device.type, self.autocast):
+            loss = self.loss(model, batch)
+        return check_loss(loss, where=_place(self.loss))
+
+
+def check_loss(loss: object, *, where: str = "") -> Tensor:
+    """Return the loss if a backward pass can start from it; otherwise say what to write."""
+    if not isinstance(loss, Tensor):
+        raise WorkloadError(
+            f"The loss function returned a {type(loss).__name__}, not a tensor",
+            where=where,
+            hint="Return the loss alone, for example F.cross_entropy(model(x), y).",
+        )
+    if loss.numel() != 1:
+        raise WorkloadError(
+            f"The loss has shape {list(loss.shape)}, not a scalar",
+            where=where,
+            hint="Return loss.mean() or loss.sum().",
+        )
+    if not loss.requires_grad:
+        raise WorkloadError(
+            "The loss has no graph: nothing in it requires a gradient",
+            where=where,
+            hint="Leave out torch.no_grad(), .detach() and .item(), and check requires_grad of the parameters.",
+        )
+    return loss
+
+
+@contextlib.contextmanager
+def autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Autocast to ``dtype``, or nothing when it is None."""
+    if dtype is None:
+        yield
+        return
+    with torch.autocast(device_type, dtype=dtype):
+        yield
+
+
+def _names(devices: set[torch.device]) -> str:
+    return ", ".join(sorted(str(device) for device in devices))
+
+
+def _place(function: object) -> str:
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""

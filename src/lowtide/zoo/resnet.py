@@ -1,0 +1,151 @@
+"""ResNet (He et al., 2015) and ResNeXt (Xie et al., 2016), for images and for one-dimensional signals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lowtide.errors import WorkloadError
+
+
+class ResNet(nn.Module):
+    """A residual network: a stem, four stages of blocks, a linear head.
+
+    Takes (batch, channels, height, width), or (batch, channels, samples) with ``dims=1``; returns logits
+    (batch, classes). The layers and the in-place ReLUs are torchvision's, so parameters and memory are too.
+    ``depth`` is 18, 34, 50, 101 or 152. From 50 on, ``groups=32`` with ``group_width`` 4 or 8 is a ResNeXt.
+    ``width`` is the stem's: 64 in the paper, less for a small model of the same shape.
+    """
+
+    def __init__(
+        self,
+        depth: int,
+        *,
+        dims: int = 2,
+        channels: int = 3,
+        classes: int = 1000,
+        width: int = 64,
+        groups: int = 1,
+        group_width: int = 64,
+    ) -> None:
+        super().__init__()
+        _check(depth, dims, groups)
+        layers = _LAYERS[dims]
+        self.stem = nn.Sequential(
+            layers.conv(channels, width, kernel_size=7, stride=2, padding=3, bias=False),
+            layers.norm(width),
+            nn.ReLU(inplace=True),
+            layers.max_pool(kernel_size=3, stride=2, padding=1),
+        )
+        self.stages = nn.Sequential()
+        wide = width
+        for stage, count in enumerate(_BLOCKS[depth]):
+            inner = width * 2**stage
+            blocks = nn.Sequential()
+            for index in range(count):
+                stride = 2 if stage > 0 and index == 0 else 1
+                if depth < 50:
+                    blocks.append(BasicBlock(layers, wide, inner, stride))
+                    wide = inner
+                else:
+                    grouped = inner * group_width // 64 * groups
+                    blocks.append(Bottleneck(layers, wide, grouped, 4 * inner, stride, groups))
+                    wide = 4 * inner
+            self.stages.append(blocks)
+        self.head = nn.Sequential(layers.mean_pool(1), nn.Flatten(), nn.Linear(wide, classes))
+        self.apply(_init)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stages(self.stem(x)))
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a ResNet that know the number of dimensions."""
+
+    conv: type[nn.Conv1d] | type[nn.Conv2d]
+    norm: type[nn.BatchNorm1d] | type[nn.BatchNorm2d]
+    max_pool: type[nn.MaxPool1d] | type[nn.MaxPool2d]
+    mean_pool: type[nn.AdaptiveAvgPool1d] | type[nn.AdaptiveAvgPool2d]
+
+
+class BasicBlock(nn.Module):
+    """Two 3-wide convolutions and a shortcut: the block of ResNet-18 and 34."""
+
+    def __init__(self, layers: Layers, wide_in: int, wide_out: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            layers.conv(wide_in, wide_out, kernel_size=3, stride=stride, padding=1, bias=False),
+            layers.norm(wide_out),
+            nn.ReLU(inplace=True),
+            layers.conv(wide_out, wide_out, kernel_size=3, padding=1, bias=False),
+            layers.norm(wide_out),
+        )
+        self.shortcut = _shortcut(layers, wide_in, wide_out, stride)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.body(x)
+        out += self.shortcut(x)
+        return self.act(out)
+
+
+class Bottleneck(nn.Module):
+    """1-, 3-, 1-wide convolutions and a shortcut: the block of ResNet-50 and deeper, and of ResNeXt."""
+
+    def __init__(
+        self, layers: Layers, wide_in: int, inner: int, wide_out: int, stride: int, groups: int
+    ) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            layers.conv(wide_in, inner, kernel_size=1, bias=False),
+            layers.norm(inner),
+            nn.ReLU(inplace=True),
+            layers.conv(inner, inner, kernel_size=3, stride=stride, padding=1, groups=groups, bias=False),
+            layers.norm(inner),
+            nn.ReLU(inplace=True),
+            layers.conv(inner, wide_out, kernel_size=1, bias=False),
+            layers.norm(wide_out),
+        )
+        self.shortcut = _shortcut(layers, wide_in, wide_out, stride)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.body(x)
+        out += self.shortcut(x)
+        return self.act(out)
+
+
+_LAYERS = {
+    1: Layers(nn.Conv1d, nn.BatchNorm1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d),
+    2: Layers(nn.Conv2d, nn.BatchNorm2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d),
+}
+_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+
+
+def _shortcut(layers: Layers, wide_in: int, wide_out: int, stride: int) -> nn.Module:
+    if wide_in == wide_out and stride == 1:
+        return nn.Identity()
+    return nn.Sequential(
+        layers.conv(wide_in, wide_out, kernel_size=1, stride=stride, bias=False), layers.norm(wide_out)
+    )
+
+
+def _init(module: nn.Module) -> None:
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+def _check(depth: int, dims: int, groups: int) -> None:
+    if depth not in _BLOCKS:
+        raise WorkloadError(f"There is no ResNet of depth {depth}", hint=f"Choose one of {_list(_BLOCKS)}.")
+    if dims not in _LAYERS:
+        raise WorkloadError(f"A ResNet cannot have dims={dims}", hint=f"Choose one of {_list(_LAYERS)}.")
+    if groups > 1 and depth < 50:
+        raise WorkloadError(f"A ResNet of depth {depth} has no groups", hint="ResNeXt starts at depth 50.")
+
+
+def _list(choices: Iterable[int]) -> str:
+    return ", ".join(map(str, choices))
