@@ -17,7 +17,7 @@ from lowtide.workload import Workload
 from lowtide.zoo.batches import classification_loss, next_token_loss
 from lowtide.zoo.roberta import Attention
 
-# From torchvision (ResNets, DenseNet), transformers (GPT-2, RoBERTa), seeds/003 (WRN), the usual batch-norm U-Net.
+# torchvision's ResNets and DenseNet, transformers' GPT-2 and RoBERTa, FACTS' WRN, the usual batch-norm U-Net.
 PUBLISHED = {
     "resnet18": 11_689_512,
     "resnet34": 21_797_672,

@@ -32,7 +32,6 @@ class Block:
     first: int  # its first op of the forward pass
     backward: int  # its first op of the backward pass
     end: int  # one past its last op
-    seconds: float  # of its forward pass
     saved_bytes: int
     glued: bool  # no segment can start with it: it writes into its input, or runs no op (nn.Flatten)
 
@@ -73,6 +72,11 @@ class Chains:
             for chain in found
         )
         self.blocks = tuple(block for chain in self.chains for block in chain.blocks)
+        self._born = [0] * (len(graph.ops) + 1)
+        for storage in graph.on_device:
+            self._born[storage.birth] += storage.bytes
+        took = (op.seconds if op.phase == "forward" else 0.0 for op in graph.ops)
+        self._elapsed = np.concatenate([[0.0], np.cumsum(np.fromiter(took, float, len(graph.ops)))])
 
     def _block(self, path: str, position: int, number: int, ops: list[int]) -> Block:
         graph = self.profile.graph
@@ -84,7 +88,6 @@ class Chains:
             first=forward[0] if forward else len(graph.ops),
             backward=backward[0] if backward else len(graph.ops),
             end=ops[-1] + 1 if ops else 0,
-            seconds=float(sum(graph.ops[i].seconds for i in forward)),
             saved_bytes=self._made.saved_bytes(number),
             glued=not forward or _writes_input(graph, forward),
         )
@@ -102,33 +105,33 @@ class Chains:
 
     def recompute(self, spans: Sequence[Span]) -> tuple[list[Interval], list[Interval], float]:
         """Live intervals added and removed, and seconds, when these spans keep their inputs and run again."""
-        made, blocks = self._made, self.blocks
+        made, blocks, graph = self._made, self.blocks, self.profile.graph
         owner = made.owner(spans)
         removed: list[Interval] = []
         added: list[Interval] = []
         seconds = 0.0
         for index, (low, high) in enumerate(spans):
-            again = min(block.backward for block in blocks[low:high])
-            own = np.flatnonzero((owner == index) & (made.last_use + 1 < np.minimum(made.death, again)))
             name = _name(blocks[low:high])
-            removed += [
-                Interval(
-                    int(made.bytes[i]),
-                    int(made.last_use[i]) + 1,
-                    int(min(made.death[i], again)),
-                    f"made again in {name}",
-                )
-                for i in own
-            ]
-            if again < len(self.profile.graph.ops):
-                inside = [i for i, (a, b) in enumerate(spans) if low <= a and b <= high and i > index]
-                more = made.peak_while_running(low, high, np.isin(owner, inside)) - int(made.bytes[own].sum())
-                if more > 0:
-                    added.append(Interval(more, again, again + 1, f"temporaries while {name} runs again"))
-            if self.profile.graph.device == "cpu":
+            if graph.device == "cpu":
                 end = max(block.end for block in blocks[low:high])
                 added.append(Interval(_GENERATOR_BYTES, blocks[low].first, end, f"generator state of {name}"))
-            seconds += sum(block.seconds for block in blocks[low:high])
+            again = min(block.backward for block in blocks[low:high])
+            own = np.flatnonzero((owner == index) & (made.death > again))
+            if not len(own):
+                continue
+            removed += [
+                Interval(int(made.bytes[i]), int(made.last_use[i]) + 1, again, f"made again in {name}")
+                for i in own
+                if made.last_use[i] + 1 < again
+            ]
+            # A checkpoint stops running again as soon as it has made the last thing that is needed.
+            stop = int(made.birth[own].max()) + 1
+            inside = [i for i, (a, b) in enumerate(spans) if i > index and low <= a and b <= high]
+            peak = made.peak_while_running(low, high, stop, np.isin(owner, inside))
+            more = peak - int(made.bytes[own].sum()) - self._born[again]  # that op's outputs come after
+            if more > 0:
+                added.append(Interval(more, again, again + 1, f"temporaries while {name} runs again"))
+            seconds += float(self._elapsed[stop] - self._elapsed[blocks[low].first])
         return added, removed, seconds
 
 
@@ -167,14 +170,12 @@ class _Made:
             owner[(self.low >= low) & (self.high < high)] = index
         return owner
 
-    def peak_while_running(self, low: int, high: int, dropped: NDArray[np.bool_]) -> int:
-        """The most that blocks' own storages hold during their forward pass; some go after their last use."""
-        mine = (self.maker >= low) & (self.maker < high)
-        if not mine.any():
-            return 0
+    def peak_while_running(self, low: int, high: int, stop: int, dropped: NDArray[np.bool_]) -> int:
+        """The most that blocks' own storages hold in forward up to an op; some go after their last use."""
+        mine = (self.maker >= low) & (self.maker < high) & (self.birth < stop)
         death = np.where(dropped, np.minimum(self.death, self.last_use + 1), self.death)[mine]
         birth, size = self.birth[mine], self.bytes[mine]
-        start, end = int(birth.min()), int(self.last_use[mine].max()) + 1
+        start, end = int(birth.min()), stop
         change = np.zeros(end - start + 1, np.int64)
         np.add.at(change, birth - start, size)
         np.subtract.at(change, np.minimum(death, end) - start, size)

@@ -1,0 +1,7 @@
+"""Profiling: a step in, who holds the bytes and when out."""
+
+from lowtide.profiling.profile import Comparison, Profile
+from lowtide.profiling.profiler import profile
+from lowtide.profiling.sweep import Cell, Sweep, max_batch, sweep
+
+__all__ = ["Cell", "Comparison", "Profile", "Sweep", "max_batch", "profile", "sweep"]

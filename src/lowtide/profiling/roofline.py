@@ -1,0 +1,56 @@
+"""Seconds where nothing ran: the larger of operations over rate and bytes over bandwidth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lowtide.profiling.devices import Device, find_device
+from lowtide.tracing.graph import Graph, Op, Value
+
+_ITEM = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
+
+
+def model_seconds(graph: Graph) -> tuple[Op, ...]:
+    """The ops with modelled seconds."""
+    device = find_device(graph.device)
+    return tuple(replace(op, seconds=op_seconds(op, device)) for op in graph.ops)
+
+
+def op_seconds(op: Op, device: Device) -> float:
+    """The roofline of one op on a device."""
+    moved = sum(_bytes(v) for v in op.inputs) + sum(_bytes(v) for v in op.outputs)
+    dtype = next((v.dtype for v in op.inputs if v.dtype in device.rates), "float32")
+    return device.launch_seconds + max(moved / device.bandwidth, operations(op) / device.rates[dtype])
+
+
+def operations(op: Op) -> float:
+    """Floating-point operations of matrix products, convolutions and attention; 0 for the rest, which move bytes."""
+    name = op.name.split(".")[1] if "." in op.name else op.name
+    shapes = [v.shape for v in op.inputs]
+    if name in ("mm", "bmm", "addmm", "baddbmm"):
+        a, b = shapes[-2:]
+        return 2.0 * math.prod(a) * b[-1]
+    if name == "convolution":
+        return 2.0 * math.prod(op.outputs[0].shape) * math.prod(shapes[1][1:])
+    if name == "convolution_backward":
+        grad, _, weight = shapes[:3]
+        return 2.0 * math.prod(grad) * math.prod(weight[1:]) * _needed_gradients(op)
+    if "attention" in name or name.startswith("_flash") or name.startswith("_efficient"):
+        backward = "backward" in name
+        query, key = (shapes[1], shapes[2]) if backward else (shapes[0], shapes[1])
+        if len(query) == 4:
+            return (10.0 if backward else 4.0) * math.prod(query) * key[-2]
+    return 0.0
+
+
+def _needed_gradients(op: Op) -> int:
+    """Gradients of the input and of the weight cost one convolution each."""
+    return sum(1 for v in op.outputs if len(v.shape) > 1)
+
+
+def _bytes(value: Value) -> int:
+    return math.prod(value.shape) * _ITEM.get(value.dtype, 1)
+
+
