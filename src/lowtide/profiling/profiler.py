@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from lowtide.profiling.devices import hardware_name
-from lowtide.profiling.profile import Profile
+from lowtide.profiling.kernels import with_workspaces
+from lowtide.profiling.profile import Profile, Source
 from lowtide.profiling.roofline import model_seconds
 from lowtide.tracing import trace
+from lowtide.tracing.calls import Call
 from lowtide.version import __version__
 from lowtide.workload import Workload
 
 
-def profile(work: Workload, *, fake: bool = False, device: str | None = None) -> Profile:
+def profile(
+    work: Workload, *, fake: bool = False, device: str | None = None, measure: bool = False
+) -> Profile:
     """Where the memory of one training step goes, and when.
 
     Runs one step (zero_grad, forward, backward, optimizer) and puts everything back, bit for bit. With ``fake``,
-    or for another ``device`` ("cuda", "h200", ...), nothing is allocated or computed: the step is predicted.
+    or for another ``device`` ("cuda", "h200", ...), nothing is allocated or computed: the step is predicted. What its
+    kernels allocate inside themselves then comes from a table and rules; with ``measure``, each distinct op runs
+    once, alone, on this machine instead (kept on disk for the next time).
 
     >>> model = torch.nn.Linear(1000, 1000)
     >>> work = Workload(model, lambda model, batch: model(batch).sum(), torch.zeros(8, 1000))
@@ -28,15 +34,24 @@ def profile(work: Workload, *, fake: bool = False, device: str | None = None) ->
     True
     """
     fake = fake or device not in (None, work.device.type) or work.device.type == "meta"
-    graph = trace(work, fake=fake, device=device)
-    measured = not any(np.isnan(op.seconds) for op in graph.ops)
-    if not measured:
+    calls: dict[str, Call] | None = {} if fake and measure else None
+    graph = trace(work, fake=fake, device=device, calls=calls)
+    seconds_source: Source = "measured"
+    workspace_source: Source = "measured"
+    if fake:
+        graph, workspace_source = with_workspaces(graph, calls)
+    if any(math.isnan(op.seconds) for op in graph.ops):
+        seconds_source = "modelled"
         graph = replace(graph, ops=model_seconds(graph))
     return Profile(
         name=work.name or type(work.model).__name__,
         graph=graph,
         hardware=hardware_name(graph.device),
-        seconds_source="measured" if measured else "modelled",
-        workspace_source="measured" if measured else "none",
-        versions={"lowtide": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        seconds_source=seconds_source,
+        workspace_source=workspace_source,
+        versions={
+            "lowtide": __version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
     )

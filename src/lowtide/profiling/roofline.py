@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from lowtide.profiling.devices import Device, find_device
-from lowtide.tracing.graph import Graph, Op, Value
-
-_ITEM = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
+from lowtide.tracing.graph import Graph, Op
 
 
 def model_seconds(graph: Graph) -> tuple[Op, ...]:
-    """The ops with modelled seconds."""
+    """The ops with modelled seconds where none were measured."""
     device = find_device(graph.device)
-    return tuple(replace(op, seconds=op_seconds(op, device)) for op in graph.ops)
+    return tuple(
+        replace(op, seconds=op_seconds(op, device)) if math.isnan(op.seconds) else op for op in graph.ops
+    )
 
 
 def op_seconds(op: Op, device: Device) -> float:
     """The roofline of one op on a device."""
-    moved = sum(_bytes(v) for v in op.inputs) + sum(_bytes(v) for v in op.outputs)
+    moved = sum(v.bytes for v in op.inputs) + sum(v.bytes for v in op.outputs)
     dtype = next((v.dtype for v in op.inputs if v.dtype in device.rates), "float32")
     return device.launch_seconds + max(moved / device.bandwidth, operations(op) / device.rates[dtype])
 
@@ -48,9 +47,3 @@ def operations(op: Op) -> float:
 def _needed_gradients(op: Op) -> int:
     """Gradients of the input and of the weight cost one convolution each."""
     return sum(1 for v in op.outputs if len(v.shape) > 1)
-
-
-def _bytes(value: Value) -> int:
-    return math.prod(value.shape) * _ITEM.get(value.dtype, 1)
-
-

@@ -71,7 +71,9 @@ def sweep(
     ``progress(done, total)`` is called after each cell.
     """
     if not axes or len(axes) > 2 or any(len(values) == 0 for values in axes.values()):
-        raise WorkloadError("A sweep has one or two axes with values", hint="Write sweep(make, batch=[8, 16], seq=[512]).")
+        raise WorkloadError(
+            "A sweep has one or two axes with values", hint="Write sweep(make, batch=[8, 16], seq=[512])."
+        )
     points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     cells: list[Cell] = []
     last: Profile | None = None

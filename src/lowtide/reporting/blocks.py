@@ -42,7 +42,7 @@ def block_chart(profile: Profile, console: Console, top: int | None = None) -> R
     for row in range(CHART_ROWS):
         line = Text.assemble((f"{labels[row]:>{margin - 1}} ", "dim"), no_wrap=True)
         bottom = (CHART_ROWS - 1 - row) * 8
-        cells = (_cell(stack[bottom : bottom + 8], console.options.ascii_only) for stack in stacks)
+        cells = (_cell(stack[bottom : bottom + 8]) for stack in stacks)
         for (character, style), run in groupby(cells):
             line.append(character * sum(1 for _ in run), style)
         lines.append(line)
@@ -53,14 +53,11 @@ def block_chart(profile: Profile, console: Console, top: int | None = None) -> R
     pointer = Text(" " * column + "▼ " + peak, no_wrap=True)
     if column + len(peak) + 2 > console.width:
         pointer = Text(" " * max(0, column - len(peak) - 1) + f"{peak} ▼", no_wrap=True)
-    if console.options.ascii_only:
-        pointer.plain = pointer.plain.replace("▼", "v")
 
     marks = Text(" " * margin, no_wrap=True)
     for run in phase_runs(graph):
         start, end = (round(i * width / len(graph.ops)) for i in (run.start, run.end))
-        name = f"|{run.phase}" if console.options.ascii_only else f"╵{run.phase}"
-        marks.append(name[: end - start].ljust(end - start), PHASE_COLORS[run.phase])
+        marks.append(f"╵{run.phase}"[: end - start].ljust(end - start), PHASE_COLORS[run.phase])
     return Group(pointer, *lines, marks)
 
 
@@ -75,14 +72,12 @@ def _stack(sizes: Iterable[tuple[Category, int]], top: int, colored: bool) -> li
     return eighths + [""] * (CHART_ROWS * 8 - len(eighths))
 
 
-def _cell(eighths: list[str], ascii_only: bool) -> tuple[str, str]:
+def _cell(eighths: list[str]) -> tuple[str, str]:
     """A character has two colours: the lowest as its block, the commonest above that as its background."""
     lowest = eighths[0]
     if not lowest:
         return " ", ""
     block = next((i for i, color in enumerate(eighths) if color != lowest), 8)
-    if ascii_only:
-        return ("#" if block > 4 or eighths[4] else "."), lowest
     above = [color for color in eighths[block:] if color]
     if len(above) * 2 > 8 - block:
         return EIGHTHS[block], f"{lowest} on {max(set(above), key=above.count)}"

@@ -1,7 +1,7 @@
 """A profile as the compact JSON that the HTML page draws.
 
-``Profile.to_json()`` is the readable form; this one is a quarter of it: columns instead of objects, every text
-once, and the timeline as differences. ``templates/report.js`` is its only reader.
+``Profile.to_json()`` is the form for people and programs; this one is several times smaller: columns, not
+objects, every text once, the timeline as differences. Its only reader is ``templates/report.js``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from lowtide.errors import LowtideError, MissingExtra
 from lowtide.profiling.profile import Comparison, Profile
 from lowtide.reporting.palette import AFTER, BEFORE, COLORS, OVER, STACK, heat, ink
-from lowtide.reporting.tables import buckets, grid, phase_runs, short_op
+from lowtide.reporting.tables import buckets, grid, holders, phase_runs, short_op
 from lowtide.sizes import format_size
 from lowtide.tracing.graph import Category
 
@@ -87,29 +88,28 @@ def pie_chart(profile: Profile) -> alt.LayerChart:
 def module_chart(profile: Profile, limit: int = MODULES) -> alt.LayerChart:
     """The modules that hold most at the peak, each with its own share by category."""
     alt = _altair()
-    held: dict[str, Row] = {}
-    for storage in profile.alive_at_peak:
-        sizes = held.setdefault(storage.module, {})
-        sizes[storage.category] = sizes.get(storage.category, 0) + storage.bytes
-    paths = sorted(held, key=lambda path: sum(held[path].values()), reverse=True)[:limit]
-    unit, scale = _unit(max((sum(held[path].values()) for path in paths), default=0))
+    held = holders(profile, limit)
+    unit, scale = _unit(held[0].bytes if held else 0)
     rows: list[Row] = [
-        {"module": path or "(model)", "category": c, "order": i, "size": held[path][c] / scale}
-        for path in paths
+        {"module": row.path or "(model)", "category": c, "order": i, "size": row.sizes[c] / scale}
+        for row in held
         for i, c in enumerate(STACK)
-        if c in held[path]
+        if c in row.sizes
     ]
     bars = _chart(alt, rows).mark_bar()
     bars = bars.encode(
         x=alt.X("size:Q", title=f"held at the peak ({unit})", stack="zero"),
         y=alt.Y(
-            "module:N", sort=[path or "(model)" for path in paths], title=None, axis=alt.Axis(labelLimit=320)
+            "module:N",
+            sort=[row.path or "(model)" for row in held],
+            title=None,
+            axis=alt.Axis(labelLimit=320),
         ),
-        color=_category_color(alt, [c for c in STACK if any(c in sizes for sizes in held.values())]),
+        color=_category_color(alt, [c for c in STACK if any(c in row.sizes for row in held)]),
         order=alt.Order("order:Q"),
     )
     title = alt.TitleParams("Modules at the peak", subtitle=f"{profile.name or 'step'} on {profile.hardware}")
-    return _styled(alt.layer(bars), title, height=max(60, 22 * len(paths)))
+    return _styled(alt.layer(bars), title, height=max(60, 22 * len(held)))
 
 
 def comparison_chart(comparison: Comparison) -> alt.LayerChart:
@@ -185,7 +185,7 @@ def heatmap_chart(sweep: Sweep) -> alt.LayerChart:
 
 
 def save_figure(chart: alt.LayerChart, path: str | Path) -> Path:
-    """Write a chart as ``.png`` (two pixels per point), ``.svg`` or ``.json`` (Vega-Lite); return the path."""
+    """Write a chart as ``.png`` (two pixels a point), ``.svg`` or ``.json`` (Vega-Lite); return the path."""
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix not in {".png", ".svg", ".json"}:
@@ -216,7 +216,8 @@ def _altair() -> Any:
 
 
 def _chart(alt: Any, rows: list[Row]) -> Any:
-    return alt.Chart(alt.InlineData(values=rows))
+    # As text: altair would check and copy every number of a list, again and again.
+    return alt.Chart(alt.InlineData(values=json.dumps(rows), format=alt.JsonDataFormat(type="json")))
 
 
 def _styled(chart: Any, title: Any, *, width: int = WIDTH, height: int = HEIGHT) -> Any:
@@ -269,9 +270,9 @@ def _phase_marks(alt: Any, profile: Profile) -> list[Any]:
 
 def _peak_mark(alt: Any, profile: Profile, scale: int) -> Any:
     point = _chart(alt, [{"op": profile.peak_op + 0.5, "size": profile.peak_bytes / scale}])
-    return point.mark_point(
-        shape="triangle-down", filled=True, size=70, color="#202124", dy=-7, yOffset=-7
-    ).encode(x="op:Q", y="size:Q")
+    return point.mark_point(shape="triangle-down", filled=True, size=70, color="#202124", yOffset=-7).encode(
+        x="op:Q", y="size:Q"
+    )
 
 
 def _unit(size: int) -> tuple[str, int]:

@@ -1,9 +1,11 @@
-"""One HTML file that works offline: the timeline, who holds the bytes, and what is kept for the backward pass."""
+"""One HTML file that works offline: the timeline, who holds the bytes, what the backward pass keeps."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import singledispatch
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +13,18 @@ from lowtide.errors import LowtideError, MissingExtra
 from lowtide.profiling.profile import Comparison, Profile
 from lowtide.profiling.sweep import Sweep
 from lowtide.reporting.embed import embed
-from lowtide.reporting.palette import COLORS, OVER, STACK, heat, ink
+from lowtide.reporting.palette import COLORS, STACK, heat, ink
 from lowtide.reporting.tables import (
     format_seconds,
     format_shape,
     grid,
+    holders,
     saved_changes,
     short_op,
     short_source,
     workspace_rows,
 )
 from lowtide.sizes import format_size
-from lowtide.tracing.graph import Category
 from lowtide.version import __version__
 
 if TYPE_CHECKING:
@@ -80,21 +82,25 @@ def render(content: Page) -> str:
         script=source("report.js"),
         data=embed(list(content.profiles)),
         version=__version__,
+        colors=COLORS,
         **content.context,
     )
 
 
 @page.register
 def _profile_page(profile: Profile) -> Page:
-    graph = profile.graph
+    graph, held = profile.graph, holders(profile, 8)
+    most = max((h.bytes for h in held), default=0)
     return Page(
         template="profile.html",
         title=profile.name or "Training step",
         tags=_tags(profile),
         figures=(
             Figure("Allocated peak", format_size(profile.peak_bytes), "what a memory budget is about"),
-            Figure("Storage peak", format_size(profile.storage_peak_bytes), "tensors alone, exact to the byte"),
-            Figure("Static", format_size(profile.static_bytes), "stays between steps, with the batch"),
+            Figure(
+                "Storage peak", format_size(profile.storage_peak_bytes), "tensors alone, exact to the byte"
+            ),
+            Figure("Static", format_size(profile.static_bytes), "what every step starts with"),
             Figure("Saved for backward", format_size(profile.saved_bytes), "activations that forward keeps"),
             *_seconds_figure(profile),
         ),
@@ -102,6 +108,7 @@ def _profile_page(profile: Profile) -> Page:
             "profile": profile,
             "peak": graph.ops[profile.peak_op] if graph.ops else None,
             "slices": _slices(profile.by_category),
+            "holders": [(h.path, h.bytes, _slices(h.sizes, whole=most)) for h in held],
             "workspaces": workspace_rows(profile, 20),
             "outside": _outside(profile),
         },
@@ -113,6 +120,7 @@ def _profile_page(profile: Profile) -> Page:
 def _comparison_page(comparison: Comparison) -> Page:
     before, after = comparison.before, comparison.after
     share = comparison.saved_bytes / max(before.peak_bytes, 1)
+    word = "lower" if share >= 0 else "higher"
     names = [before.name or "before", after.name or "after"]
     seconds = ()
     if "none" not in (before.seconds_source, after.seconds_source) and before.seconds:
@@ -124,17 +132,11 @@ def _comparison_page(comparison: Comparison) -> Page:
         title=names[0] if names[0] == names[1] else f"{names[0]} → {names[1]}",
         tags=_tags(after),
         figures=(
+            Figure(f"Peak {word} by", f"{abs(share):.0%}", format_size(abs(comparison.saved_bytes))),
             Figure("Peak before", format_size(before.peak_bytes), "allocated"),
             Figure("Peak after", format_size(after.peak_bytes), "allocated"),
             Figure(
-                "Lower by" if share >= 0 else "Higher by",
-                f"{abs(share):.0%}",
-                format_size(abs(comparison.saved_bytes)),
-            ),
-            Figure(
-                "Saved for backward",
-                format_size(after.saved_bytes),
-                f"was {format_size(before.saved_bytes)}",
+                "Saved for backward", format_size(after.saved_bytes), f"was {format_size(before.saved_bytes)}"
             ),
             *seconds,
         ),
@@ -158,7 +160,9 @@ def _sweep_page(sweep: Sweep) -> Page:
     ]
     if sweep.limit_bytes is not None:
         fits = sum(not layout.over(peak) for peak in peaks)
-        figures.append(Figure("Limit", f"{layout.label(sweep.limit_bytes)} {layout.unit}", "of allocated bytes"))
+        figures.append(
+            Figure("Limit", f"{layout.label(sweep.limit_bytes)} {layout.unit}", "of allocated bytes")
+        )
         figures.append(Figure("Within the limit", f"{fits} of {len(peaks)}", "points of the sweep"))
     return Page(
         template="sweep.html",
@@ -169,6 +173,7 @@ def _sweep_page(sweep: Sweep) -> Page:
             "sweep": sweep,
             "layout": layout,
             "top": max([*peaks, sweep.limit_bytes or 0, 1]),
+            "present": [c for c in STACK if any(cell.by_category.get(c) for cell in sweep.cells)],
             "slices_of": _slices,
         },
     )
@@ -195,7 +200,6 @@ def _environment() -> jinja2.Environment:
         "heat": heat,
         "ink": ink,
     }
-    environment.globals |= {"colors": COLORS, "over_color": OVER}
     return environment
 
 
@@ -222,7 +226,7 @@ class Slice:
     share: float
 
 
-def _slices(sizes: dict[Category, int], whole: int = 0) -> list[Slice]:
+def _slices(sizes: Mapping[Any, int], whole: int = 0) -> list[Slice]:
     whole = max(whole, sum(sizes.values()), 1)
     slices: list[Slice] = []
     start = 0
@@ -235,21 +239,20 @@ def _slices(sizes: dict[Category, int], whole: int = 0) -> list[Slice]:
 
 
 def _outside(profile: Profile) -> list[Slice]:
-    """What the GPU's memory is filled with, from the allocated peak out to what is free; empty if never read."""
+    """What fills the GPU's memory, from the allocated peak outwards; empty where it could not be read."""
     outside = profile.outside
     if outside is None or not outside.device_bytes:
         return []
     cached = max(0, outside.reserved_bytes - profile.peak_bytes)
-    parts = [
-        ("allocated by PyTorch at the peak", "#0072b2", profile.peak_bytes),
-        ("reserved by PyTorch, not allocated", "#56b4e9", cached),
-        ("CUDA context and libraries", "#e69f00", outside.context_bytes),
-        ("other processes", "#8a8f98", outside.other_bytes),
+    parts = (
+        ("allocated by PyTorch at the peak", COLORS["parameter"], profile.peak_bytes),
+        ("reserved by PyTorch, not allocated", COLORS["optimizer state"], cached),
+        ("CUDA context and libraries", COLORS["gradient"], outside.context_bytes),
+        ("other processes", COLORS["buffer"], outside.other_bytes),
+    )
+    ends = list(accumulate((size for *_, size in parts), initial=0))
+    percent = 100 / max(outside.device_bytes, ends[-1])
+    return [
+        Slice(name, color, size, start * percent, size * percent)
+        for (name, color, size), start in zip(parts, ends, strict=False)
     ]
-    slices: list[Slice] = []
-    start = 0
-    for name, color, size in parts:
-        share = 100 / outside.device_bytes
-        slices.append(Slice(name, color, size, start * share, size * share))
-        start += size
-    return slices

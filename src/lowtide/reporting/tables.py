@@ -93,6 +93,29 @@ def workspace_rows(profile: Profile, limit: int | None = None) -> list[Workspace
 
 
 @dataclass(frozen=True, slots=True)
+class Holder:
+    """What one module made or owns, without those below it, of the bytes alive at the peak."""
+
+    path: str
+    sizes: dict[Category, int]
+
+    @property
+    def bytes(self) -> int:
+        """All categories together."""
+        return sum(self.sizes.values())
+
+
+def holders(profile: Profile, limit: int) -> list[Holder]:
+    """The modules that hold most at the peak, largest first."""
+    held: dict[str, dict[Category, int]] = {}
+    for storage in profile.alive_at_peak:
+        sizes = held.setdefault(storage.module, {})
+        sizes[storage.category] = sizes.get(storage.category, 0) + storage.bytes
+    rows = (Holder(path, sizes) for path, sizes in held.items())
+    return sorted(rows, key=lambda row: row.bytes, reverse=True)[:limit]
+
+
+@dataclass(frozen=True, slots=True)
 class PhaseRun:
     """Consecutive ops of one phase: ``start`` to ``end - 1``."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from lowtide.profiling.sweep import Sweep
+
+# What stands for our few signs where the output is not UTF-8.
+ASCII = str.maketrans("█▇▆▅▄▃▂▁■▼╵…×·→↓–•", "#####...#v|~x.>v-*")
 
 
 def show(profile: Profile, console: Console | None = None) -> None:
@@ -112,15 +115,19 @@ def show_sweep(sweep: Sweep, console: Console | None = None) -> None:
     )
     limit: Text | None = None
     if sweep.limit_bytes is not None:
-        limit = Text.assemble(
-            ("!", f"bold {OVER}"), f" above the limit of {layout.label(sweep.limit_bytes)} {layout.unit}"
-        )
+        bound = f"the limit of {layout.label(sweep.limit_bytes)} {layout.unit}"
+        if any(layout.over(cell.peak_bytes) for cell in sweep.cells):
+            limit = Text.assemble(("!", f"bold {OVER}"), f" above {bound}")
+        else:
+            limit = Text(f"all within {bound}")
     _print(console, title, "", table, limit)
 
 
 @contextmanager
-def progress(description: str, total: int) -> Generator[Callable[[], None]]:
+def progress(description: str, total: int) -> Generator[Callable[..., None]]:
     """A progress bar on a terminal, silence elsewhere or without rich; yields what to call after each part.
+
+    What it is called with is ignored, so that it can be passed on: ``sweep(..., progress=advance)``.
 
     >>> with progress("Profiling", total=2) as advance:
     ...     advance()
@@ -129,13 +136,13 @@ def progress(description: str, total: int) -> Generator[Callable[[], None]]:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:  # a bar is never worth failing for
-        yield lambda: None
+        yield lambda *_: None
         return
     console = Console(file=sys.stderr)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(description, total=total)
-        yield lambda: bar.advance(task)
+        yield lambda *_: bar.advance(task)
 
 
 def _console(console: Console | None) -> Console:
@@ -147,9 +154,13 @@ def _console(console: Console | None) -> Console:
 
 
 def _print(console: Console, *parts: RenderableType | None) -> None:
-    for part in parts:
-        if part is not None:
-            console.print(part, highlight=False)
+    plain = console.options.ascii_only  # not UTF-8: a file or a pipe under another code page
+    with console.capture() if plain else nullcontext() as captured:
+        for part in parts:
+            if part is not None:
+                console.print(part, highlight=False)
+    if captured is not None:
+        console.file.write(captured.get().translate(ASCII).encode("ascii", "replace").decode())
 
 
 def _header(profile: Profile) -> Text:
@@ -173,7 +184,7 @@ def _figures(profile: Profile) -> Table:
     ]
     if profile.seconds_source != "none":
         figures.append((f"ops ({profile.seconds_source})", format_seconds(profile.seconds)))
-    table = Table.grid(padding=(0, 4, 0, 0))
+    table = Table.grid(padding=(0, 3, 0, 0))
     table.add_row(*(Text(value, "bold cyan" if i == 0 else "bold") for i, (_, value) in enumerate(figures)))
     table.add_row(*(Text(name, "dim") for name, _ in figures))
     return table
@@ -186,15 +197,14 @@ def _category_bar(profile: Profile, console: Console) -> RenderableType:
 
     sizes = [profile.by_category.get(category, 0) for category in STACK]
     ends = np.cumsum([0, *sizes]) * min(console.width, 100) / max(profile.peak_bytes, 1)
-    cell = "#" if console.options.ascii_only else "█"
     bar = Text(no_wrap=True)
     legend = Table.grid(padding=(0, 3, 0, 0))
     entries: list[Text] = []
     for i, (category, size) in enumerate(zip(STACK, sizes, strict=True)):
-        bar.append(cell * (round(ends[i + 1]) - round(ends[i])), COLORS[category])
+        bar.append("█" * (round(ends[i + 1]) - round(ends[i])), COLORS[category])
         if size:
             share = f" {size / max(profile.peak_bytes, 1):.0%}"
-            swatch = ("■ " if cell == "█" else "# ", COLORS[category])
+            swatch = ("■ ", COLORS[category])
             entries.append(Text.assemble(swatch, f"{category} ", (format_size(size), "bold"), (share, "dim")))
     per_row = max(1, min(console.width, 110) // 36)
     for i in range(0, len(entries), per_row):

@@ -5,36 +5,51 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
-from lowtide.errors import LowtideError, TraceError
+from lowtide.errors import TraceError
+from lowtide.tracing.answers import Answers
+from lowtide.tracing.backward import backward
+from lowtide.tracing.calls import Call
 from lowtide.tracing.compiled import compiled_modules, opaque_compiled_graphs
 from lowtide.tracing.fake import FIXES, fake_workload
 from lowtide.tracing.graph import Graph
-from lowtide.tracing.gpu import PredictedGpu, predicted_gpu
+from lowtide.tracing.gpu import ANSWERS, emulated_gpu
 from lowtide.tracing.meter import CpuMeter, CudaMeter, Meter, NoMeter, profiler_is_free
 from lowtide.tracing.recorder import Recorder, module_hooks
 from lowtide.workload import Workload
 
+_ITEM = torch.ops.aten._local_scalar_dense.default
 
-def trace(work: Workload, *, fake: bool = False, device: str | None = None) -> Graph:
+
+def trace(
+    work: Workload, *, fake: bool = False, device: str | None = None, calls: dict[str, Call] | None = None
+) -> Graph:
     """Trace one training step: zero_grad, forward, backward, optimizer.
 
     The step is the steady one: gradients start as None and optimizer state exists. A real step runs on the
     model's own device; a fake one allocates and computes nothing and can be of another ``device`` ("cpu",
     "cuda", or a name of the device table such as "h200"). Either way parameters, gradients, buffers,
-    optimizer state and random generators are afterwards as they were, bit for bit.
+    optimizer state and random generators are afterwards as they were, bit for bit. ``calls``, if given, is filled
+    with one call for each distinct signature.
     """
     target = work.device.type if device is None else device
     if work.device.type == "meta" and target == "meta":
         target = "cpu"
     fake = fake or work.device.type == "meta"
+    held = sum(
+        -(-p.grad.nbytes // 512) * 512 for p in _parameters(work) if p.grad is not None and p.grad.is_cuda
+    )
     with unchanged(work, fake=fake):
         if not fake:
             if torch.device(target).type != work.device.type if target in ("cpu", "cuda") else True:
@@ -42,23 +57,22 @@ def trace(work: Workload, *, fake: bool = False, device: str | None = None) -> G
                     f"A real step runs where the model is, on {work.device}",
                     hint=f"Move the model, or predict the step on {target}: fake=True.",
                 )
-            return _run(work, _meter(work.device), fake=False, device=target)
-        return _trace_fake(work, target)
+            return _run(work, _meter(work.device, held), fake=False, device=target, calls=calls)
+        return _trace_fake(work, target, calls)
 
 
-def _trace_fake(work: Workload, target: str) -> Graph:
-    gpu = None if target == "cpu" else predicted_gpu(target)
-    tensor_device = torch.device("cpu" if gpu is None else "cuda")
+def _trace_fake(work: Workload, target: str, calls: dict[str, Call] | None) -> Graph:
+    tensor_device = torch.device("cpu" if target == "cpu" else "cuda")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with ExitStack() as stack:
-            if gpu is not None:
-                stack.enter_context(gpu.emulated())
+            if tensor_device.type == "cuda":
+                stack.enter_context(emulated_gpu())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             fake = stack.enter_context(fake_workload(work, mode, tensor_device))
             stack.enter_context(mode)
-            granularity = 512 if gpu else 1
-            return _run(fake, NoMeter(granularity), fake=True, device=target, gpu=gpu)
+            meter = NoMeter(512 if tensor_device.type == "cuda" else 1)
+            return _run(fake, meter, fake=True, device=target, calls=calls)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise TraceError(
             f"The step looks at a tensor's values ({error})", hint="Profile a real step: leave out fake=True."
@@ -66,46 +80,53 @@ def _trace_fake(work: Workload, target: str) -> Graph:
 
 
 def _run(
-    work: Workload, meter: Meter, *, fake: bool, device: str, gpu: PredictedGpu | None = None
+    work: Workload, meter: Meter, *, fake: bool, device: str, calls: dict[str, Call] | None = None
 ) -> Graph:
     """One steady step under the recorder."""
-    _init_optimizer_state(work)
-    answers: dict[Any, Any] = {}
-    if fake:
-        answers[torch.ops.aten._local_scalar_dense.default] = lambda t: _step_count(recorder, t)
-    recorder = Recorder(meter, answers=answers, fixes=FIXES if fake else None)
+    recorder = Recorder(meter, calls=calls)
+    fake_kernels = Answers({**ANSWERS, _ITEM: lambda tensor: _item(recorder)}, FIXES) if fake else nullcontext()
+    recorder.start("optimizer")
+    with fake_kernels:
+        _init_optimizer_state(work)
+    recorder.start("forward")
     owners = _own_everything(recorder, work)
-    backward = gpu.backward if gpu is not None else torch.autograd.backward
     modules: dict[str, str] = {}
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(_no_garbage_collection())
-            compiled = compiled_modules(work.model)
-            modules, handles = module_hooks(recorder, work.model, skip=compiled)
-            for handle in handles:
-                stack.callback(handle.remove)
-            stack.enter_context(_noted_generator_states(recorder))
-            if not fake:
-                stack.enter_context(opaque_compiled_graphs(recorder, expected=bool(compiled)))
-            stack.enter_context(meter.step())
-            stack.enter_context(recorder)
-            with recorder.saved_tensor_hooks:
-                loss = work.compute_loss()
-            recorder.start("backward")
-            backward(loss)
-            for parameter, (name, module) in owners.items():
-                if parameter.grad is not None:
-                    recorder.label(parameter.grad, "gradient", f"{name}.grad", module)
-            if work.optimizer is not None:
-                recorder.start("optimizer")
-                work.optimizer.step()
-    except LowtideError:
-        raise
-    del loss
+    with ExitStack() as stack:
+        stack.enter_context(_no_garbage_collection())
+        compiled = compiled_modules(work.model)
+        modules, handles = module_hooks(recorder, work.model, skip=compiled)
+        for handle in handles:
+            stack.callback(handle.remove)
+        stack.enter_context(_noted_generator_states(recorder))
+        if not fake:
+            stack.enter_context(opaque_compiled_graphs(recorder, expected=bool(compiled)))
+        stack.enter_context(meter.step())
+        stack.enter_context(fake_kernels)
+        stack.enter_context(recorder)
+        with recorder.saved_tensor_hooks:
+            losses = [work.compute_loss()]
+        value = losses[0].detach()  # a plain loop holds the loss while it steps
+        recorder.start("backward")
+        _backward(losses, recorder)
+        for parameter, (name, module) in owners.items():
+            if parameter.grad is not None:
+                recorder.label(parameter.grad, "gradient", f"{name}.grad", module)
+        if work.optimizer is not None:
+            recorder.start("optimizer")
+            work.optimizer.step()
+    del value
     graph = recorder.graph(modules, device=device, fake=fake, notes=_notes(meter, fake, compiled))
     for parameter in owners:
         parameter.grad = None
     return graph
+
+
+def _backward(losses: list[Tensor], recorder: Recorder) -> None:
+    """The backward pass by torch's engine, or by ours where torch has no such device; empties the list."""
+    if losses[0].device.type == "cuda" and not torch.cuda.is_available():
+        backward(losses.pop(), recorder.visit)
+    else:
+        torch.autograd.backward(losses.pop())
 
 
 def _own_everything(recorder: Recorder, work: Workload) -> dict[Tensor, tuple[str, str]]:
@@ -137,7 +158,10 @@ def _init_optimizer_state(work: Workload) -> None:
     if work.optimizer is None:
         return
     fresh = [
-        p for group in work.optimizer.param_groups for p in group["params"] if p.requires_grad and p not in work.optimizer.state
+        p
+        for group in work.optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad and p not in work.optimizer.state
     ]
     if not fresh:
         return
@@ -149,16 +173,16 @@ def _init_optimizer_state(work: Workload) -> None:
         parameter.grad = None
 
 
-def _step_count(recorder: Recorder, tensor: Tensor) -> Any:
+def _item(recorder: Recorder) -> float:
     """``.item()`` on a fake tensor: optimizers may read their step count; nothing else has a value."""
     if recorder.phase == "optimizer":
         return 1.0
-    raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+    raise DataDependentOutputException(_ITEM)
 
 
-def _meter(device: torch.device) -> Meter:
+def _meter(device: torch.device, held_bytes: int) -> Meter:
     if device.type == "cuda":
-        return CudaMeter(device)
+        return CudaMeter(device, ignored_bytes=held_bytes)
     if device.type == "cpu":
         return CpuMeter() if profiler_is_free() else NoMeter()
     raise TraceError(f"lowtide does not measure on {device.type} devices", hint="Use a CPU or a CUDA device.")
@@ -229,7 +253,9 @@ def _parameters(work: Workload) -> list[Tensor]:
 def _state_tensors(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
     if optimizer is None:
         return []
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
+    ]
 
 
 def _restore_gradients(parameters: list[Tensor], gradients: list[Tensor | None]) -> None:
@@ -270,7 +296,9 @@ def _restore_optimizer(
 
 
 def _generators() -> tuple[Any, ...]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    cuda = (
+        torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    )
     return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
 
 

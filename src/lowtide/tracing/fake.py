@@ -71,7 +71,10 @@ class _Twins:
         return self._tensors[id(tensor)]
 
     def _make(self, tensor: Tensor) -> Tensor:
-        if tensor.layout is not torch.strided or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        if (
+            tensor.layout is not torch.strided
+            or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        ):
             if not isinstance(tensor, FakeTensor):
                 raise TraceError(
                     f"A {type(tensor).__name__} with layout {tensor.layout} cannot be faked",

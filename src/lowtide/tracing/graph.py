@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 Phase = Literal["forward", "backward", "optimizer"]
@@ -37,6 +39,11 @@ class Value:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """Of the elements; the storage may hold more."""
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +84,13 @@ class Op:
     @property
     def signature(self) -> str:
         """What decides the kernel: the op, the shapes, strides and dtypes, the other arguments."""
-        values = ", ".join(f"{v.dtype}{list(v.shape)}{list(v.stride)}" for v in self.inputs)
-        return f"{self.name}({values}; {self.arguments})"
+        return signature(self.name, self.inputs, self.arguments)
+
+
+def signature(name: str, inputs: Sequence[Value], arguments: str) -> str:
+    """An op's signature from its parts."""
+    values = ", ".join(f"{v.dtype}{list(v.shape)}{list(v.stride)}" for v in inputs)
+    return f"{name}({values}; {arguments})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +116,9 @@ class Graph:
     ops: tuple[Op, ...]
     storages: tuple[Storage, ...]
     saved: tuple[Saved, ...]
-    modules: tuple[tuple[str, str], ...]  # path and class of every module, the model itself first, as ("", "ResNet")
+    modules: tuple[
+        tuple[str, str], ...
+    ]  # path and class of every module, the model itself first, as ("", "ResNet")
     device: str  # "cpu", "cuda", or the device that was predicted: "h200"
     fake: bool
     granularity: int = 1  # the allocator rounds every storage up to a multiple of this
@@ -120,23 +134,28 @@ class Graph:
         """``cpu`` or ``cuda``: what the tensors' own device says."""
         return "cpu" if self.device == "cpu" else "cuda"
 
-    def live_bytes(self, *categories: Category, allocated: bool = False) -> NDArray[np.int64]:
+    def live_bytes(
+        self, *categories: Category, allocated: bool = False, ops: int | None = None
+    ) -> NDArray[np.int64]:
         """Bytes alive while each op runs, its outputs included; of some categories, or of all.
 
         Storage bytes by default; with ``allocated``, rounded as the allocator rounds them, and with workspaces.
         """
         chosen = categories or CATEGORIES
-        unit = self.granularity if allocated else 1
-        change = np.zeros(len(self.ops) + 1, dtype=np.int64)
+        change = np.zeros((len(self.ops) if ops is None else ops) + 1, dtype=np.int64)
         for s in self.on_device:
             if s.category in chosen and (allocated or s.category != "workspace"):
-                size = -(-s.bytes // unit) * unit
+                size = self.rounded(s.bytes) if allocated else s.bytes
                 change[s.birth] += size
                 change[s.death] -= size
         live = np.cumsum(change)[:-1]
-        if allocated and "workspace" in chosen:
+        if allocated and "workspace" in chosen and self.ops:
             live += np.fromiter((op.workspace_bytes for op in self.ops), np.int64, len(self.ops))
         return live
+
+    def rounded(self, size: int) -> int:
+        """A size as the allocator rounds it."""
+        return -(-size // self.granularity) * self.granularity
 
     @cached_property
     def storage_peak_bytes(self) -> int:
@@ -156,7 +175,7 @@ class Graph:
     @property
     def static_bytes(self) -> int:
         """What stays between steps: parameters, buffers, optimizer state, and the batch."""
-        return sum(s.bytes for s in self.on_device if s.category in STATIC and s.birth == 0)
+        return sum(self.rounded(s.bytes) for s in self.on_device if s.category in STATIC and s.birth == 0)
 
     def alive_at(self, op: int) -> list[Storage]:
         """The storages alive while an op runs, largest first."""
@@ -169,8 +188,3 @@ class Graph:
         for op in self.ops:
             starts.setdefault(op.phase, op.index)
         return starts
-
-
-def total(storages: Sequence[Storage]) -> int:
-    """Bytes of some storages together."""
-    return sum(s.bytes for s in storages)

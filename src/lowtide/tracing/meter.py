@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch._C._profiler import _RecordFunctionFast
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """What one op did: seconds, bytes it allocated and freed inside itself, bytes its library kept."""
+class Readings:
+    """What was measured: for each op its seconds and the bytes that it allocated inside itself.
 
-    seconds: float = math.nan
-    inside_bytes: int = 0  # the most that was allocated during the op, above the level at its end
-    kept_bytes: int = 0  # allocated during the op, alive at its end, and not one of its outputs
+    ``held_bytes`` is allocated during the whole step without being a storage of it: libraries' workspaces
+    (cuBLAS keeps one per thread) and tensors that have nothing to do with the step.
+    """
+
+    seconds: list[float]
+    workspace_bytes: list[int]
+    held_bytes: int = 0
 
 
 class Meter(Protocol):
-    """Wraps every op of a step; gives one reading per op when the step is over."""
+    """Wraps every op of a step; gives the readings when the step is over."""
 
     granularity: int
 
@@ -31,16 +37,12 @@ class Meter(Protocol):
         """Around the whole step."""
         ...
 
-    def op(self, index: int) -> AbstractContextManager[Any]:
+    def op(self, index: int) -> AbstractContextManager[None]:
         """Around one op."""
         ...
 
-    def born(self, index: int, size: int) -> None:
-        """Tell how many bytes of outputs an op made."""
-        ...
-
-    def readings(self) -> list[Reading]:
-        """One per op, in order."""
+    def readings(self, live: NDArray[np.int64], static_bytes: int) -> Readings:
+        """Given the bytes of storages alive while each op runs and before the step, as the allocator rounds them."""
         ...
 
 
@@ -49,20 +51,15 @@ class NoMeter:
 
     def __init__(self, granularity: int = 1) -> None:
         self.granularity = granularity
-        self._count = 0
 
     def step(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def op(self, index: int) -> AbstractContextManager[Any]:
-        self._count = index + 1
+    def op(self, index: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def born(self, index: int, size: int) -> None:
-        pass
-
-    def readings(self) -> list[Reading]:
-        return [Reading()] * self._count
+    def readings(self, live: NDArray[np.int64], static_bytes: int) -> Readings:
+        return Readings([math.nan] * len(live), [0] * len(live))
 
 
 class CpuMeter:
@@ -76,11 +73,10 @@ class CpuMeter:
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
-        self._born: dict[int, int] = {}
-        self._levels: dict[int, tuple[int, int]] = {}  # op -> bytes at its end and at its peak, above its start
+        self._inside: dict[int, int] = {}  # op -> bytes at its peak above those at its end
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> Generator[None]:
         torch.autograd._enable_profiler_legacy(_profiler_config())
         try:
             yield
@@ -89,22 +85,14 @@ class CpuMeter:
                 self._read(thread)
 
     @contextmanager
-    def op(self, index: int) -> Iterator[None]:
+    def op(self, index: int) -> Generator[None]:
         with _RecordFunctionFast(f"{_MARK}{index}"):
             start = time.perf_counter()
             yield
             self._seconds.append(time.perf_counter() - start)
 
-    def born(self, index: int, size: int) -> None:
-        self._born[index] = size
-
-    def readings(self) -> list[Reading]:
-        readings: list[Reading] = []
-        for index, seconds in enumerate(self._seconds):
-            level, peak = self._levels.get(index, (0, 0))
-            kept = max(0, level - self._born.get(index, 0))
-            readings.append(Reading(seconds, inside_bytes=peak - max(level, 0), kept_bytes=kept))
-        return readings
+    def readings(self, live: NDArray[np.int64], static_bytes: int) -> Readings:
+        return Readings(self._seconds, [self._inside.get(index, 0) for index in range(len(self._seconds))])
 
     def _read(self, events: list[Any]) -> None:
         index, depth, level, peak = -1, 0, 0, 0
@@ -117,7 +105,7 @@ class CpuMeter:
                     depth += 1
             elif kind == "pop" and index >= 0:
                 if depth == 0:
-                    self._levels[index] = (level, peak)
+                    self._inside[index] = peak - max(level, 0)
                     index = -1
                 depth -= 1
             elif kind == "memory_alloc" and index >= 0:
@@ -126,26 +114,29 @@ class CpuMeter:
 
 
 class CudaMeter:
-    """Reads the caching allocator's counters around each op, and times by device events."""
+    """Reads the caching allocator's counters around each op, and times by device events.
+
+    ``ignored_bytes`` were allocated before the step and would not be in a plain one.
+    """
 
     granularity = 512
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, ignored_bytes: int = 0) -> None:
         self._device = torch.cuda.current_device() if device.index is None else device.index
+        self._ignored_bytes = ignored_bytes
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._levels: list[tuple[int, int, int]] = []
-        self._born: dict[int, int] = {}
+        self._levels: list[tuple[int, int, int]] = []  # allocated before, at the peak of, and after each op
+        self._start = 0
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> Generator[None]:
         torch.cuda.synchronize(self._device)
-        try:
-            yield
-        finally:
-            torch.cuda.synchronize(self._device)
+        self._start = self._allocated()["current"]
+        yield
+        torch.cuda.synchronize(self._device)
 
     @contextmanager
-    def op(self, index: int) -> Iterator[None]:
+    def op(self, index: int) -> Generator[None]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before = self._allocated()["current"]
         torch._C._cuda_resetPeakMemoryStats(self._device)
@@ -156,24 +147,33 @@ class CudaMeter:
         self._events.append((start, end))
         self._levels.append((before, after["peak"], after["current"]))
 
-    def born(self, index: int, size: int) -> None:
-        self._born[index] = size
-
-    def readings(self) -> list[Reading]:
-        torch.cuda.synchronize(self._device)
-        return [
-            Reading(
-                seconds=start.elapsed_time(end) / 1e3,
-                inside_bytes=peak - max(before, after),
-                kept_bytes=max(0, after - before - self._born.get(index, 0)),
-            )
-            for index, ((start, end), (before, peak, after)) in enumerate(
-                zip(self._events, self._levels, strict=True)
-            )
-        ]
+    def readings(self, live: NDArray[np.int64], static_bytes: int) -> Readings:
+        seconds = [start.elapsed_time(end) / 1e3 for start, end in self._events]
+        held = self._start - self._ignored_bytes - static_bytes
+        workspaces: list[int] = []
+        level = static_bytes
+        for alive, (before, peak, after) in zip(live.tolist(), self._levels, strict=True):
+            # What an op leaves behind beyond its outputs is a library's to keep, unless the allocator merely
+            # gave a block that is a little too large: it does not split off less than a MiB.
+            kept = (after - before) - (alive - level)
+            level = alive
+            if kept > 2**20 and after - self._ignored_bytes - alive > held:
+                held = after - self._ignored_bytes - alive
+            workspaces.append(max(0, peak - self._ignored_bytes - alive - held))
+        return Readings(seconds, workspaces, max(0, held))
 
     def _allocated(self) -> dict[str, int]:
         return torch._C._cuda_memoryStats(self._device)["allocated_bytes"]["all"]
+
+
+def measure_cpu_call(call: Callable[[], object]) -> tuple[int, float]:
+    """Bytes that one call allocates above its outputs, and its seconds."""
+    meter = CpuMeter()
+    with meter.step(), meter.op(0):
+        out = call()
+    del out
+    readings = meter.readings(np.zeros(1, np.int64), 0)
+    return readings.workspace_bytes[0], readings.seconds[0]
 
 
 def profiler_is_free() -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from lowtide.tracing.graph import Category, Graph, Op, Phase, Saved, Storage, Value
-from lowtide.tracing.meter import Meter, Reading
+from lowtide.tracing.calls import Call
+from lowtide.tracing.graph import Category, Graph, Op, Phase, Saved, Storage, Value, signature
+from lowtide.tracing.meter import Meter
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LOWTIDE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -73,23 +74,15 @@ class _Op:
 class Recorder(TorchDispatchMode):
     """Records one step. It keeps no tensor alive: storages are followed by weak references.
 
-    ``answers`` maps an op to a function that is called instead of it, ``fixes`` to one that mends its outputs:
-    fake steps use them where no kernel can tell the truth.
+    ``calls``, if given, collects one call for each signature.
     """
 
-    def __init__(
-        self,
-        meter: Meter,
-        *,
-        answers: dict[Any, Callable[..., Any]] | None = None,
-        fixes: dict[Any, Callable[..., Any]] | None = None,
-    ) -> None:
+    def __init__(self, meter: Meter, *, calls: dict[str, Call] | None = None) -> None:
         super().__init__()
         self.phase: Phase = "forward"
         self.modules: list[str] = []  # paths of the modules that are running, innermost last
         self._meter = meter
-        self._answers = answers or {}
-        self._fixes = fixes or {}
+        self._calls = calls
         self._ops: list[_Op] = []
         self._storages: list[_Storage] = []
         self._alive: dict[int, int] = {}  # address of a living storage -> index in _storages
@@ -98,6 +91,7 @@ class Recorder(TorchDispatchMode):
         self._places: dict[int, _Place] = {}  # autograd sequence number -> the forward call
         self._running = False
         self._opaque = 0
+        self._node: Any = None
         self._outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self.saved_tensor_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
@@ -137,12 +131,20 @@ class Recorder(TorchDispatchMode):
                     self._storages[index].category = "activation"
         self.phase = phase
 
+    def visit(self, node: Any) -> None:
+        """Tell which autograd node runs, where torch's engine does not."""
+        self._node = node
+
     # -- what the step does ---------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # what a function mode had to say, it said before autograd
+            return self._dispatch(func, args, kwargs)
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace in ("prim", "profiler") or self._opaque:
             return func(*args, **kwargs)
         if any(is_traceable_wrapper_subclass(arg) for arg in args):
@@ -156,13 +158,12 @@ class Recorder(TorchDispatchMode):
         self._running = True
         try:
             with self._meter.op(index):
-                answer = self._answers.get(func)
-                out = func(*args, **kwargs) if answer is None else answer(*args, **kwargs)
+                out = func(*args, **kwargs)
         finally:
             self._running = False
-        if func in self._fixes:
-            out = self._fixes[func](out, *args, **kwargs)
         self._finish(str(func), inputs, _leaves(out), arguments)
+        if self._calls is not None and (key := signature(str(func), inputs, arguments)) not in self._calls:
+            self._calls[key] = Call.of(func, args, kwargs)
         return out
 
     def run_opaque(self, name: str, inputs: list[Tensor], call: Callable[[], Any]) -> Any:
@@ -186,18 +187,9 @@ class Recorder(TorchDispatchMode):
         index = len(self._ops)
         place, recompute = self._place(name)
         known = len(self._storages)
-        born = 0
-        outputs: list[Value] = []
-        for tensor in made:
-            before = len(self._storages)
-            value = self._value(tensor, index, place, recompute)
-            outputs.append(value)
-            if len(self._storages) > before:
-                storage = self._storages[value.storage]
-                born += -(-storage.bytes // self._meter.granularity) * self._meter.granularity
-        self._meter.born(index, born)
+        outputs = tuple(self._value(tensor, index, place) for tensor in made)
         self._ops.append(
-            _Op(place.op, self.phase, place.module, place.source, inputs, tuple(outputs), arguments, recompute)
+            _Op(place.op, self.phase, place.module, place.source, inputs, outputs, arguments, recompute)
         )
         if recompute:
             for storage in self._storages[known:]:
@@ -206,7 +198,7 @@ class Recorder(TorchDispatchMode):
     def _place(self, name: str) -> tuple[_Place, bool]:
         """Where this op belongs: in the backward pass, where its forward op was called."""
         if self.phase == "backward" and not torch.is_grad_enabled():
-            node = torch._C._current_autograd_node()
+            node = self._node if self._node is not None else torch._C._current_autograd_node()
             forward = self._places.get(node._sequence_nr()) if node is not None else None
             if forward is not None:
                 return _Place(name, forward.module, forward.source), False
@@ -234,14 +226,13 @@ class Recorder(TorchDispatchMode):
                     _source(),
                 )
             )
-        return self._outer_hooks[0](tensor) if self._outer_hooks else tensor
+        # An op's own output, packed as it is, would keep its node alive, and the node it.
+        return self._outer_hooks[0](tensor) if self._outer_hooks else tensor.detach()
 
     def _unpack(self, packed: Any) -> Any:
         return self._outer_hooks[1](packed) if self._outer_hooks else packed
 
-    def _value(
-        self, tensor: Tensor, index: int, place: _Place | None = None, recompute: bool = False
-    ) -> Value:
+    def _value(self, tensor: Tensor, index: int, place: _Place | None = None) -> Value:
         storage = self._see(tensor, birth=index, label="made outside of ops", place=place)
         return Value(storage, tuple(tensor.shape), tuple(tensor.stride()), _dtype(tensor))
 
@@ -284,12 +275,12 @@ class Recorder(TorchDispatchMode):
 
     # -- what comes out -------------------------------------------------------------------------------
 
-    def graph(self, modules: dict[str, str], *, device: str, fake: bool, notes: tuple[str, ...] = ()) -> Graph:
+    def graph(
+        self, modules: dict[str, str], *, device: str, fake: bool, notes: tuple[str, ...] = ()
+    ) -> Graph:
         """The step as a frozen graph. Stops following storages."""
         self._watch.clear()
         end = len(self._ops)
-        readings = self._meter.readings()
-        assert len(readings) == end, f"{len(readings)} readings for {end} ops"
         storages: list[Storage] = []
         kept: dict[int, int] = {}
         for index, s in enumerate(self._storages):
@@ -301,14 +292,21 @@ class Recorder(TorchDispatchMode):
                 kept[index] = len(storages)
                 storages.append(
                     Storage(
-                        len(storages), s.bytes, s.device, s.dtype, category, s.birth, death, s.label, s.module, s.source
+                        len(storages),
+                        s.bytes,
+                        s.device,
+                        s.dtype,
+                        category,
+                        s.birth,
+                        death,
+                        s.label,
+                        s.module,
+                        s.source,
                     )
                 )
-        storages += _library_storages(self._ops, readings, device, len(storages), end)
-        ops = [self._frozen(i, op, readings[i], kept) for i, op in enumerate(self._ops)]
         saved = [self._frozen_save(s, kept) for s in self._saves if s.storage in kept]
-        return Graph(
-            tuple(ops),
+        graph = Graph(
+            (),
             tuple(storages),
             tuple(saved),
             tuple(modules.items()),
@@ -317,11 +315,26 @@ class Recorder(TorchDispatchMode):
             self._meter.granularity,
             notes,
         )
+        readings = self._meter.readings(graph.live_bytes(allocated=True, ops=end), graph.static_bytes)
+        if readings.held_bytes:
+            label = "libraries' workspaces and other tensors"
+            where = graph.tensor_device
+            held = Storage(
+                len(storages), readings.held_bytes, where, "uint8", "workspace", 0, end, label, "", ""
+            )
+            graph = replace(graph, storages=(*storages, held))
+        ops = [
+            self._frozen(i, op, seconds, workspace, kept)
+            for i, (op, seconds, workspace) in enumerate(
+                zip(self._ops, readings.seconds, readings.workspace_bytes, strict=True)
+            )
+        ]
+        return replace(graph, ops=tuple(ops))
 
     def _outlives_recompute(self, storage: _Storage, death: int) -> bool:
         return any(not op.recompute for op in self._ops[storage.birth + 1 : death])
 
-    def _frozen(self, index: int, op: _Op, reading: Reading, kept: dict[int, int]) -> Op:
+    def _frozen(self, index: int, op: _Op, seconds: float, workspace_bytes: int, kept: dict[int, int]) -> Op:
         return Op(
             index,
             op.name,
@@ -332,8 +345,8 @@ class Recorder(TorchDispatchMode):
             _renumber(op.outputs, kept),
             op.arguments,
             op.recompute,
-            reading.seconds,
-            reading.inside_bytes,
+            seconds,
+            workspace_bytes,
         )
 
     def _frozen_save(self, save: _Save, kept: dict[int, int]) -> Saved:
@@ -376,27 +389,6 @@ def module_hooks(
     return paths, handles
 
 
-def _library_storages(
-    ops: list[_Op], readings: list[Reading], device: str, first: int, end: int
-) -> Iterator[Storage]:
-    """What libraries keep beyond an op (cuBLAS's workspace): counted as allocated from the step's start on."""
-    for op, reading in zip(ops, readings, strict=True):
-        if reading.kept_bytes:
-            yield Storage(
-                id=first,
-                bytes=reading.kept_bytes,
-                device="cpu" if device == "cpu" else "cuda",
-                dtype="uint8",
-                category="workspace",
-                birth=0,
-                death=end,
-                label=f"kept by {_short(op.name)}",
-                module=op.module,
-                source=op.source,
-            )
-            first += 1
-
-
 def _renumber(values: tuple[Value, ...], kept: dict[int, int]) -> tuple[Value, ...]:
     return tuple(Value(kept[v.storage], v.shape, v.stride, v.dtype) for v in values if v.storage in kept)
 
@@ -420,6 +412,8 @@ def _split(value: Any, tensors: list[Tensor], rest: list[str]) -> None:
     elif isinstance(value, (list, tuple)) and value and isinstance(value[0], (Tensor, list, tuple)):
         for item in value:
             _split(item, tensors, rest)
+    elif isinstance(value, torch.UntypedStorage | torch.TypedStorage):
+        rest.append("storage")  # printing one would read all of it
     else:
         rest.append(str(value))
 

@@ -1,0 +1,1 @@
+"""One file per question: ``python -m benchmarks.bench_import``, or ``lowtide bench import``."""

@@ -1,0 +1,359 @@
+"""The commands of ``lowtide``: each loads a step, calls one verb of the library, and shows what it found."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from lowtide.cli.options import (
+    Allow,
+    Args,
+    AsJson,
+    Autocast,
+    Batch,
+    Budget,
+    Device,
+    Fake,
+    Here,
+    Html,
+    Image,
+    Optimizer,
+    Outcome,
+    Seq,
+    Target,
+    Traceback,
+    app,
+    command,
+    working,
+)
+from lowtide.errors import PlanError, WorkloadError
+from lowtide.loading.arguments import Settings, parse_pairs
+from lowtide.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from lowtide.profiling import Comparison, Profile, Sweep
+    from lowtide.workload import Workload
+
+__all__ = ["app"]
+
+
+@command
+def profile(
+    target: Target,
+    fake: Fake = False,
+    device: Device = None,
+    html: Html = None,
+    figures: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write every figure there, as PNG and SVG.")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="AXIS=N,N,...", help="Predict a grid, as batch=8,16,32. One or two axes."),
+    ] = None,
+    limit: Annotated[str | None, typer.Option(help="What --sweep marks and --max-batch fits: 16GB.")] = None,
+    max_batch: Annotated[bool, typer.Option("--max-batch", help="Find the largest batch that fits.")] = False,
+    batch: Batch = None,
+    seq: Seq = None,
+    image: Image = None,
+    optimizer: Optimizer = None,
+    autocast: Autocast = None,
+    arg: Args = None,
+    as_json: AsJson = False,
+    traceback: Traceback = False,
+) -> Outcome:
+    """Show where the memory of a training step goes: on a GPU, on a CPU, or without running anything."""
+    from lowtide import profiling
+    from lowtide.reporting import figures as charts
+    from lowtide.reporting import terminal
+
+    if max_batch and (limit is None or sweep or html or figures):
+        raise WorkloadError(
+            "--max-batch finds one number",
+            hint="Write --max-batch --limit 16GB, without --sweep, --html and --figures.",
+        )
+    if limit is not None and not (sweep or max_batch):
+        raise WorkloadError("--limit has nothing to mark", hint="Add --sweep batch=8,16 or --max-batch.")
+    fake = fake or bool(sweep) or max_batch
+    settings = Settings(batch=batch, seq=seq, image=image, optimizer=optimizer, autocast=autocast)
+    make = _loader(target, arg, settings, device=device, fake=fake)
+    if max_batch:
+        with working("Looking for the largest batch"):
+            found = profiling.max_batch(make, str(limit), device=device)
+        if not as_json:
+            typer.echo(f"The largest batch that fits {limit} is {found}.")
+        return Outcome({"max_batch": found, "limit_bytes": parse_size(str(limit))})
+    if sweep:
+        axes = {axis: _numbers(axis, text) for axis, text in parse_pairs(sweep, option="--sweep").items()}
+        with terminal.progress("Predicting", math.prod(map(len, axes.values()))) as advance:
+            grid = profiling.sweep(
+                make, device=device, limit=limit, progress=lambda done, total: advance(), **axes
+            )
+        if not as_json:
+            terminal.show_sweep(grid)
+        _write(grid, html, figures, {"heatmap": charts.heatmap_chart})
+        return Outcome(grid.to_json())
+    with working("Predicting a step" if fake else "Tracing a step"):
+        found = profiling.profile(make(), fake=fake, device=device)
+    if not as_json:
+        terminal.show(found)
+    drawn = {"timeline": charts.timeline_chart, "pie": charts.pie_chart, "modules": charts.module_chart}
+    _write(found, html, figures, drawn)
+    return Outcome(found.to_json())
+
+
+@command
+def plan(
+    target: Target,
+    budget: Budget,
+    allow: Allow = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan there, as JSON.")] = None,
+    html: Html = None,
+    fake: Fake = False,
+    device: Device = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    image: Image = None,
+    optimizer: Optimizer = None,
+    autocast: Autocast = None,
+    arg: Args = None,
+    as_json: AsJson = False,
+    traceback: Traceback = False,
+) -> Outcome:
+    """Find the fastest step that fits a budget, and say what it changes and why."""
+    from lowtide import planning, profiling
+
+    settings = Settings(batch=batch, seq=seq, image=image, optimizer=optimizer, autocast=autocast)
+    work = _loader(target, arg, settings, device=device, fake=fake)()
+    with working("Profiling the plain step"):
+        before = profiling.profile(work, fake=fake, device=device)
+    with working("Planning"):
+        found = planning.plan(work, budget, allow=allow or (), profile=before)
+    if not as_json:
+        typer.echo(found.explain())
+    if out is not None:
+        _parent(out).write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
+        typer.echo(f"wrote {out}")
+    if html is not None:
+        after = planning.predict(work, found.options, before)
+        _write(before.compare(replace(after, name=f"{after.name}, planned")), html)
+    return Outcome(found.to_json())
+
+
+@command
+def train(
+    target: Target,
+    budget: Budget,
+    steps: Annotated[int, typer.Option(min=1, help="How many steps to train.")] = 10,
+    allow: Allow = None,
+    device: Here = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    image: Image = None,
+    optimizer: Optimizer = None,
+    autocast: Autocast = None,
+    arg: Args = None,
+    as_json: AsJson = False,
+    traceback: Traceback = False,
+) -> Outcome:
+    """Plan a step for a budget, check it against the plain one, and train with it on the workload's batch."""
+    from lowtide import engines
+    from lowtide.reporting import terminal
+
+    settings = Settings(batch=batch, seq=seq, image=image, optimizer=optimizer, autocast=autocast)
+    work = _loader(target, arg, settings, device=_here(device))()
+    if work.optimizer is None:
+        raise WorkloadError(
+            f"{target} has no optimizer, so nothing would be trained", hint="Return Workload(..., optimizer)."
+        )
+    with working("Planning the step, and checking it against the plain one"):
+        step = engines.fit(
+            work.model, work.loss, work.batch, work.optimizer,
+            budget=budget, autocast=work.autocast, allow=allow or (),
+        )  # fmt: skip
+    losses: list[float] = []
+    start = time.perf_counter()
+    with terminal.progress("Training", steps) as advance:
+        for _ in range(steps):
+            losses.append(float(step(work.batch)))
+            advance()
+    seconds = (time.perf_counter() - start) / steps
+    on_gpu = step.measured.peak_bytes if step.measured else None
+    peak = step.profile().peak_bytes if on_gpu is None else on_gpu
+    promised = step.plan.budget_bytes
+    if not as_json:
+        typer.echo(step.plan.explain())
+        typer.echo(f"{steps} steps of {seconds:.3g} s: loss {losses[0]:.6g} to {losses[-1]:.6g}")
+        typer.echo(f"measured peak {format_size(peak)} of {format_size(promised)}")
+    data = {
+        "losses": [_finite(loss) for loss in losses],
+        "seconds_per_step": seconds,
+        "peak_bytes": peak,
+        "plan": step.plan.to_json(),
+    }
+    return Outcome(data, code=int(peak > promised))
+
+
+@command
+def verify(
+    target: Target,
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="What lowtide plan --out wrote.")],
+    device: Here = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    image: Image = None,
+    optimizer: Optimizer = None,
+    autocast: Autocast = None,
+    arg: Args = None,
+    as_json: AsJson = False,
+    traceback: Traceback = False,
+) -> Outcome:
+    """Run the plain and the planned step from the same state, and say whether all is as promised."""
+    from lowtide import engines
+    from lowtide.planning import Plan
+
+    if not plan.is_file():
+        raise PlanError(f"There is no file {plan}", hint=f"Write one: lowtide plan {target} --out {plan}.")
+    chosen = Plan.from_json(plan.read_text(encoding="utf-8"))
+    settings = Settings(batch=batch, seq=seq, image=image, optimizer=optimizer, autocast=autocast)
+    work = _loader(target, arg, settings, device=_here(device))()
+    with working("Running both steps"):
+        found = engines.verify(work, chosen)
+    if not as_json:
+        typer.echo(str(found))
+    data = {
+        "ok": found.ok,
+        "results_agree": found.results_agree,
+        "within_budget": found.within_budget,
+        "budget_bytes": chosen.budget_bytes,
+        "peak_bytes": found.peak_bytes,
+        "storage_peak_bytes": found.storage_peak_bytes,
+        "seconds": _finite(found.seconds),
+        "plain_seconds": _finite(found.plain_seconds),
+        "agreements": [{**asdict(a), "error": _finite(a.error)} for a in found.agreements],
+        "notes": list(found.notes),
+    }
+    return Outcome(data, code=int(not found.ok))
+
+
+@command
+def bench(
+    names: Annotated[list[str] | None, typer.Argument(help="Which to run. None: list them.")] = None,
+    all_of_them: Annotated[bool, typer.Option("--all", help="Run every one.")] = False,
+    as_json: AsJson = False,
+    traceback: Traceback = False,
+) -> Outcome:
+    """List the benchmarks of a source checkout, or run some; rows go to benchmarks/results/."""
+    from lowtide.checkout import benchmarks, choose
+
+    known = benchmarks()
+    chosen = known if all_of_them else choose(known, names or [])
+    if not chosen:
+        if not as_json:
+            width = max((len(benchmark.name) for benchmark in known), default=0)
+            for benchmark in known:
+                typer.echo(f"{benchmark.name:<{width}}  {benchmark.question}")
+        return Outcome([{"name": b.name, "question": b.question} for b in known])
+    rows: dict[str, list[dict[str, str]]] = {}
+    failed: list[str] = []
+    for benchmark in chosen:
+        if not as_json:
+            typer.echo(f"{benchmark.name}: {benchmark.question}")
+        before = len(benchmark.rows())
+        if benchmark.run(quiet=as_json):
+            failed.append(benchmark.name)
+        rows[benchmark.name] = benchmark.rows()[before:]
+    if failed:
+        typer.echo(f"failed: {', '.join(failed)}", err=True)
+    return Outcome({"rows": rows, "failed": failed}, code=int(bool(failed)))
+
+
+@command
+def demo(
+    folder: Annotated[Path, typer.Option("--out", help="Where the report goes.")] = Path("lowtide-demo"),
+    as_json: AsJson = False,
+    traceback: Traceback = False,
+) -> Outcome:
+    """Train a small ResNet on real digits, plain and in less memory, with equal losses; under 90 seconds."""
+    from lowtide.demo import run
+
+    found = run(folder, console=Console(stderr=as_json))
+    return Outcome(found.to_json(), code=int(not found.ok))
+
+
+def _loader(
+    target: str, arg: list[str] | None, settings: Settings, *, device: str | None, fake: bool = False
+) -> Callable[..., Workload]:
+    """What builds the target: on ``device``, or on the meta device where the step is only predicted."""
+    import torch
+
+    from lowtide.loading import make_loader
+    from lowtide.profiling.devices import find_device
+
+    if device is not None:
+        find_device(device)  # complains of a name that it does not know
+    here = device in (None, "cpu") or (device == "cuda" and torch.cuda.is_available())
+    settings["device"] = device if here and not fake else "meta"
+    with working(f"Loading {target}"):
+        return make_loader(target, parse_pairs(arg or [], option="--arg"), **settings)
+
+
+def _here(device: str | None) -> str | None:
+    """A device that a step can really run on."""
+    import torch
+
+    if device not in (None, "cpu", "cuda"):
+        raise WorkloadError(
+            f"Nothing can run on {device!r} here", hint="Choose cpu or cuda; only plans are predicted."
+        )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise WorkloadError("There is no GPU here that torch can use", hint="Leave out --device cuda.")
+    return device
+
+
+def _numbers(axis: str, text: str) -> list[int]:
+    try:
+        numbers = [int(number) for number in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise WorkloadError(f"--sweep {axis}={text} is not a list of numbers", hint=f"Write {axis}=8,16,32.")
+    return numbers
+
+
+def _write(
+    subject: Profile | Comparison | Sweep,
+    html: Path | None,
+    folder: Path | None = None,
+    charts: Mapping[str, Callable[[Any], Any]] | None = None,
+) -> None:
+    """Write the report and the figures that were asked for."""
+    from lowtide.reporting import report, save_figure
+
+    if html is not None:
+        with working("Writing the report"):
+            report(subject, _parent(html))
+        typer.echo(f"wrote {html}")
+    if folder is not None:
+        with working("Drawing"):
+            for name, chart in (charts or {}).items():
+                for suffix in ("png", "svg"):
+                    save_figure(chart(subject), _parent(folder / f"{name}.{suffix}"))
+        typer.echo(f"wrote {', '.join(charts or {})} to {folder} as PNG and SVG")
+
+
+def _parent(path: Path) -> Path:
+    """The path, in a folder that exists."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

@@ -1,0 +1,117 @@
+"""What the commands share: their options, how they end, and how an error is told."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import traceback as traceback_module
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from lowtide.errors import LowtideError
+from lowtide.version import __version__
+
+app = typer.Typer(
+    help="Name a memory budget. Get the fastest training step that fits it, with the same gradients.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="A function that returns a Workload, as train.py:workload or package.module:function; "
+        "or a model by name, as zoo:gpt2-medium, torchvision:resnet50 or transformers:gpt2.",
+    ),
+]
+Args = Annotated[
+    list[str] | None, typer.Option("--arg", metavar="KEY=VALUE", help="Passed on to TARGET. Repeatable.")
+]
+Batch = Annotated[int | None, typer.Option(min=1, help="Batch size.")]
+Seq = Annotated[int | None, typer.Option(min=1, help="Sequence length.")]
+Image = Annotated[int | None, typer.Option(min=1, help="Pixels per side.")]
+Optimizer = Annotated[str | None, typer.Option(help="sgd, adam, adamw or none, for a model by name.")]
+Autocast = Annotated[str | None, typer.Option(help="Run the loss under autocast: bf16 or fp16.")]
+Fake = Annotated[bool, typer.Option("--fake", help="Predict: nothing is allocated or computed.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="cpu, cuda, or a GPU to predict for: t4, v100, a100, h100, h200. Default: the model's."
+    ),
+]
+Here = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the model's.")]
+Budget = Annotated[
+    str, typer.Option(help="The peak of a whole step: 6GiB, 800MB, 60% of the plain step's, or device.")
+]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(help="Allow more than bitwise and roundoff: a fidelity class or a technique. Repeatable."),
+]
+Html = Annotated[Path | None, typer.Option(help="Write a report: one HTML file that works offline.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
+Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an error was raised, too.")]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command found, for ``--json``, and the exit code: 0, or 1 where a promise was broken."""
+
+    data: Any
+    code: int = 0
+
+
+def command(function: Callable[..., Outcome]) -> Callable[..., None]:
+    """Register a command: errors become one paragraph and exit code 2, ``--json`` keeps stdout clean."""
+
+    @functools.wraps(function)
+    def run(**options: Any) -> None:
+        as_json = options["as_json"]
+        try:
+            with redirect_stdout(sys.stderr) if as_json else nullcontext():
+                outcome = function(**options)
+        except typer.Exit:
+            raise
+        except Exception as error:
+            if options["traceback"] or os.environ.get("LOWTIDE_DEBUG"):
+                traceback_module.print_exc()
+            _complain(error)
+            raise typer.Exit(2) from None
+        if as_json:
+            typer.echo(json.dumps(outcome.data, allow_nan=False))
+        raise typer.Exit(outcome.code)
+
+    return app.command()(run)
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"lowtide {__version__}")
+        raise typer.Exit
+
+
+@contextmanager
+def working(what: str) -> Generator[None]:
+    """A spinner on a terminal while something takes long."""
+    with Console(stderr=True).status(f"{what} ..."):
+        yield
+
+
+def _complain(error: Exception) -> None:
+    text = " ".join(str(error).split())
+    if not isinstance(error, LowtideError):
+        text = f"{type(error).__name__}: {text}. Add --traceback to see where it was raised."
+    Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), text), highlight=False)

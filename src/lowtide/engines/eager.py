@@ -1,0 +1,135 @@
+"""``apply``: a plan's changes on the user's own model, and the step that then runs."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lowtide.planning.plan import Plan, batch_shapes
+from lowtide.planning.prediction import apply_options
+from lowtide.profiling import Profile, profile
+from lowtide.sizes import format_size
+from lowtide.techniques.technique import Undo
+from lowtide.workload import Workload
+
+_MEASURED_STEPS = 3
+
+
+def apply(plan: Plan, work: Workload) -> Step:
+    """Change the model in place as the plan says; ``step.undo()`` takes it back, bit for bit.
+
+    The model's class, parameters and ``state_dict`` stay as they are. Raises ``PlanError``, with the model
+    untouched, if the plan is of another model or batch, or if one of its techniques is not installed.
+    """
+    plan.check(work)
+    return Step(work, plan, apply_options(work, plan.options))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the first steps took. ``peak_bytes`` is None on a CPU, where only ``step.profile()`` can tell."""
+
+    peak_bytes: int | None
+    seconds: float
+    steps: int
+
+
+class Step:
+    """A planned training step: call it with a batch, or take ``loss(batch)`` into a loop of your own.
+
+    The first three calls are measured; on a GPU that resets PyTorch's peak counter.
+    """
+
+    def __init__(self, work: Workload, plan: Plan, undo: Undo) -> None:
+        self.work = work
+        self.plan = plan
+        self.measured: Measured | None = None
+        self._undo = undo
+        self._warned = False
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, as the plan changed it."""
+        return self.work.model
+
+    def __call__(self, batch: Any) -> Tensor:
+        """zero_grad, loss, backward, optimizer.step; returns the loss, detached."""
+        if self.measured is not None and self.measured.steps >= _MEASURED_STEPS:
+            return self._run(batch)
+        on_gpu = self.work.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        loss = self._run(batch)
+        if on_gpu:
+            torch.cuda.synchronize()
+        self._note(time.perf_counter() - start, torch.cuda.max_memory_allocated() if on_gpu else None)
+        return loss
+
+    def loss(self, batch: Any) -> Tensor:
+        """The planned loss with its graph, for a loop of your own."""
+        self._warn_if_larger(batch)
+        return self.work.compute_loss(batch=batch)
+
+    def profile(self) -> Profile:
+        """Trace one planned step on the planned batch, for real; nothing is changed by it."""
+        return profile(self.work)
+
+    def undo(self) -> None:
+        """Take the plan's changes back. A second call does nothing."""
+        self._undo()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+    def _run(self, batch: Any) -> Tensor:
+        optimizer = self.work.optimizer
+        (self.model if optimizer is None else optimizer).zero_grad()
+        loss = self.loss(batch)
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+        return loss.detach()
+
+    def _note(self, seconds: float, peak: int | None) -> None:
+        before = self.measured
+        peaks = [p for p in (peak, before.peak_bytes if before else None) if p is not None]
+        steps = before.steps + 1 if before else 1
+        # The first step of a process warms caches and autotuners up: its time says nothing.
+        best = min(seconds, before.seconds) if before and before.steps > 1 else seconds
+        self.measured = Measured(max(peaks, default=None), best, steps)
+        if peak is not None and peak > self.plan.budget_bytes and not self._warned:
+            self._warned = True
+            predicted, promised = format_size(self.plan.peak_bytes), format_size(self.plan.budget_bytes)
+            warnings.warn(
+                f"A step took {format_size(peak)} of GPU memory, with all that this process holds; "
+                f"{predicted} were predicted and {promised} promised",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _warn_if_larger(self, batch: Any) -> None:
+        if self._warned:
+            return
+        if _count(batch) > _count(self.work.batch):
+            self._warned = True
+            warnings.warn(
+                f"The batch ({batch_shapes(batch)}) is larger than the planned one "
+                f"({self.plan.fingerprint.batch}): the budget is not promised for it",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def _count(batch: Any) -> int:
+    return sum(leaf.numel() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))

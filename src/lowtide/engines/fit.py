@@ -1,0 +1,48 @@
+"""``fit``: profile, plan, verify and apply in one call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.engines.eager import Step, apply
+from lowtide.engines.verify import verify as verify_plan
+from lowtide.errors import PlanError
+from lowtide.planning.budget import plan
+from lowtide.workload import Workload
+
+
+def fit(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    budget: int | str,
+    autocast: torch.dtype | None = None,
+    allow: str | Collection[str] = (),
+    verify: bool = True,
+) -> Step:
+    """Plan the step for a budget, check it against the plain one, and apply it: ``step(batch)`` trains.
+
+    The budget is as in ``plan``. A plan that does not give the promised results is refused with
+    ``PlanError``; a measured peak above the budget is warned about. Until it returns, the model is as it was.
+
+    >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
+    >>> step = fit(model, lambda model, x: model(x).mean(), torch.ones(512, 64), budget="70%")
+    >>> step.plan.fidelity.value, step.plan.peak_bytes < step.plan.baseline.peak_bytes
+    ('bitwise', True)
+    """
+    work = Workload(model, loss, batch, optimizer, autocast)
+    chosen = plan(work, budget, allow=allow)
+    if verify:
+        found = verify_plan(work, chosen)
+        if not found.results_agree:
+            raise PlanError(f"The planned step does not give what it promised:\n{found}")
+        if not found.within_budget:
+            warnings.warn(f"The planned step is above its budget:\n{found}", RuntimeWarning, stacklevel=2)
+    return apply(chosen, work)

@@ -1,0 +1,173 @@
+"""Training steps by name from torchvision and transformers, where installed: random weights, no download."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lowtide.errors import MissingExtra, WorkloadError
+from lowtide.workload import Workload
+from lowtide.zoo import _OPTIMIZERS
+
+
+def torchvision(
+    name: str,
+    *,
+    batch: int = 32,
+    image: int = 224,
+    seq: int | None = None,
+    optimizer: str = "sgd",
+    device: str = "cpu",
+    **options: Any,
+) -> Workload:
+    """A classifier or segmenter of torchvision on random images; ``options`` go to its builder."""
+    where = f"torchvision:{name}"
+    if seq is not None:
+        raise WorkloadError(f"{where} takes images", hint="Write --image, not --seq.")
+    models = _import("torchvision.models")
+    if name not in models.list_models():
+        raise _unknown(where, name, models.list_models())
+    kind = models.get_model_builder(name).__module__
+    if any(other in kind for other in ("detection", "optical_flow", "video")):
+        raise _write_your_own(where, "neither classifies nor segments images")
+    segments = "segmentation" in kind
+    chosen = {"num_classes": 21 if segments else 1000, **options}
+    if segments:
+        chosen.setdefault("weights_backbone", None)
+
+    def build() -> tuple[nn.Module, Any]:
+        target = (batch, image, image) if segments else (batch,)
+        net = models.get_model(name, weights=None, **chosen)
+        return net, (torch.randn(batch, 3, image, image), torch.randint(chosen["num_classes"], target))
+
+    return _workload(build, _vision_loss, optimizer, device, where)
+
+
+def transformers(
+    name: str,
+    *,
+    batch: int = 8,
+    seq: int | None = None,
+    image: int | None = None,
+    optimizer: str = "adamw",
+    device: str = "cpu",
+    **options: Any,
+) -> Workload:
+    """A language model of transformers by its configuration's defaults; ``options`` change those.
+
+    ``name`` is a model type: ``gpt2``, ``llama``, ``bert``, ``t5``. Labels are the ids; no keys are cached.
+    """
+    where = f"transformers:{name}"
+    if image is not None:
+        raise WorkloadError(f"{where} takes tokens", hint="Write --seq, not --image.")
+    library = _import("transformers")
+    known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
+    if name not in known:
+        raise _unknown(where, name, known)
+    config = library.AutoConfig.for_model(name, **{"use_cache": False, **options})
+    heads = (library.AutoModelForMaskedLM, library.AutoModelForCausalLM, library.AutoModelForSeq2SeqLM)
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # what the decoder's input is shifted in with; any id will do
+    head = next((h for h in heads if type(config) in h._model_mapping), None)
+    if head is None or not isinstance(getattr(config, "vocab_size", None), int):
+        raise _write_your_own(where, "has no language-model head")
+    longest = getattr(config, "max_position_embeddings", None) or 2**31
+    length = min(512, longest) if seq is None else seq
+    if length > longest:
+        raise WorkloadError(
+            f"{where} takes {longest} tokens, not {length}",
+            hint=f"Add --arg max_position_embeddings={length}.",
+        )
+
+    def build() -> tuple[nn.Module, Any]:
+        net = head.from_config(config)
+        ids = torch.randint(config.vocab_size, (batch, length))
+        return net.train(), {"input_ids": ids, "labels": ids}
+
+    return _workload(build, _own_loss, optimizer, device, where)
+
+
+def _workload(
+    build: Callable[[], tuple[nn.Module, Any]],
+    loss: Callable[[nn.Module, Any], Tensor],
+    optimizer: str,
+    device: str,
+    where: str,
+) -> Workload:
+    """Build as the zoo does: the same parameters and batch on every device, and no global generator moved."""
+    if optimizer not in _OPTIMIZERS:
+        raise WorkloadError(
+            f"There is no optimizer {optimizer!r}",
+            where=where,
+            hint=f"Choose one of {', '.join(_OPTIMIZERS)}.",
+        )
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if device == "meta" else "cpu"):
+        torch.default_generator.manual_seed(0)
+        try:
+            net, batch = build()
+        except TypeError as error:  # an option that this model does not have
+            raise WorkloadError(str(error), where=where, hint="Check the --arg options.") from error
+    net = net.to(device)
+    batch = pytree.tree_map(lambda tensor: tensor.to(device), batch)
+    return Workload(net, loss, batch, _OPTIMIZERS[optimizer](net), name=where)
+
+
+def _vision_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    images, target = batch
+    out = model(images)
+    heads = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else (out,)
+    return torch.stack([F.cross_entropy(head, target) for head in heads]).sum()
+
+
+def _own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    # transformers looks at the values of the position ids to see whether sequences are packed. Under fake
+    # tensors it cannot, assumes that they are, and builds masks that the real step never has.
+    masks = importlib.import_module("transformers.masking_utils")
+    with mock.patch.object(masks, "find_packed_sequence_indices", _not_packed, create=True):
+        return model(**batch).loss
+
+
+def _not_packed(position_ids: Tensor) -> None:
+    return None
+
+
+def _import(module: str) -> Any:
+    package = module.partition(".")[0]
+    try:
+        importlib.import_module(package)
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        if package == "transformers":
+            raise MissingExtra("transformers", extra="transformers") from None
+        raise WorkloadError(
+            "torchvision is not installed",
+            hint="Install the release that matches your torch, or use lowtide's own: zoo:resnet50.",
+        ) from None
+    except RuntimeError as error:  # torchvision built for another torch
+        raise WorkloadError(
+            f"{package} cannot be imported: {error}",
+            hint=f"Install the {package} that matches torch {torch.__version__}.",
+        ) from error
+
+
+def _unknown(where: str, name: str, known: Iterable[str]) -> WorkloadError:
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5) or names[:5]
+    return WorkloadError(f"There is no {where}", hint=f"Some that there are: {', '.join(near)}.")
+
+
+def _write_your_own(where: str, why: str) -> WorkloadError:
+    return WorkloadError(
+        f"{where} {why}",
+        hint="Write a function that returns lowtide.Workload(model, loss, batch): train.py:workload.",
+    )

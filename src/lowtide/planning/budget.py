@@ -1,0 +1,279 @@
+"""``plan``: the fastest step whose allocated peak fits a budget in bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from lowtide.errors import BudgetError, LowtideError, PlanError
+from lowtide.planning.plan import Baseline, Choice, Fingerprint, Plan
+from lowtide.planning.prediction import estimate_peak, predict
+from lowtide.profiling import Profile
+from lowtide.profiling import profile as profile_step
+from lowtide.profiling.devices import find_device
+from lowtide.sizes import format_size, parse_size
+from lowtide.techniques.registry import techniques
+from lowtide.techniques.technique import Fidelity, Option, Price
+from lowtide.workload import Workload
+
+_SLACK = 1.01  # an estimate this much above the budget is still looked at: estimates err by less
+_SMALLEST = 3  # of the smallest estimates, how many are looked at whatever they say
+_FRAGMENTATION = 0.03  # of a GPU, what the allocator is expected to lose
+_CONTEXT_BYTES = 600 * 2**20  # of a GPU that is not here, what its CUDA context takes
+
+
+def plan(
+    work: Workload,
+    budget: int | str,
+    *,
+    allow: str | Collection[str] = (),
+    profile: Profile | None = None,
+    fake: bool = False,
+    device: str | None = None,
+) -> Plan:
+    """Find the fastest step whose peak of allocated bytes, everything included, is at most ``budget``.
+
+    ``budget`` is "6GiB", "800MB", a number of bytes, "60%" of the plain step's peak, or "device". ``allow``
+    opens more than bitwise and roundoff: a fidelity class, which opens the stricter ones too, or a
+    technique's name. A ``profile`` of the plain step saves tracing it; with ``fake``, or for a ``device``
+    that is not here, it is predicted, and so it is where the plain step does not fit. The model is left as it
+    was.
+
+    For one profile, a larger budget never gives a slower plan. If nothing fits, ``BudgetError`` says which
+    budget would be the smallest, and what to allow for less.
+    """
+    baseline = profile or _baseline(work, fake=fake, device=device)
+    wanted = resolve_budget(budget, baseline.peak_bytes, baseline.graph.device)
+    permitted = _Permission.of(allow)
+    search = _Search(work, baseline)
+    found = search.fastest(wanted.bytes, permitted)
+    if found is None:
+        raise _no_plan(search, wanted.bytes, permitted)
+    base = Baseline(baseline.peak_bytes, baseline.storage_peak_bytes, baseline.seconds)
+    return Plan(
+        budget_bytes=wanted.bytes,
+        peak_bytes=found.peak_bytes,
+        storage_peak_bytes=found.storage_peak_bytes,
+        seconds=base.seconds + found.candidate.price.seconds,
+        seconds_source=baseline.seconds_source,
+        baseline=base,
+        choices=_choices(found, search.faster_peak(found, permitted), base, wanted.bytes),
+        fingerprint=Fingerprint.of(work),
+        device=baseline.graph.device,
+        notes=tuple(note for note in (wanted.said, *search.notes) if note),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A budget in bytes, and how it was found where that needs saying."""
+
+    bytes: int
+    said: str = ""
+
+
+def resolve_budget(budget: int | str, baseline_peak: int, device: str) -> Budget:
+    """A budget as people write it, in bytes.
+
+    >>> resolve_budget("60%", 1000, "cpu").bytes, resolve_budget("6GiB", 1000, "cpu").bytes
+    (600, 6442450944)
+    """
+    if budget == "device":
+        return _device_budget(device)
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        try:
+            share = float(budget.strip()[:-1])
+        except ValueError:
+            share = math.nan
+        if not share > 0:
+            raise BudgetError(
+                f"Not a share of the plain step's peak: {budget!r}", hint="Write for example 60%."
+            )
+        size = int(baseline_peak * share / 100)
+        return Budget(size, f"{budget.strip()} of the plain step's {format_size(baseline_peak)}")
+    try:
+        return Budget(parse_size(budget))
+    except LowtideError as error:
+        raise BudgetError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """One option with its price. No option: the plain step."""
+
+    option: Option | None
+    price: Price
+    estimate: int
+
+    @property
+    def order(self) -> tuple[float, int, str]:
+        seconds = self.price.seconds
+        return (math.inf if math.isnan(seconds) else seconds, self.estimate, str(self.option))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    candidate: _Candidate
+    peak_bytes: int
+    storage_peak_bytes: int
+
+
+class _Search:
+    """Every option of every technique on one step; the exact peaks of those that were looked at.
+
+    Options are taken in the order of their seconds, and which ones are looked at only grows with the budget.
+    So a larger budget finds the same option or an earlier, faster one.
+    """
+
+    def __init__(self, work: Workload, baseline: Profile) -> None:
+        self.work = work
+        self.baseline = baseline
+        self.notes: list[str] = []
+        self.idle: list[str] = []  # techniques that offer nothing here
+        plain = _Candidate(None, Price(Fidelity.BITWISE), baseline.peak_bytes)
+        self.candidates = [plain]
+        for technique in techniques().values():
+            options = technique.options(baseline)
+            if not options:
+                self.idle.append(f"{technique.name} needs {technique.needs}")
+            for option in options:
+                price = technique.price(option, baseline)
+                self.candidates.append(_Candidate(option, price, estimate_peak(baseline.graph, [price])))
+        self.candidates.sort(key=lambda candidate: candidate.order)
+        self._exact: dict[Option | None, _Found | None] = {
+            None: _Found(plain, baseline.peak_bytes, baseline.storage_peak_bytes)
+        }
+
+    def fastest(self, budget: int, permitted: _Permission) -> _Found | None:
+        """The first option, by seconds, that fits.
+
+        Where one did not, what the same technique estimates no lower is passed over; never the smallest ones.
+        """
+        smallest = {candidate.option for candidate in self._smallest(permitted)}
+        failed: dict[str, int] = {}
+        for candidate in filter(permitted, self.candidates):
+            name = candidate.option.technique if candidate.option else ""
+            worth = candidate.estimate <= min(budget * _SLACK, failed.get(name, math.inf) - 1)
+            if worth or candidate.option in smallest:
+                found = self.exact(candidate)
+                if found is not None and found.peak_bytes <= budget:
+                    return found
+                failed[name] = min(candidate.estimate, failed.get(name, candidate.estimate))
+        return None
+
+    def least(self, permitted: _Permission) -> _Found:
+        """The option with the smallest peak."""
+        looked_at = [found for found in map(self.exact, self._smallest(permitted)) if found is not None]
+        return min([self._plain, *looked_at], key=lambda found: found.peak_bytes)
+
+    def exact(self, candidate: _Candidate) -> _Found | None:
+        """The peaks under an option, by tracing it; None where it cannot be used, which is noted."""
+        if candidate.option not in self._exact:
+            self._exact[candidate.option] = self._trace(candidate)
+        return self._exact[candidate.option]
+
+    def faster_peak(self, chosen: _Found, permitted: _Permission) -> int:
+        """The smallest peak among what is faster than a choice."""
+        faster = [c for c in filter(permitted, self.candidates) if c.order < chosen.candidate.order]
+        looked_at = ((c, self._exact.get(c.option)) for c in faster)
+        return min((found.peak_bytes if found else c.estimate for c, found in looked_at), default=0)
+
+    @property
+    def _plain(self) -> _Found:
+        plain = self._exact[None]
+        assert plain is not None
+        return plain
+
+    def _smallest(self, permitted: _Permission) -> list[_Candidate]:
+        return sorted(filter(permitted, self.candidates), key=lambda c: (c.estimate, c.order))[:_SMALLEST]
+
+    def _trace(self, candidate: _Candidate) -> _Found | None:
+        assert candidate.option is not None
+        try:
+            found = predict(self.work, [candidate.option], self.baseline)
+        except Exception as error:  # any failure says the same: not this option
+            self.notes.append(f"{candidate.option} was left out: {error}")
+            return None
+        return _Found(candidate, found.peak_bytes, found.storage_peak_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Permission:
+    """Which candidates a plan may use: by fidelity, or by the technique's name."""
+
+    loosest: Fidelity = Fidelity.ROUNDOFF
+    names: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, allow: str | Collection[str]) -> _Permission:
+        wanted = [allow] if isinstance(allow, str) else list(allow)
+        classes = [Fidelity(item) for item in wanted if item in list(Fidelity)]
+        names = frozenset(wanted) - frozenset(Fidelity)
+        unknown = sorted(names - techniques().keys())
+        if unknown:
+            raise PlanError(
+                f"Cannot allow {unknown[0]!r}: it is neither a fidelity class nor a technique",
+                hint=f"Classes: {', '.join(Fidelity)}. Techniques: {', '.join(sorted(techniques()))}.",
+            )
+        return cls(max([Fidelity.ROUNDOFF, *classes]), names)
+
+    def __call__(self, candidate: _Candidate) -> bool:
+        named = candidate.option is not None and candidate.option.technique in self.names
+        return named or candidate.price.fidelity <= self.loosest
+
+
+def _baseline(work: Workload, *, fake: bool, device: str | None) -> Profile:
+    try:
+        return profile_step(work, fake=fake, device=device)
+    except torch.OutOfMemoryError:  # the very reason to plan: predict what cannot be run
+        return profile_step(work, fake=True, device=device)
+
+
+def _choices(found: _Found, faster_peak: int, base: Baseline, budget: int) -> tuple[Choice, ...]:
+    option, price = found.candidate.option, found.candidate.price
+    if option is None:
+        return ()
+    fits, above = format_size(budget), format_size(faster_peak)
+    why = f"The fastest that fits {fits}: what is faster peaks at {above} or more."
+    return (Choice(option, price.fidelity, base.peak_bytes - found.peak_bytes, price.seconds, why),)
+
+
+def _no_plan(search: _Search, wanted: int, permitted: _Permission) -> BudgetError:
+    least = search.least(permitted)
+    hints: list[str] = []
+    if least.candidate.option is None and search.idle:
+        hints.append(f"Nothing lowers the plain step's peak here: {'; '.join(search.idle)}.")
+    everything = search.least(_Permission(Fidelity.CHANGED))
+    if everything.peak_bytes < least.peak_bytes:
+        chosen = everything.candidate
+        assert chosen.option is not None
+        what = f"{chosen.option.technique} ({chosen.price.fidelity})"
+        hints.append(f"Allow {what} to reach {format_size(everything.peak_bytes)}.")
+    smallest = f"{format_size(least.peak_bytes)}, {least.peak_bytes} bytes"
+    return BudgetError(
+        f"{format_size(wanted)} is below the smallest plan ({smallest})",
+        hint=" ".join([*hints, *search.notes]),
+    )
+
+
+def _device_budget(device: str) -> Budget:
+    if device == "cpu":
+        raise BudgetError(
+            "budget='device' is about a GPU, and the step is on a CPU", hint="Write a size: 6GiB."
+        )
+    if device == "cuda" and torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        outside = total - free - torch.cuda.memory_reserved()
+        whose = "the CUDA context and other processes have"
+    else:
+        total, outside = find_device(device).memory_bytes, _CONTEXT_BYTES
+        whose = "the CUDA context will take about"
+    lost = int((total - outside) * _FRAGMENTATION)
+    return Budget(
+        total - outside - lost,
+        f"The GPU has {format_size(total)}, of which {whose} {format_size(outside)}, "
+        f"and {format_size(lost)} are left for fragmentation.",
+    )

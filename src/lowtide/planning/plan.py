@@ -1,0 +1,262 @@
+"""A plan: what to change in a step so that it fits a budget, what that gives, and why. Plain data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lowtide.errors import PlanError
+from lowtide.sizes import format_size
+from lowtide.techniques.technique import Fidelity, Knob, Option
+from lowtide.version import __version__
+from lowtide.workload import Workload
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """The plain step."""
+
+    peak_bytes: int
+    storage_peak_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One option that was chosen, what it gives and costs, and why it and no other."""
+
+    option: Option
+    fidelity: Fidelity
+    saved_bytes: int  # of the allocated peak
+    seconds: float  # that the step takes longer
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What a plan is of. Two steps with the same one need the same memory."""
+
+    model: str  # hash of the names, shapes and dtypes of parameters and buffers, and of what is trained
+    batch: str
+    optimizer: str
+    autocast: str
+
+    @classmethod
+    def of(cls, work: Workload) -> Fingerprint:
+        """The fingerprint of a step."""
+        return cls(
+            model=_model_hash(work.model),
+            batch=batch_shapes(work.batch),
+            optimizer="none" if work.optimizer is None else type(work.optimizer).__name__,
+            autocast="none" if work.autocast is None else _dtype(work.autocast),
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step that fits a budget. ``apply`` runs it, ``explain()`` says it in words, ``to_json()`` keeps it.
+
+    ``peak_bytes`` is the allocated peak that budgets are about, ``storage_peak_bytes`` the exact one of
+    storages.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    storage_peak_bytes: int
+    seconds: float
+    seconds_source: Literal["measured", "modelled", "none"]
+    baseline: Baseline
+    choices: tuple[Choice, ...]
+    fingerprint: Fingerprint
+    device: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """The loosest class among the choices; bitwise where nothing is changed."""
+        return max((choice.fidelity for choice in self.choices), default=Fidelity.BITWISE)
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """What to apply, in order."""
+        return tuple(choice.option for choice in self.choices)
+
+    def check(self, work: Workload) -> None:
+        """Raise a ``PlanError`` if the plan is of another step than this one."""
+        here = Fingerprint.of(work)
+        if here.model != self.fingerprint.model:
+            raise PlanError(
+                "The plan is of another model: names, shapes or dtypes of parameters and buffers differ",
+                hint="Plan again for this model.",
+            )
+        for what in ("batch", "optimizer", "autocast"):
+            planned, given = getattr(self.fingerprint, what), getattr(here, what)
+            if planned != given:
+                raise PlanError(
+                    f"The plan is of another {what}: {planned} was planned, {given} is given",
+                    hint=f"Plan again with this {what}.",
+                )
+
+    def explain(self) -> str:
+        """The plan in words: what fits, what was chosen, what it costs and why."""
+        base = self.baseline
+        lines = [
+            f"budget {format_size(self.budget_bytes)} on {self.device}",
+            f"  plain step    {format_size(base.peak_bytes):>10}  {_duration(base.seconds)}",
+            f"  planned step  {format_size(self.peak_bytes):>10}  {_duration(self.seconds)}"
+            f"  ({self.fidelity}; seconds {self.seconds_source})",
+        ]
+        if not self.choices:
+            lines.append("  the plain step fits: nothing is changed")
+        for choice in self.choices:
+            lines.append(f"  {choice.option}")
+            saved, longer = format_size(choice.saved_bytes), _duration(choice.seconds)
+            lines.append(f"    saves {saved} at the peak, takes {longer} longer. {choice.why}")
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON-ready data; ``Plan.from_json`` reads it back."""
+        data = {
+            "version": PLAN_VERSION,
+            "lowtide": __version__,
+            "fidelity": self.fidelity.value,
+            **asdict(self),
+        }
+        return _null_for_nan(data)
+
+    @classmethod
+    def from_json(cls, data: str | Mapping[str, Any]) -> Plan:
+        """Read a plan from ``to_json()``'s data, or from that as text; refuse what is not one and say why."""
+        if isinstance(data, str):
+            try:
+                data = json.loads(data)
+            except json.JSONDecodeError as error:
+                raise PlanError(f"The plan is not JSON: {error}") from error
+        if not isinstance(data, Mapping):
+            raise PlanError(f"A plan is a JSON object, not a {type(data).__name__}")
+        if data.get("version") != PLAN_VERSION:
+            raise PlanError(
+                f"The plan has version {data.get('version')!r}, and this lowtide reads {PLAN_VERSION}",
+                hint="Plan again with this lowtide.",
+            )
+        try:
+            return _read(data)
+        except KeyError as error:
+            raise PlanError(f"The plan has no field {error}", hint="Plan again.") from error
+        except (TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"The plan is malformed: {error}", hint="Plan again.") from error
+
+
+def batch_shapes(batch: Any) -> str:
+    """Dtypes and shapes of a batch's tensors.
+
+    >>> batch_shapes((torch.zeros(2, 3), {"y": torch.zeros(2, dtype=torch.int64)}))
+    'float32[2, 3], int64[2]'
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return ", ".join(f"{_dtype(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors)
+
+
+def _model_hash(model: nn.Module) -> str:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    parts = [f"{name} {list(t.shape)} {t.dtype} {t.requires_grad}" for name, t in named]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _read(data: Mapping[str, Any]) -> Plan:
+    return Plan(
+        budget_bytes=_size(data, "budget_bytes"),
+        peak_bytes=_size(data, "peak_bytes"),
+        storage_peak_bytes=_size(data, "storage_peak_bytes"),
+        seconds=_seconds(data),
+        seconds_source=_one_of(data["seconds_source"], ("measured", "modelled", "none")),
+        baseline=Baseline(
+            _size(data["baseline"], "peak_bytes"),
+            _size(data["baseline"], "storage_peak_bytes"),
+            _seconds(data["baseline"]),
+        ),
+        choices=tuple(
+            Choice(
+                option=_option(choice["option"]),
+                fidelity=Fidelity(choice["fidelity"]),
+                saved_bytes=int(choice["saved_bytes"]),
+                seconds=_seconds(choice),
+                why=_text(choice["why"]),
+            )
+            for choice in data["choices"]
+        ),
+        fingerprint=Fingerprint(**{key: _text(value) for key, value in data["fingerprint"].items()}),
+        device=_text(data["device"]),
+        notes=tuple(_text(note) for note in data["notes"]),
+    )
+
+
+def _option(data: Mapping[str, Any]) -> Option:
+    return Option(
+        _text(data["technique"]),
+        tuple(_text(path) for path in data["site"]),
+        tuple((_text(name), _knob(value)) for name, value in data["knobs"]),
+    )
+
+
+def _knob(value: Any) -> Knob:
+    if isinstance(value, list | tuple):
+        return tuple(_knob(item) for item in value)
+    if isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a knob cannot be {value!r}")
+
+
+def _size(data: Mapping[str, Any], key: str) -> int:
+    value = data[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{key} is {value!r}, not a number of bytes")
+    return value
+
+
+def _seconds(data: Mapping[str, Any]) -> float:
+    value = data["seconds"]
+    return math.nan if value is None else float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not text")
+    return value
+
+
+def _one_of(value: Any, known: Sequence[Any]) -> Any:
+    if value not in known:
+        raise ValueError(f"{value!r} is none of {', '.join(known)}")
+    return value
+
+
+def _null_for_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _null_for_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_null_for_nan(item) for item in value]
+    if isinstance(value, Fidelity):
+        return value.value
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _duration(seconds: float) -> str:
+    return "unknown time" if math.isnan(seconds) else f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,82 @@
+"""What a step becomes under some options: estimated from prices, or exact by tracing it without running."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from lowtide.errors import PlanError, TraceError
+from lowtide.profiling import Profile, profile
+from lowtide.techniques.registry import techniques
+from lowtide.techniques.technique import Option, Price, Technique, Undo
+from lowtide.tracing.graph import Graph
+from lowtide.workload import Workload
+
+
+def estimate_peak(graph: Graph, prices: Iterable[Price]) -> int:
+    """The allocated peak of a traced step with the intervals of some prices put in: cheap, and near."""
+    change = np.zeros(len(graph.ops) + 1, np.int64)
+    unit = graph.granularity
+    for price in prices:
+        for sign, intervals in ((1, price.added), (-1, price.removed)):
+            for interval in intervals:
+                size = sign * -(-interval.bytes // unit) * unit
+                change[interval.birth] += size
+                change[interval.death] -= size
+    return int(max(graph.live_bytes(allocated=True) + np.cumsum(change)[:-1], default=0))
+
+
+def predict(work: Workload, options: Sequence[Option], baseline: Profile) -> Profile:
+    """The step with these options applied, traced over fake tensors; the model is afterwards as it was.
+
+    What kernels allocate inside themselves is taken from the baseline's ops of the same signature, where
+    those were measured. Where fake tensors cannot go, a real step is traced instead if the baseline was one.
+    """
+    with apply_options(work, options):
+        try:
+            found = profile(work, fake=True, device=baseline.graph.device)
+        except TraceError:
+            if baseline.graph.fake:
+                raise
+            return profile(work)
+    if found.workspace_source == "none" and baseline.workspace_source == "measured":
+        found = replace(
+            found, graph=_with_workspaces(found.graph, baseline.graph), workspace_source="measured"
+        )
+    return found
+
+
+def apply_options(work: Workload, options: Sequence[Option]) -> Undo:
+    """Apply options to the model, technique by technique; if one fails, none is applied."""
+    with Undo() as undo:
+        for technique, mine in _by_technique(options):
+            undo.add(technique.apply(work, mine))
+        return undo.keep()
+
+
+def _by_technique(options: Sequence[Option]) -> list[tuple[Technique, list[Option]]]:
+    known = techniques()
+    groups: dict[str, list[Option]] = {}
+    for option in options:
+        groups.setdefault(option.technique, []).append(option)
+    for name in groups:
+        if name not in known:
+            raise PlanError(
+                f"There is no technique {name!r} here",
+                hint=f"Install or register it. There are: {', '.join(sorted(known))}.",
+            )
+        clash = sorted((known[name].conflicts & groups.keys()) - {name})
+        if clash:
+            raise PlanError(f"{name} and {clash[0]} cannot be in one plan", hint="Leave one of them out.")
+    return [(known[name], mine) for name, mine in groups.items()]
+
+
+def _with_workspaces(graph: Graph, measured: Graph) -> Graph:
+    known = {op.signature: op.workspace_bytes for op in measured.ops}
+    ops = tuple(replace(op, workspace_bytes=known.get(op.signature, op.workspace_bytes)) for op in graph.ops)
+    kept = [s for s in measured.storages if s.category == "workspace"]
+    first = len(graph.storages)
+    storages = [replace(s, id=first + i, death=len(ops)) for i, s in enumerate(kept)]
+    return replace(graph, ops=ops, storages=(*graph.storages, *storages))

@@ -1,0 +1,183 @@
+"""What kernels allocate inside themselves, by op signature: measured here, looked up, or modelled.
+
+A fake step runs nothing, so its kernels' own allocations come from three places, in this order: measurements made
+on this machine (``measure=True``, kept on disk), measurements that lowtide ships for the H200, and a rule for the
+two kinds of kernels that matter (convolutions and recurrent layers).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+from lowtide.profiling.devices import find_device
+from lowtide.profiling.profile import Source
+from lowtide.tracing.calls import Call
+from lowtide.tracing.graph import Graph, Op, Storage, Value
+from lowtide.tracing.meter import measure_cpu_call
+
+_SHIPPED = "h200.json"
+_CUBLAS_BYTES = 32 * 2**20  # per thread that multiplies matrices, on Hopper; torch's default
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One measured kernel: bytes that it allocated above its outputs, and its seconds."""
+
+    workspace_bytes: int
+    seconds: float
+
+
+def with_workspaces(graph: Graph, calls: Mapping[str, Call] | None = None) -> tuple[Graph, Source]:
+    """A fake graph with its kernels' own allocations, and where they come from.
+
+    ``calls`` are the calls to measure on this machine, by signature, where nothing is known of them yet.
+    """
+    known = known_kernels(graph.device)
+    if calls:
+        fresh = {key: call for key, call in calls.items() if kernel_key(key) not in known and call.runs_alone}
+        known = {**known, **measure(fresh, torch.device(graph.tensor_device), graph.device)}
+    source: Source = "none" if graph.device == "cpu" and not known else "measured"
+    ops: list[Op] = []
+    for op in graph.ops:
+        kernel = known.get(kernel_key(op.signature))
+        if kernel is not None:
+            ops.append(replace(op, workspace_bytes=kernel.workspace_bytes, seconds=kernel.seconds))
+            continue
+        workspace = 0 if graph.device == "cpu" else modelled_workspace(op)
+        if workspace:
+            source = "modelled"
+        ops.append(replace(op, workspace_bytes=workspace))
+    graph = replace(graph, ops=tuple(ops))
+    return _with_library(graph), source
+
+
+def measure(calls: Mapping[str, Call], device: torch.device, hardware: str) -> dict[str, Kernel]:
+    """Run each call once, alone, and keep what it allocated and took. Ops that cannot run alone are left out."""
+    if not calls or (device.type == "cuda" and not torch.cuda.is_available()):
+        return {}
+    generators = (torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+    found: dict[str, Kernel] = {}
+    for signature, call in calls.items():
+        kernel = _measure_one(call, device)
+        if kernel is not None:
+            found[kernel_key(signature)] = kernel
+    torch.set_rng_state(generators[0])
+    if generators[1] is not None:
+        torch.cuda.set_rng_state(generators[1], device)
+    _remember(find_device(hardware).name, found)
+    return found
+
+
+def _measure_one(call: Call, device: torch.device) -> Kernel | None:
+    try:
+        args, kwargs = call.tensors(device)
+        with torch.no_grad():
+            if device.type == "cpu":
+                return Kernel(*measure_cpu_call(lambda: call.function(*args, **kwargs)))
+            call.function(*args, **kwargs)  # the first call may load the kernel and fill library caches
+            torch.cuda.synchronize(device)
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            out = call.function(*args, **kwargs)
+            end.record()
+            torch.cuda.synchronize(device)
+            after = torch.cuda.memory_allocated(device)
+            del out
+            inside = torch.cuda.max_memory_allocated(device) - max(before, after)
+            return Kernel(inside, start.elapsed_time(end) / 1e3)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None
+
+
+def modelled_workspace(op: Op) -> int:
+    """Bytes that an unmeasured kernel needs on a GPU.
+
+    cuDNN's tensor-core convolutions work on channels-last data: contiguous tensors are copied into that layout, so
+    the workspace holds the input, the weight and the output once more. Recurrent layers hold their weights twice.
+    """
+    name = op.name.split(".")[1] if "." in op.name else op.name
+    if name == "convolution" and not _channels_last(op.inputs[0]):
+        return sum(v.bytes for v in (*op.inputs[:2], op.outputs[0]))
+    if name == "convolution_backward" and not _channels_last(op.inputs[1]):
+        return sum(v.bytes for v in op.inputs[:3])
+    if name in ("_cudnn_rnn", "_cudnn_rnn_backward"):
+        return 2 * sum(v.bytes for v in op.inputs[1:] if len(v.shape) == 2)
+    return 0
+
+
+def _with_library(graph: Graph) -> Graph:
+    """cuBLAS keeps a workspace for each thread that uses it; the backward pass runs on its own thread."""
+    if graph.tensor_device == "cpu":
+        return graph
+    products = {op.phase == "backward" for op in graph.ops if op.name.split(".")[1].endswith("mm")}
+    if not products:
+        return graph
+    label = "cuBLAS workspaces"
+    size = _CUBLAS_BYTES * len(products)
+    held = Storage(len(graph.storages), size, "cuda", "uint8", "workspace", 0, len(graph.ops), label, "", "")
+    return replace(graph, storages=(*graph.storages, held))
+
+
+# -- what is known -------------------------------------------------------------------------------------
+
+
+def kernel_key(signature: str) -> str:
+    """A short name for a signature."""
+    return hashlib.sha256(signature.encode()).hexdigest()[:16]
+
+
+def known_kernels(device: str) -> dict[str, Kernel]:
+    """Measurements for a device: those that lowtide ships and, over them, those made on this machine."""
+    hardware = find_device(device).name
+    return {**_shipped(hardware), **_read(_cache_file(hardware))}
+
+
+def _shipped(hardware: str) -> dict[str, Kernel]:
+    file = resources.files("lowtide.profiling") / "data" / _SHIPPED
+    if not hardware.startswith("NVIDIA") or not file.is_file():
+        return {}
+    return _kernels(json.loads(file.read_text()))
+
+
+def _read(path: Path) -> dict[str, Kernel]:
+    try:
+        return _kernels(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}  # no cache, or one that something else wrote: measuring again mends it
+
+
+def _kernels(data: dict[str, dict[str, list[float]]]) -> dict[str, Kernel]:
+    return {key: Kernel(int(size), seconds) for key, (size, seconds) in data["kernels"].items()}
+
+
+def _remember(hardware: str, found: Mapping[str, Kernel]) -> None:
+    path = _cache_file(hardware)
+    merged = {**_read(path), **found}
+    data = {"hardware": hardware, "kernels": {k: [v.workspace_bytes, v.seconds] for k, v in merged.items()}}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(data))
+        draft.replace(path)
+    except OSError:
+        return  # a read-only home: the measurements serve this once
+
+
+def _cache_file(hardware: str) -> Path:
+    folder = os.environ.get("LOWTIDE_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "lowtide")
+    version = str(torch.__version__).split("+")[0]
+    return Path(folder) / f"kernels-{hardware.lower().replace(' ', '-')}-torch-{version}.json"
+
+
+def _channels_last(value: Value) -> bool:
+    return len(value.stride) > 2 and value.stride[1] == 1 and value.shape[1] > 1

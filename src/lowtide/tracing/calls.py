@@ -1,0 +1,61 @@
+"""An op call without its tensors: enough to make the same call again, alone, on real memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """A tensor's place in a call."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    on_cpu: bool
+
+    def make(self, device: torch.device) -> Tensor:
+        where = torch.device("cpu") if self.on_cpu else device
+        tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=where)
+        return (
+            tensor.uniform_(-1, 1)
+            if self.dtype.is_floating_point and tensor.element_size() > 1
+            else tensor.zero_()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One op with the shapes of its tensors."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+
+    @staticmethod
+    def of(function: Any, args: Any, kwargs: Any) -> Call:
+        """Remember a call; no tensor is kept."""
+
+        def shape(tensor: Tensor) -> _Shape:
+            return _Shape(
+                tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device.type == "cpu"
+            )
+
+        args, kwargs = pytree.tree_map_only(Tensor, shape, (args, kwargs))
+        return Call(function, args, kwargs)
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether made-up values are safe. A byte tensor is a library's own record, and must not be made up."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        records = any(isinstance(leaf, _Shape) and leaf.dtype == torch.uint8 for leaf in leaves)
+        return self.function.namespace == "aten" and "foreach" not in self.function.__name__ and not records
+
+    def tensors(self, device: torch.device) -> tuple[Any, Any]:
+        """Arguments for a call: floats are random, integers zero."""
+        return pytree.tree_map_only(_Shape, lambda s: s.make(device), (self.args, self.kwargs))

@@ -1,0 +1,173 @@
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from lowtide.errors import LowtideError, MissingExtra
+from lowtide.profiling.profile import Outside
+from lowtide.reporting.html import report
+from lowtide.reporting.palette import COLORS, STACK
+
+MIB = 2**20
+
+EVIL = "<script>alert(1)</script>"
+
+
+class Document(HTMLParser):
+    """Collects elements and the text of scripts, as a browser would read them."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.scripts, self._inside = [], [], False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        self._inside = tag == "script"
+        if self._inside:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self._inside = False
+
+    def handle_data(self, data):
+        if self._inside:
+            self.scripts[-1] += data
+
+    @property
+    def data(self):
+        return next(json.loads(text) for text in self.scripts if text.startswith('{"categories"'))
+
+
+@pytest.fixture
+def subjects(make_profile, planned, sweep):
+    profile = make_profile(outside=Outside(600 * MIB, 480 * MIB, 10 * MIB, 4096 * MIB))
+    return {"profile": profile, "comparison": profile.compare(planned), "sweep": sweep}
+
+
+@pytest.mark.parametrize("kind", ["profile", "comparison", "sweep"])
+def test_the_page_loads_nothing_from_outside(tmp_path, subjects, kind):
+    text = report(subjects[kind], tmp_path / "page.html").read_text()
+    for _, attributes in Document(text).elements:
+        for name in ("src", "href"):
+            assert attributes.get(name, "data:").startswith("data:")
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert "default-src 'none'" in text
+
+
+def test_the_page_opens_with_the_peaks(tmp_path, profile):
+    text = report(profile, tmp_path / "page.html").read_text()
+    figures = re.findall(r"<dt>(.*?)</dt><dd><strong>(.*?)</strong>", text)
+    assert figures == [
+        ("Allocated peak", "428 MiB"),
+        ("Storage peak", "420 MiB"),
+        ("Static", "100 MiB"),
+        ("Saved for backward", "256 MiB"),
+        ("Time of all ops", "20.0 ms"),
+    ]
+    assert "<code>convolution_backward</code> in <code>3.conv</code>" in text
+
+
+def test_the_embedded_timeline_is_the_profiles(tmp_path, profile):
+    packed = Document(report(profile, tmp_path / "page.html").read_text()).data["profiles"][0]
+    for category, differences in zip(STACK, packed["live"], strict=True):
+        total, live = 0, []
+        for change in differences:
+            total += change
+            live.append(total)
+        assert live == profile.timeline.by_category[category].tolist()
+    assert packed["peak_bytes"] == profile.peak_bytes
+    names = [packed["strings"][i] for i in packed["ops"]["name"]]
+    assert names == [op.name for op in profile.graph.ops]
+
+
+def test_the_embedded_storages_are_those_alive_at_the_peak(tmp_path, profile):
+    packed = Document(report(profile, tmp_path / "page.html").read_text()).data["profiles"][0]
+    columns = packed["storages"]
+    alive = [
+        packed["strings"][label]
+        for label, birth, death in zip(columns["label"], columns["birth"], columns["death"], strict=True)
+        if birth <= packed["peak_op"] < death
+    ]
+    assert alive == [s.label for s in profile.alive_at_peak]
+
+
+def test_names_are_never_markup(tmp_path, make_profile):
+    profile = make_profile(name=EVIL, root=EVIL, notes=(EVIL,))
+    text = report(profile, tmp_path / "page.html").read_text()
+    assert EVIL not in text
+    document = Document(text)
+    assert sum(tag == "script" for tag, _ in document.elements) == 3
+    assert any(EVIL in name for name in document.data["profiles"][0]["strings"])
+
+
+def test_the_pie_and_the_palette(tmp_path, profile):
+    text = report(profile, tmp_path / "page.html").read_text()
+    assert text.count("<circle") == sum(size > 0 for size in profile.by_category.values())
+    assert COLORS["activation"] in text
+
+
+def test_outside_pytorch_is_explained(tmp_path, subjects, profile):
+    assert "Outside PyTorch" not in report(profile, tmp_path / "cpu.html").read_text()
+    text = report(subjects["profile"], tmp_path / "cuda.html").read_text()
+    assert "Outside PyTorch" in text
+    assert "<b>1.05 GiB</b> for this process" in text
+
+
+def test_a_comparison_shows_both_on_one_scale(tmp_path, subjects):
+    text = report(subjects["comparison"], tmp_path / "page.html").read_text()
+    tops = re.findall(r'data-top="(\d+)"', text)
+    assert tops == [str(subjects["profile"].peak_bytes)] * 2
+    assert "chain → planned" in text
+
+
+def test_a_sweep_marks_cells_above_the_limit(tmp_path, sweep):
+    text = report(sweep, tmp_path / "page.html").read_text()
+    assert re.findall(r'class="over"[^>]*>([^<]*)', text) == ["6.00"]
+    assert "5 of 6" in text
+
+
+def test_an_empty_step_has_a_page(tmp_path, make_profile):
+    assert report(make_profile(blocks=0), tmp_path / "page.html").exists()
+
+
+def test_a_long_step_stays_small(tmp_path, make_profile):
+    profile = make_profile(blocks=1000)
+    assert len(profile.graph.ops) == 5000
+    assert report(profile, tmp_path / "page.html").stat().st_size < 3_000_000
+
+
+def test_an_unknown_subject_is_refused(tmp_path):
+    with pytest.raises(LowtideError, match="no report for a list"):
+        report([], tmp_path / "page.html")
+
+
+def test_a_missing_jinja_names_the_extra(monkeypatch, tmp_path, profile):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(MissingExtra, match=r"jinja2.*lowtide\[report\]"):
+        report(profile, tmp_path / "page.html")
+
+
+@pytest.mark.skipif(
+    "LOWTIDE_BROWSER" not in os.environ, reason="set LOWTIDE_BROWSER=chromium to run the script"
+)
+@pytest.mark.parametrize("kind", ["profile", "comparison", "sweep"])
+def test_the_script_runs_in_a_browser(tmp_path, subjects, kind):
+    page = report(subjects[kind], tmp_path / "page.html")
+    out = subprocess.run(
+        [
+            os.environ["LOWTIDE_BROWSER"], "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+            "--virtual-time-budget=2000", "--enable-logging=stderr", f"--user-data-dir={tmp_path}",
+            "--dump-dom", page.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "CONSOLE" not in out.stderr
+    assert 'data-theme="' in out.stdout
+    if kind == "profile":
+        assert "4 storages, 256 MiB" in out.stdout
+        assert "At the peak, op 9" in out.stdout

@@ -1,0 +1,146 @@
+"""The benchmark harness: nothing is timed that was not checked, and tables say what the rows say."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import harness
+
+    return harness
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_nothing_is_timed_where_the_answers_differ(harness: ModuleType) -> None:
+    calls: list[str] = []
+
+    def check() -> None:
+        raise AssertionError("the answers differ")
+
+    with pytest.raises(AssertionError, match="differ"):
+        harness.compare("case", {"ours": lambda: calls.append("ran")}, check=check)
+    assert calls == []
+
+
+def test_contenders_take_turns_after_the_check(harness: ModuleType) -> None:
+    calls: list[str] = []
+    contenders = {"plain": lambda: calls.append("plain"), "ours": lambda: calls.append("ours")}
+    rows = harness.compare("case", contenders, check=lambda: calls.append("check"), repeats=3, warmup=1)
+    assert calls == ["check"] + ["plain", "ours"] * 4
+    assert [(r.subject, r.metric, r.repeats) for r in rows] == [
+        ("plain", "time", 3),
+        ("plain", "time ratio", 3),
+        ("ours", "time", 3),
+        ("ours", "time ratio", 3),
+    ]
+    assert rows[1].value == rows[1].low == rows[1].high == 1.0
+
+
+@pytest.mark.parametrize("samples", [[2.0], [5.0, 1.0], [3.0, 1.0, 2.0], [4.0, 9.0, 1.0, 7.0, 3.0, 3.0]])
+def test_quartiles_are_those_of_torch(harness: ModuleType, samples: list[float]) -> None:
+    wanted = torch.quantile(
+        torch.tensor(samples, dtype=torch.float64), torch.tensor([0.25, 0.5, 0.75]).double()
+    )
+    assert harness.quartiles(samples) == pytest.approx(wanted.tolist())
+
+
+def test_rows_are_appended_with_hardware_and_versions(harness: ModuleType, tmp_path: Path) -> None:
+    row = harness.Row.of("case, with a comma", "ours", "time", [0.01, 0.02, 0.03], "s")
+    harness.record("demo", [row], results=tmp_path)
+    path = harness.record("demo", [row, row], results=tmp_path)
+    entries = rows_of(path)
+    assert len(entries) == 3
+    assert entries[0]["case"] == "case, with a comma"
+    assert (entries[0]["value"], entries[0]["low"], entries[0]["high"]) == ("0.02", "0.015", "0.025")
+    assert entries[0]["torch"] == torch.__version__
+    assert "cores" in entries[0]["hardware"]
+    assert {"date", "python", "cuda", "triton", "lowtide"} <= entries[0].keys()
+
+
+def test_rows_of_another_shape_are_not_mixed_in(harness: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "demo.csv").write_text("case,seconds\nold,1\n")
+    with pytest.raises(ValueError, match="other columns"):
+        harness.record("demo", [harness.Row.of("c", "s", "time", [1.0], "s")], results=tmp_path)
+    assert (tmp_path / "demo.csv").read_text() == "case,seconds\nold,1\n"
+
+
+def test_a_table_shows_the_latest_row_of_each_key(harness: ModuleType, tmp_path: Path) -> None:
+    def record(case: str, subject: str, time: float) -> None:
+        harness.record("demo", [harness.Row.of(case, subject, "time", [time], "s")], results=tmp_path)
+
+    record("small", "plain", 1.0)
+    record("small", "ours", 0.5)
+    record("large", "plain", 3.0)
+    record("small", "plain", 2.0)
+    harness.record("demo", [harness.Row.of("small", "ours", "peak", [2**20], "B")], results=tmp_path)
+    table = harness.table("demo", results=tmp_path)
+    assert table.splitlines()[:5] == [
+        "|  |  | time | peak |",
+        "| --- | --- | ---: | ---: |",
+        "| small | plain | 2.00 s |  |",
+        "|  | ours | 500 ms | 1.00 MiB |",
+        "| large | plain | 3.00 s |  |",
+    ]
+    assert "benchmarks/results/demo.csv" in table
+    assert torch.__version__ in table
+
+
+def test_documents_get_their_tables_between_the_markers_and_nothing_else(
+    harness: ModuleType, tmp_path: Path
+) -> None:
+    harness.record("demo", [harness.Row.of("case", "ours", "time", [0.5], "s")], results=tmp_path)
+    page = tmp_path / "docs" / "deep" / "page.md"
+    page.parent.mkdir(parents=True)
+    page.write_text("# Before\n\n<!-- table: demo -->\nstale\n<!-- end -->\n\nAfter `<!-- table: demo -->`\n")
+    (tmp_path / "README.md").write_text("no tables\n")
+    assert harness.fill_documents(tmp_path, results=tmp_path) == [page]
+    text = page.read_text()
+    assert text.startswith("# Before\n\n<!-- table: demo -->\n|  |  | time |\n")
+    assert text.endswith("<!-- end -->\n\nAfter `<!-- table: demo -->`\n")
+    assert "stale" not in text
+    assert harness.fill_documents(tmp_path, results=tmp_path) == []
+
+
+def test_a_marker_without_an_end_or_without_rows_is_an_error(harness: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no line <!-- end -->"):
+        harness.fill("<!-- table: demo -->\ntext\n", results=tmp_path)
+    with pytest.raises(FileNotFoundError, match="lowtide bench demo"):
+        harness.fill("<!-- table: demo -->\n<!-- end -->\n", results=tmp_path)
+
+
+def test_every_benchmark_says_its_question_and_has_a_main(harness: ModuleType) -> None:
+    import ast
+
+    for path in (ROOT / "benchmarks").glob("bench_*.py"):
+        tree = ast.parse(path.read_text())
+        assert "?" in (ast.get_docstring(tree) or "").splitlines()[0], f"{path.name} asks no question"
+        assert any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body), path.name
+
+
+def test_the_harness_needs_torch_numpy_and_scipy_alone(harness: ModuleType) -> None:
+    import subprocess
+
+    code = (
+        "import sys, torch, numpy, scipy; before = set(sys.modules); import benchmarks.harness;"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before};"
+        "print(*sorted(new - sys.stdlib_module_names))"
+    )
+    done = subprocess.check_output(
+        [sys.executable, "-c", code], env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}, text=True
+    )
+    assert set(done.split()) <= {"benchmarks", "lowtide", "numpy", "torch", "scipy"}
