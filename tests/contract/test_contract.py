@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lowtide.profiling import profile
-from lowtide.techniques import Technique, register, techniques
+from lowtide.techniques import Check, Forward, Technique, register, replace_forward, techniques
 from lowtide.workload import Workload
 
-from .contract import WORKLOADS, TechniqueContract
+from .contract import WORKLOADS, TechniqueContract, assert_agree, assert_restored, run, snapshot
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "example_technique.py"
 
 
+@cache
 def load_example() -> Technique:
     spec = importlib.util.spec_from_file_location("example_technique", EXAMPLE)
     assert spec
     assert spec.loader
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.RedrawnDropout()
 
@@ -56,3 +61,44 @@ def test_the_example_is_short_and_saves_memory() -> None:
     example = load_example()
     with example.apply(work, example.options(plain)):
         assert profile(work).saved_bytes < plain.saved_bytes
+
+
+# -- the suite itself: what is wrong must not pass -----------------------------------------------------
+
+
+class Unguarded(Forward):
+    """torch's own checkpoint, which runs batch norm twice."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return checkpoint(self.plain, x, use_reentrant=False)
+
+
+class Forgetful(Forward):
+    """Recomputation that draws new random numbers."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return checkpoint(self.plain, x, use_reentrant=False, preserve_rng_state=False)
+
+
+class Shifted(Forward):
+    """Another function."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.plain(x) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("forward", [Unguarded, Forgetful, Shifted])
+def test_the_suite_refuses_a_forward_that_is_not_bitwise(forward: type[Forward]) -> None:
+    work = WORKLOADS["convnet"]()
+    expected = run(work)
+    with replace_forward(forward(work.model.get_submodule("1"))), pytest.raises(AssertionError):
+        assert_agree(run(work), expected, Check.EXACT)
+
+
+def test_the_suite_notices_what_an_undo_left_behind() -> None:
+    model = WORKLOADS["convnet"]().model
+    before = snapshot(model)
+    assert_restored(model, before)
+    model.get_submodule("1.0").forward = model.get_submodule("1.0").forward
+    with pytest.raises(AssertionError):
+        assert_restored(model, before)

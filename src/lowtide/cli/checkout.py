@@ -22,12 +22,11 @@ class Benchmark:
 
     name: str
     question: str
-    root: Path
 
     @property
     def results(self) -> Path:
         """Where its rows are."""
-        return self.root / "benchmarks" / "results" / f"{self.name}.csv"
+        return ROOT / "benchmarks" / "results" / f"{self.name}.csv"
 
     def rows(self) -> list[dict[str, str]]:
         """Its rows so far, oldest first."""
@@ -38,19 +37,19 @@ class Benchmark:
 
     def run(self, *, quiet: bool = False) -> int:
         """Run it in its own interpreter, from the source tree; what it prints goes to stderr if quiet."""
-        path = [str(self.root / "src"), str(self.root), os.environ.get("PYTHONPATH", "")]
+        path = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         return subprocess.run(
             [sys.executable, "-m", f"benchmarks.bench_{self.name}"],
-            cwd=self.root,
+            cwd=ROOT,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
             stdout=2 if quiet else None,  # by number: sys.stderr may be no file
             check=False,
         ).returncode
 
 
-def benchmarks(root: Path = ROOT) -> list[Benchmark]:
+def benchmarks() -> list[Benchmark]:
     """The benchmarks, by name; an installed lowtide has none, and says where they are."""
-    folder = root / "benchmarks"
+    folder = ROOT / "benchmarks"
     if not (folder / "harness.py").exists():
         raise LowtideError(
             "The benchmarks are in lowtide's source checkout, and this lowtide is an installed one",
@@ -58,7 +57,7 @@ def benchmarks(root: Path = ROOT) -> list[Benchmark]:
             hint="Clone the repository and run lowtide bench there.",
         )
     return [
-        Benchmark(path.stem.removeprefix("bench_"), _question(path), root)
+        Benchmark(path.stem.removeprefix("bench_"), _question(path))
         for path in sorted(folder.glob("bench_*.py"))
     ]
 

@@ -74,27 +74,28 @@ def profile(
     from lowtide.reporting import figures as charts
     from lowtide.reporting import terminal
 
-    if max_batch and (limit is None or sweep or html or figures):
+    limit_bytes = None if limit is None else parse_size(limit)
+    if max_batch and (limit_bytes is None or sweep or html or figures):
         raise WorkloadError(
             "--max-batch finds one number",
             hint="Write --max-batch --limit 16GB, without --sweep, --html and --figures.",
         )
-    if limit is not None and not (sweep or max_batch):
+    if limit_bytes is not None and not (sweep or max_batch):
         raise WorkloadError("--limit has nothing to mark", hint="Add --sweep batch=8,16 or --max-batch.")
     fake = fake or bool(sweep) or max_batch
     settings = Settings(batch=batch, seq=seq, image=image, optimizer=optimizer, autocast=autocast)
     make = _loader(target, arg, settings, device=device, fake=fake)
-    if max_batch:
+    if max_batch and limit_bytes is not None:
         with working("Looking for the largest batch"):
-            found = profiling.max_batch(make, str(limit), device=device)
+            found = profiling.max_batch(make, limit_bytes, device=device)
         if not as_json:
             typer.echo(f"The largest batch that fits {limit} is {found}.")
-        return Outcome({"max_batch": found, "limit_bytes": parse_size(str(limit))})
+        return Outcome({"max_batch": found, "limit_bytes": limit_bytes})
     if sweep:
         axes = {axis: _numbers(axis, text) for axis, text in parse_pairs(sweep, option="--sweep").items()}
         with terminal.progress("Predicting", math.prod(map(len, axes.values()))) as advance:
             grid = profiling.sweep(
-                make, device=device, limit=limit, progress=lambda done, total: advance(), **axes
+                make, device=device, limit=limit_bytes, progress=lambda done, total: advance(), **axes
             )
         if not as_json:
             terminal.show_sweep(grid)
@@ -251,7 +252,7 @@ def bench(
     traceback: Traceback = False,
 ) -> Outcome:
     """List the benchmarks of a source checkout, or run some; rows go to benchmarks/results/."""
-    from lowtide.checkout import benchmarks, choose
+    from lowtide.cli.checkout import benchmarks, choose
 
     known = benchmarks()
     chosen = known if all_of_them else choose(known, names or [])
@@ -311,7 +312,7 @@ def _here(device: str | None) -> str | None:
 
     if device not in (None, "cpu", "cuda"):
         raise WorkloadError(
-            f"Nothing can run on {device!r} here", hint="Choose cpu or cuda; only plans are predicted."
+            f"A step cannot run on {device!r} here", hint="Choose cpu or cuda; only plans are predicted."
         )
     if device == "cuda" and not torch.cuda.is_available():
         raise WorkloadError("There is no GPU here that torch can use", hint="Leave out --device cuda.")

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import traceback as traceback_module
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def command(function: Callable[..., Outcome]) -> Callable[..., None]:
     def run(**options: Any) -> None:
         as_json = options["as_json"]
         try:
-            with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            with _plain_warnings(), redirect_stdout(sys.stderr) if as_json else nullcontext():
                 outcome = function(**options)
         except typer.Exit:
             raise
@@ -110,8 +111,24 @@ def working(what: str) -> Generator[None]:
         yield
 
 
+@contextmanager
+def _plain_warnings() -> Generator[None]:
+    """Show a warning as what it says, without the line of ours that raised it."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        _tell("warning", str(message), "bold yellow")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
 def _complain(error: Exception) -> None:
     text = " ".join(str(error).split())
     if not isinstance(error, LowtideError):
         text = f"{type(error).__name__}: {text}. Add --traceback to see where it was raised."
-    Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), text), highlight=False)
+    _tell("error", text, "bold red")
+
+
+def _tell(kind: str, text: str, style: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(Text.assemble((f"{kind}: ", style), text), highlight=False)

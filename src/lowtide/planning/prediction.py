@@ -41,11 +41,9 @@ def predict(work: Workload, options: Sequence[Option], baseline: Profile) -> Pro
             if baseline.graph.fake:
                 raise
             return profile(work)
-    if found.workspace_source == "none" and baseline.workspace_source == "measured":
-        found = replace(
-            found, graph=_with_workspaces(found.graph, baseline.graph), workspace_source="measured"
-        )
-    return found
+    if baseline.graph.fake or baseline.workspace_source != "measured":
+        return found
+    return replace(found, graph=_with_workspaces(found.graph, baseline.graph), workspace_source="measured")
 
 
 def apply_options(work: Workload, options: Sequence[Option]) -> Undo:
@@ -76,7 +74,7 @@ def _by_technique(options: Sequence[Option]) -> list[tuple[Technique, list[Optio
 def _with_workspaces(graph: Graph, measured: Graph) -> Graph:
     known = {op.signature: op.workspace_bytes for op in measured.ops}
     ops = tuple(replace(op, workspace_bytes=known.get(op.signature, op.workspace_bytes)) for op in graph.ops)
-    kept = [s for s in measured.storages if s.category == "workspace"]
-    first = len(graph.storages)
-    storages = [replace(s, id=first + i, death=len(ops)) for i, s in enumerate(kept)]
-    return replace(graph, ops=ops, storages=(*graph.storages, *storages))
+    seen = [s for s in graph.storages if s.category != "workspace"]
+    kept = [replace(s, death=len(ops)) for s in measured.storages if s.category == "workspace"]
+    storages = tuple(replace(s, id=i) for i, s in enumerate((*seen, *kept)))
+    return replace(graph, ops=ops, storages=storages)

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from lowtide.profiling.devices import hardware_name
+from lowtide.profiling.devices import find_device, hardware_name
 from lowtide.profiling.kernels import with_workspaces
+from lowtide.profiling.outside import read_outside
 from lowtide.profiling.profile import Profile, Source
 from lowtide.profiling.roofline import model_seconds
 from lowtide.tracing import trace
@@ -33,6 +34,8 @@ def profile(
     >>> profile(work).storage_peak_bytes == profile(work, fake=True).storage_peak_bytes
     True
     """
+    if device is not None:
+        find_device(device)
     fake = fake or device not in (None, work.device.type) or work.device.type == "meta"
     calls: dict[str, Call] | None = {} if fake and measure else None
     graph = trace(work, fake=fake, device=device, calls=calls)

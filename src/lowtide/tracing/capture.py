@@ -87,19 +87,23 @@ def _run(
     fake_kernels = Answers({**ANSWERS, _ITEM: lambda tensor: _item(recorder)}, FIXES) if fake else nullcontext()
     recorder.start("optimizer")
     with fake_kernels:
-        _init_optimizer_state(work)
+        fresh = _init_optimizer_state(work)
     recorder.start("forward")
     owners = _own_everything(recorder, work)
     modules: dict[str, str] = {}
+    compiled = compiled_modules(work.model)
+    if compiled and not fake:
+        work.compute_loss().backward()  # compiling is not part of the step
+        for parameter in owners:
+            parameter.grad = None
     with ExitStack() as stack:
         stack.enter_context(_no_garbage_collection())
-        compiled = compiled_modules(work.model)
         modules, handles = module_hooks(recorder, work.model, skip=compiled)
         for handle in handles:
             stack.callback(handle.remove)
         stack.enter_context(_noted_generator_states(recorder))
         if not fake:
-            stack.enter_context(opaque_compiled_graphs(recorder, expected=bool(compiled)))
+            stack.enter_context(opaque_compiled_graphs(recorder, work.model, expected=bool(compiled)))
         stack.enter_context(meter.step())
         stack.enter_context(fake_kernels)
         stack.enter_context(recorder)
@@ -111,6 +115,8 @@ def _run(
         for parameter, (name, module) in owners.items():
             if parameter.grad is not None:
                 recorder.label(parameter.grad, "gradient", f"{name}.grad", module)
+        for tensor in _state_tensors(work.optimizer, [p for p in fresh if p.grad is None]):
+            recorder.forget(tensor)  # an optimizer makes no state for a parameter that never gets a gradient
         if work.optimizer is not None:
             recorder.start("optimizer")
             work.optimizer.step()
@@ -153,10 +159,13 @@ def _own_everything(recorder: Recorder, work: Workload) -> dict[Tensor, tuple[st
     return owners
 
 
-def _init_optimizer_state(work: Workload) -> None:
-    """Give the optimizer the state it has in every step but the first: one step on zero gradients."""
+def _init_optimizer_state(work: Workload) -> list[Tensor]:
+    """Give the optimizer the state it has in every step but the first: one step on zero gradients.
+
+    Returns the parameters that had none.
+    """
     if work.optimizer is None:
-        return
+        return []
     fresh = [
         p
         for group in work.optimizer.param_groups
@@ -164,13 +173,14 @@ def _init_optimizer_state(work: Workload) -> None:
         if p.requires_grad and p not in work.optimizer.state
     ]
     if not fresh:
-        return
+        return []
     with torch.no_grad():
         for parameter in fresh:
             parameter.grad = torch.zeros_like(parameter)
         work.optimizer.step()
     for parameter in fresh:
         parameter.grad = None
+    return fresh
 
 
 def _item(recorder: Recorder) -> float:
@@ -232,10 +242,10 @@ class _Backup:
         self.values = tensor.detach().to("cpu", copy=True)
 
     def restore(self) -> None:
-        if self.tensor._version != self.version:
-            with torch.no_grad():
-                self.tensor.detach().copy_(self.values)
-            torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self.version,))
+        # Not only where the version moved: batch norm writes its running statistics without counting.
+        with torch.no_grad():
+            self.tensor.detach().copy_(self.values)
+        torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self.version,))
 
 
 def _restore_values(backups: list[_Backup]) -> None:
@@ -250,12 +260,14 @@ def _parameters(work: Workload) -> list[Tensor]:
     return list(found)
 
 
-def _state_tensors(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
+def _state_tensors(
+    optimizer: torch.optim.Optimizer | None, parameters: list[Tensor] | None = None
+) -> list[Tensor]:
+    """The tensors of an optimizer's state: of some parameters, or of all."""
     if optimizer is None:
         return []
-    return [
-        value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
-    ]
+    chosen = list(optimizer.state) if parameters is None else parameters
+    return [value for p in chosen for value in optimizer.state[p].values() if isinstance(value, Tensor)]
 
 
 def _restore_gradients(parameters: list[Tensor], gradients: list[Tensor | None]) -> None:

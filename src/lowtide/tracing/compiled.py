@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowtide.tracing.recorder import Recorder
 
@@ -26,7 +27,7 @@ def compiled_modules(model: nn.Module) -> set[int]:
 
 
 @contextmanager
-def opaque_compiled_graphs(recorder: Recorder, *, expected: bool) -> Iterator[None]:
+def opaque_compiled_graphs(recorder: Recorder, model: nn.Module, *, expected: bool) -> Generator[None]:
     """Record every call of an Inductor graph, forward or backward, as one op.
 
     Inductor allocates behind the dispatcher, so its buffers cannot be followed one by one.
@@ -38,12 +39,24 @@ def opaque_compiled_graphs(recorder: Recorder, *, expected: bool) -> Iterator[No
     original = compiled_graph.__call__
 
     def call(self: Any, inputs: Any) -> Any:
-        tensors = [item for item in inputs if isinstance(item, Tensor)]
-        name = "inductor.backward" if getattr(self, "is_backward", False) else "inductor.graph"
-        return recorder.run_opaque(name, tensors, lambda: original(self, inputs))
+        return recorder.run_opaque("inductor.graph", inputs, lambda: original(self, inputs))
 
-    compiled_graph.__call__ = call
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(compiled_graph, "__call__", call))
+        for module in model.modules():
+            # Both live in the module's own __dict__, next to what torch.compile put there.
+            for name in ("_compiled_call_impl", "forward"):
+                compiled = module.__dict__.get(name)
+                if compiled is not None and (name != "forward" or isinstance(module, torch._dynamo.OptimizedModule)):
+                    stack.enter_context(mock.patch.dict(module.__dict__, {name: _unhooked(recorder, compiled)}))
         yield
-    finally:
-        compiled_graph.__call__ = original
+
+
+def _unhooked(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call without the recorder's saved-tensor hooks: Dynamo would compile them, and the region again."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with recorder.without_hooks():
+            return function(*args, **kwargs)
+
+    return call

@@ -149,7 +149,7 @@ def _recurrent(mode: int) -> Callable[..., tuple[Tensor, ...]]:
         size = weights[1].shape[0] // gates
         state = torch.empty(0, dtype=torch.uint8, device=input.device)
         output, hy, cy, _, _ = aten._cudnn_rnn(
-            input, weights, 4 if has_biases else 2, weights[0].detach(), hx, cx, mode, size, 0, layers,
+            input, weights, 4 if has_biases else 2, weights[0].detach().flatten(), hx, cx, mode, size, 0, layers,
             batch_first, dropout, train, bidirectional, [], state,
         )  # fmt: skip
         return (output, hy, cy) if mode == 2 else (output, hy)

@@ -105,7 +105,7 @@ class CpuMeter:
                     depth += 1
             elif kind == "pop" and index >= 0:
                 if depth == 0:
-                    self._inside[index] = peak - max(level, 0)
+                    self._inside[index] = peak - level
                     index = -1
                 depth -= 1
             elif kind == "memory_alloc" and index >= 0:

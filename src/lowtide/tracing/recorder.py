@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -89,7 +90,6 @@ class Recorder(TorchDispatchMode):
         self._watch: dict[int, weakref.ref[Any]] = {}
         self._saves: list[_Save] = []
         self._places: dict[int, _Place] = {}  # autograd sequence number -> the forward call
-        self._running = False
         self._opaque = 0
         self._node: Any = None
         self._outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -117,6 +117,13 @@ class Recorder(TorchDispatchMode):
             if index is not None and self._storages[index].category in ("temporary", "activation"):
                 storage = self._storages[index]
                 storage.category, storage.label, storage.module = category, label, module or storage.module
+
+    def forget(self, tensor: Tensor) -> None:
+        """Leave a tensor out that is there only because of the trace."""
+        for part in _parts(tensor):
+            index = self._alive.pop(_address(part), None)
+            if index is not None:
+                self._storages[index].death = self._storages[index].birth
 
     def note(self, tensor: Tensor, label: str) -> Tensor:
         """Count a tensor that no op made, such as a generator's state."""
@@ -155,30 +162,27 @@ class Recorder(TorchDispatchMode):
         tensors, arguments = _flatten(args, kwargs)
         index = len(self._ops)
         inputs = tuple(self._value(t, index) for t in tensors)
-        self._running = True
-        try:
-            with self._meter.op(index):
-                out = func(*args, **kwargs)
-        finally:
-            self._running = False
+        with self._meter.op(index):
+            out = func(*args, **kwargs)
         self._finish(str(func), inputs, _leaves(out), arguments)
         if self._calls is not None and (key := signature(str(func), inputs, arguments)) not in self._calls:
             self._calls[key] = Call.of(func, args, kwargs)
         return out
 
-    def run_opaque(self, name: str, inputs: list[Tensor], call: Callable[[], Any]) -> Any:
-        """Run a compiled region as one op: what happens inside is measured, not listed."""
+    def run_opaque(self, name: str, inputs: list[Any], call: Callable[[], Any]) -> Any:
+        """Run a compiled region as one op: what happens inside is measured, not listed.
+
+        The region may empty ``inputs`` and so let them go while it runs.
+        """
         if self._opaque:
             return call()
         index = len(self._ops)
-        values = tuple(self._value(part, index) for t in inputs for part in _parts(t))
+        values = tuple(self._value(part, index) for t in inputs if isinstance(t, Tensor) for part in _parts(t))
         self._opaque += 1
-        self._running = True
         try:
             with self._meter.op(index):
                 out = call()
         finally:
-            self._running = False
             self._opaque -= 1
         self._finish(name, values, _leaves(out), "")
         return out
@@ -196,9 +200,13 @@ class Recorder(TorchDispatchMode):
                 storage.recomputed = True
 
     def _place(self, name: str) -> tuple[_Place, bool]:
-        """Where this op belongs: in the backward pass, where its forward op was called."""
-        if self.phase == "backward" and not torch.is_grad_enabled():
-            node = self._node if self._node is not None else torch._C._current_autograd_node()
+        """Where this op belongs (in the backward pass: where its forward op was called), and if it is run again.
+
+        In the backward pass only recomputation builds a graph.
+        """
+        node = self._node if self._node is not None else torch._C._current_autograd_node()
+        builds_graph = torch.is_grad_enabled()
+        if self.phase == "backward" and not (builds_graph and node is not None):
             forward = self._places.get(node._sequence_nr()) if node is not None else None
             if forward is not None:
                 return _Place(name, forward.module, forward.source), False
@@ -206,7 +214,7 @@ class Recorder(TorchDispatchMode):
             owner = self._alive.get(_address(variable)) if isinstance(variable, Tensor) else None
             return _Place(name, self._storages[owner].module if owner is not None else "", ""), False
         place = _Place(name, self.modules[-1] if self.modules else "", _source())
-        if torch.is_grad_enabled():
+        if builds_graph:
             self._places.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
         return place, self.phase == "backward"
 
@@ -228,6 +236,19 @@ class Recorder(TorchDispatchMode):
             )
         # An op's own output, packed as it is, would keep its node alive, and the node it.
         return self._outer_hooks[0](tensor) if self._outer_hooks else tensor.detach()
+
+    @contextmanager
+    def without_hooks(self) -> Generator[None]:
+        """Take the saved-tensor hooks off, where they are the ones on top."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is None or top[0] != self._pack:
+            yield
+            return
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            yield
+        finally:
+            torch._C._autograd._push_saved_tensors_default_hooks(*top)
 
     def _unpack(self, packed: Any) -> Any:
         return self._outer_hooks[1](packed) if self._outer_hooks else packed
@@ -271,7 +292,7 @@ class Recorder(TorchDispatchMode):
         self._watch.pop(address, None)
         index = self._alive.pop(address, None)
         if index is not None:
-            self._storages[index].death = len(self._ops) + (1 if self._running else 0)
+            self._storages[index].death = len(self._ops)
 
     # -- what comes out -------------------------------------------------------------------------------
 

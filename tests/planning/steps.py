@@ -1,0 +1,52 @@
+"""Small steps for planning tests, and a technique whose fidelity can be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lowtide.profiling import Profile
+from lowtide.techniques import Check, Fidelity, Option, Price, Undo
+from lowtide.techniques.sqrt import checkpoint_segments
+from lowtide.workload import Workload
+
+
+def chain(depth: int = 8) -> Workload:
+    """A chain of equal blocks whose activations outweigh all else."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(depth))
+    model = nn.Sequential(*(nn.Sequential(block) for block in blocks))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return Workload(model, lambda m, x: m(x).square().mean(), torch.randn(256, 16), optimizer, name="chain")
+
+
+class Loose:
+    """Recomputes in two levels, and says of itself whatever it is told to say."""
+
+    kind = "saved"
+    needs = "a chain"
+    conflicts = frozenset({"sqrt"})
+
+    def __init__(
+        self, fidelity: Fidelity = Fidelity.CHANGED, *, name: str = "loose", fails: bool = False
+    ) -> None:
+        self.name = name
+        self.fidelity = fidelity
+        self.fails = fails
+
+    def options(self, profile: Profile) -> list[Option]:
+        return [Option(self.name, ("",))]
+
+    def price(self, option: Option, profile: Profile) -> Price:
+        return Price(self.fidelity, compute_seconds=100.0)
+
+    def apply(self, work: Workload, options: Sequence[Option]) -> Undo:
+        if self.fails:
+            raise RuntimeError("this one never works")
+        assert isinstance(work.model, nn.Sequential)
+        return checkpoint_segments(work.model, levels=2)
+
+    def check(self, option: Option) -> Check:
+        return Check(self.fidelity, rtol=1.0)

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide import zoo
+from lowtide.errors import BudgetError, PlanError
+from lowtide.planning import apply_options, plan, resolve_budget
+from lowtide.planning import budget as budget_module
+from lowtide.profiling import Profile, profile
+from lowtide.techniques import Fidelity, register
+
+from ..contract.contract import assert_restored, snapshot
+from .steps import Loose, chain
+
+
+@pytest.fixture(scope="module")
+def plain() -> Profile:
+    return profile(chain(), fake=True)
+
+
+# -- what a budget is ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        ("6GiB", 6 * 2**30),
+        ("800MB", 800 * 10**6),
+        (12345, 12345),
+        ("60%", 600),
+        (" 12.5 % ", 125),
+        ("150%", 1500),
+    ],
+)
+def test_a_budget_is_read_as_people_write_it(written: int | str, size: int) -> None:
+    assert resolve_budget(written, 1000, "cpu").bytes == size
+
+
+@pytest.mark.parametrize("written", ["much", "%", "x%", "-5%", "0%", "nan%", "6 parsecs", -3])
+def test_what_is_no_budget_is_refused(written: int | str) -> None:
+    with pytest.raises(BudgetError, match="Write for example|negative"):
+        resolve_budget(written, 1000, "cpu")
+
+
+def test_device_is_an_error_on_a_cpu() -> None:
+    with pytest.raises(BudgetError, match="about a GPU"):
+        resolve_budget("device", 1000, "cpu")
+
+
+def test_device_leaves_room_for_the_context_and_fragmentation_and_says_so() -> None:
+    found = resolve_budget("device", 1000, "h200")
+    assert 0.9 * 139 * 2**30 < found.bytes < 139 * 2**30
+    assert "CUDA context" in found.said
+    assert "fragmentation" in found.said
+
+
+def test_device_is_what_the_gpu_has_free_and_what_this_process_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (600, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 100)
+    assert resolve_budget("device", 1, "cuda").bytes == 700 - 21
+
+
+# -- what a plan is ------------------------------------------------------------------------------------
+
+
+def test_nothing_is_changed_where_the_plain_step_fits(plain: Profile) -> None:
+    found = plan(chain(), "100%", profile=plain)
+    assert found.choices == ()
+    assert found.fidelity is Fidelity.BITWISE
+    assert (found.peak_bytes, found.seconds) == (plain.peak_bytes, plain.seconds)
+
+
+def test_the_measured_peak_is_the_predicted_one_and_within_the_budget() -> None:
+    work = chain()
+    before = profile(work)
+    for share in ("90%", "75%", "60%"):
+        found = plan(work, share, profile=before)
+        with apply_options(work, found.options):
+            measured = profile(work)
+        assert measured.storage_peak_bytes == found.storage_peak_bytes
+        assert measured.peak_bytes <= found.budget_bytes
+        assert found.baseline.peak_bytes == before.peak_bytes
+
+
+@settings(max_examples=25, deadline=None)
+@given(shares=st.tuples(st.integers(40, 110), st.integers(40, 110)))
+def test_a_larger_budget_is_never_predicted_slower(plain: Profile, shares: tuple[int, int]) -> None:
+    seconds = []
+    for share in sorted(shares):
+        try:
+            seconds.append(plan(chain(), f"{share}%", profile=plain).seconds)
+        except BudgetError:
+            seconds.append(float("inf"))
+    assert seconds[1] <= seconds[0]
+
+
+def test_an_impossible_budget_names_the_smallest_one_and_that_one_works(plain: Profile) -> None:
+    work = chain()
+    with pytest.raises(BudgetError, match=r"below the smallest plan \(.*, \d+ bytes\)") as error:
+        plan(work, "10%", profile=plain)
+    smallest = int(str(error.value).split(", ")[1].split(" bytes")[0])
+    assert plan(work, smallest, profile=plain).peak_bytes == smallest
+    with pytest.raises(BudgetError):
+        plan(work, smallest - 1, profile=plain)
+
+
+def test_a_model_that_nothing_can_help_says_what_is_missing() -> None:
+    with pytest.raises(
+        BudgetError, match=r"sqrt needs a nn.Sequential or nn.ModuleList of two or more blocks"
+    ):
+        plan(zoo.small("lstm"), "50%", fake=True)
+
+
+def test_planning_changes_nothing() -> None:
+    work = chain()
+    before = snapshot(work.model)
+    state = torch.get_rng_state()
+    plan(work, "60%")
+    assert_restored(work.model, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert work.optimizer is not None
+    assert not work.optimizer.state
+
+
+def test_a_meta_model_is_planned_for_a_gpu_that_is_not_here() -> None:
+    work = zoo.workload("gpt2", batch=2, seq=128, layers=4, device="meta")
+    found = plan(work, "95%", device="h200")
+    assert found.device == "h200"
+    assert found.peak_bytes <= found.budget_bytes
+
+
+def test_a_plain_step_that_does_not_fit_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = budget_module.profile_step
+
+    def out_of_memory(work, *, fake, device):
+        if not fake:
+            raise torch.OutOfMemoryError("the GPU is full")
+        return real(work, fake=fake, device=device)
+
+    monkeypatch.setattr(budget_module, "profile_step", out_of_memory)
+    assert plan(chain(), "60%").choices
+
+
+# -- what a plan may use -------------------------------------------------------------------------------
+
+
+def test_loose_techniques_wait_for_permission(plain: Profile) -> None:
+    with register(Loose()):
+        smallest = "sqrt"
+        with pytest.raises(BudgetError) as error:
+            plan(chain(), "1%", profile=plain)
+        assert "loose" not in str(error.value) or "Allow loose (changed)" in str(error.value)
+        assert plan(chain(), "60%", profile=plain).options[0].technique == smallest
+
+
+@pytest.mark.parametrize("allow", ["changed", "loose", ["approximate", "loose"]])
+def test_a_class_or_a_name_gives_permission(plain: Profile, allow: str | list[str], monkeypatch) -> None:
+    monkeypatch.setattr("lowtide.techniques.sqrt.Sqrt.options", lambda self, profile: [])
+    with register(Loose()):
+        with pytest.raises(BudgetError, match=r"Allow loose \(changed\) to reach"):
+            plan(chain(), "70%", profile=plain)
+        with pytest.raises(BudgetError):
+            plan(chain(), "70%", profile=plain, allow="unbiased")
+        found = plan(chain(), "70%", profile=plain, allow=allow)
+        assert found.fidelity is Fidelity.CHANGED
+        assert found.options[0].technique == "loose"
+
+
+def test_roundoff_needs_no_permission(plain: Profile, monkeypatch) -> None:
+    monkeypatch.setattr("lowtide.techniques.sqrt.Sqrt.options", lambda self, profile: [])
+    with register(Loose(Fidelity.ROUNDOFF)):
+        assert plan(chain(), "70%", profile=plain).fidelity is Fidelity.ROUNDOFF
+
+
+def test_an_unknown_permission_is_refused(plain: Profile) -> None:
+    with pytest.raises(PlanError, match="neither a fidelity class nor a technique"):
+        plan(chain(), "60%", profile=plain, allow="everything")
+
+
+def test_an_option_that_fails_is_left_out_and_noted(plain: Profile) -> None:
+    class Tempting(Loose):
+        def price(self, option, profile):
+            return type(super().price(option, profile))(Fidelity.BITWISE)
+
+    with register(Tempting(name="tempting", fails=True)):
+        found = plan(chain(), "60%", profile=plain)
+    assert found.options[0].technique == "sqrt"
+    # It looked free, and was tried only if its estimate said that it could fit.
+    assert all("this one never works" in note for note in found.notes if "tempting" in note)
+
+
+def test_techniques_that_conflict_are_not_applied_together(plain: Profile) -> None:
+    work = chain()
+    chosen = plan(work, "60%", profile=plain).options
+    with register(Loose()) as undo, pytest.raises(PlanError, match="loose and sqrt cannot be in one plan"):
+        apply_options(work, [*chosen, *Loose().options(plain)])
+    undo()
+    with pytest.raises(PlanError, match="There is no technique 'loose' here"):
+        apply_options(work, Loose().options(plain))
+    assert "forward" not in work.model.__dict__

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide.errors import PlanError
+from lowtide.planning import Plan, plan
+from lowtide.workload import Workload
+
+from .steps import chain
+
+
+@pytest.fixture(scope="module")
+def found() -> Plan:
+    return plan(chain(), "60%", fake=True)
+
+
+def test_a_plan_survives_json(found: Plan) -> None:
+    assert Plan.from_json(json.dumps(found.to_json())) == found
+    assert Plan.from_json(found.to_json()) == found
+
+
+def test_a_plan_without_seconds_survives_json(found: Plan) -> None:
+    unknown = replace(found, seconds=math.nan)
+    text = json.dumps(unknown.to_json(), allow_nan=False)
+    assert math.isnan(Plan.from_json(text).seconds)
+
+
+def test_explain_says_what_it_saves_costs_and_why(found: Plan) -> None:
+    text = found.explain()
+    for part in (
+        "budget",
+        "plain step",
+        "planned step",
+        "bitwise",
+        "sqrt on",
+        "saves",
+        "longer",
+        "The fastest that fits",
+    ):
+        assert part in text
+    assert str(found) == text
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda d: "{not json", "not JSON"),
+        (lambda d: "[1, 2]", "not a list"),
+        (lambda d: {**d, "version": 99}, "version 99"),
+        (lambda d: {k: v for k, v in d.items() if k != "version"}, "version None"),
+        (lambda d: {k: v for k, v in d.items() if k != "baseline"}, "no field 'baseline'"),
+        (lambda d: {**d, "peak_bytes": "much"}, "peak_bytes is 'much'"),
+        (lambda d: {**d, "peak_bytes": -1}, "peak_bytes is -1"),
+        (lambda d: {**d, "choices": 7}, "malformed"),
+        (lambda d: {**d, "choices": [{**d["choices"][0], "fidelity": "perfect"}]}, "perfect"),
+        (lambda d: {**d, "fingerprint": {"model": "x"}}, "malformed"),
+        (lambda d: {**d, "fingerprint": {**d["fingerprint"], "batch": 3}}, "3 is not text"),
+        (lambda d: {**d, "seconds_source": "guessed"}, "guessed"),
+    ],
+)
+def test_a_malformed_plan_is_refused_with_the_reason(found: Plan, change: Any, reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        Plan.from_json(change(found.to_json()))
+
+
+def test_a_plan_knows_its_own_step(found: Plan) -> None:
+    found.check(chain())
+
+
+def test_a_plan_of_another_step_is_refused_with_the_reason(found: Plan) -> None:
+    work = chain()
+    with pytest.raises(PlanError, match="another model"):
+        found.check(chain(depth=7))
+    with pytest.raises(
+        PlanError, match=r"another batch: float32\[256, 16\] was planned, float32\[8, 16\] is given"
+    ):
+        found.check(replace(work, batch=torch.zeros(8, 16)))
+    with pytest.raises(PlanError, match="another optimizer: SGD was planned, none is given"):
+        found.check(replace(work, optimizer=None))
+    with pytest.raises(PlanError, match="another autocast"):
+        found.check(replace(work, autocast=torch.bfloat16))
+
+
+def test_freezing_a_parameter_makes_another_model() -> None:
+    work = Workload(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lambda m, x: m(x).sum(), torch.zeros(3, 2)
+    )
+    found = plan(work, "100%", fake=True)
+    work.model[0].weight.requires_grad_(False)
+    with pytest.raises(PlanError, match="another model"):
+        found.check(work)

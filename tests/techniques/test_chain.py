@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lowtide.profiling import profile
+from lowtide.techniques.chain import Chains, leaves, split
+from lowtide.workload import Workload
+
+
+def chains(model: nn.Module, *shape: int) -> Chains:
+    work = Workload(model, lambda model, batch: model(batch).square().mean(), torch.randn(*shape))
+    return Chains(profile(work, fake=True))
+
+
+def found(model: nn.Module, *shape: int) -> dict[str, list[int]]:
+    result: dict[str, list[int]] = {}
+    for chain in chains(model, *shape).chains:
+        result.setdefault(chain.container, []).extend(block.position for block in chain.blocks)
+    return result
+
+
+def block(width: int = 4) -> nn.Module:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.body(x)
+
+    return Block()
+
+
+class Wrapper(nn.Module):
+    """Blocks in a list, called one after the other."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@given(weights=st.lists(st.integers(0, 100), min_size=1, max_size=30), data=st.data())
+def test_split_gives_as_many_parts_as_asked_none_empty(weights: list[int], data: Any) -> None:
+    parts = data.draw(st.integers(1, len(weights)))
+    spans = split(weights, parts)
+    assert len(spans) == parts
+    assert [i for low, high in spans for i in range(low, high)] == list(range(len(weights)))
+    assert all(low < high for low, high in spans)
+
+
+def test_the_blocks_of_a_sequential_model_are_its_chain() -> None:
+    assert found(nn.Sequential(*(block() for _ in range(5))), 2, 4) == {"": [0, 1, 2, 3, 4]}
+
+
+def test_what_is_inside_a_block_is_not_another_chain() -> None:
+    model = nn.Sequential(block(), block())  # each has three layers inside, more than there are blocks
+    assert list(found(model, 2, 4)) == [""]
+
+
+def test_nested_sequentials_give_a_chain_each() -> None:
+    stage = lambda n: nn.Sequential(*(block() for _ in range(n)))  # noqa: E731
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), stage(3), stage(2), nn.Linear(4, 1))
+    assert found(model, 2, 3) == {"": [0, 1, 4], "2": [0, 1, 2], "3": [0, 1]}
+
+
+def test_a_list_inside_a_short_wrapper_is_found() -> None:
+    model = nn.Sequential(Wrapper([block() for _ in range(4)]), nn.Linear(4, 1))
+    assert found(model, 2, 4) == {"0.layers": [0, 1, 2, 3], "": [1]}
+    joined = {chain.container: chain.joined for chain in chains(model, 2, 4).chains}
+    assert joined == {"0.layers": False, "": True}
+
+
+def test_children_with_names_are_counted_by_their_place() -> None:
+    model = nn.Sequential()
+    for name in ("one", "two", "three"):
+        model.add_module(name, block())
+    assert found(model, 2, 4) == {"": [0, 1, 2]}
+
+
+def test_a_model_without_a_chain_has_none() -> None:
+    assert found(nn.Linear(3, 3), 2, 3) == {}
+
+
+@pytest.mark.parametrize(
+    ("layers", "glued"),
+    [
+        ([nn.Conv2d(3, 4, 1), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 1)], [False, True, False]),
+        ([nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)], [False, False, False]),
+        ([nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten()], [False, False, True]),
+    ],
+)
+def test_no_segment_can_start_with_a_layer_that_writes_into_its_input(layers: list, glued: list) -> None:
+    (chain,) = chains(nn.Sequential(*layers), 2, 3, 4, 4).chains
+    assert [b.glued for b in chain.blocks] == glued
+
+
+def test_spans_follow_the_tree() -> None:
+    model = chains(nn.Sequential(*(block() for _ in range(6))), 2, 4)
+    assert model.spans({"": ((1, 2), ((3,), (4, 5)))}) == [(1, 3), (3, 6), (3, 4), (4, 6)]
+    assert list(leaves(((1, 2), ((3,), (4, 5))))) == [1, 2, 3, 4, 5]

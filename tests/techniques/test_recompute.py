@@ -1,0 +1,177 @@
+"""Recomputation against plain PyTorch: the state of modules is touched once, and nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
+
+from lowtide.errors import LowtideError
+from lowtide.techniques import recompute
+
+
+def step(model: nn.Module, x: Tensor, *, levels: int) -> dict[str, Tensor]:
+    """One forward and backward pass with the model inside ``levels`` recomputations."""
+    torch.manual_seed(0)
+    model.zero_grad()
+
+    def run(y: Tensor, left: int = levels) -> Tensor:
+        return model(y) if left == 0 else recompute(run, y, left - 1, modules=[model])
+
+    loss = run(x).square().mean()
+    loss.backward()
+    found = {"loss": loss.detach(), "rng": torch.get_rng_state()}
+    found |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return found | {n: b.clone() for n, b in model.named_buffers()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+class Moving(nn.Module):
+    """A buffer that every forward pass replaces, and one that it changes in place; both are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("replaced", torch.ones(3))
+        self.register_buffer("added", torch.ones(3))
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.replaced = 0.9 * self.replaced + x.detach().mean(0)
+        self.added.add_(x.detach().mean(0))
+        return (x * self.weight * self.replaced * self.added).sin()
+
+
+MODELS: dict[str, Any] = {
+    "batch norm": lambda: nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 2)
+    ),
+    "cumulative batch norm": lambda: nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None), nn.Tanh()
+    ),
+    "no statistics": lambda: nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Tanh()
+    ),
+    "frozen batch norm": lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval(), nn.Tanh()),
+    "dropout": lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2), nn.Dropout(0.5)),
+    "spectral norm": lambda: nn.Sequential(spectral_norm(nn.Linear(3, 4)), nn.Tanh()),
+    "moving buffers": Moving,
+}
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_state_is_as_after_one_plain_pass(name: str, levels: int) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(5, 3)
+    state = MODELS[name]().state_dict()
+    plain, again = MODELS[name](), MODELS[name]()
+    plain.load_state_dict(state)
+    again.load_state_dict(state)
+    for _ in range(2):
+        assert_same(step(again, x, levels=levels), step(plain, x, levels=0))
+
+
+def test_torch_alone_would_update_the_statistics_twice() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    checkpoint(model, torch.randn(4, 3), use_reentrant=False).sum().backward()
+    assert int(model[0].num_batches_tracked) == 2  # the fault that recompute is there for
+
+
+def test_the_mode_of_the_first_run_is_replayed() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    x = torch.randn(6, 3)
+
+    def gradients(run: Any) -> list[Tensor]:
+        model.train()
+        model.zero_grad()
+        torch.manual_seed(2)
+        loss = run(x).sum()
+        model.eval()  # between forward and backward, as loops that evaluate do
+        loss.backward()
+        assert not model.training
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients(model)
+    assert all(map(torch.equal, plain, gradients(lambda x: recompute(model, x, modules=[model]))))
+
+
+def test_tuples_and_keywords_pass_through() -> None:
+    def function(pair: tuple[Tensor, Tensor], *, scale: Tensor, name: str) -> dict[str, Tensor]:
+        return {name: pair[0] * pair[1].exp() * scale}
+
+    a, b, scale = (torch.randn(3, requires_grad=True) for _ in range(3))
+    recompute(function, (a, b), scale=scale, name="out", modules=[])["out"].sum().backward()
+    assert torch.equal(a.grad, b.exp() * scale)
+    assert torch.equal(scale.grad, a * b.exp())
+
+
+def test_a_part_that_writes_into_its_input_is_refused_with_its_place() -> None:
+    layer = nn.ReLU(inplace=True)
+    x = torch.randn(3, requires_grad=True) * 2
+    with pytest.raises(LowtideError, match=r"writes into its own input.*layers.3"):
+        recompute(layer, x, modules=[layer], path="layers.3")
+
+
+def test_without_gradients_the_function_just_runs() -> None:
+    model = nn.BatchNorm1d(3)
+    with torch.no_grad():
+        recompute(model, torch.randn(4, 3), modules=[model])
+    assert int(model.num_batches_tracked) == 1
+
+
+def test_backward_twice_over_one_graph_updates_the_statistics_once() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh())
+    loss = recompute(model, torch.randn(4, 3), modules=[model]).sum()
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters()]
+    loss.backward()
+    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), first, strict=True))
+    assert int(model[1].num_batches_tracked) == 1
+
+
+def test_second_derivatives_are_those_of_the_plain_function() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1), nn.Tanh())
+    x = torch.randn(4, 3, requires_grad=True)
+
+    def second(run: Any) -> Tensor:
+        (slope,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), x)[0]
+
+    assert torch.equal(second(lambda x: recompute(model, x, modules=[model])), second(model))
+
+
+def test_an_error_in_the_second_run_leaves_buffers_and_modes_as_they_were() -> None:
+    class Fragile(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            x = self.norm(x)
+            if self.calls > 1:
+                raise KeyboardInterrupt
+            return x.sin()
+
+    model = Fragile()
+    buffers = dict(model.norm._buffers)
+    out = recompute(model, torch.randn(4, 3, requires_grad=True), modules=[model]).sum()
+    model.eval()
+    with pytest.raises(KeyboardInterrupt):
+        out.backward()
+    assert all(model.norm._buffers[name] is buffer for name, buffer in buffers.items())
+    assert not model.norm.training
+    assert int(model.norm.num_batches_tracked) == 1

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lowtide.errors import LowtideError
+from lowtide.techniques import register, registry, techniques
+from lowtide.techniques.sqrt import Sqrt
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+MODULE = """
+from lowtide.techniques.sqrt import Sqrt
+
+class Mine(Sqrt):
+    name = "mine"
+
+class NotOne:
+    name = "half"
+"""
+
+
+@pytest.fixture
+def offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """Install a package that offers some entry points."""
+
+    def install(points: str) -> None:
+        (tmp_path / "offered.py").write_text(MODULE)
+        info = tmp_path / "offered-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: offered\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[lowtide.techniques]\n{points}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        registry._installed.cache_clear()
+
+    yield install
+    registry._installed.cache_clear()
+    sys.modules.pop("offered", None)
+
+
+def test_an_installed_package_adds_its_technique(offer) -> None:
+    offer("mine = offered:Mine")
+    assert techniques()["mine"].name == "mine"
+    assert "sqrt" in techniques()
+
+
+@pytest.mark.parametrize("point", ["offered:Missing", "no_such_module:Mine", "offered:NotOne"])
+def test_a_broken_entry_point_is_named_and_passed_over(offer, point: str) -> None:
+    offer(f"broken = {point}")
+    with pytest.warns(RuntimeWarning, match=f"'broken' \\({point}\\)"):
+        assert "sqrt" in techniques()
+
+
+def test_two_techniques_of_one_name_are_an_error_that_names_both(offer) -> None:
+    offer("again = lowtide.techniques.sqrt:Sqrt\nother = offered:Mine")
+    assert set(techniques()) == {"sqrt", "mine"}  # the same technique under two entries is one
+    with pytest.raises(LowtideError, match=r"'mine'.*offered.Mine"):
+        register(techniques()["mine"])
+
+
+def test_a_registered_technique_is_there_until_it_is_undone() -> None:
+    class Other(Sqrt):
+        name = "other"
+
+    with register(Other()):
+        assert "other" in techniques()
+    assert "other" not in techniques()
+
+
+def test_what_is_no_technique_cannot_be_registered() -> None:
+    with pytest.raises(LowtideError, match="is not a technique"):
+        register(object())
+
+
+def test_built_ins_are_found_without_an_installation(tmp_path: Path) -> None:
+    script = f"""
+import sys
+sys.path = [{str(SOURCE)!r}, *(path for path in sys.path if "lowtide" not in path)]
+import lowtide.techniques
+print(*lowtide.techniques.techniques())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert "sqrt" in done.stdout.split()

@@ -1,0 +1,243 @@
+"""√n recomputation against plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lowtide import zoo
+from lowtide.errors import LowtideError, PlanError
+from lowtide.planning import estimate_peak, predict
+from lowtide.profiling import profile
+from lowtide.techniques import Check, Option
+from lowtide.techniques.sqrt import Segments, Sqrt, checkpoint_segments
+from lowtide.workload import Workload
+
+from ..contract.contract import Residual, assert_agree, assert_restored, run
+from ..contract.contract import snapshot as take
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def chain(depth: int, width: int = 4) -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Residual(width) for _ in range(depth)))
+    return Workload(model, lambda m, x: m(x).square().mean(), torch.randn(3, width, 6, 5), name="chain")
+
+
+def saved(model: nn.Module, x: Tensor) -> int:
+    """Bytes that autograd keeps of a forward pass beside parameters, buffers and the input; plain torch."""
+    mine = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), x)}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in mine:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = model(x).sum()
+    size = sum(kept.values())
+    loss.backward()
+    return size
+
+
+@settings(max_examples=15, deadline=None)
+@given(depth=st.integers(2, 7), data=st.data())
+def test_any_segmentation_is_bitwise(depth: int, data: st.DataObject) -> None:
+    segments = data.draw(st.integers(1, depth), "segments")
+    levels = data.draw(st.integers(1, 2), "levels")
+    kept = data.draw(st.integers(0, segments - 1), "kept")
+    work = chain(depth)
+    expected = run(work, steps=2)
+    with checkpoint_segments(work.model, segments, levels=levels, kept=kept):
+        assert_agree(run(work, steps=2), expected, Check.EXACT)
+
+
+def test_batch_norm_counts_one_batch_per_step_whatever_the_nesting() -> None:
+    model = chain(8).model
+    with checkpoint_segments(model, 2, levels=2):
+        model(torch.randn(2, 4, 3, 3)).sum().backward()
+    assert {int(block.norm.num_batches_tracked) for block in model} == {1}
+
+
+def test_dropout_is_replayed_exactly() -> None:
+    """In a linear net without biases, the sum of the output is the input times its own gradient."""
+    torch.manual_seed(0)
+    layers = [m for _ in range(9) for m in (nn.Linear(8, 8, bias=False), nn.Dropout(0.3))]
+    model = nn.Sequential(*layers).double()
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    with checkpoint_segments(model, 3, levels=2):
+        out = model(x).sum()
+        out.backward()
+    torch.testing.assert_close((x * x.grad).sum(), out)
+
+
+def test_sqrt_segments_keep_about_two_sqrt_n_blocks() -> None:
+    """With n equal blocks in √n segments, √n inputs stay; the plain step keeps something of every block."""
+    x = torch.randn(2, 4, 8, 8)
+    for depth in (9, 16, 25):
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()) for _ in range(depth))
+        )
+        plain = saved(model, x)
+        with checkpoint_segments(model):
+            assert saved(model, x) == (depth**0.5 - 1) * x.nbytes  # all segments' inputs but the batch itself
+        assert plain == depth * x.nbytes
+
+
+def test_segments_are_balanced_and_in_order() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
+    with checkpoint_segments(model, 3):
+        assert model.forward.tree == ((0, 1, 2), (3, 4, 5, 6), (7, 8, 9))
+    with checkpoint_segments(model, 3, kept=1):
+        assert model.forward.order == ((0, 1, 2), (3, 4, 5, 6), 7, 8, 9)
+    with checkpoint_segments(model, 2, levels=2):
+        assert model.forward.tree == (((0, 1), (2, 3, 4)), ((5, 6), (7, 8, 9)))
+
+
+def test_in_place_layers_stay_with_the_layer_before() -> None:
+    torch.manual_seed(0)
+    layers = [m for _ in range(4) for m in (nn.Conv2d(3, 3, 1), nn.ReLU(inplace=True))]
+    model = nn.Sequential(*layers)
+    work = Workload(model, lambda m, x: m(x).sum(), torch.randn(2, 3, 4, 4))
+    expected = run(work)
+    with checkpoint_segments(model, 4):
+        assert model.forward.tree == ((0, 1), (2, 3), (4, 5), (6, 7))
+        assert_agree(run(work), expected, Check.EXACT)
+
+
+@pytest.mark.parametrize("bad", [{"segments": 0}, {"segments": 5}, {"levels": 3}, {"segments": 2, "kept": 2}])
+def test_knobs_that_do_not_fit_are_refused(bad: dict[str, int]) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    with pytest.raises(LowtideError, match="do not fit 4 blocks"):
+        checkpoint_segments(model, **bad)
+    assert "forward" not in model.__dict__
+
+
+def test_a_container_with_its_own_forward_is_refused() -> None:
+    class Own(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1
+
+    with pytest.raises(LowtideError, match="Own with its own forward"):
+        checkpoint_segments(Own(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+
+def test_hooks_on_the_container_still_run() -> None:
+    model = chain(4).model
+    seen: list[str] = []
+    model.register_forward_hook(lambda *_: seen.append("hook"))
+    with checkpoint_segments(model, 2):
+        model(torch.randn(2, 4, 3, 3))
+    assert seen == ["hook"]
+
+
+def test_a_copy_made_while_applied_is_segmented_too_and_can_be_made_plain() -> None:
+    model = chain(4).model
+    with checkpoint_segments(model, 2):
+        twin = copy.deepcopy(model)
+    assert isinstance(twin.forward, Segments)
+    assert twin.forward.module is twin
+    del twin.forward
+    assert type(twin).forward is nn.Sequential.forward
+
+
+# -- as a technique ------------------------------------------------------------------------------------
+
+
+def test_options_reach_from_one_segment_to_one_per_block() -> None:
+    work = chain(9)
+    options = Sqrt().options(profile(work, fake=True))
+    counts = {option.knob("segments") for option in options}
+    assert counts == set(range(1, 10))
+    assert {option.knob("levels") for option in options} == {1, 2}
+    trees = {option.knob("trees") for option in options}
+    assert (((0, 1, 2), (3, 4, 5), (6, 7, 8)),) in trees
+    assert len(trees) == len(options)
+
+
+def test_a_deep_model_has_no_flood_of_options() -> None:
+    work = zoo.small("gpt2", layers=30, width=8, heads=2)
+    options = Sqrt().options(profile(work, fake=True))
+    assert len(options) < 200
+    assert {1, 5, 30} <= {option.knob("segments") for option in options}
+
+
+def test_a_model_without_blocks_has_no_options() -> None:
+    assert Sqrt().options(profile(zoo.small("lstm"), fake=True)) == []
+
+
+@pytest.mark.parametrize("name", ["resnet18", "unet", "densenet121", "gpt2"])
+def test_the_estimate_is_within_one_percent_of_the_exact_prediction(name: str) -> None:
+    work = zoo.small(name, **({"layers": 4} if name == "gpt2" else {}))
+    plain = profile(work, fake=True)
+    technique = Sqrt()
+    options = technique.options(plain)
+    for option in options[1 :: max(1, len(options) // 2)]:
+        estimate = estimate_peak(plain.graph, [technique.price(option, plain)])
+        assert estimate == pytest.approx(predict(work, [option], plain).peak_bytes, rel=0.01), option
+
+
+def test_one_level_costs_one_forward_pass_and_two_levels_two() -> None:
+    work = chain(8)
+    plain = profile(work, fake=True)
+    forward = sum(op.seconds for op in plain.graph.ops if op.phase == "forward" and op.module)
+    technique = Sqrt()
+    options = [o for o in technique.options(plain) if o.knob("segments") == 2 and not o.knob("kept")]
+    once, twice = (technique.price(option, plain).seconds for option in options)
+    assert 0.8 * forward < once < forward
+    assert 1.4 * forward < twice < 2 * forward
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        Option("sqrt", ("no.such",), (("trees", (((0, 1),),)),)),
+        Option("sqrt", ("",), (("trees", (((0, 9),),)),)),
+        Option("sqrt", ("",), (("trees", (((1, 0),),)),)),
+        Option("sqrt", ("",), (("trees", (((0, 2),),)),)),
+        Option("sqrt", ("", "x"), (("trees", (((0, 1),),)),)),
+        Option("sqrt", ("",)),
+    ],
+)
+def test_an_option_that_is_not_of_this_model_is_refused(option: Option) -> None:
+    work = chain(4)
+    before = take(work.model)
+    with pytest.raises(PlanError):
+        Sqrt().apply(work, [option])
+    assert_restored(work.model, before)
+
+
+def test_blocks_in_a_list_are_recomputed_one_by_one_only() -> None:
+    work = zoo.small("unet")
+    with pytest.raises(PlanError, match="one by one"):
+        Sqrt().apply(work, [Option("sqrt", ("up",), (("trees", (((0, 1),),)),))])
+    before = take(work.model)
+    expected = run(work)
+    with Sqrt().apply(work, [Option("sqrt", ("up",), (("trees", (((0,), (2,)),)),))]):
+        assert_agree(run(work), expected, Check.EXACT)
+    assert_restored(work.model, before)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "densenet121", "gpt2", "roberta-base", "unet"])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_zoo_models_are_bitwise(name: str, autocast: torch.dtype | None) -> None:
+    work = replace(zoo.small(name), autocast=autocast)
+    options = Sqrt().options(profile(work, fake=True))
+    expected = run(work)
+    with Sqrt().apply(work, [options[len(options) // 2]]):
+        assert_agree(run(work), expected, Check.EXACT)

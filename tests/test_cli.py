@@ -1,0 +1,240 @@
+"""The command line: what it prints, what it writes, and what it says to wrong input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lowtide.cli import checkout
+from lowtide.cli.commands import app
+from lowtide.planning import Plan
+from lowtide.profiling import profile
+from lowtide.zoo import workload
+
+ROOT = Path(__file__).resolve().parents[1]
+DEEP = """
+import torch
+from torch import nn
+from lowtide import Workload
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return nn.functional.gelu(self.linear(x))
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+def workload(depth: int = 16, batch: int = 512, optimizer: bool = True):
+    torch.manual_seed(0)
+    print("building")
+    model = nn.Sequential(*(Block() for _ in range(depth)))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01) if optimizer else None
+    return Workload(model, loss, torch.randn(batch, 32), sgd)
+
+def wrong():
+    raise ValueError("first line\\nsecond line")
+"""
+
+
+def lowtide(*arguments: str, code: int = 0) -> Any:
+    """Run a command; returns its output, with the exit code checked."""
+    result = CliRunner().invoke(app, list(arguments))
+    unexpected = result.exception if not isinstance(result.exception, SystemExit) else None
+    assert unexpected is None, unexpected
+    assert result.exit_code == code, result.output
+    return SimpleNamespace(out=result.stdout, err=result.stderr, json=lambda: json.loads(result.stdout))
+
+
+@pytest.fixture
+def deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A file with a workload, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deep.py").write_text(DEEP)
+    return "deep.py:workload"
+
+
+def test_the_version_and_the_help_are_there() -> None:
+    from lowtide import __version__
+
+    assert lowtide("--version").out == f"lowtide {__version__}\n"
+    for name in ("profile", "plan", "train", "verify", "bench", "demo"):
+        assert "--json" in lowtide(name, "--help").out
+
+
+def test_profile_shows_where_the_memory_goes(deep: str) -> None:
+    shown = lowtide("profile", deep, "--batch", "64").out
+    assert "allocated peak" in shown
+    assert "activation" in shown
+
+
+def test_json_is_the_profile_and_nothing_else(deep: str) -> None:
+    found = lowtide("profile", deep, "--arg", "depth=3", "--json")
+    assert found.json()["peak_bytes"] > 0
+    assert found.json()["name"] == deep
+    assert "building" in found.err  # what the user's code prints is kept, elsewhere
+
+
+def test_a_prediction_on_the_command_line_is_the_librarys() -> None:
+    found = lowtide("profile", "zoo:lenet", "--device", "h200", "--batch", "8", "--json").json()
+    wanted = profile(workload("lenet", batch=8, device="meta"), device="h200")
+    assert found["peak_bytes"] == wanted.peak_bytes
+    assert (found["device"], found["fake"]) == ("h200", True)
+
+
+def test_a_report_and_figures_are_written(deep: str, tmp_path: Path) -> None:
+    lowtide("profile", deep, "--fake", "--html", "new/report.html", "--figures", "new/figures")
+    assert "<html" in (tmp_path / "new/report.html").read_text()
+    names = {path.name for path in (tmp_path / "new/figures").iterdir()}
+    assert names == {f"{n}.{s}" for n in ("timeline", "pie", "modules") for s in ("png", "svg")}
+
+
+def test_a_sweep_is_a_grid_with_what_fits_marked(deep: str) -> None:
+    grid = ("profile", deep, "--sweep", "batch=64,4096", "--sweep", "depth=2,4", "--limit", "1MB")
+    assert "4096" in lowtide(*grid).out
+    cells = lowtide(*grid, "--json").json()["cells"]
+    assert [cell["point"] for cell in cells] == [{"batch": b, "depth": d} for b in (64, 4096) for d in (2, 4)]
+    assert [cell["fits"] for cell in cells] == [True, True, False, False]
+
+
+def test_the_largest_batch_fits_and_one_more_does_not(deep: str) -> None:
+    found = lowtide("profile", deep, "--arg", "depth=2", "--max-batch", "--limit", "1MB", "--json").json()
+    assert found["limit_bytes"] == 10**6
+
+    def peak(batch: int) -> int:
+        return lowtide("profile", deep, "--arg", "depth=2", "--batch", str(batch), "--fake", "--json").json()[
+            "peak_bytes"
+        ]
+
+    assert peak(found["max_batch"]) <= 10**6 < peak(found["max_batch"] + 1)
+
+
+def test_a_plan_is_written_verified_and_trained_with(deep: str, tmp_path: Path) -> None:
+    planned = lowtide(
+        "plan", deep, "--budget", "60%", "--out", "plans/plan.json", "--html", "plan.html", "--json"
+    )
+    plan = Plan.from_json((tmp_path / "plans/plan.json").read_text())
+    assert plan.to_json() == planned.json()
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert "<html" in (tmp_path / "plan.html").read_text()
+
+    verified = lowtide("verify", deep, "plans/plan.json", "--json").json()
+    assert verified["ok"]
+    assert verified["storage_peak_bytes"] == plan.storage_peak_bytes
+
+    trained = lowtide("train", deep, "--budget", "60%", "--steps", "3", "--json").json()
+    assert len(trained["losses"]) == 3
+    assert trained["losses"][2] < trained["losses"][0]
+    assert trained["peak_bytes"] <= trained["plan"]["budget_bytes"]
+
+
+def test_a_broken_promise_is_exit_code_one(deep: str, tmp_path: Path) -> None:
+    lowtide("plan", deep, "--budget", "60%", "--out", "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    data["budget_bytes"] = 1000
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    assert lowtide("verify", deep, "plan.json", "--json", code=1).json()["within_budget"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("profile nothing.py:f", ("no file nothing.py",)),
+        ("profile deep.py:wrok", ("no function 'wrok'", "workload")),
+        ("profile deep.py:workload --arg depth", ("--arg 'depth' is not a pair", "key=value")),
+        ("profile deep.py:workload --device h300", ("h300", "h200")),
+        ("profile deep.py:workload --limit 1GB", ("--limit", "--sweep")),
+        ("profile deep.py:workload --max-batch", ("--max-batch --limit 16GB",)),
+        ("profile deep.py:workload --sweep batch=a,b", ("batch=8,16,32",)),
+        ("profile deep.py:workload --sweep batch=8 --limit lots", ("Not a size: 'lots'",)),
+        ("profile deep.py:workload --autocast fp4", ("fp4", "bf16")),
+        ("plan deep.py:workload --budget 1KB", ("below the smallest plan",)),
+        ("plan deep.py:workload --budget much", ("Not a size: 'much'",)),
+        ("plan deep.py:workload --budget 60% --allow anything", ("anything", "approximate")),
+        ("train deep.py:workload --budget 60% --device h200", ("cannot run on 'h200'", "cpu or cuda")),
+        ("train deep.py:workload --budget 60% --arg optimizer=no", ("no optimizer",)),
+        ("verify deep.py:workload none.json", ("no file none.json", "--out none.json")),
+        ("verify deep.py:workload deep.py", ("not JSON",)),
+        ("bench no-such", ("no benchmark 'no-such'",)),
+    ],
+)
+def test_wrong_input_is_answered_in_one_paragraph(deep: str, arguments: str, words: tuple[str, ...]) -> None:
+    answer = lowtide(*arguments.split(), code=2)
+    assert answer.err.startswith("error: ")
+    assert answer.err.count("\n") == 1
+    assert "Traceback" not in answer.err
+    for word in words:
+        assert word in answer.err
+
+
+def test_a_traceback_is_shown_where_asked(deep: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = "deep.py:wrong"
+    assert "ValueError: first line second line" in lowtide("profile", target, code=2).err
+    assert "Traceback" in lowtide("profile", target, "--traceback", code=2).err
+    monkeypatch.setenv("LOWTIDE_DEBUG", "1")
+    assert "Traceback" in lowtide("profile", target, code=2).err
+
+
+def test_benchmarks_are_listed_with_their_questions() -> None:
+    listed = {entry["name"]: entry["question"] for entry in lowtide("bench", "--json").json()}
+    assert listed["import"].endswith(".")
+    assert "?" in listed["import"]
+    assert all(name in lowtide("bench").out for name in listed)
+
+
+def test_a_benchmark_runs_in_the_checkout_and_its_new_rows_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "benchmarks"
+    (folder / "results").mkdir(parents=True)
+    (folder / "harness.py").write_text("")
+    (folder / "results/one.csv").write_text("value\n1\n")
+    append = "from pathlib import Path\nPath('benchmarks/results/one.csv').open('a').write('2\\n')\n"
+    (folder / "bench_one.py").write_text(f'"""Does it run?"""\n{append}')
+    (folder / "bench_two.py").write_text('"""Does it fail?"""\nraise SystemExit(1)\n')
+    monkeypatch.setattr(checkout, "ROOT", tmp_path)
+    assert lowtide("bench", "one", "--json").json() == {"rows": {"one": [{"value": "2"}]}, "failed": []}
+    assert lowtide("bench", "--all", code=1).err == "failed: two\n"
+
+
+def test_an_installed_lowtide_says_where_the_benchmarks_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkout, "ROOT", tmp_path)
+    assert "source checkout" in lowtide("bench", code=2).err
+
+
+def test_without_the_extra_it_says_how_to_install_it() -> None:
+    done = fresh("sys.modules['typer'] = None")
+    assert done.returncode == 2
+    assert done.stderr == (
+        'error: This needs typer, which is not installed. Install it with: pip install "lowtide[cli]"\n'
+    )
+
+
+def test_help_needs_no_torch() -> None:
+    done = fresh("sys.modules['torch'] = None; sys.argv = ['lowtide', '--help']")
+    assert done.returncode == 0, done.stderr
+    assert "profile" in done.stdout
+
+
+def fresh(before: str) -> subprocess.CompletedProcess[str]:
+    """The command line in an interpreter of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", f"import sys; {before}; from lowtide.cli import main; main()"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )

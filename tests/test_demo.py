@@ -1,0 +1,50 @@
+"""The demo keeps its two promises, and says so when it does not."""
+
+from __future__ import annotations
+
+import io
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from lowtide import demo
+from lowtide.errors import MissingExtra
+
+
+def test_the_demo_trains_equally_within_the_budget_and_writes_a_report(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    found = demo.run(tmp_path / "out", Console(file=shown, width=120), steps=3)
+    assert found.ok
+    assert found.plain_losses == found.planned_losses
+    assert found.planned_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
+    assert found.plain_accuracy == found.planned_accuracy
+    assert "<html" in (tmp_path / "out/report.html").read_text()
+    assert str(tmp_path / "out/report.html") in shown.getvalue()
+    assert "equal bit for bit" in shown.getvalue()
+
+    for broken in (replace(found, equal=False), replace(found, budget_bytes=1)):
+        assert not broken.ok
+        demo._show(broken, Console(file=shown, width=120))
+    assert "NOT EQUAL" in shown.getvalue()
+    assert "OVER THE BUDGET" in shown.getvalue()
+
+
+def test_the_digits_are_all_used_once_and_the_test_set_is_apart() -> None:
+    batches, (images, targets) = demo.load_digits_as_batches()
+    assert images.shape == (demo.TEST_IMAGES, 1, demo.IMAGE, demo.IMAGE)
+    assert len(batches) == (1797 - demo.TEST_IMAGES) // demo.BATCH
+    assert all(x.shape[0] == y.shape[0] == demo.BATCH for x, y in batches)
+    assert 0 <= float(images.min()) <= float(images.max()) == 1.0
+    trained_on = torch.cat([x for x, _ in batches]).flatten(1)
+    assert torch.cdist(images.flatten(1), trained_on).min() > 0
+    assert set(targets.tolist()) == set(range(10))
+
+
+def test_without_scikit_learn_the_demo_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(MissingExtra, match=r"lowtide\[demo\]"):
+        demo.load_digits_as_batches()

@@ -1,0 +1,68 @@
+"""The two peaks of every zoo model: fake equals real to the byte, and allocated is what the allocator says."""
+
+import pytest
+import torch
+from tests.tracing.allocator import allocated_peak
+
+from lowtide import zoo
+from lowtide.tracing import trace
+
+# The sizes of one family are the same small model: one of each is enough.
+FAMILIES = sorted(set(zoo.names()) - {"gpt2-medium", "gpt2-large", "gpt2-xl", "resnet101-1d", "resnet152-1d"})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fake_storage_peak_equals_real_to_the_byte(name):
+    work = zoo.small(name)
+    real, fake = trace(work), trace(work, fake=True)
+    assert fake.storage_peak_bytes == real.storage_peak_bytes
+    assert [op.name for op in fake.ops] == [op.name for op in real.ops]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_allocated_peak_is_within_one_percent_of_the_profilers(name):
+    work = zoo.small(name)
+    peak = trace(work).peak_bytes
+    assert peak == pytest.approx(
+        allocated_peak(work.model, work.loss, work.batch, work.optimizer), rel=0.01
+    )
+
+
+@pytest.mark.parametrize("name", ["resnet18", "gpt2", "roberta-base", "unet"])
+def test_peaks_hold_under_autocast(name):
+    work = zoo.small(name, autocast=torch.bfloat16)
+    real, fake = trace(work), trace(work, fake=True)
+    assert fake.storage_peak_bytes == real.storage_peak_bytes
+    plain = allocated_peak(work.model, work.loss, work.batch, work.optimizer, torch.bfloat16)
+    assert real.peak_bytes == pytest.approx(plain, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "gpt2"])
+@pytest.mark.parametrize("optimizer", ["none", "sgd", "adam", "adamw"])
+def test_peaks_hold_for_each_optimizer(name, optimizer):
+    work = zoo.small(name, optimizer=optimizer)
+    real, fake = trace(work), trace(work, fake=True)
+    assert fake.storage_peak_bytes == real.storage_peak_bytes
+    assert real.peak_bytes == pytest.approx(
+        allocated_peak(work.model, work.loss, work.batch, work.optimizer), rel=0.01
+    )
+
+
+def test_a_meta_model_gives_the_same_storage_peak():
+    meta, real = zoo.small("gpt2", device="meta"), zoo.small("gpt2")
+    assert trace(meta).storage_peak_bytes == trace(real).storage_peak_bytes
+
+
+def test_wrn_28_2_takes_what_the_report_says():
+    """404.8 MB in the report (decimal, batch 100, fp32, SGD with momentum), and its parts as counted by hand."""
+    graph = trace(zoo.workload("wrn28-2", batch=100, device="meta"))
+    assert graph.storage_peak_bytes == pytest.approx(404.8e6, rel=0.02)
+    size = {
+        category: sum(s.bytes for s in graph.storages if s.category == category)
+        for category in ("parameter", "gradient", "optimizer state", "input")
+    }
+    assert size["parameter"] == size["gradient"] == size["optimizer state"] == 4 * 1_467_610
+    assert size["input"] == pytest.approx(1.23e6, rel=0.01)
+    saved = {s.storage for s in graph.saved if s.category == "activation"}
+    maps = [graph.storages[i] for i in saved if graph.storages[i].bytes > 100_000]
+    assert sum(s.bytes for s in maps) + 4 * 100 * 3 * 32 * 32 == pytest.approx(381.3e6, rel=0.001)

@@ -1,0 +1,174 @@
+"""Views, in-place ops, tensors saved twice, shared parameters, custom functions: each storage is counted once."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.tracing.allocator import allocated_peak
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lowtide import Workload
+from lowtide.tracing import trace
+
+
+class Loss:
+    """A loss for any model: the mean of what comes out."""
+
+    def __call__(self, model, batch):
+        return model(batch).float().mean()
+
+
+class Call(nn.Module):
+    """A model from a function over a few parameters."""
+
+    def __init__(self, function, **modules):
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+class Cube(torch.autograd.Function):
+    """Saves its input and a tensor that only it knows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        square = x * x
+        ctx.save_for_backward(x, square)
+        return square * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        _, square = ctx.saved_tensors
+        return 3 * square * gradient
+
+
+def tied(m, x):
+    return F.linear(m.a(x), m.a.weight)
+
+
+def branches(m, x):
+    left, right = m.a(x).chunk(2, dim=-1)
+    return torch.cat([left.relu(), right.sigmoid() * left], dim=-1)
+
+
+def in_place(m, x):
+    return m.b(m.a(x).relu_()).mul_(2).add_(1)
+
+
+def views(m, x):
+    y = m.a(x).view(-1, 4, 16).transpose(1, 2)
+    return y.reshape(-1, 64)[:, ::2] * y.flatten(1)[:, 1::2]
+
+
+def checkpointed(m, x):
+    return checkpoint(m.b, checkpoint(m.a, x, use_reentrant=False), use_reentrant=False)
+
+
+def reentrant(m, x):
+    return checkpoint(m.b, m.a(x).relu(), use_reentrant=True)
+
+
+def offloaded(m, x):
+    with torch.autograd.graph.save_on_cpu():
+        return m.b(m.a(x).relu())
+
+
+def two_losses(m, x):
+    y = m.a(x)
+    return torch.stack([y.pow(2).mean(), m.b(y.relu()).abs().mean()])
+
+
+def layers():
+    return {"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)}
+
+
+MODELS = {
+    "tied weights": Call(tied, a=nn.Linear(64, 64)),
+    "branches": Call(branches, **layers()),
+    "in place": Call(in_place, **layers()),
+    "views": Call(views, **layers()),
+    "custom function": Call(lambda m, x: Cube.apply(m.b(Cube.apply(m.a(x)))), **layers()),
+    "checkpointed": Call(checkpointed, **layers()),
+    "checkpointed with dropout": Call(
+        lambda m, x: checkpoint(m.a, x, use_reentrant=False), a=nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
+    ),
+    "reentrant checkpoint": Call(reentrant, **layers()),
+    "saved on the CPU": Call(offloaded, **layers()),
+    "two losses": Call(two_losses, **layers()),
+    "the same module twice": Call(lambda m, x: m.a(m.a(x).tanh()), a=nn.Linear(64, 64)),
+    "saved twice": Call(lambda m, x: (y := m.a(x)) * y + y.exp(), a=nn.Linear(64, 64)),
+    "frozen layer": Call(lambda m, x: m.b(m.a(x)), a=nn.Linear(64, 64).requires_grad_(False), b=nn.Linear(64, 64)),
+    "no_grad inside": Call(lambda m, x: m.a(x) * torch.no_grad()(m.b)(x).detach(), **layers()),
+    "gru": Call(lambda m, x: m.a(x[None])[0], a=nn.GRU(64, 32)),
+    "bidirectional lstm": Call(lambda m, x: m.a(x[None])[0], a=nn.LSTM(64, 32, bidirectional=True)),
+    "attention": Call(lambda m, x: m.a(x[None], x[None], x[None])[0], a=nn.MultiheadAttention(64, 4, dropout=0.1)),
+    "group norm": Call(lambda m, x: m.a(x), a=nn.Sequential(nn.Linear(64, 64), nn.GroupNorm(8, 64))),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fake_equals_real_and_real_equals_the_allocator(name):
+    model = MODELS[name]
+    batch = torch.randn(96, 64)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3, momentum=0.9)
+    work = Workload(model, Loss(), batch, optimizer)
+    real, fake = trace(work), trace(work, fake=True)
+    assert fake.storage_peak_bytes == real.storage_peak_bytes
+    assert real.peak_bytes == pytest.approx(allocated_peak(model, work.loss, batch, optimizer), rel=0.01)
+
+
+def test_shared_storages_count_once():
+    x = torch.randn(1000, 10)
+    work = Workload(nn.Linear(10, 1), lambda model, batch: sum(model(part).mean() for part in batch), [x, x[:500], x.T.T])
+    graph = trace(work)
+    assert [s.bytes for s in graph.storages if s.category == "input"] == [40_000]
+
+
+def test_sparse_gradients_are_counted_by_their_parts():
+    model = nn.Sequential(nn.Embedding(1000, 16, sparse=True), nn.Flatten(0), nn.Linear(64, 1))
+    work = Workload(model, Loss(), torch.randint(1000, (4,)), torch.optim.SGD(model.parameters(), lr=0.1))
+    graph = trace(work)
+    gradients = [s for s in graph.storages if s.label == "0.weight.grad"]
+    assert sum(s.bytes for s in gradients) == 4 * 8 + 4 * 16 * 4  # indices and values, not 1000 rows
+    assert trace(work, fake=True).storage_peak_bytes == graph.storage_peak_bytes
+
+
+def test_autocast_keeps_one_cast_of_a_weight_that_is_used_twice():
+    model = Call(lambda m, x: m.a(m.a(x)), a=nn.Linear(64, 64, bias=False))
+    graph = trace(Workload(model, Loss(), torch.randn(8, 64), autocast=torch.bfloat16))
+    casts = [s for s in graph.storages if s.bytes == 64 * 64 * 2 and s.label.startswith("_to_copy")]
+    assert len(casts) == 1
+
+
+def test_recomputed_ops_are_marked_and_counted_as_activations_while_they_live():
+    block = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    model = Call(lambda m, x: checkpoint(m.a, x, use_reentrant=False), a=block)
+    graph = trace(Workload(model, Loss(), torch.randn(96, 64)))
+    again = [op for op in graph.ops if op.recompute]
+    assert [(op.name, op.module) for op in again] == [("aten.addmm.default", "a.0"), ("aten.tanh.default", "a.1")]
+    made = {value.storage for op in again for value in op.outputs}
+    assert {graph.storages[index].category for index in made} >= {"activation"}
+    assert all(op.phase == "backward" for op in again)
+
+
+def test_generator_states_of_checkpoints_are_counted():
+    graph = trace(Workload(MODELS["checkpointed with dropout"], Loss(), torch.randn(8, 64)))
+    states = [s for s in graph.storages if s.label == "generator state"]
+    assert states
+    assert {s.bytes for s in states} == {torch.get_rng_state().nbytes}
+
+
+def test_a_resized_storage_starts_a_new_life():
+    def grow(m, x):
+        scratch = torch.empty(10)
+        scratch.resize_(1000)
+        return m.a(x) + scratch.zero_()[:64]
+
+    work = Workload(Call(grow, a=nn.Linear(64, 64)), Loss(), torch.randn(8, 64))
+    real, fake = trace(work), trace(work, fake=True)
+    assert 4000 in {s.bytes for s in real.storages}
+    assert real.storage_peak_bytes == fake.storage_peak_bytes
