@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowtide.profiling import Profile
 from lowtide.techniques import Check, Fidelity, Option, Price, Undo
@@ -13,13 +13,23 @@ from lowtide.techniques.sqrt import checkpoint_segments
 from lowtide.workload import Workload
 
 
-def chain(depth: int = 8) -> Workload:
+class Block(nn.Module):
+    """Three layers, of which a recomputed chain keeps nothing but the block's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.Tanh())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def chain(depth: int = 6) -> Workload:
     """A chain of equal blocks whose activations outweigh all else."""
     torch.manual_seed(0)
-    blocks = (nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(depth))
-    model = nn.Sequential(*(nn.Sequential(block) for block in blocks))
+    model = nn.Sequential(*(Block() for _ in range(depth)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return Workload(model, lambda m, x: m(x).square().mean(), torch.randn(256, 16), optimizer, name="chain")
+    return Workload(model, lambda m, x: m(x).square().mean(), torch.randn(1024, 16), optimizer, name="chain")
 
 
 class Loose:

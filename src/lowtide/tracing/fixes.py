@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 
 aten = torch.ops.aten
 
@@ -75,8 +75,9 @@ def _lstm_layer_backward(out: Any, *_args: Any, **_kwargs: Any) -> Any:
 
 def _reduced_in_place(out: Tensor, input: Tensor, target: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
     """These losses are computed element by element and shrunk to a scalar in the same storage."""
-    count = torch.broadcast_shapes(input.shape, target.shape).numel()
-    return _grown(out, count)
+    if out.ndim or not input.ndim:
+        return _pointwise(0, 1)(out, input, target)
+    return _grown(out, torch.broadcast_shapes(input.shape, target.shape).numel())
 
 
 def _reshaped_in_place(out: Tensor, input: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
@@ -150,17 +151,22 @@ def _as_suggested(out: Tensor, input: Tensor) -> Tensor:
     return torch.empty_like(out, memory_format=memory_format)
 
 
-def _elementwise(first: int, second: int) -> Fix:
-    """Of two operands with different layouts the first decides; decompositions may have it the other way round."""
+def _pointwise(*positions: int) -> Fix:
+    """The first operand whose layout decides, decides; decompositions ask in another order, or ask converted ones."""
 
     def fix(out: Tensor, *args: Any, **_kwargs: Any) -> Tensor:
-        stride = (args[first] + args[second]).stride()
+        operands = [args[p] for p in positions if isinstance(args[p], Tensor)]
+        if all(operand.is_contiguous() for operand in operands):
+            return out
+        stride = compute_elementwise_output_strides(*(operand.expand(out.shape) for operand in operands))
         return out if out.stride() == stride else out.new_empty_strided(out.shape, stride)
 
     return fix
 
 
 def _like(position: int) -> Fix:
+    """Laid out like one of the arguments."""
+
     def fix(out: Tensor, *args: Any, **_kwargs: Any) -> Tensor:
         return torch.empty_like(args[position], dtype=out.dtype)
 
@@ -208,15 +214,27 @@ FIXES: dict[Any, Fix] = {
     aten.replication_pad3d.default: _on_cpu(_suggested),
     aten.max_unpool2d.default: _on_cpu(_suggested),
     aten.channel_shuffle.default: _on_cpu(_suggested),
-    aten.elu_backward.default: _elementwise(0, 5),
-    aten.hardsigmoid_backward.default: _elementwise(0, 1),
-    aten.hardtanh_backward.default: _elementwise(0, 1),
-    aten.hardswish_backward.default: _elementwise(0, 1),
-    aten.softplus_backward.default: _elementwise(0, 1),
-    aten.logit_backward.default: _elementwise(0, 1),
-    aten.native_dropout_backward.default: _elementwise(0, 1),
-    aten.xlogy.Tensor: _elementwise(0, 1),
-    aten.copysign.Tensor: _elementwise(0, 1),
-    aten.div.Tensor_mode: _elementwise(0, 1),
+    aten.elu_backward.default: _pointwise(0, 5),
+    aten.hardsigmoid_backward.default: _pointwise(0, 1),
+    aten.hardtanh_backward.default: _pointwise(0, 1),
+    aten.hardswish_backward.default: _pointwise(0, 1),
+    aten.softplus_backward.default: _pointwise(0, 1),
+    aten.logit_backward.default: _pointwise(0, 1),
+    aten.native_dropout_backward.default: _pointwise(0, 1),
+    aten.gelu_backward.default: _pointwise(0, 1),
+    aten.silu_backward.default: _pointwise(0, 1),
+    aten.sigmoid_backward.default: _pointwise(0, 1),
+    aten.tanh_backward.default: _pointwise(0, 1),
+    aten.mish_backward.default: _pointwise(0, 1),
+    aten.add.Tensor: _pointwise(0, 1),
+    aten.sub.Tensor: _pointwise(0, 1),
+    aten.mul.Tensor: _pointwise(0, 1),
+    aten.div.Tensor: _pointwise(0, 1),
+    aten.xlogy.Tensor: _pointwise(0, 1),
+    aten.copysign.Tensor: _pointwise(0, 1),
+    aten.div.Tensor_mode: _pointwise(0, 1),
+    aten.rrelu_with_noise.default: _contiguous,
+    aten.normal.Tensor_Tensor: _contiguous,
     aten.binary_cross_entropy_backward.default: _like(1),
+    aten.rrelu_with_noise_backward.default: _pointwise(2, 0),
 }
