@@ -48,9 +48,7 @@ def check() -> None:
 
 def seconds(before: str, timed: str) -> float:
     return float(
-        run(
-            f"import time\n{before}\nstart = time.perf_counter()\n{timed}\nprint(time.perf_counter() - start)"
-        )
+        run(f"import time\n{before}\nstart = time.perf_counter()\n{timed}\nprint(time.perf_counter() - start)")
     )
 
 

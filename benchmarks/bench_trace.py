@@ -54,9 +54,7 @@ def profiler_peak(work: Workload) -> int:
     state = [t for s in work.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
     there = [*work.model.parameters(), *work.model.buffers(), *work.tensors(), *state]
     held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in there}.values())
-    with torch.profiler.profile(
-        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
-    ) as seen:
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         plain_step(work)
     assert seen.profiler is not None
     events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]

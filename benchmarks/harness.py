@@ -241,9 +241,7 @@ def format_value(value: float, unit: str) -> str:
 
 
 _START = re.compile(r"^<!-- table: ([\w-]+) -->$", re.MULTILINE)
-_BLOCK = re.compile(
-    r"^(<!-- table: ([\w-]+) -->)$\n(?:(?!^<!-- table:).)*?^(<!-- end -->)$", re.MULTILINE | re.DOTALL
-)
+_BLOCK = re.compile(r"^(<!-- table: ([\w-]+) -->)$\n(?:(?!^<!-- table:).)*?^(<!-- end -->)$", re.MULTILINE | re.DOTALL)
 
 
 def _row(entry: Mapping[str, str]) -> Row:

@@ -121,9 +121,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(deep: str) -> None:
 
 
 def test_a_plan_is_written_verified_and_trained_with(deep: str, tmp_path: Path) -> None:
-    planned = lowtide(
-        "plan", deep, "--budget", "60%", "--out", "plans/plan.json", "--html", "plan.html", "--json"
-    )
+    planned = lowtide("plan", deep, "--budget", "60%", "--out", "plans/plan.json", "--html", "plan.html", "--json")
     plan = Plan.from_json((tmp_path / "plans/plan.json").read_text())
     assert plan.to_json() == planned.json()
     assert plan.peak_bytes <= plan.budget_bytes
@@ -208,9 +206,7 @@ def test_a_benchmark_runs_in_the_checkout_and_its_new_rows_come_back(
     assert lowtide("bench", "--all", code=1).err == "failed: two\n"
 
 
-def test_an_installed_lowtide_says_where_the_benchmarks_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_lowtide_says_where_the_benchmarks_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkout, "ROOT", tmp_path)
     assert "source checkout" in lowtide("bench", code=2).err
 

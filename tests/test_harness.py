@@ -53,9 +53,7 @@ def test_contenders_take_turns_after_the_check(harness: ModuleType) -> None:
 
 @pytest.mark.parametrize("samples", [[2.0], [5.0, 1.0], [3.0, 1.0, 2.0], [4.0, 9.0, 1.0, 7.0, 3.0, 3.0]])
 def test_quartiles_are_those_of_torch(harness: ModuleType, samples: list[float]) -> None:
-    wanted = torch.quantile(
-        torch.tensor(samples, dtype=torch.float64), torch.tensor([0.25, 0.5, 0.75]).double()
-    )
+    wanted = torch.quantile(torch.tensor(samples, dtype=torch.float64), torch.tensor([0.25, 0.5, 0.75]).double())
     assert harness.quartiles(samples) == pytest.approx(wanted.tolist())
 
 
@@ -100,9 +98,7 @@ def test_a_table_shows_the_latest_row_of_each_key(harness: ModuleType, tmp_path:
     assert torch.__version__ in table
 
 
-def test_documents_get_their_tables_between_the_markers_and_nothing_else(
-    harness: ModuleType, tmp_path: Path
-) -> None:
+def test_documents_get_their_tables_between_the_markers_and_nothing_else(harness: ModuleType, tmp_path: Path) -> None:
     harness.record("demo", [harness.Row.of("case", "ours", "time", [0.5], "s")], results=tmp_path)
     page = tmp_path / "docs" / "deep" / "page.md"
     page.parent.mkdir(parents=True)

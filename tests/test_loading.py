@@ -177,9 +177,7 @@ def test_a_wrong_argument_says_what_the_function_takes(write: Any) -> None:
         ("from . import sibling\n", ("relative import", "package.module:function")),
     ],
 )
-def test_an_error_inside_the_file_is_shown_with_its_line(
-    write: Any, text: str, words: tuple[str, ...]
-) -> None:
+def test_an_error_inside_the_file_is_shown_with_its_line(write: Any, text: str, words: tuple[str, ...]) -> None:
     write(text)
     fails("train.py:workload", "train.py could not be imported", *words)
 

@@ -88,9 +88,7 @@ def _run(folder: Path, console: Console, steps: int) -> Demo:
     plan = planning.plan(planned, BUDGET)
     console.print(plan.explain(), highlight=False, markup=False)
 
-    console.print(
-        f"\n[bold]3. Training[/] {len(batches)} steps on {len(batches[0][1])} digits each, both ways\n"
-    )
+    console.print(f"\n[bold]3. Training[/] {len(batches)} steps on {len(batches[0][1])} digits each, both ways\n")
     plain_losses, plain_seconds = train("plain", lambda batch: plain_step(plain, batch), batches)
     step = engines.apply(plan, planned)
     planned_losses, planned_seconds = train("planned", step, batches)
@@ -137,7 +135,7 @@ def load_digits_as_batches() -> tuple[Batches, tuple[Tensor, Tensor]]:
 
 def workload(model: nn.Module, batch: tuple[Tensor, Tensor], name: str) -> Workload:
     """The step that both trainings take."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     return Workload(model, classification_loss, batch, optimizer, name=name)
 
 
@@ -187,9 +185,7 @@ def _show(found: Demo, console: Console) -> None:
         table.add_column(column, justify="right")
     for i in sorted({*range(0, len(losses), max(1, len(losses) // 6)), len(losses) - 1}):
         plain, planned = losses[i]
-        table.add_row(
-            str(i + 1), f"{plain:.9f}", f"{planned:.9f}", "equal" if plain == planned else "DIFFERENT"
-        )
+        table.add_row(str(i + 1), f"{plain:.9f}", f"{planned:.9f}", "equal" if plain == planned else "DIFFERENT")
     console.print(table)
 
     result = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")

@@ -24,9 +24,7 @@ def parse_size(size: int | str) -> int:
         return size
     match = _SIZE.fullmatch(size)
     if match is None or match[2].lower() not in _UNITS:
-        raise LowtideError(
-            f"Not a size: {size!r}", hint="Write for example 6GiB, 800MB or a number of bytes."
-        )
+        raise LowtideError(f"Not a size: {size!r}", hint="Write for example 6GiB, 800MB or a number of bytes.")
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 

@@ -61,9 +61,7 @@ class Attention(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.mix = nn.MultiheadAttention(width, 2, dropout=0.1, batch_first=True)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4 * width, width)
-        )
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor, *, mask: Tensor) -> tuple[Tensor, Tensor]:
         y = self.norm(x)
@@ -90,9 +88,7 @@ class Stack(nn.Module):
 def _work(name: str, model: nn.Module, *shape: int) -> Workload:
     batch = (torch.randn(*shape), torch.randint(5, (shape[0],)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return Workload(
-        model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch, optimizer, name=name
-    )
+    return Workload(model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch, optimizer, name=name)
 
 
 def mlp() -> Workload:
@@ -116,6 +112,11 @@ def transformer() -> Workload:
     return _work("transformer", nn.Sequential(Stack(8, 3), nn.Linear(8, 5)), 4, 6, 8)
 
 
+def larger(work: Workload) -> Workload:
+    """The same with a batch eight times as large: what is saved then outweighs what a checkpoint itself keeps."""
+    return replace(work, batch=pytree.tree_map_only(Tensor, lambda t: torch.cat([t] * 8), work.batch))
+
+
 def _seeded(make: Callable[[], Workload]) -> Callable[[], Workload]:
     def made() -> Workload:
         with torch.random.fork_rng(devices=[]):
@@ -137,14 +138,6 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
 
 class TechniqueContract:
     """Fixtures to give: ``technique``, registered, and ``work``, a fresh workload."""
-
-    @pytest.fixture(autouse=True)
-    def one_thread(self) -> Iterator[None]:
-        """Steps are so small that a second thread only waits."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        yield
-        torch.set_num_threads(threads)
 
     @pytest.fixture
     def plain(self, work: Workload) -> Profile:
@@ -202,9 +195,7 @@ class TechniqueContract:
                 assert_agree(run(around), expected, technique.check(option))
 
     @pytest.mark.parametrize("change", ["odd", "single", "strided", "empty"])
-    def test_other_inputs_give_the_same_result_or_the_same_error(
-        self, technique, work, option, change
-    ) -> None:
+    def test_other_inputs_give_the_same_result_or_the_same_error(self, technique, work, option, change) -> None:
         other = replace(work, batch=pytree.tree_map_only(Tensor, CHANGES[change], work.batch))
         expected = run_or_error(other)
         with technique.apply(other, [option]):
@@ -253,9 +244,7 @@ class TechniqueContract:
         for model in copies:
             with torch.no_grad():
                 for parameter in work.model.parameters():
-                    parameter.add_(
-                        1
-                    )  # a copy that still used the original's parameters would give itself away
+                    parameter.add_(1)  # a copy that still used the original's parameters would give itself away
             assert_agree(run(replace(work, model=model, optimizer=None)), expected, technique.check(option))
 
     def test_predicted_bytes_equal_measured_ones(self, technique, work, plain, option) -> None:
@@ -332,9 +321,7 @@ def run_or_error(work: Workload) -> Outcome | Exception:
 def assert_agree(found: Outcome, expected: Outcome, check: Check) -> None:
     assert found.keys() == expected.keys()
     if check.fidelity in (Fidelity.UNBIASED, Fidelity.CHANGED):
-        pytest.fail(
-            f"the suite has no check for {check.fidelity} yet: write it with the first such technique"
-        )
+        pytest.fail(f"the suite has no check for {check.fidelity} yet: write it with the first such technique")
     for name, value in expected.items():
         if check.fidelity is Fidelity.BITWISE:
             assert found[name].dtype == value.dtype, name
@@ -373,9 +360,7 @@ def assert_restored(model: nn.Module, before: Snapshot) -> None:
         assert list(new) == list(old)
         assert all(new[key] is old[key] for key in old)
     for new, old in zip(after.inner, before.inner, strict=True):
-        assert all(
-            x.keys() == y.keys() and all(x[k] is y[k] for k in y) for x, y in zip(new, old, strict=True)
-        )
+        assert all(x.keys() == y.keys() and all(x[k] is y[k] for k in y) for x, y in zip(new, old, strict=True))
     assert all(torch.equal(after.values[name], value) for name, value in before.values.items())
 
 

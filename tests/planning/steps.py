@@ -39,9 +39,7 @@ class Loose:
     needs = "a chain"
     conflicts = frozenset({"sqrt"})
 
-    def __init__(
-        self, fidelity: Fidelity = Fidelity.CHANGED, *, name: str = "loose", fails: bool = False
-    ) -> None:
+    def __init__(self, fidelity: Fidelity = Fidelity.CHANGED, *, name: str = "loose", fails: bool = False) -> None:
         self.name = name
         self.fidelity = fidelity
         self.fails = fails

@@ -98,7 +98,7 @@ def predict_once(work: Workload, options: Sequence[Option], baseline: Profile) -
 _predicted: dict[Option, Profile] = {}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(shares=st.tuples(st.integers(40, 110), st.integers(40, 110)))
 def test_a_larger_budget_is_never_predicted_slower(plain: Profile, shares: tuple[int, int]) -> None:
     remembered = pytest.MonkeyPatch()
@@ -124,9 +124,7 @@ def test_an_impossible_budget_names_the_smallest_one_and_that_one_works(plain: P
 
 
 def test_a_model_that_nothing_can_help_says_what_is_missing() -> None:
-    with pytest.raises(
-        BudgetError, match=r"sqrt needs a nn.Sequential or nn.ModuleList of two or more blocks"
-    ):
+    with pytest.raises(BudgetError, match=r"sqrt needs a nn.Sequential or nn.ModuleList of two or more blocks"):
         plan(zoo.small("lstm"), "50%", fake=True)
 
 
@@ -142,8 +140,9 @@ def test_planning_changes_nothing() -> None:
 
 
 def test_a_meta_model_is_planned_for_a_gpu_that_is_not_here() -> None:
-    work = zoo.workload("gpt2", batch=2, seq=128, layers=3, vocab=500, optimizer="none", device="meta")
-    found = plan(work, "80%", device="h200")
+    sizes = {"layers": 3, "width": 64, "heads": 2, "vocab": 100}
+    work = zoo.workload("gpt2", batch=8, seq=128, optimizer="none", device="meta", **sizes)
+    found = plan(work, "91%", device="h200")
     assert found.device == "h200"
     assert found.peak_bytes <= found.budget_bytes
 

@@ -78,9 +78,7 @@ def test_a_plan_of_another_step_is_refused_with_the_reason(found: Plan) -> None:
     work = chain()
     with pytest.raises(PlanError, match="another model"):
         found.check(chain(depth=5))
-    with pytest.raises(
-        PlanError, match=r"another batch: float32\[1024, 16\] was planned, float32\[8, 16\] is given"
-    ):
+    with pytest.raises(PlanError, match=r"another batch: float32\[1024, 16\] was planned, float32\[8, 16\] is given"):
         found.check(replace(work, batch=torch.zeros(8, 16)))
     with pytest.raises(PlanError, match="another optimizer: SGD was planned, none is given"):
         found.check(replace(work, optimizer=None))
@@ -89,9 +87,7 @@ def test_a_plan_of_another_step_is_refused_with_the_reason(found: Plan) -> None:
 
 
 def test_freezing_a_parameter_makes_another_model() -> None:
-    work = Workload(
-        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lambda m, x: m(x).sum(), torch.zeros(3, 2)
-    )
+    work = Workload(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lambda m, x: m(x).sum(), torch.zeros(3, 2))
     found = plan(work, "100%", fake=True)
     work.model[0].weight.requires_grad_(False)
     with pytest.raises(PlanError, match="another model"):

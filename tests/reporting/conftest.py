@@ -21,9 +21,7 @@ class Tape:
         self.saved: list[Saved] = []
         self.modules: list[tuple[str, str]] = []
 
-    def make(
-        self, size: int, category: Category, label: str, module: str, *, birth: int | None = None
-    ) -> Value:
+    def make(self, size: int, category: Category, label: str, module: str, *, birth: int | None = None) -> Value:
         storage = len(self.storages)
         self.storages[storage] = {
             "id": storage, "bytes": size, "device": "cuda", "dtype": "float32", "category": category,
@@ -93,29 +91,21 @@ def build_profile(
             (f"{prefix}{i}.conv", "Conv2d"),
             (f"{prefix}{i}.relu", "ReLU"),
         ]
-        weights.append(
-            tape.make(8 * MIB, "parameter", f"{prefix}{i}.conv.weight", f"{prefix}{i}.conv", birth=0)
-        )
-        tape.make(
-            16 * MIB, "optimizer state", f"{prefix}{i}.conv.weight exp_avg", f"{prefix}{i}.conv", birth=0
-        )
+        weights.append(tape.make(8 * MIB, "parameter", f"{prefix}{i}.conv.weight", f"{prefix}{i}.conv", birth=0))
+        tape.make(16 * MIB, "optimizer state", f"{prefix}{i}.conv.weight exp_avg", f"{prefix}{i}.conv", birth=0)
     x = first = tape.make(4 * MIB, "input", "batch", "", birth=0)
     cost = {"seconds": 1e-3} if timed else {}
     outputs = []
     for i in range(blocks):
         conv, relu = f"{prefix}{i}.conv", f"{prefix}{i}.relu"
         y = tape.make(size, "temporary", "convolution", conv)
-        tape.run(
-            "aten.convolution.default", "forward", conv, [x, weights[i]], [y], workspace_bytes=2 * MIB, **cost
-        )
+        tape.run("aten.convolution.default", "forward", conv, [x, weights[i]], [y], workspace_bytes=2 * MIB, **cost)
         z = tape.make(size, "activation", "relu", relu)
         tape.run("aten.relu.default", "forward", relu, [y], [z], **cost)
         tape.free(y)
         if keep_relu or i == blocks - 1:
             tape.keep(z, "aten.relu.default", relu, "aten.threshold_backward.default", relu)
-            tape.keep(
-                z, "aten.relu.default", relu, "aten.convolution_backward.default", f"{prefix}{i + 1}.conv"
-            )
+            tape.keep(z, "aten.relu.default", relu, "aten.convolution_backward.default", f"{prefix}{i + 1}.conv")
             outputs.append(z)
         if not keep_relu and i > 0:
             tape.free(x)
@@ -177,6 +167,4 @@ def sweep() -> Sweep:
         Cell(point, (i + 1) * 10**9, i * 10**9, i * 5 * 10**8, {"parameter": 10**9, "activation": i * 10**9})
         for i, point in enumerate(points)
     )
-    return Sweep(
-        "gpt", "NVIDIA H200", {"batch": (1, 2, 3), "seq": (128, 256)}, cells, limit_bytes=5_500_000_000
-    )
+    return Sweep("gpt", "NVIDIA H200", {"batch": (1, 2, 3), "seq": (128, 256)}, cells, limit_bytes=5_500_000_000)

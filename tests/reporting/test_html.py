@@ -152,9 +152,7 @@ def test_a_missing_jinja_names_the_extra(monkeypatch, tmp_path, profile):
         report(profile, tmp_path / "page.html")
 
 
-@pytest.mark.skipif(
-    "LOWTIDE_BROWSER" not in os.environ, reason="set LOWTIDE_BROWSER=chromium to run the script"
-)
+@pytest.mark.skipif("LOWTIDE_BROWSER" not in os.environ, reason="set LOWTIDE_BROWSER=chromium to run the script")
 @pytest.mark.parametrize("kind", ["profile", "comparison", "sweep"])
 def test_the_script_runs_in_a_browser(tmp_path, subjects, kind):
     page = report(subjects[kind], tmp_path / "page.html")

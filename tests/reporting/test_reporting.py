@@ -7,9 +7,7 @@ import lowtide.reporting
 
 
 def test_import_leaves_the_extras_alone():
-    code = (
-        "import sys, lowtide.reporting; print([m for m in ('rich', 'altair', 'jinja2') if m in sys.modules])"
-    )
+    code = "import sys, lowtide.reporting; print([m for m in ('rich', 'altair', 'jinja2') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 

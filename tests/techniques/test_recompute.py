@@ -52,15 +52,9 @@ class Moving(nn.Module):
 
 
 MODELS: dict[str, Any] = {
-    "batch norm": lambda: nn.Sequential(
-        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 2)
-    ),
-    "cumulative batch norm": lambda: nn.Sequential(
-        nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None), nn.Tanh()
-    ),
-    "no statistics": lambda: nn.Sequential(
-        nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Tanh()
-    ),
+    "batch norm": lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 2)),
+    "cumulative batch norm": lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None), nn.Tanh()),
+    "no statistics": lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Tanh()),
     "frozen batch norm": lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval(), nn.Tanh()),
     "dropout": lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2), nn.Dropout(0.5)),
     "spectral norm": lambda: nn.Sequential(spectral_norm(nn.Linear(3, 4)), nn.Tanh()),

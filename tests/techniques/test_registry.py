@@ -83,7 +83,5 @@ sys.path = [{str(SOURCE)!r}, *(path for path in sys.path if "lowtide" not in pat
 import lowtide.techniques
 print(*lowtide.techniques.techniques())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert "sqrt" in done.stdout.split()

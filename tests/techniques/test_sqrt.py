@@ -23,14 +23,6 @@ from ..contract.contract import Residual, assert_agree, assert_restored, run
 from ..contract.contract import snapshot as take
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def chain(depth: int, width: int = 4) -> Workload:
     torch.manual_seed(0)
     model = nn.Sequential(*(Residual(width) for _ in range(depth)))
@@ -90,9 +82,7 @@ def test_sqrt_segments_keep_about_two_sqrt_n_blocks() -> None:
     """With n equal blocks in √n segments, √n inputs stay; the plain step keeps something of every block."""
     x = torch.randn(2, 4, 8, 8)
     for depth in (9, 16, 25):
-        model = nn.Sequential(
-            *(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()) for _ in range(depth))
-        )
+        model = nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()) for _ in range(depth)))
         plain = saved(model, x)
         with checkpoint_segments(model):
             assert saved(model, x) == (depth**0.5 - 1) * x.nbytes  # all segments' inputs but the batch itself
@@ -156,6 +146,16 @@ def test_a_copy_made_while_applied_is_segmented_too_and_can_be_made_plain() -> N
     assert type(twin).forward is nn.Sequential.forward
 
 
+def test_a_compiled_model_is_bitwise_too_and_runs_its_segments_eagerly() -> None:
+    work = chain(4)
+    expected = run(work)
+    with checkpoint_segments(work.model, 2):
+        compiled = torch.compile(work.model, backend="eager")
+        found = run(replace(work, loss=lambda m, x: work.loss(compiled, x)))
+    torch.compiler.reset()
+    assert_agree(found, expected, Check.EXACT)
+
+
 # -- as a technique ------------------------------------------------------------------------------------
 
 
@@ -171,36 +171,38 @@ def test_options_reach_from_one_segment_to_one_per_block() -> None:
 
 
 def test_a_deep_model_has_no_flood_of_options() -> None:
-    work = zoo.small("gpt2", layers=30, width=8, heads=2)
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100)))
+    work = Workload(model, lambda m, x: m(x).sum(), torch.randn(3, 2))
     options = Sqrt().options(profile(work, fake=True))
     assert len(options) < 200
-    assert {1, 5, 30} <= {option.knob("segments") for option in options}
+    assert {1, 10, 100} <= {option.knob("segments") for option in options}
 
 
 def test_a_model_without_blocks_has_no_options() -> None:
     assert Sqrt().options(profile(zoo.small("lstm"), fake=True)) == []
 
 
-@pytest.mark.parametrize("name", ["resnet18", "unet", "densenet121", "gpt2"])
+@pytest.mark.parametrize("name", ["resnet18", "unet", "gpt2"])
 def test_the_estimate_is_within_one_percent_of_the_exact_prediction(name: str) -> None:
     work = zoo.small(name, **({"layers": 4} if name == "gpt2" else {}))
     plain = profile(work, fake=True)
     technique = Sqrt()
     options = technique.options(plain)
-    for option in options[1 :: max(1, len(options) // 2)]:
+    for option in options[1 :: len(options) - 2]:
         estimate = estimate_peak(plain.graph, [technique.price(option, plain)])
         assert estimate == pytest.approx(predict(work, [option], plain).peak_bytes, rel=0.01), option
 
 
-def test_one_level_costs_one_forward_pass_and_two_levels_two() -> None:
+def test_the_priced_seconds_are_those_of_the_ops_that_run_again() -> None:
     work = chain(8)
     plain = profile(work, fake=True)
-    forward = sum(op.seconds for op in plain.graph.ops if op.phase == "forward" and op.module)
     technique = Sqrt()
-    options = [o for o in technique.options(plain) if o.knob("segments") == 2 and not o.knob("kept")]
-    once, twice = (technique.price(option, plain).seconds for option in options)
-    assert 0.8 * forward < once < forward
-    assert 1.4 * forward < twice < 2 * forward
+    for option in technique.options(plain):
+        if option.knob("segments") == 2 and not option.knob("kept"):
+            again = [op for op in predict(work, [option], plain).graph.ops if op.recompute]
+            copies = sum(op.seconds for op in again if "clone" in op.name)  # of the running statistics
+            expected = sum(op.seconds for op in again) - copies
+            assert technique.price(option, plain).seconds == pytest.approx(expected, rel=0.1), option
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ def snapshot(work):
     return {
         "values": {name: (id(t), t._version, t.clone()) for name, t in work.model.state_dict(keep_vars=True).items()},
         "gradients": {
-            name: (id(p.grad), None if p.grad is None else p.grad.clone())
-            for name, p in work.model.named_parameters()
+            name: (id(p.grad), None if p.grad is None else p.grad.clone()) for name, p in work.model.named_parameters()
         },
         "attributes": {
             name: {key: id(value) for key, value in module.__dict__.items()}

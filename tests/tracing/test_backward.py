@@ -14,7 +14,9 @@ def python_engine(monkeypatch):
     monkeypatch.setattr(capture, "_backward", lambda losses, recorder: backward(losses.pop(), recorder.visit))
 
 
-@pytest.mark.parametrize("name", ["lenet", "resnet18", "wrn28-2", "densenet121", "unet", "gpt2", "roberta-base", "lstm"])
+@pytest.mark.parametrize(
+    "name", ["lenet", "resnet18", "wrn28-2", "densenet121", "unet", "gpt2", "roberta-base", "lstm"]
+)
 def test_it_gives_the_ops_and_the_peak_of_torchs_engine(name, monkeypatch):
     work = zoo.small(name)
     expected = trace(work, fake=True)

@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.tracing.snapshot import assert_same, snapshot
 from torch import nn
 
 from lowtide import Workload, zoo
 from lowtide.errors import TraceError, WorkloadError
 from lowtide.tracing import trace
+from tests.tracing.snapshot import assert_same, snapshot
 
 
 def mean_loss(model, batch):
@@ -123,7 +123,7 @@ def test_a_fake_step_that_reads_values_says_so():
     work = Workload(
         nn.Linear(2, 2), lambda model, batch: model(batch).mean() * model(batch).sum().item(), torch.randn(3, 2)
     )
-    with pytest.raises(TraceError, match="values.*leave out fake"):
+    with pytest.raises(TraceError, match=r"values.*leave out fake"):
         trace(work, fake=True)
     assert trace(work).storage_peak_bytes > 0
 

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from tests.tracing.allocator import allocated_peak
 from torch import nn
 
 from lowtide import Workload
 from lowtide.tracing import trace
-
+from tests.tracing.allocator import allocated_peak
 
 # Dynamo looks at .grad of what it compiles, and its own warning must not stop it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.tracing.allocator import allocated_peak
 
 from lowtide import zoo
 from lowtide.tracing import trace
+from tests.tracing.allocator import allocated_peak
 
 # The sizes of one family are the same small model: one of each is enough.
 FAMILIES = sorted(set(zoo.names()) - {"gpt2-medium", "gpt2-large", "gpt2-xl", "resnet101-1d", "resnet152-1d"})
@@ -23,9 +23,7 @@ def test_fake_storage_peak_equals_real_to_the_byte(name):
 def test_allocated_peak_is_within_one_percent_of_the_profilers(name):
     work = zoo.small(name)
     peak = trace(work).peak_bytes
-    assert peak == pytest.approx(
-        allocated_peak(work.model, work.loss, work.batch, work.optimizer), rel=0.01
-    )
+    assert peak == pytest.approx(allocated_peak(work.model, work.loss, work.batch, work.optimizer), rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "gpt2", "roberta-base", "unet"])
@@ -43,9 +41,7 @@ def test_peaks_hold_for_each_optimizer(name, optimizer):
     work = zoo.small(name, optimizer=optimizer)
     real, fake = trace(work), trace(work, fake=True)
     assert fake.storage_peak_bytes == real.storage_peak_bytes
-    assert real.peak_bytes == pytest.approx(
-        allocated_peak(work.model, work.loss, work.batch, work.optimizer), rel=0.01
-    )
+    assert real.peak_bytes == pytest.approx(allocated_peak(work.model, work.loss, work.batch, work.optimizer), rel=0.01)
 
 
 def test_a_meta_model_gives_the_same_storage_peak():

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.tracing.allocator import allocated_peak
-from tests.tracing.snapshot import assert_same, snapshot
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lowtide import Workload
 from lowtide.tracing import trace
+from tests.tracing.allocator import allocated_peak
+from tests.tracing.snapshot import assert_same, snapshot
 
 WIDTH = 32
 EXAMPLES = 200 if os.environ.get("LOWTIDE_SOAK") else 20
@@ -43,7 +43,11 @@ class RandomModel(nn.Module):
         self.steps = steps
         self.shared = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(
-            nn.BatchNorm1d(WIDTH) if step == "batch norm" else nn.LayerNorm(WIDTH) if step == "norm" else nn.Linear(WIDTH, WIDTH)
+            nn.BatchNorm1d(WIDTH)
+            if step == "batch norm"
+            else nn.LayerNorm(WIDTH)
+            if step == "norm"
+            else nn.Linear(WIDTH, WIDTH)
             for step in steps
         )
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.tracing.allocator import allocated_peak
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lowtide import Workload
 from lowtide.tracing import trace
+from tests.tracing.allocator import allocated_peak
 
 
 class Loss:
@@ -123,7 +123,9 @@ def test_fake_equals_real_and_real_equals_the_allocator(name):
 
 def test_shared_storages_count_once():
     x = torch.randn(1000, 10)
-    work = Workload(nn.Linear(10, 1), lambda model, batch: sum(model(part).mean() for part in batch), [x, x[:500], x.T.T])
+    work = Workload(
+        nn.Linear(10, 1), lambda model, batch: sum(model(part).mean() for part in batch), [x, x[:500], x.T.T]
+    )
     graph = trace(work)
     assert [s.bytes for s in graph.storages if s.category == "input"] == [40_000]
 

@@ -263,9 +263,7 @@ def test_roberta_attention_is_scaled_dot_product_attention():
     torch.manual_seed(0)
     attention = Attention(width=32, heads=4, dropout=0.1).eval()
     x = torch.randn(2, 5, 32)
-    q, k, v = (
-        f(x).view(2, 5, 4, 8).transpose(1, 2) for f in (attention.query, attention.key, attention.value)
-    )
+    q, k, v = (f(x).view(2, 5, 4, 8).transpose(1, 2) for f in (attention.query, attention.key, attention.value))
     expected = attention.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
     torch.testing.assert_close(attention(x), expected)
 
@@ -284,10 +282,7 @@ def test_optimizers_go_by_name(optimizer: str, kind: type):
 
 
 def test_families_have_their_usual_optimizer():
-    usual = {
-        name: type(zoo.small(name).optimizer).__name__
-        for name in ("resnet18", "gpt2", "roberta-base", "lstm")
-    }
+    usual = {name: type(zoo.small(name).optimizer).__name__ for name in ("resnet18", "gpt2", "roberta-base", "lstm")}
     assert usual == {"resnet18": "SGD", "gpt2": "AdamW", "roberta-base": "AdamW", "lstm": "SGD"}
     assert zoo.small("resnet18").optimizer.defaults["momentum"] == 0.9
 

@@ -56,10 +56,7 @@ def benchmarks() -> list[Benchmark]:
             where=str(Path(__file__).parents[1]),
             hint="Clone the repository and run lowtide bench there.",
         )
-    return [
-        Benchmark(path.stem.removeprefix("bench_"), _question(path))
-        for path in sorted(folder.glob("bench_*.py"))
-    ]
+    return [Benchmark(path.stem.removeprefix("bench_"), _question(path)) for path in sorted(folder.glob("bench_*.py"))]
 
 
 def choose(known: list[Benchmark], names: list[str]) -> list[Benchmark]:

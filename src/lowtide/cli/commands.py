@@ -129,12 +129,13 @@ def plan(
     traceback: Traceback = False,
 ) -> Outcome:
     """Find the fastest step that fits a budget, and say what it changes and why."""
-    from lowtide import planning, profiling
+    from lowtide import planning
+    from lowtide.planning.budget import _baseline
 
     settings = Settings(batch=batch, seq=seq, image=image, optimizer=optimizer, autocast=autocast)
     work = _loader(target, arg, settings, device=device, fake=fake)()
     with working("Profiling the plain step"):
-        before = profiling.profile(work, fake=fake, device=device)
+        before = _baseline(work, fake=fake, device=device)
     with working("Planning"):
         found = planning.plan(work, budget, allow=allow or (), profile=before)
     if not as_json:

@@ -36,9 +36,7 @@ Target = Annotated[
         "or a model by name, as zoo:gpt2-medium, torchvision:resnet50 or transformers:gpt2.",
     ),
 ]
-Args = Annotated[
-    list[str] | None, typer.Option("--arg", metavar="KEY=VALUE", help="Passed on to TARGET. Repeatable.")
-]
+Args = Annotated[list[str] | None, typer.Option("--arg", metavar="KEY=VALUE", help="Passed on to TARGET. Repeatable.")]
 Batch = Annotated[int | None, typer.Option(min=1, help="Batch size.")]
 Seq = Annotated[int | None, typer.Option(min=1, help="Sequence length.")]
 Image = Annotated[int | None, typer.Option(min=1, help="Pixels per side.")]
@@ -47,14 +45,10 @@ Autocast = Annotated[str | None, typer.Option(help="Run the loss under autocast:
 Fake = Annotated[bool, typer.Option("--fake", help="Predict: nothing is allocated or computed.")]
 Device = Annotated[
     str | None,
-    typer.Option(
-        help="cpu, cuda, or a GPU to predict for: t4, v100, a100, h100, h200. Default: the model's."
-    ),
+    typer.Option(help="cpu, cuda, or a GPU to predict for: t4, v100, a100, h100, h200. Default: the model's."),
 ]
 Here = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the model's.")]
-Budget = Annotated[
-    str, typer.Option(help="The peak of a whole step: 6GiB, 800MB, 60% of the plain step's, or device.")
-]
+Budget = Annotated[str, typer.Option(help="The peak of a whole step: 6GiB, 800MB, 60% of the plain step's, or device.")]
 Allow = Annotated[
     list[str] | None,
     typer.Option(help="Allow more than bitwise and roundoff: a fidelity class or a technique. Repeatable."),

@@ -62,15 +62,16 @@ class Step:
         """zero_grad, loss, backward, optimizer.step; returns the loss, detached."""
         if self.measured is not None and self.measured.steps >= _MEASURED_STEPS:
             return self._run(batch)
-        on_gpu = self.work.device.type == "cuda"
+        device = self.work.device
+        on_gpu = device.type == "cuda"
         if on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
         start = time.perf_counter()
         loss = self._run(batch)
         if on_gpu:
-            torch.cuda.synchronize()
-        self._note(time.perf_counter() - start, torch.cuda.max_memory_allocated() if on_gpu else None)
+            torch.cuda.synchronize(device)
+        self._note(time.perf_counter() - start, torch.cuda.max_memory_allocated(device) if on_gpu else None)
         return loss
 
     def loss(self, batch: Any) -> Tensor:

@@ -38,9 +38,7 @@ def verify(work: Workload, plan: Plan) -> Verification:
     try:
         plain = _run(work)
     except torch.OutOfMemoryError:
-        notes.append(
-            "The plain step does not fit on this device, so there is nothing to compare results with."
-        )
+        notes.append("The plain step does not fit on this device, so there is nothing to compare results with.")
     with apply_options(work, plan.options):
         planned = _run(work)
         traced = profile(work)
@@ -50,9 +48,7 @@ def verify(work: Workload, plan: Plan) -> Verification:
         if not all(agreement.holds for agreement in agreements):
             noise = _compare(plain, _run(work), Check.EXACT)
             if not all(agreement.equal for agreement in noise):
-                notes.append(
-                    "The plain step differs from itself when run twice: that much error is let pass."
-                )
+                notes.append("The plain step differs from itself when run twice: that much error is let pass.")
                 agreements = tuple(map(_within_noise, agreements, noise))
     return Verification(
         plan=plan,
@@ -113,12 +109,8 @@ class Verification:
             ("storage peak", f"{plan.storage_peak_bytes} B", f"{self.storage_peak_bytes} B"),
             ("seconds", f"{plan.seconds:.4g}", f"{self.seconds:.4g} (plain {self.plain_seconds:.4g})"),
         )
-        lines += [
-            f"  {name:<14}predicted {predicted}, measured {measured}" for name, predicted, measured in rows
-        ]
-        lines.append(
-            f"  {'budget':<14}{format_size(plan.budget_bytes)}{'' if self.within_budget else ': EXCEEDED'}"
-        )
+        lines += [f"  {name:<14}predicted {predicted}, measured {measured}" for name, predicted, measured in rows]
+        lines.append(f"  {'budget':<14}{format_size(plan.budget_bytes)}{'' if self.within_budget else ': EXCEEDED'}")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
@@ -163,19 +155,20 @@ def _step(work: Workload) -> Tensor:
 
 
 def _measure(work: Workload) -> tuple[int | None, float]:
-    on_gpu = work.device.type == "cuda"
+    device = work.device
+    on_gpu = device.type == "cuda"
     times: list[float] = []
     gc.collect()
     for _ in range(_TIMED_STEPS):
         if on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
         start = time.perf_counter()
         _step(work)
         if on_gpu:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
-    return torch.cuda.max_memory_allocated() if on_gpu else None, min(times)
+    return torch.cuda.max_memory_allocated(device) if on_gpu else None, min(times)
 
 
 def _on_host(tensor: Tensor) -> Tensor:

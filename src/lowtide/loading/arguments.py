@@ -81,14 +81,10 @@ def bind(
     if both:
         raise WorkloadError(f"{both[0]} is given twice", where=where, hint=f"Leave out --arg {both[0]}.")
     kinds = _kinds(function, named)
-    called = {key: _convert(key, text, kinds.get(key, str), where) for key, text in args.items()} | dict(
-        given
-    )
+    called = {key: _convert(key, text, kinds.get(key, str), where) for key, text in args.items()} | dict(given)
     missing = [k for k, p in named.items() if p.default is p.empty and k not in called]
     if missing:
-        options = [
-            f"--{key} N" if key in ("batch", "seq", "image") else f"--arg {key}=..." for key in missing
-        ]
+        options = [f"--{key} N" if key in ("batch", "seq", "image") else f"--arg {key}=..." for key in missing]
         raise WorkloadError(f"{where} needs {' and '.join(missing)}", hint=f"Add {' '.join(options)}.")
     return called
 

@@ -124,7 +124,8 @@ def _vision_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     images, target = batch
     out = model(images)
     heads = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else (out,)
-    return torch.stack([F.cross_entropy(head, target) for head in heads]).sum()
+    first, *auxiliary = (F.cross_entropy(head, target) for head in heads)
+    return sum(auxiliary, first)
 
 
 def _own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

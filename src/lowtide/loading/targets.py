@@ -62,9 +62,7 @@ def make_loader(
     device = settings.pop("device", None)
 
     def make(**axes: Any) -> Workload:
-        known = {
-            k: v for k, v in {**settings, **axes}.items() if v is not None and k in Settings.__annotations__
-        }
+        known = {k: v for k, v in {**settings, **axes}.items() if v is not None and k in Settings.__annotations__}
         others = {k: str(v) for k, v in axes.items() if k not in known}
         work = build({**(args or {}), **others}, known, device)
         return replace(work, autocast=DTYPES[autocast]) if autocast else work
@@ -183,9 +181,7 @@ def _raised_at(error: BaseException) -> str:
 def _is_foreign(filename: str) -> bool:
     """Whether a frame is the import system's, an installed package's, or ours: not the user's."""
     paths = sysconfig.get_paths()
-    return filename == __file__ or filename.startswith(
-        ("<", paths["stdlib"], paths["purelib"], paths["platlib"])
-    )
+    return filename == __file__ or filename.startswith(("<", paths["stdlib"], paths["purelib"], paths["platlib"]))
 
 
 def _where(function: Callable[..., Any]) -> str:

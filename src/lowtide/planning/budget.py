@@ -89,9 +89,7 @@ def resolve_budget(budget: int | str, baseline_peak: int, device: str) -> Budget
         except ValueError:
             share = math.nan
         if not share > 0:
-            raise BudgetError(
-                f"Not a share of the plain step's peak: {budget!r}", hint="Write for example 60%."
-            )
+            raise BudgetError(f"Not a share of the plain step's peak: {budget!r}", hint="Write for example 60%.")
         size = int(baseline_peak * share / 100)
         return Budget(size, f"{budget.strip()} of the plain step's {format_size(baseline_peak)}")
     try:
@@ -261,9 +259,7 @@ def _no_plan(search: _Search, wanted: int, permitted: _Permission) -> BudgetErro
 
 def _device_budget(device: str) -> Budget:
     if device == "cpu":
-        raise BudgetError(
-            "budget='device' is about a GPU, and the step is on a CPU", hint="Write a size: 6GiB."
-        )
+        raise BudgetError("budget='device' is about a GPU, and the step is on a CPU", hint="Write a size: 6GiB.")
     if device == "cuda" and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         outside = total - free - torch.cuda.memory_reserved()

@@ -103,7 +103,8 @@ def modelled_workspace(op: Op) -> int:
     """Bytes that an unmeasured kernel needs on a GPU.
 
     cuDNN's tensor-core convolutions work on channels-last data: contiguous tensors are copied into that layout, so
-    the workspace holds the input, the weight and the output once more. Recurrent layers hold their weights twice.
+    the workspace holds the input, the weight and the output once more. Recurrent layers hold their weights twice more,
+    and their sequences once.
     """
     name = op.name.split(".")[1] if "." in op.name else op.name
     if name == "convolution" and not _channels_last(op.inputs[0]):
@@ -111,12 +112,12 @@ def modelled_workspace(op: Op) -> int:
     if name == "convolution_backward" and not _channels_last(op.inputs[1]):
         return sum(v.bytes for v in op.inputs[:3])
     if name in ("_cudnn_rnn", "_cudnn_rnn_backward"):
-        return 2 * sum(v.bytes for v in op.inputs[1:] if len(v.shape) == 2)
+        return sum(v.bytes * (2 if len(v.shape) == 2 else 1) for v in op.inputs if len(v.shape) in (2, 3))
     return 0
 
 
 def _with_library(graph: Graph) -> Graph:
-    """cuBLAS keeps a workspace for each thread that uses it; the backward pass runs on its own thread."""
+    """CuBLAS keeps a workspace for each thread that uses it; the backward pass runs on its own thread."""
     if graph.tensor_device == "cpu":
         return graph
     products = {op.phase == "backward" for op in graph.ops if op.name.split(".")[1].endswith("mm")}

@@ -213,16 +213,16 @@ class Profile:
         }
 
     def compare(self, other: Profile) -> Comparison:
-        """This profile before, another after, on one axis."""
+        """Set another profile of the same step, made after a change, beside this one."""
         return Comparison(self, other)
 
     def __str__(self) -> str:
-        graph = self.graph
+        graph, storage, saved = self.graph, self.storage_peak_bytes, self.saved_bytes
         where = graph.ops[self.peak_op] if graph.ops else None
         lines = [
             f"{self.name or 'step'} on {self.hardware}{' (predicted without running)' if graph.fake else ''}",
-            f"  allocated peak {format_size(self.peak_bytes):>10}   storage peak {format_size(self.storage_peak_bytes)}",
-            f"  static         {format_size(self.static_bytes):>10}   saved for backward {format_size(self.saved_bytes)}",
+            f"  allocated peak {format_size(self.peak_bytes):>10}   storage peak       {format_size(storage):>10}",
+            f"  static         {format_size(self.static_bytes):>10}   saved for backward {format_size(saved):>10}",
         ]
         if where:
             lines.append(f"  the peak is in {where.phase}: {where.name} in {where.module or 'the model'}")

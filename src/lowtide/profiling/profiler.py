@@ -10,7 +10,6 @@ import torch
 
 from lowtide.profiling.devices import find_device, hardware_name
 from lowtide.profiling.kernels import with_workspaces
-from lowtide.profiling.outside import read_outside
 from lowtide.profiling.profile import Profile, Source
 from lowtide.profiling.roofline import model_seconds
 from lowtide.tracing import trace
@@ -19,9 +18,7 @@ from lowtide.version import __version__
 from lowtide.workload import Workload
 
 
-def profile(
-    work: Workload, *, fake: bool = False, device: str | None = None, measure: bool = False
-) -> Profile:
+def profile(work: Workload, *, fake: bool = False, device: str | None = None, measure: bool = False) -> Profile:
     """Where the memory of one training step goes, and when.
 
     Runs one step (zero_grad, forward, backward, optimizer) and puts everything back, bit for bit. With ``fake``,

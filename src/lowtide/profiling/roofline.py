@@ -12,9 +12,7 @@ from lowtide.tracing.graph import Graph, Op
 def model_seconds(graph: Graph) -> tuple[Op, ...]:
     """The ops with modelled seconds where none were measured."""
     device = find_device(graph.device)
-    return tuple(
-        replace(op, seconds=op_seconds(op, device)) if math.isnan(op.seconds) else op for op in graph.ops
-    )
+    return tuple(replace(op, seconds=op_seconds(op, device)) if math.isnan(op.seconds) else op for op in graph.ops)
 
 
 def op_seconds(op: Op, device: Device) -> float:
@@ -36,7 +34,7 @@ def operations(op: Op) -> float:
     if name == "convolution_backward":
         grad, _, weight = shapes[:3]
         return 2.0 * math.prod(grad) * math.prod(weight[1:]) * _needed_gradients(op)
-    if "attention" in name or name.startswith("_flash") or name.startswith("_efficient"):
+    if "attention" in name or name.startswith(("_flash", "_efficient")):
         backward = "backward" in name
         query, key = (shapes[1], shapes[2]) if backward else (shapes[0], shapes[1])
         if len(query) == 4:

@@ -79,9 +79,7 @@ def sweep(
     last: Profile | None = None
     for point in points:
         last = profile(make_workload(**point), fake=True, device=device)
-        cells.append(
-            Cell(point, last.peak_bytes, last.storage_peak_bytes, last.saved_bytes, dict(last.by_category))
-        )
+        cells.append(Cell(point, last.peak_bytes, last.storage_peak_bytes, last.saved_bytes, dict(last.by_category)))
         if progress is not None:
             progress(len(cells), len(points))
     assert last is not None

@@ -122,9 +122,7 @@ def comparison_chart(comparison: Comparison) -> alt.LayerChart:
     peaks: list[Row] = []
     for name, profile in zip(names, (before, after), strict=True):
         live = profile.timeline.allocated
-        rows += [
-            {"step": x / len(live), "size": int(live[op]) / scale, "run": name} for x, op in _steps(live)
-        ]
+        rows += [{"step": x / len(live), "size": int(live[op]) / scale, "run": name} for x, op in _steps(live)]
         label = f"{name}: {format_size(profile.peak_bytes)}"
         peaks.append({"size": profile.peak_bytes / scale, "run": name, "label": label})
     color = alt.Color("run:N", title=None, scale=alt.Scale(domain=list(names), range=[BEFORE, AFTER]))
@@ -163,9 +161,7 @@ def heatmap_chart(sweep: Sweep) -> alt.LayerChart:
             axis=_bare_axis(alt, labelAngle=0),
             scale=gaps,
         ),
-        y=alt.Y(
-            "y:O", title=layout.row_axis or None, sort=list(layout.rows), axis=_bare_axis(alt), scale=gaps
-        )
+        y=alt.Y("y:O", title=layout.row_axis or None, sort=list(layout.rows), axis=_bare_axis(alt), scale=gaps)
         if layout.row_axis
         else alt.Y("y:O", axis=None),
     )
@@ -189,9 +185,7 @@ def save_figure(chart: alt.LayerChart, path: str | Path) -> Path:
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix not in {".png", ".svg", ".json"}:
-        raise LowtideError(
-            f"Cannot write a figure as {path.name!r}", hint="End the name in .png, .svg or .json."
-        )
+        raise LowtideError(f"Cannot write a figure as {path.name!r}", hint="End the name in .png, .svg or .json.")
     specification = chart.to_json()
     if suffix == ".json":
         path.write_text(specification)
@@ -227,9 +221,7 @@ def _styled(chart: Any, title: Any, *, width: int = WIDTH, height: int = HEIGHT)
         gridColor="#e6e8eb", domainColor="#9aa0a6", tickColor="#9aa0a6", labelColor="#444", titleColor="#444",
         titleFontWeight=500,
     )  # fmt: skip
-    chart = chart.configure_title(
-        anchor="start", fontSize=15, subtitleColor="#666", subtitleFontSize=12, offset=14
-    )
+    chart = chart.configure_title(anchor="start", fontSize=15, subtitleColor="#666", subtitleFontSize=12, offset=14)
     return chart.configure_legend(labelColor="#333", titleColor="#666", symbolType="square")
 
 
@@ -245,9 +237,7 @@ def _steps(live: NDArray[np.int64]) -> list[tuple[int, int]]:
 
 
 def _op_axis(alt: Any, count: int) -> Any:
-    return alt.X(
-        "op:Q", title="op", scale=alt.Scale(domain=[0, count], nice=False), axis=alt.Axis(grid=False)
-    )
+    return alt.X("op:Q", title="op", scale=alt.Scale(domain=[0, count], nice=False), axis=alt.Axis(grid=False))
 
 
 def _bare_axis(alt: Any, **options: Any) -> Any:

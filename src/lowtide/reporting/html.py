@@ -97,9 +97,7 @@ def _profile_page(profile: Profile) -> Page:
         tags=_tags(profile),
         figures=(
             Figure("Allocated peak", format_size(profile.peak_bytes), "what a memory budget is about"),
-            Figure(
-                "Storage peak", format_size(profile.storage_peak_bytes), "tensors alone, exact to the byte"
-            ),
+            Figure("Storage peak", format_size(profile.storage_peak_bytes), "tensors alone, exact to the byte"),
             Figure("Static", format_size(profile.static_bytes), "what every step starts with"),
             Figure("Saved for backward", format_size(profile.saved_bytes), "activations that forward keeps"),
             *_seconds_figure(profile),
@@ -135,9 +133,7 @@ def _comparison_page(comparison: Comparison) -> Page:
             Figure(f"Peak {word} by", f"{abs(share):.0%}", format_size(abs(comparison.saved_bytes))),
             Figure("Peak before", format_size(before.peak_bytes), "allocated"),
             Figure("Peak after", format_size(after.peak_bytes), "allocated"),
-            Figure(
-                "Saved for backward", format_size(after.saved_bytes), f"was {format_size(before.saved_bytes)}"
-            ),
+            Figure("Saved for backward", format_size(after.saved_bytes), f"was {format_size(before.saved_bytes)}"),
             *seconds,
         ),
         context={
@@ -160,9 +156,7 @@ def _sweep_page(sweep: Sweep) -> Page:
     ]
     if sweep.limit_bytes is not None:
         fits = sum(not layout.over(peak) for peak in peaks)
-        figures.append(
-            Figure("Limit", f"{layout.label(sweep.limit_bytes)} {layout.unit}", "of allocated bytes")
-        )
+        figures.append(Figure("Limit", f"{layout.label(sweep.limit_bytes)} {layout.unit}", "of allocated bytes"))
         figures.append(Figure("Within the limit", f"{fits} of {len(peaks)}", "points of the sweep"))
     return Page(
         template="sweep.html",

@@ -94,9 +94,7 @@ def show_sweep(sweep: Sweep, console: Console | None = None) -> None:
     console = _console(console)
     layout = grid(sweep)
     table = Table(box=None, padding=0, header_style="bold", pad_edge=False)
-    table.add_column(
-        Text(f"{layout.row_axis} ↓ {layout.column_axis} →" if layout.row_axis else layout.column_axis)
-    )
+    table.add_column(Text(f"{layout.row_axis} ↓ {layout.column_axis} →" if layout.row_axis else layout.column_axis))
     for column in layout.columns:
         table.add_column(Text(f" {column} "), justify="right")
     for row, cells in zip(layout.rows, layout.cells, strict=True):
@@ -110,9 +108,7 @@ def show_sweep(sweep: Sweep, console: Console | None = None) -> None:
                 share = layout.share(cell.peak_bytes)
                 texts.append(Text(f" {layout.label(cell.peak_bytes)}  ", f"{ink(share)} on {heat(share)}"))
         table.add_row(*texts)
-    title = Text.assemble(
-        (sweep.name or "sweep", "bold"), f"  {sweep.hardware}  allocated peak in {layout.unit}"
-    )
+    title = Text.assemble((sweep.name or "sweep", "bold"), f"  {sweep.hardware}  allocated peak in {layout.unit}")
     limit: Text | None = None
     if sweep.limit_bytes is not None:
         bound = f"the limit of {layout.label(sweep.limit_bytes)} {layout.unit}"
@@ -167,9 +163,7 @@ def _header(profile: Profile) -> Text:
     from rich.text import Text
 
     how = "predicted without running" if profile.graph.fake else "measured"
-    return Text.assemble(
-        (profile.name or "step", "bold"), "  ", profile.hardware, ("  " + how, "dim"), overflow="fold"
-    )
+    return Text.assemble((profile.name or "step", "bold"), "  ", profile.hardware, ("  " + how, "dim"), overflow="fold")
 
 
 def _figures(profile: Profile) -> Table:

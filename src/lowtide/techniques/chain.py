@@ -159,9 +159,7 @@ class _Made:
 
     def saved_bytes(self, block: int) -> int:
         """What a block makes and no other block reads: what is gained if it runs again."""
-        return int(
-            self.bytes[(self.low == block) & (self.high == block) & (self.death > self.last_use + 1)].sum()
-        )
+        return int(self.bytes[(self.low == block) & (self.high == block) & (self.death > self.last_use + 1)].sum())
 
     def owner(self, spans: Sequence[Span]) -> NDArray[np.int64]:
         """For each storage, the innermost span that it does not leave; -1 where it leaves all."""
@@ -249,13 +247,9 @@ def _containers(modules: Sequence[tuple[str, str]]) -> list[_Container]:
                 stretches.append({})
                 visit(child)
             else:
-                name = child.rpartition(".")[
-                    2
-                ]  # a module that is there twice is listed once: its number still counts
+                name = child.rpartition(".")[2]  # a module that is there twice is listed once: its number still counts
                 stretches[-1][child] = int(name) if name.isdecimal() else position
-        found.extend(
-            _Container(path, kind[path] == "Sequential", stretch) for stretch in stretches if stretch
-        )
+        found.extend(_Container(path, kind[path] == "Sequential", stretch) for stretch in stretches if stretch)
 
     visit("")
     return found

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lowtide.errors import LowtideError
 
 
+@_disable_dynamo  # checkpoint's contexts cannot be compiled: a compiled model runs these parts eagerly
 def recompute(
     function: Callable[..., Any], *args: Any, modules: Sequence[nn.Module], path: str = "", **kwargs: Any
 ) -> Any:

@@ -26,11 +26,8 @@ class Answers(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        answer = self._answers.get(func)
-        if answer is not None:
-            return answer(*args, **kwargs)
         if not func._schema.returns and func._schema.name.startswith(("aten::_foreach", "aten::_fused")):
             return None
-        out = func(*args, **kwargs)
+        out = self._answers.get(func, func)(*args, **kwargs)
         fix = self._fixes.get(func)
         return out if fix is None else fix(out, *args, **kwargs)

@@ -22,11 +22,7 @@ class _Shape:
     def make(self, device: torch.device) -> Tensor:
         where = torch.device("cpu") if self.on_cpu else device
         tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=where)
-        return (
-            tensor.uniform_(-1, 1)
-            if self.dtype.is_floating_point and tensor.element_size() > 1
-            else tensor.zero_()
-        )
+        return tensor.uniform_(-1, 1) if self.dtype.is_floating_point and tensor.element_size() > 1 else tensor.zero_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +38,7 @@ class Call:
         """Remember a call; no tensor is kept."""
 
         def shape(tensor: Tensor) -> _Shape:
-            return _Shape(
-                tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device.type == "cpu"
-            )
+            return _Shape(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device.type == "cpu")
 
         args, kwargs = pytree.tree_map_only(Tensor, shape, (args, kwargs))
         return Call(function, args, kwargs)

@@ -17,14 +17,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from lowtide.errors import TraceError
+from lowtide.errors import LowtideError, TraceError
 from lowtide.tracing.answers import Answers
 from lowtide.tracing.backward import backward
 from lowtide.tracing.calls import Call
 from lowtide.tracing.compiled import compiled_modules, opaque_compiled_graphs
-from lowtide.tracing.fake import FIXES, fake_workload
+from lowtide.tracing.fake import fake_workload, known_value, second_step
+from lowtide.tracing.fixes import FIXES
+from lowtide.tracing.gpu import ANSWERS, GPU_FIXES, emulated_gpu
 from lowtide.tracing.graph import Graph
-from lowtide.tracing.gpu import ANSWERS, emulated_gpu
 from lowtide.tracing.meter import CpuMeter, CudaMeter, Meter, NoMeter, profiler_is_free
 from lowtide.tracing.recorder import Recorder, module_hooks
 from lowtide.workload import Workload
@@ -47,9 +48,7 @@ def trace(
     if work.device.type == "meta" and target == "meta":
         target = "cpu"
     fake = fake or work.device.type == "meta"
-    held = sum(
-        -(-p.grad.nbytes // 512) * 512 for p in _parameters(work) if p.grad is not None and p.grad.is_cuda
-    )
+    held = sum(-(-p.grad.nbytes // 512) * 512 for p in _parameters(work) if p.grad is not None and p.grad.is_cuda)
     with unchanged(work, fake=fake):
         if not fake:
             if torch.device(target).type != work.device.type if target in ("cpu", "cuda") else True:
@@ -77,17 +76,24 @@ def _trace_fake(work: Workload, target: str, calls: dict[str, Call] | None) -> G
         raise TraceError(
             f"The step looks at a tensor's values ({error})", hint="Profile a real step: leave out fake=True."
         ) from error
+    except LowtideError:
+        raise
+    except RuntimeError as error:  # torch's own: an op without a fake kernel, or one that a fake tensor trips
+        raise TraceError(
+            f"The step does not run on fake tensors ({error})",
+            hint="If it runs on real ones, profile that: leave out fake=True.",
+        ) from error
 
 
-def _run(
-    work: Workload, meter: Meter, *, fake: bool, device: str, calls: dict[str, Call] | None = None
-) -> Graph:
+def _run(work: Workload, meter: Meter, *, fake: bool, device: str, calls: dict[str, Call] | None = None) -> Graph:
     """One steady step under the recorder."""
     recorder = Recorder(meter, calls=calls)
-    fake_kernels = Answers({**ANSWERS, _ITEM: lambda tensor: _item(recorder)}, FIXES) if fake else nullcontext()
+    answers = {**ANSWERS, _ITEM: lambda tensor: _item(recorder, tensor)}
+    fake_kernels = Answers(answers, {**FIXES, **GPU_FIXES}) if fake else nullcontext()
     recorder.start("optimizer")
     with fake_kernels:
         fresh = _init_optimizer_state(work)
+    second_step(work.optimizer)
     recorder.start("forward")
     owners = _own_everything(recorder, work)
     modules: dict[str, str] = {}
@@ -183,10 +189,10 @@ def _init_optimizer_state(work: Workload) -> list[Tensor]:
     return fresh
 
 
-def _item(recorder: Recorder) -> float:
+def _item(recorder: Recorder, tensor: Tensor) -> float:
     """``.item()`` on a fake tensor: optimizers may read their step count; nothing else has a value."""
     if recorder.phase == "optimizer":
-        return 1.0
+        return known_value(tensor)
     raise DataDependentOutputException(_ITEM)
 
 
@@ -260,9 +266,7 @@ def _parameters(work: Workload) -> list[Tensor]:
     return list(found)
 
 
-def _state_tensors(
-    optimizer: torch.optim.Optimizer | None, parameters: list[Tensor] | None = None
-) -> list[Tensor]:
+def _state_tensors(optimizer: torch.optim.Optimizer | None, parameters: list[Tensor] | None = None) -> list[Tensor]:
     """The tensors of an optimizer's state: of some parameters, or of all."""
     if optimizer is None:
         return []
@@ -308,9 +312,7 @@ def _restore_optimizer(
 
 
 def _generators() -> tuple[Any, ...]:
-    cuda = (
-        torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    )
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
 
 

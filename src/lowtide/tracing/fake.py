@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide.errors import TraceError
 from lowtide.workload import Workload
@@ -71,15 +72,11 @@ class _Twins:
         return self._tensors[id(tensor)]
 
     def _make(self, tensor: Tensor) -> Tensor:
-        if (
-            tensor.layout is not torch.strided
-            or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-        ):
-            if not isinstance(tensor, FakeTensor):
-                raise TraceError(
-                    f"A {type(tensor).__name__} with layout {tensor.layout} cannot be faked",
-                    hint="Profile a real step: leave out fake=True.",
-                )
+        if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+            raise TraceError(
+                f"A {type(tensor).__name__} with layout {tensor.layout} cannot be faked",
+                hint="Profile a real step: leave out fake=True.",
+            )
         device = tensor.device if _stays_on_cpu(tensor, self._device) else self._device
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor.dtype, device.type)
@@ -110,23 +107,27 @@ def _fake_optimizer(optimizer: torch.optim.Optimizer, twins: _Twins) -> torch.op
     fake.state = defaultdict(dict)
     for parameter, state in optimizer.state.items():
         fake.state[twins(parameter)] = {
-            key: twins(value) if isinstance(value, Tensor) else value for key, value in state.items()
+            key: _known(key, twins(value), value) if isinstance(value, Tensor) else value
+            for key, value in state.items()
         }
     return fake
 
 
-def _batch_norm_statistics(out: Any, input: Tensor, *_args: Any, **_kwargs: Any) -> Any:
-    """The fake kernel gives the statistics of a low-precision input in that precision; kernels keep float32."""
-    result, mean, rstd, *rest = out
-    if input.dtype in (torch.bfloat16, torch.float16) and mean.dtype == input.dtype:
-        mean, rstd = mean.float(), rstd.float()
-    return (result, mean, rstd, *rest)
+def _known(key: str, twin: Tensor, original: Tensor) -> Tensor:
+    """A twin that knows what its original holds, a step count what it will hold: optimizers branch on these."""
+    if original.ndim == 0 and not original.is_meta:
+        twin.__dict__["value"] = original.item() + (1 if key == "step" else 0)
+    return twin
 
 
-# Fake kernels that give other sizes than the real ones, and what the real ones give. tests/tracing/test_fake.py
-# runs each against the real op.
-FIXES: dict[Any, Callable[..., Any]] = {
-    aten.native_batch_norm.default: _batch_norm_statistics,
-    aten._native_batch_norm_legit.default: _batch_norm_statistics,
-    aten._native_batch_norm_legit.no_stats: _batch_norm_statistics,
-}
+def second_step(optimizer: torch.optim.Optimizer | None) -> None:
+    """Tell state that was made for the trace what it holds in the second step: ``mu`` is ASGD's, 1 for a long time."""
+    for state in optimizer.state.values() if optimizer is not None else ():
+        for key, value in (("step", 2.0), ("mu", 1.0)):
+            if isinstance(scalar := state.get(key), FakeTensor):
+                scalar.__dict__.setdefault("value", value)
+
+
+def known_value(tensor: Tensor) -> float:
+    """What a scalar of an optimizer holds; of one that is not known, a number that can be divided by, as can 1 less."""
+    return tensor.__dict__.get("value", 0.5)

@@ -19,7 +19,7 @@ Fix = Callable[..., Any]
 
 
 def _lstm_layer(out: Any, input: Tensor, *args: Any, **_kwargs: Any) -> Any:
-    """oneDNN keeps a workspace for the backward pass; the fake one is empty. Without gradients there is none."""
+    """OneDNN keeps a workspace for the backward pass; the fake one is empty. Without gradients there is none."""
     output, hy, cy, workspace = out
     if not torch.is_grad_enabled():
         return output, hy, cy, None
@@ -29,9 +29,7 @@ def _lstm_layer(out: Any, input: Tensor, *args: Any, **_kwargs: Any) -> Any:
     return output, hy, cy, workspace.new_empty(size)
 
 
-def lstm_workspace_bytes(
-    steps: int, batch: int, wide: int, hidden: int, *, item: int = 4, cell: int = 4
-) -> int:
+def lstm_workspace_bytes(steps: int, batch: int, wide: int, hidden: int, *, item: int = 4, cell: int = 4) -> int:
     """Bytes that oneDNN keeps for the backward pass of one layer and direction of an LSTM.
 
     Parts one after the other, each from a new page on: the gates, the hidden states before projection, the
@@ -57,7 +55,7 @@ def lstm_workspace_bytes(
 
 
 def _leading(width: int, item: int) -> int:
-    """oneDNN's row length in elements: whole cache lines, and no multiple of 256, which would alias in the cache."""
+    """OneDNN's row length in elements: whole cache lines, and no multiple of 256, which would alias in the cache."""
     line = 64 // item
     padded = _up(width, line)
     return padded + line if padded % 256 == 0 else padded
@@ -75,14 +73,42 @@ def _lstm_layer_backward(out: Any, *_args: Any, **_kwargs: Any) -> Any:
 
 def _reduced_in_place(out: Tensor, input: Tensor, target: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
     """These losses are computed element by element and shrunk to a scalar in the same storage."""
-    if out.ndim or not input.ndim:
-        return _pointwise(0, 1)(out, input, target)
+    if out.ndim:
+        return out
     return _grown(out, torch.broadcast_shapes(input.shape, target.shape).numel())
+
+
+def _binary_cross_entropy(out: Tensor, input: Tensor, target: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    return torch.empty_like(input) if out.ndim else _reduced_in_place(out, input, target)
 
 
 def _reshaped_in_place(out: Tensor, input: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
     """The output starts as large as the input and is resized: its storage never shrinks."""
     return _grown(out, input.numel())
+
+
+def _embedding_bag(
+    out: Any,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> Any:
+    """Which bag each index belongs to: left out in plain sums, else counted up in one element more.
+
+    The fake kernel counts in sums of bfloat16 too. Bag sizes start as many as the offsets.
+    """
+    result, _, bag_size, max_indices = out
+    plain = padding_idx < 0 and weight.stride(1) == 1 and weight.dtype != torch.float64
+    plain = plain and (per_sample_weights is None or per_sample_weights.stride(0) == 1)
+    count = 0 if mode == 0 and plain else indices.numel()
+    offset2bag = _grown(offsets.new_empty(count), count + 1 if count else 0)
+    return result, offset2bag, _grown(bag_size, offsets.numel() if bag_size.numel() else 0), max_indices
 
 
 def _grown(tensor: Tensor, count: int) -> Tensor:
@@ -188,10 +214,12 @@ FIXES: dict[Any, Fix] = {
     aten.mkldnn_rnn_layer_backward.default: _lstm_layer_backward,
     aten.mse_loss.default: _reduced_in_place,
     aten.smooth_l1_loss.default: _reduced_in_place,
-    aten.binary_cross_entropy.default: _reduced_in_place,
+    aten.binary_cross_entropy.default: _binary_cross_entropy,
     aten.soft_margin_loss.default: _reduced_in_place,
     aten.im2col.default: _reshaped_in_place,
     aten.col2im.default: _reshaped_in_place,
+    aten._embedding_bag.default: _on_cpu(_embedding_bag),
+    aten._embedding_bag_forward_only.default: _on_cpu(_embedding_bag),
     aten.native_batch_norm.default: _on_cpu(_batch_norm),
     aten.native_layer_norm.default: _on_cpu(_layer_norm),
     aten.native_group_norm.default: _on_cpu(_group_norm),

@@ -26,6 +26,7 @@ aten = torch.ops.aten
 
 _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"  # c10::impl::device_guard_impl_registry
 _CUDA, _META = 1, 14  # c10::DeviceType
+_DROPOUT_STATE_BYTES = 132 * 2048 * 24  # a generator for each thread of a Hopper GPU: cuDNN's dropout keeps it
 
 
 @contextmanager
@@ -33,14 +34,14 @@ def emulated_gpu() -> Generator[None]:
     """Inside, fake tensors on ``cuda`` behave as on a machine with a GPU."""
     with ExitStack() as stack:
         # nn.RNN would lay its fake weights out for cuDNN, or warn that it cannot.
-        stack.enter_context(mock.patch("torch.backends.cudnn.is_acceptable", lambda tensor: False))
+        stack.enter_context(mock.patch("torch.backends.cudnn.is_acceptable", return_value=False))
         if torch.cuda.is_available():
             stack.enter_context(_CudaChoices(_RECURRENT))
             yield
             return
         stack.enter_context(_device_guard())
-        stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
-        stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", lambda including_emulation=True: True))
+        stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False))
+        stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", return_value=True))
         stack.enter_context(_CudaChoices({**_RECURRENT, F.scaled_dot_product_attention: _attention}))
         yield
 
@@ -64,9 +65,7 @@ def _device_guard() -> Generator[None]:
     before = guards[_CUDA]
     if before is None:
         if guards[_META] is None:
-            raise TraceError(
-                "This build of torch has no meta device", hint="Profile on the CPU: device='cpu'."
-            )
+            raise TraceError("This build of torch has no meta device", hint="Profile on the CPU: device='cpu'.")
         guards[_CUDA] = guards[_META]
     try:
         yield
@@ -113,9 +112,7 @@ def _attention(
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(dtype)
     if query.dtype in (torch.float16, torch.bfloat16) and attn_mask is None and query.shape[-1] <= 256:
-        return aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)
     if attn_mask is not None:
@@ -130,11 +127,7 @@ def _recurrent(mode: int) -> Callable[..., tuple[Tensor, ...]]:
     """A layer of cuDNN: 0 relu, 1 tanh, 2 LSTM, 3 GRU. Packed sequences come as data and batch sizes."""
 
     def run(input: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        packed = (
-            isinstance(rest[0], Tensor)
-            and not isinstance(rest[1], bool)
-            and isinstance(rest[2], (list, tuple))
-        )
+        packed = isinstance(rest[0], Tensor) and not isinstance(rest[1], bool) and isinstance(rest[2], (list, tuple))
         packed = packed and isinstance(rest[2][0], Tensor)
         if packed:
             raise TraceError("Packed sequences cannot be predicted for a GPU", hint="Profile a real step.")
@@ -147,7 +140,8 @@ def _recurrent(mode: int) -> Callable[..., tuple[Tensor, ...]]:
             weights = [w.to(dtype) for w in weights]
         gates = {0: 1, 1: 1, 2: 4, 3: 3}[mode]
         size = weights[1].shape[0] // gates
-        state = torch.empty(0, dtype=torch.uint8, device=input.device)
+        random = _DROPOUT_STATE_BYTES if dropout and train else 0
+        state = torch.empty(random, dtype=torch.uint8, device=input.device)
         output, hy, cy, _, _ = aten._cudnn_rnn(
             input, weights, 4 if has_biases else 2, weights[0].detach().flatten(), hx, cx, mode, size, 0, layers,
             batch_first, dropout, train, bidirectional, [], state,
@@ -198,14 +192,52 @@ def _cudnn_rnn_backward(
 
 
 def _time_major(input: Tensor, features: int, batch_first: bool) -> Tensor:
-    """cuDNN lays sequences out by time, whatever order the caller sees."""
+    """CuDNN lays sequences out by time, whatever order the caller sees."""
     if input.ndim == 3 and batch_first:
         return input.new_empty(input.shape[1], input.shape[0], features).transpose(0, 1)
     return input.new_empty(*input.shape[:-1], features)
 
 
+def _clone(tensor: Tensor, **kwargs: Any) -> Tensor:
+    """A copy, where torch would make a fake one that is empty (sparse) or that the GPU does not make.
+
+    Outside of torch's engine cuDNN's formula believes that the graph is kept, and copies its reserve.
+    """
+    if tensor.layout is torch.sparse_coo:
+        parts = tensor._indices().clone(), tensor._values().clone()
+        return torch.sparse_coo_tensor(*parts, tensor.shape, is_coalesced=tensor.is_coalesced())
+    if tensor.dtype == torch.uint8 and tensor.is_cuda and not torch.is_grad_enabled() and not torch.cuda.is_available():
+        return tensor.detach()
+    return aten.clone.default(tensor, **kwargs)
+
+
+def _convolution(out: Any, input: Tensor, weight: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+    """CuDNN works channels-last where the input or the weight is; without it, the fake kernel never does."""
+    return _restrided(out, input, weight)
+
+
+def _convolution_backward(out: Any, grad: Tensor, input: Tensor, weight: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+    return tuple(None if t is None else _restrided(t, input, weight) for t in out)
+
+
+def _restrided(out: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+    if out.ndim != 4 or not out.is_cuda or torch.cuda.is_available():
+        return out
+    nhwc = torch.channels_last
+    if not any(t.is_contiguous(memory_format=nhwc) and not t.is_contiguous() for t in (input, weight)):
+        return out
+    return torch.empty_like(out, memory_format=nhwc)
+
+
+# Fake kernels that choose otherwise than the GPU's.
+GPU_FIXES: dict[Any, Callable[..., Any]] = {
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+}
+
 # Ops that torch's fake kernels do not know, or know wrongly: called instead of them.
 ANSWERS: dict[Any, Callable[..., Any]] = {
+    aten.clone.default: _clone,
     aten._cudnn_rnn.default: _cudnn_rnn,
     aten._cudnn_rnn_backward.default: _cudnn_rnn_backward,
 }

@@ -116,9 +116,7 @@ class Graph:
     ops: tuple[Op, ...]
     storages: tuple[Storage, ...]
     saved: tuple[Saved, ...]
-    modules: tuple[
-        tuple[str, str], ...
-    ]  # path and class of every module, the model itself first, as ("", "ResNet")
+    modules: tuple[tuple[str, str], ...]  # path and class of every module, the model itself first, as ("", "ResNet")
     device: str  # "cpu", "cuda", or the device that was predicted: "h200"
     fake: bool
     granularity: int = 1  # the allocator rounds every storage up to a multiple of this
@@ -134,9 +132,7 @@ class Graph:
         """``cpu`` or ``cuda``: what the tensors' own device says."""
         return "cpu" if self.device == "cpu" else "cuda"
 
-    def live_bytes(
-        self, *categories: Category, allocated: bool = False, ops: int | None = None
-    ) -> NDArray[np.int64]:
+    def live_bytes(self, *categories: Category, allocated: bool = False, ops: int | None = None) -> NDArray[np.int64]:
         """Bytes alive while each op runs, its outputs included; of some categories, or of all.
 
         Storage bytes by default; with ``allocated``, rounded as the allocator rounds them, and with workspaces.

@@ -192,9 +192,7 @@ class Recorder(TorchDispatchMode):
         place, recompute = self._place(name)
         known = len(self._storages)
         outputs = tuple(self._value(tensor, index, place) for tensor in made)
-        self._ops.append(
-            _Op(place.op, self.phase, place.module, place.source, inputs, outputs, arguments, recompute)
-        )
+        self._ops.append(_Op(place.op, self.phase, place.module, place.source, inputs, outputs, arguments, recompute))
         if recompute:
             for storage in self._storages[known:]:
                 storage.recomputed = True
@@ -296,9 +294,7 @@ class Recorder(TorchDispatchMode):
 
     # -- what comes out -------------------------------------------------------------------------------
 
-    def graph(
-        self, modules: dict[str, str], *, device: str, fake: bool, notes: tuple[str, ...] = ()
-    ) -> Graph:
+    def graph(self, modules: dict[str, str], *, device: str, fake: bool, notes: tuple[str, ...] = ()) -> Graph:
         """The step as a frozen graph. Stops following storages."""
         self._watch.clear()
         end = len(self._ops)
@@ -340,9 +336,7 @@ class Recorder(TorchDispatchMode):
         if readings.held_bytes:
             label = "libraries' workspaces and other tensors"
             where = graph.tensor_device
-            held = Storage(
-                len(storages), readings.held_bytes, where, "uint8", "workspace", 0, end, label, "", ""
-            )
+            held = Storage(len(storages), readings.held_bytes, where, "uint8", "workspace", 0, end, label, "", "")
             graph = replace(graph, storages=(*storages, held))
         ops = [
             self._frozen(i, op, seconds, workspace, kept)
@@ -430,7 +424,7 @@ def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor
 def _split(value: Any, tensors: list[Tensor], rest: list[str]) -> None:
     if isinstance(value, Tensor):
         tensors.extend(_parts(value))
-    elif isinstance(value, (list, tuple)) and value and isinstance(value[0], (Tensor, list, tuple)):
+    elif isinstance(value, (list, tuple)) and any(isinstance(item, (Tensor, list, tuple)) for item in value):
         for item in value:
             _split(item, tensors, rest)
     elif isinstance(value, torch.UntypedStorage | torch.TypedStorage):

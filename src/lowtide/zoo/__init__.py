@@ -72,9 +72,7 @@ def workload(
     settings = _settings(name, entry, builder, options, also=inspect.signature(workload).parameters)
     if settings.get("block_size", size) < size:
         if "block_size" in options:
-            raise WorkloadError(
-                f"seq={size} is longer than block_size={options['block_size']}", where=f"zoo:{name}"
-            )
+            raise WorkloadError(f"seq={size} is longer than block_size={options['block_size']}", where=f"zoo:{name}")
         settings["block_size"] = size
     if channels_last and (entry.inputs not in ("images", "pixels") or settings.get("dims", 2) != 2):
         raise WorkloadError("channels_last is for images", where=f"zoo:{name}")

@@ -35,7 +35,5 @@ class LeNet(nn.Module):
         return self.head(self.features(x))
 
 
-def _activation(
-    batch_norm: type[nn.BatchNorm1d] | type[nn.BatchNorm2d], width: int, norm: bool
-) -> list[nn.Module]:
+def _activation(batch_norm: type[nn.BatchNorm1d] | type[nn.BatchNorm2d], width: int, norm: bool) -> list[nn.Module]:
     return [batch_norm(width), nn.ReLU(inplace=True)] if norm else [nn.ReLU(inplace=True)]

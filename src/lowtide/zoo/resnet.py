@@ -95,9 +95,7 @@ class BasicBlock(nn.Module):
 class Bottleneck(nn.Module):
     """1-, 3-, 1-wide convolutions and a shortcut: the block of ResNet-50 and deeper, and of ResNeXt."""
 
-    def __init__(
-        self, layers: Layers, wide_in: int, inner: int, wide_out: int, stride: int, groups: int
-    ) -> None:
+    def __init__(self, layers: Layers, wide_in: int, inner: int, wide_out: int, stride: int, groups: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
             layers.conv(wide_in, inner, kernel_size=1, bias=False),

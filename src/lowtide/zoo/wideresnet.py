@@ -18,9 +18,7 @@ class WideResNet(nn.Module):
         super().__init__()
         blocks, rest = divmod(depth - 4, 6)
         if rest or blocks < 1:
-            raise WorkloadError(
-                f"There is no WideResNet of depth {depth}", hint="Choose 10, 16, 22, 28, 34, ..."
-            )
+            raise WorkloadError(f"There is no WideResNet of depth {depth}", hint="Choose 10, 16, 22, 28, 34, ...")
         self.stem = nn.Conv2d(channels, 16, kernel_size=3, padding=1, bias=False)
         self.stages = nn.Sequential()
         wide = 16

@@ -1,0 +1,1 @@
+from .threads import one_thread as one_thread

@@ -1,0 +1,179 @@
+"""A planned step trains as plain PyTorch does, on the user's own model, and goes away without a trace."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowtide.engines import Step, apply
+from lowtide.errors import PlanError
+from lowtide.planning import Choice, Plan, plan
+from lowtide.techniques import Fidelity, register
+from lowtide.workload import Workload
+
+from ..contract.contract import WORKLOADS, assert_restored, larger, snapshot
+from ..planning.steps import Loose, chain
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
+}
+
+
+def batches(work: Workload, count: int) -> list[Any]:
+    torch.manual_seed(5)
+    return [(torch.randn_like(work.batch[0]), work.batch[1]) for _ in range(count)]
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_training_gives_the_losses_and_weights_of_plain_pytorch(optimizer: str, autocast: torch.dtype | None) -> None:
+    work = larger(WORKLOADS["convnet"]())
+    model = copy.deepcopy(work.model)
+    plain_optimizer = OPTIMIZERS[optimizer](model)
+    work = replace(work, optimizer=OPTIMIZERS[optimizer](work.model), autocast=autocast)
+    data = batches(work, 4)
+
+    torch.manual_seed(7)
+    expected: list[Tensor] = []
+    for batch in data:
+        plain_optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
+            loss = work.loss(model, batch)
+        loss.backward()
+        plain_optimizer.step()
+        expected.append(loss.detach())
+
+    step = apply(plan(work, "80%", fake=True), work)
+    assert step.plan.choices
+    torch.manual_seed(7)
+    found = [step(batch) for batch in data]
+    assert all(map(torch.equal, found, expected))
+    assert not any(loss.requires_grad for loss in found)
+    state = step.model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+def test_the_loss_can_go_into_a_loop_of_ones_own() -> None:
+    work = chain()
+    twin = copy.deepcopy(work.model)
+    work.loss(twin, work.batch).backward()
+    with apply(plan(work, "60%", fake=True), work) as step:
+        step.loss(work.batch).backward()
+    for ours, theirs in zip(work.model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_undo_gives_the_model_back_bit_for_bit() -> None:
+    work = chain()
+    before = snapshot(work.model)
+    step = apply(plan(work, "60%", fake=True), work)
+    assert "forward" in work.model.__dict__
+    assert list(step.model.state_dict()) == list(before.values)
+    step.undo()
+    step.undo()
+    assert_restored(work.model, before)
+
+
+def test_a_plan_from_a_file_runs() -> None:
+    work = chain()
+    text = json.dumps(plan(work, "60%", fake=True).to_json())
+    with apply(Plan.from_json(text), work) as step:
+        assert torch.isfinite(step(work.batch))
+
+
+def test_a_step_without_an_optimizer_fills_the_gradients() -> None:
+    work = replace(chain(), optimizer=None)
+    with apply(plan(work, "60%", fake=True), work) as step:
+        step(work.batch)
+        first = [p.grad.clone() for p in work.model.parameters()]
+        step(work.batch)
+    assert all(torch.equal(p.grad, g) for p, g in zip(work.model.parameters(), first, strict=True))
+
+
+def test_the_first_steps_are_measured() -> None:
+    work = chain()
+    step = apply(plan(work, "60%", fake=True), work)
+    assert step.measured is None
+    for _ in range(5):
+        step(work.batch)
+    assert step.measured is not None
+    assert step.measured.steps == 3
+    assert step.measured.seconds > 0
+    assert step.measured.peak_bytes is None  # a CPU has no counter ...
+    assert step.profile().storage_peak_bytes == step.plan.storage_peak_bytes  # ... but can be traced
+
+
+def test_a_larger_batch_is_warned_about_once() -> None:
+    work = chain()
+    step = apply(plan(work, "60%", fake=True), work)
+    step(work.batch[:100])
+    with pytest.warns(RuntimeWarning, match=r"float32\[2048, 16\]\) is larger than the planned one"):
+        step(torch.randn(2048, 16))
+    step(torch.randn(2048, 16))
+
+
+# -- what cannot be applied leaves the model alone -----------------------------------------------------
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    other = chain(depth=4)
+    before = snapshot(other.model)
+    with pytest.raises(PlanError, match="another model"):
+        apply(plan(chain(), "60%", fake=True), other)
+    assert_restored(other.model, before)
+
+
+def with_choice(found: Plan, technique: Loose, work: Workload) -> Plan:
+    (option,) = technique.options(None)  # pyright: ignore
+    extra = Choice(option, Fidelity.CHANGED, 0, 0.0, "because")
+    return replace(found, choices=(*found.choices, extra))
+
+
+def test_a_plan_with_a_technique_that_is_not_here_is_refused() -> None:
+    work = chain()
+    before = snapshot(work.model)
+    found = with_choice(plan(work, "60%", fake=True), Loose(name="absent"), work)
+    with pytest.raises(PlanError, match="There is no technique 'absent' here"):
+        apply(found, work)
+    assert_restored(work.model, before)
+
+
+def test_a_technique_that_fails_takes_back_those_before_it() -> None:
+    class Failing(Loose):
+        conflicts = frozenset()
+
+    work = chain()
+    before = snapshot(work.model)
+    technique = Failing(fails=True)
+    with register(technique), pytest.raises(RuntimeError, match="never works"):
+        apply(with_choice(plan(work, "60%", fake=True), technique, work), work)
+    assert_restored(work.model, before)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_measured_peak_keeps_the_promise() -> None:
+    work = gpu_chain()
+    found = plan(work, "60%")
+    step: Step = apply(found, work)
+    for _ in range(3):
+        step(work.batch)
+    assert step.measured is not None
+    assert step.measured.peak_bytes is not None
+    assert step.measured.peak_bytes <= found.budget_bytes
+    assert step.measured.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
+
+
+def gpu_chain() -> Workload:
+    torch.manual_seed(0)
+    work = chain(12)
+    model = work.model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    return Workload(model, work.loss, torch.randn(2**20, 16, device="cuda"), optimizer)

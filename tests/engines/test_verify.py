@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide.engines import fit, verify
+from lowtide.errors import PlanError
+from lowtide.planning import Choice, Plan, plan
+from lowtide.techniques import Check, Fidelity, Forward, Option, Undo, register, replace_forward
+from lowtide.workload import Workload
+
+from ..contract.contract import WORKLOADS, assert_restored, larger, snapshot
+from ..planning.steps import Loose, chain
+
+
+class Scaled(Forward):
+    """The model's forward times a factor near one."""
+
+    factor = 1 + 1e-4
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.plain(x) * self.factor
+
+
+class Off(Loose):
+    """Changes the result a little, whatever it declares."""
+
+    def apply(self, work: Workload, options: Any) -> Undo:
+        return replace_forward(Scaled(work.model))
+
+    def check(self, option: Option) -> Check:
+        return Check(self.fidelity, rtol=0.0 if self.fidelity is Fidelity.BITWISE else 1e-2)
+
+
+def plan_of(work: Workload, technique: Loose) -> Plan:
+    base = plan(work, "100%", fake=True)
+    option = Option(technique.name, ("",))
+    return replace(base, choices=(Choice(option, technique.fidelity, 0, 0.0, "for the test"),))
+
+
+@pytest.mark.parametrize("name", ["convnet", "transformer"])
+def test_a_recomputed_step_is_verified_bit_for_bit(name: str) -> None:
+    work = larger(WORKLOADS[name]())
+    found = verify(work, plan(work, "80%"))
+    assert found.plan.choices
+    assert found.ok, found
+    assert [a.what for a in found.agreements] == ["loss", "gradients", "buffers", "parameters", "generators"]
+    assert all(a.equal and a.error == 0 for a in found.agreements)
+    assert found.storage_peak_bytes == found.plan.storage_peak_bytes
+    assert found.seconds > 0
+    assert str(found).startswith("verified (bitwise)")
+
+
+def test_everything_is_put_back() -> None:
+    work = chain()
+    work.compute_loss().backward()
+    assert work.optimizer is not None
+    work.optimizer.step()
+    before, rng = snapshot(work.model), torch.get_rng_state()
+    gradients = [p.grad for p in work.model.parameters()]
+    values = [g.clone() for g in gradients]
+    momenta = {p: s["momentum_buffer"].clone() for p, s in work.optimizer.state.items()}
+    verify(work, plan(work, "60%", fake=True))
+    assert_restored(work.model, before)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(p.grad is g for p, g in zip(work.model.parameters(), gradients, strict=True))
+    assert all(map(torch.equal, gradients, values))
+    assert all(torch.equal(work.optimizer.state[p]["momentum_buffer"], m) for p, m in momenta.items())
+
+
+def test_a_broken_promise_is_reported() -> None:
+    work = chain()
+    with register(Off(Fidelity.BITWISE)):
+        found = verify(work, plan_of(work, Off(Fidelity.BITWISE)))
+    assert not found.ok
+    assert not found.results_agree
+    broken = {a.what for a in found.agreements if not a.holds}
+    assert broken == {"loss", "gradients", "parameters"}
+    assert "breaks the promise" in str(found)
+
+
+def test_an_error_within_the_declared_bound_holds() -> None:
+    work = chain()
+    with register(Off(Fidelity.APPROXIMATE)):
+        found = verify(work, plan_of(work, Off(Fidelity.APPROXIMATE)))
+    assert found.results_agree
+    loss = found.agreements[0]
+    assert not loss.equal
+    assert 1e-4 < loss.error < 1e-3
+
+
+def test_a_peak_above_the_budget_is_reported() -> None:
+    work = chain()
+    tight = replace(plan(work, "100%", fake=True), budget_bytes=1000)
+    found = verify(work, tight)
+    assert found.results_agree
+    assert not found.within_budget
+    assert "EXCEEDED" in str(found)
+
+
+def test_a_step_that_differs_from_itself_is_not_held_against_the_plan() -> None:
+    work = chain()
+    inner = work.loss
+    noise = torch.Generator().manual_seed(0)  # a generator that nobody restores
+    noisy = replace(work, loss=lambda m, x: inner(m, x) * (1 + 1e-3 * torch.rand((), generator=noise)))
+    found = verify(noisy, plan(noisy, "60%", fake=True))
+    assert found.results_agree
+    assert not found.agreements[0].equal
+    assert any("differs from itself" in note for note in found.notes)
+
+
+def test_a_plain_step_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["lowtide.engines.verify"]  # the name itself is the function
+    run: Callable[[Workload], Any] = module._run
+
+    def full(work: Workload) -> Any:
+        if "forward" not in work.model.__dict__:
+            raise torch.OutOfMemoryError("the GPU is full")
+        return run(work)
+
+    monkeypatch.setattr(module, "_run", full)
+    work = chain()
+    found = verify(work, plan(work, "60%", fake=True))
+    assert found.agreements == ()
+    assert math.isnan(found.plain_seconds)
+    assert any("does not fit" in note for note in found.notes)
+
+
+def test_a_plan_of_another_step_is_not_verified() -> None:
+    with pytest.raises(PlanError, match="another model"):
+        verify(chain(depth=4), plan(chain(), "60%", fake=True))
+
+
+# -- fit: all of it in one call ------------------------------------------------------------------------
+
+
+def test_fit_plans_verifies_and_applies() -> None:
+    work = chain()
+    step = fit(work.model, work.loss, work.batch, work.optimizer, budget="60%")
+    assert step.plan.choices
+    assert torch.isfinite(step(work.batch))
+    step.undo()
+
+
+def test_fit_refuses_a_plan_that_does_not_keep_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.techniques.sqrt.Sqrt.options", lambda self, profile: [])
+    work = chain()
+    before = snapshot(work.model)
+    with register(Off(Fidelity.BITWISE)) as registered:
+        monkeypatch.setattr("lowtide.planning.budget.predict", lambda w, o, b: replace(b, graph=tiny(b.graph)))
+        with pytest.raises(PlanError, match="does not give what it promised"):
+            fit(work.model, work.loss, work.batch, work.optimizer, budget="60%")
+    registered()
+    assert_restored(work.model, before)
+
+
+def tiny(graph: Any) -> Any:
+    """A prediction of next to nothing, so that the planner falls for it."""
+    return replace(graph, storages=graph.storages[:1])

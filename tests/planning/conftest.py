@@ -1,0 +1,1 @@
+from ..contract.threads import one_thread as one_thread
