@@ -6,9 +6,9 @@ the tensors that differ are counted: none may for lowtide. torch's checkpoint ru
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,25 +16,29 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from benchmarks.harness import Row, compare, record
 from lowtide import Workload, profile, zoo
-from lowtide.techniques import Forward, replace_forward
+from lowtide.techniques import Forward, Undo, replace_forward
 from lowtide.techniques.sqrt import checkpoint_segments
-from lowtide.tracing.capture import unchanged
+from lowtide.tracing.unchanged import unchanged
 
-# The model, where its blocks are, and how many there are.
-CASES: dict[str, tuple[dict[str, Any], str, int]] = {
+# The model, and where its chains of blocks are.
+CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "GPT-2, 16 blocks of width 128, batch 4 x 128": (
         {"name": "gpt2", "layers": 16, "width": 128, "heads": 4, "vocab": 512, "batch": 4, "seq": 128},
-        "blocks",
-        16,
+        ("blocks",),
     ),
-    "WRN-28-2, 12 blocks, batch 16": ({"name": "wrn28-2", "batch": 16}, "stages", 12),
+    "WRN-28-2, 3 times 4 blocks, batch 16": (
+        {"name": "wrn28-2", "batch": 16},
+        ("stages.0", "stages.1", "stages.2"),
+    ),
 }
 
 
 class Peer(Forward):
     """What people write without lowtide."""
 
-    segments: int
+    def __init__(self, module: nn.Module, segments: int) -> None:
+        super().__init__(module)
+        self.segments = segments
 
     def __call__(self, input: Tensor) -> Any:
         return checkpoint_sequential(list(self.module.children()), self.segments, input, use_reentrant=False)
@@ -43,27 +47,28 @@ class Peer(Forward):
 def main(repeats: int = 7) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: list[Row] = []
-    for case, (options, path, blocks) in CASES.items():
-        rows += measure(case, zoo.workload(device=device, optimizer="sgd", **options), path, blocks, device, repeats)
+    for case, (options, paths) in CASES.items():
+        rows += measure(case, zoo.workload(device=device, optimizer="sgd", **options), paths, device, repeats)
     record("sqrt", rows, device=device)
 
 
-def measure(case: str, work: Workload, path: str, blocks: int, device: str, repeats: int) -> list[Row]:
-    chain = work.model.get_submodule(path)
-    assert isinstance(chain, nn.Sequential)
+def measure(case: str, work: Workload, paths: tuple[str, ...], device: str, repeats: int) -> list[Row]:
+    chains = [work.model.get_submodule(path) for path in paths]
+    blocks = len(list(chains[0].children()))
     root = round(blocks**0.5)
 
-    def peer() -> AbstractContextManager[object]:
-        forward = Peer(chain)
-        forward.segments = root
-        return replace_forward(forward)
+    def ours(segments: int, levels: int = 1) -> Callable[[], ExitStack]:
+        return lambda: _all(checkpoint_segments(cast(nn.Sequential, c), segments, levels=levels) for c in chains)
+
+    def theirs(segments: int) -> Callable[[], ExitStack]:
+        return lambda: _all(replace_forward(Peer(chain, segments)) for chain in chains)
 
     ways: dict[str, Callable[[], AbstractContextManager[object]]] = {
         "plain step": nullcontext,
-        f"lowtide, √n = {root} segments": lambda: checkpoint_segments(chain, root),
-        f"lowtide, {root} segments in two levels": lambda: checkpoint_segments(chain, root, levels=2),
-        f"lowtide, every block ({blocks})": lambda: checkpoint_segments(chain, blocks),
-        f"torch checkpoint_sequential, {root}": peer,
+        f"lowtide, √n = {root} segments": ours(root),
+        f"lowtide, {root} segments in two levels": ours(root, levels=2),
+        f"lowtide, {blocks} segments": ours(blocks),
+        f"torch checkpoint_sequential, {root} segments": theirs(root),
     }
     expected = outcome(work)
     rows: list[Row] = []
@@ -86,6 +91,13 @@ def measure(case: str, work: Workload, path: str, blocks: int, device: str, repe
 
     contenders = {subject: run(way) for subject, way in ways.items()}
     return rows + compare(case, contenders, check=lambda: None, repeats=repeats, warmup=1, device=device)
+
+
+def _all(undos: Iterable[Undo]) -> ExitStack:
+    stack = ExitStack()
+    for undo in undos:
+        stack.callback(undo)
+    return stack
 
 
 def outcome(work: Workload) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +101,7 @@ def check_loss(loss: object, *, where: str = "") -> Tensor:
 
 
 @contextlib.contextmanager
-def autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
+def autocast(device_type: str, dtype: torch.dtype | None) -> Generator[None]:
     """Autocast to ``dtype``, or nothing when it is None."""
     if dtype is None:
         yield

@@ -17,7 +17,7 @@ from lowtide.profiling import profile
 from lowtide.sizes import format_size
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Check, Fidelity
-from lowtide.tracing.capture import unchanged
+from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
 _TIMED_STEPS = 3

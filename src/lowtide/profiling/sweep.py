@@ -11,6 +11,7 @@ from lowtide.errors import BudgetError, WorkloadError
 from lowtide.profiling.profile import Profile
 from lowtide.profiling.profiler import profile
 from lowtide.sizes import format_size, parse_size
+from lowtide.tracing.graph import Category
 from lowtide.workload import Workload
 
 
@@ -22,7 +23,7 @@ class Cell:
     peak_bytes: int
     storage_peak_bytes: int
     saved_bytes: int
-    by_category: dict[str, int]
+    by_category: dict[Category, int]
 
 
 @dataclass(frozen=True)

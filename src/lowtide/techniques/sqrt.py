@@ -71,7 +71,7 @@ class Sqrt:
         links = [link for link in links if link.units]
         if not links:
             return []
-        found: dict[tuple[Tree, ...], Option] = {}
+        found: dict[tuple[tuple[str, Tree], ...], Option] = {}
         for segments in _counts(sum(link.least for link in links), sum(len(link.units) for link in links)):
             parts = _share(segments, links)
             for levels, kept in [*((1, kept) for kept in _counts(0, segments - 1)), (2, 0), (2, 1)]:
@@ -83,7 +83,7 @@ class Sqrt:
                     ("trees", tuple(trees.values())),
                 )
                 if trees:
-                    found.setdefault(tuple(trees.values()), Option(self.name, tuple(trees), knobs))
+                    found.setdefault(tuple(trees.items()), Option(self.name, tuple(trees), knobs))
         return list(found.values())
 
     def price(self, option: Option, profile: Profile) -> Price:

@@ -29,5 +29,5 @@ class Answers(TorchDispatchMode):
         if not func._schema.returns and func._schema.name.startswith(("aten::_foreach", "aten::_fused")):
             return None
         out = self._answers.get(func, func)(*args, **kwargs)
-        fix = self._fixes.get(func)
+        fix: Any = self._fixes.get(func)
         return out if fix is None else fix(out, *args, **kwargs)

@@ -48,8 +48,9 @@ def backward(loss: Tensor, visit: Callable[[Any], None]) -> None:
                 if gradient is not None:
                     gradient = _fitted(gradient, target._input_metadata[slot])
                     slots = inputs.setdefault(target, [None] * len(target._input_metadata))
-                    slots[slot] = gradient if slots[slot] is None else slots[slot] + gradient
-                    del slots
+                    held = slots[slot]
+                    slots[slot] = gradient if held is None else held + gradient
+                    del slots, held
                 del gradient
                 pending[target] -= 1
                 if pending[target] == 0:
@@ -87,12 +88,11 @@ def _call(node: Any, gradients: list[Tensor | None]) -> list[Tensor | None]:
         if gradient is not None:
             _accumulate(node.variable, gradient)
         return []
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
-        metadata = node._input_metadata
+    if hasattr(node, "apply"):  # a custom function's
         if getattr(node, "materialize_grads", True):
             gradients = [
                 torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g
-                for g, m in zip(gradients, metadata, strict=True)
+                for g, m in zip(gradients, node._input_metadata, strict=True)
             ]
         out = node.apply(*gradients)
     else:
@@ -107,8 +107,9 @@ def _accumulate(variable: Tensor, gradient: Tensor) -> None:
         return
     dense = variable.is_contiguous() or variable.is_contiguous(memory_format=torch.channels_last)
     fits = gradient.stride() == variable.stride() if dense else gradient.is_contiguous()
-    # This function's argument, its caller's and getrefcount's own: more means that another node holds it.
-    if fits and sys.getrefcount(gradient) <= 3 and gradient._use_count() <= 1:
+    # Two names here, the caller's and getrefcount's own: more means that another node holds it.
+    held: Any = gradient
+    if fits and sys.getrefcount(gradient) <= 4 and held._use_count() <= 1:
         variable.grad = gradient.detach()
     elif dense:
         variable.grad = gradient.new_empty_strided(variable.shape, variable.stride()).copy_(gradient)

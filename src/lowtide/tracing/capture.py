@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-import random
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -28,6 +25,7 @@ from lowtide.tracing.gpu import ANSWERS, GPU_FIXES, emulated_gpu
 from lowtide.tracing.graph import Graph
 from lowtide.tracing.meter import CpuMeter, CudaMeter, Meter, NoMeter, profiler_is_free
 from lowtide.tracing.recorder import Recorder, module_hooks
+from lowtide.tracing.unchanged import parameters_of, state_tensors, unchanged
 from lowtide.workload import Workload
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -48,10 +46,10 @@ def trace(
     if work.device.type == "meta" and target == "meta":
         target = "cpu"
     fake = fake or work.device.type == "meta"
-    held = sum(-(-p.grad.nbytes // 512) * 512 for p in _parameters(work) if p.grad is not None and p.grad.is_cuda)
+    held = sum(-(-p.grad.nbytes // 512) * 512 for p in parameters_of(work) if p.grad is not None and p.grad.is_cuda)
     with unchanged(work, fake=fake):
         if not fake:
-            if torch.device(target).type != work.device.type if target in ("cpu", "cuda") else True:
+            if target != work.device.type:
                 raise TraceError(
                     f"A real step runs where the model is, on {work.device}",
                     hint=f"Move the model, or predict the step on {target}: fake=True.",
@@ -121,7 +119,7 @@ def _run(work: Workload, meter: Meter, *, fake: bool, device: str, calls: dict[s
         for parameter, (name, module) in owners.items():
             if parameter.grad is not None:
                 recorder.label(parameter.grad, "gradient", f"{name}.grad", module)
-        for tensor in _state_tensors(work.optimizer, [p for p in fresh if p.grad is None]):
+        for tensor in state_tensors(work.optimizer, [p for p in fresh if p.grad is None]):
             recorder.forget(tensor)  # an optimizer makes no state for a parameter that never gets a gradient
         if work.optimizer is not None:
             recorder.start("optimizer")
@@ -213,120 +211,8 @@ def _notes(meter: Meter, fake: bool, compiled: set[int]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-# -- nothing changes -----------------------------------------------------------------------------------
-
-
 @contextmanager
-def unchanged(work: Workload, *, fake: bool = False) -> Iterator[None]:
-    """Put the model, its gradients and buffers, the optimizer and the generators back as they were.
-
-    A fake step cannot change values, so nothing is copied for it.
-    """
-    with ExitStack() as stack:
-        stack.callback(_restore_generators, _generators())
-        for module in work.model.modules():
-            stack.callback(_restore_attributes, module, dict(module.__dict__))
-        parameters = _parameters(work)
-        gradients = [p.grad for p in parameters]
-        stack.callback(_restore_gradients, parameters, gradients)
-        for p in parameters:
-            p.grad = None
-        if work.optimizer is not None:
-            stack.callback(_restore_optimizer, work.optimizer, *_optimizer_snapshot(work.optimizer))
-        if not fake:
-            values = [*parameters, *work.model.buffers(), *_state_tensors(work.optimizer), *work.tensors()]
-            stack.callback(_restore_values, [_Backup(tensor) for tensor in values])
-        yield
-
-
-class _Backup:
-    """A tensor's values, kept on the host, and its version."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.version = tensor._version
-        self.values = tensor.detach().to("cpu", copy=True)
-
-    def restore(self) -> None:
-        # Not only where the version moved: batch norm writes its running statistics without counting.
-        with torch.no_grad():
-            self.tensor.detach().copy_(self.values)
-        torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self.version,))
-
-
-def _restore_values(backups: list[_Backup]) -> None:
-    for backup in backups:
-        backup.restore()
-
-
-def _parameters(work: Workload) -> list[Tensor]:
-    found: dict[Tensor, None] = dict.fromkeys(work.model.parameters())
-    if work.optimizer is not None:
-        found.update(dict.fromkeys(p for group in work.optimizer.param_groups for p in group["params"]))
-    return list(found)
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer | None, parameters: list[Tensor] | None = None) -> list[Tensor]:
-    """The tensors of an optimizer's state: of some parameters, or of all."""
-    if optimizer is None:
-        return []
-    chosen = list(optimizer.state) if parameters is None else parameters
-    return [value for p in chosen for value in optimizer.state[p].values() if isinstance(value, Tensor)]
-
-
-def _restore_gradients(parameters: list[Tensor], gradients: list[Tensor | None]) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-
-
-def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
-    """Take back what the forward pass set on a module, such as a cache of fake tensors."""
-    module.__dict__.clear()
-    module.__dict__.update(attributes)
-
-
-def _optimizer_snapshot(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
-    groups = [dict(group) for group in optimizer.param_groups]
-    return dict(optimizer.__dict__), states, groups
-
-
-def _restore_optimizer(
-    optimizer: torch.optim.Optimizer,
-    attributes: dict[str, Any],
-    states: dict[Tensor, dict[str, Any]],
-    groups: list[dict[str, Any]],
-) -> None:
-    optimizer.__dict__.clear()
-    optimizer.__dict__.update(attributes)
-    for parameter in list(optimizer.state):
-        if parameter not in states:
-            del optimizer.state[parameter]
-    for parameter, state in states.items():
-        held = optimizer.state[parameter]
-        held.clear()
-        held.update(state)
-    for group, original in zip(optimizer.param_groups, groups, strict=True):
-        group.clear()
-        group.update(original)
-
-
-def _generators() -> tuple[Any, ...]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
-
-
-def _restore_generators(states: tuple[Any, ...]) -> None:
-    cpu, cuda, python, numpy = states
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state_all(cuda)
-    random.setstate(python)
-    np.random.set_state(numpy)
-
-
-@contextmanager
-def _noted_generator_states(recorder: Recorder) -> Iterator[None]:
+def _noted_generator_states(recorder: Recorder) -> Generator[None]:
     """Checkpoints keep generator states; no op makes those, so the getter is watched."""
     original = torch.get_rng_state
 
@@ -341,7 +227,7 @@ def _noted_generator_states(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def _no_garbage_collection() -> Generator[None]:
     """Cycles are collected at no fixed time: two traces of one step must agree."""
     enabled = gc.isenabled()
     gc.disable()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def fake_workload(work: Workload, mode: FakeTensorMode, device: torch.device) -> Iterator[Workload]:
+def fake_workload(work: Workload, mode: FakeTensorMode, device: torch.device) -> Generator[Workload]:
     """The same step over fake tensors on ``device``, with nothing allocated and the original put back after.
 
     The model object is the caller's own, with its parameters and buffers swapped for fakes while inside:
@@ -34,6 +34,7 @@ def fake_workload(work: Workload, mode: FakeTensorMode, device: torch.device) ->
     foreach_types: list[type] = _foreach_supported_types
     try:
         for module in work.model.modules():
+            held: dict[str, Any]
             for held in (module._parameters, module._buffers):
                 swapped.append((held, dict(held)))
                 held.update({name: twins(tensor) for name, tensor in held.items() if tensor is not None})
@@ -116,7 +117,7 @@ def _fake_optimizer(optimizer: torch.optim.Optimizer, twins: _Twins) -> torch.op
 def _known(key: str, twin: Tensor, original: Tensor) -> Tensor:
     """A twin that knows what its original holds, a step count what it will hold: optimizers branch on these."""
     if original.ndim == 0 and not original.is_meta:
-        twin.__dict__["value"] = original.item() + (1 if key == "step" else 0)
+        vars(twin)["value"] = original.item() + (1 if key == "step" else 0)
     return twin
 
 
@@ -125,7 +126,7 @@ def second_step(optimizer: torch.optim.Optimizer | None) -> None:
     for state in optimizer.state.values() if optimizer is not None else ():
         for key, value in (("step", 2.0), ("mu", 1.0)):
             if isinstance(scalar := state.get(key), FakeTensor):
-                scalar.__dict__.setdefault("value", value)
+                vars(scalar).setdefault("value", value)
 
 
 def known_value(tensor: Tensor) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,17 +98,52 @@ def _embedding_bag(
     per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False,
     padding_idx: int = -1,
+    *,
+    trains: bool = True,
 ) -> Any:
-    """Which bag each index belongs to: left out in plain sums, else counted up in one element more.
+    """Which bag each index belongs to is left out of plain sums, and else counted up in one element more.
 
     The fake kernel counts in sums of bfloat16 too. Bag sizes start as many as the offsets.
     """
-    result, _, bag_size, max_indices = out
+    result, _, _, max_indices = out
     plain = padding_idx < 0 and weight.stride(1) == 1 and weight.dtype != torch.float64
     plain = plain and (per_sample_weights is None or per_sample_weights.stride(0) == 1)
     count = 0 if mode == 0 and plain else indices.numel()
-    offset2bag = _grown(offsets.new_empty(count), count + 1 if count else 0)
-    return result, offset2bag, _grown(bag_size, offsets.numel() if bag_size.numel() else 0), max_indices
+    bags = offsets.numel() - (include_last_offset and (trains or mode > 0))
+    return (
+        result,
+        _grown(offsets.new_empty(count), count + 1 if count else 0),
+        _grown(offsets.new_empty(bags), offsets.numel()),
+        max_indices if mode == 2 else offsets.new_empty(bags),
+    )
+
+
+def _embedding_bag_backward(out: Tensor, grad: Tensor, indices: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    """A sparse gradient has a row for each index; the fake kernel counts those whose bag was written down."""
+    if out.layout is not torch.sparse_coo:
+        return out
+    return _sparse(out, indices.view(1, -1), grad.new_empty(indices.numel(), grad.shape[1]))
+
+
+def _clone(out: Tensor, tensor: Tensor, **_kwargs: Any) -> Tensor:
+    """A copy of a sparse tensor has its entries; the fake one has none."""
+    if tensor.layout is not torch.sparse_coo:
+        return out
+    return _sparse(tensor, tensor._indices().clone(), tensor._values().clone())
+
+
+def _sparse(like: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    return aten._sparse_coo_tensor_with_dims_and_tensors.default(
+        like.sparse_dim(),
+        like.dense_dim(),
+        like.shape,
+        indices,
+        values,
+        dtype=like.dtype,
+        layout=like.layout,
+        device=like.device,
+        is_coalesced=like.is_coalesced(),
+    )
 
 
 def _grown(tensor: Tensor, count: int) -> Tensor:
@@ -182,7 +217,7 @@ def _pointwise(*positions: int) -> Fix:
 
     def fix(out: Tensor, *args: Any, **_kwargs: Any) -> Tensor:
         operands = [args[p] for p in positions if isinstance(args[p], Tensor)]
-        if all(operand.is_contiguous() for operand in operands):
+        if out.layout is not torch.strided or all(operand.is_contiguous() for operand in operands):
             return out
         stride = compute_elementwise_output_strides(*(operand.expand(out.shape) for operand in operands))
         return out if out.stride() == stride else out.new_empty_strided(out.shape, stride)
@@ -202,7 +237,6 @@ def _like(position: int) -> Fix:
 def _on_cpu(fix: Fix) -> Fix:
     """The fix, for kernels that differ so from their fakes on the CPU alone."""
 
-    @wraps(fix)
     def on_cpu(out: Any, *args: Any, **kwargs: Any) -> Any:
         return fix(out, *args, **kwargs) if args[0].device.type == "cpu" else out
 
@@ -218,8 +252,10 @@ FIXES: dict[Any, Fix] = {
     aten.soft_margin_loss.default: _reduced_in_place,
     aten.im2col.default: _reshaped_in_place,
     aten.col2im.default: _reshaped_in_place,
+    aten.clone.default: _clone,
+    aten._embedding_bag_backward.default: _embedding_bag_backward,
     aten._embedding_bag.default: _on_cpu(_embedding_bag),
-    aten._embedding_bag_forward_only.default: _on_cpu(_embedding_bag),
+    aten._embedding_bag_forward_only.default: _on_cpu(partial(_embedding_bag, trains=False)),
     aten.native_batch_norm.default: _on_cpu(_batch_norm),
     aten.native_layer_norm.default: _on_cpu(_layer_norm),
     aten.native_group_norm.default: _on_cpu(_group_norm),

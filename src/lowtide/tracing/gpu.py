@@ -88,7 +88,8 @@ class _CudaChoices(TorchFunctionMode):
             # Its inner calls do not come back to this mode.
             with mock.patch.object(F, "scaled_dot_product_attention", _attention):
                 return func(*args, **kwargs)
-        return self._choices.get(func, func)(*args, **kwargs)
+        choice: Any = self._choices.get(func, func)
+        return choice(*args, **kwargs)
 
 
 def _attention(
@@ -205,7 +206,9 @@ def _clone(tensor: Tensor, **kwargs: Any) -> Tensor:
     """
     if tensor.layout is torch.sparse_coo:
         parts = tensor._indices().clone(), tensor._values().clone()
-        return torch.sparse_coo_tensor(*parts, tensor.shape, is_coalesced=tensor.is_coalesced())
+        dims = tensor.sparse_dim(), tensor.dense_dim(), tensor.shape
+        kinds = {"dtype": tensor.dtype, "layout": tensor.layout, "device": tensor.device, "pin_memory": False}
+        return aten._sparse_coo_tensor_with_dims_and_tensors(*dims, *parts, **kinds)
     if tensor.dtype == torch.uint8 and tensor.is_cuda and not torch.is_grad_enabled() and not torch.cuda.is_available():
         return tensor.detach()
     return aten.clone.default(tensor, **kwargs)

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch._C._profiler import _RecordFunctionFast
 
+from lowtide.tracing.internals import autograd
+
 
 @dataclass(frozen=True, slots=True)
 class Readings:
@@ -77,11 +79,11 @@ class CpuMeter:
 
     @contextmanager
     def step(self) -> Generator[None]:
-        torch.autograd._enable_profiler_legacy(_profiler_config())
+        autograd._enable_profiler_legacy(_profiler_config())
         try:
             yield
         finally:
-            for thread in torch.autograd._disable_profiler_legacy():
+            for thread in autograd._disable_profiler_legacy():
                 self._read(thread)
 
     @contextmanager
@@ -122,7 +124,7 @@ class CudaMeter:
     granularity = 512
 
     def __init__(self, device: torch.device, *, ignored_bytes: int = 0) -> None:
-        self._device = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.cuda._utils._get_device_index(device, optional=True)
         self._ignored_bytes = ignored_bytes
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._levels: list[tuple[int, int, int]] = []  # allocated before, at the peak of, and after each op
@@ -178,7 +180,7 @@ def measure_cpu_call(call: Callable[[], object]) -> tuple[int, float]:
 
 def profiler_is_free() -> bool:
     """Whether the CPU meter can start: torch allows one profiler at a time."""
-    return not torch._C._autograd._profiler_enabled()
+    return not autograd._profiler_enabled()
 
 
 _MARK = "lowtide#"

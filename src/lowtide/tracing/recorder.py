@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from lowtide.tracing.calls import Call
 from lowtide.tracing.graph import Category, Graph, Op, Phase, Saved, Storage, Value, signature
+from lowtide.tracing.internals import autograd
 from lowtide.tracing.meter import Meter
+from lowtide.tracing.parts import address, dtype_name, flatten, leaves, parts
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LOWTIDE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -92,7 +94,7 @@ class Recorder(TorchDispatchMode):
         self._places: dict[int, _Place] = {}  # autograd sequence number -> the forward call
         self._opaque = 0
         self._node: Any = None
-        self._outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._outer_hooks = autograd._top_saved_tensors_default_hooks(True)
         self.saved_tensor_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     @classmethod
@@ -104,7 +106,7 @@ class Recorder(TorchDispatchMode):
 
     def own(self, tensor: Tensor, category: Category, label: str, module: str = "") -> None:
         """Register a tensor that exists before the step: a parameter, a buffer, optimizer state, input."""
-        for part in _parts(tensor):
+        for part in parts(tensor):
             index = self._see(part, birth=0, label=label)
             storage = self._storages[index]
             if storage.category == "temporary":  # the first owner names a shared storage
@@ -112,16 +114,16 @@ class Recorder(TorchDispatchMode):
 
     def label(self, tensor: Tensor, category: Category, label: str, module: str = "") -> None:
         """Name a storage that the step made, such as a gradient."""
-        for part in _parts(tensor):
-            index = self._alive.get(_address(part))
+        for part in parts(tensor):
+            index = self._alive.get(address(part))
             if index is not None and self._storages[index].category in ("temporary", "activation"):
                 storage = self._storages[index]
                 storage.category, storage.label, storage.module = category, label, module or storage.module
 
     def forget(self, tensor: Tensor) -> None:
         """Leave a tensor out that is there only because of the trace."""
-        for part in _parts(tensor):
-            index = self._alive.pop(_address(part), None)
+        for part in parts(tensor):
+            index = self._alive.pop(address(part), None)
             if index is not None:
                 self._storages[index].death = self._storages[index].birth
 
@@ -159,12 +161,12 @@ class Recorder(TorchDispatchMode):
         if func.is_view:  # no bytes and no kernel; its backward still needs to know where it was called
             self._place(str(func))
             return func(*args, **kwargs)
-        tensors, arguments = _flatten(args, kwargs)
+        tensors, arguments = flatten(args, kwargs)
         index = len(self._ops)
         inputs = tuple(self._value(t, index) for t in tensors)
         with self._meter.op(index):
             out = func(*args, **kwargs)
-        self._finish(str(func), inputs, _leaves(out), arguments)
+        self._finish(str(func), inputs, leaves(out), arguments)
         if self._calls is not None and (key := signature(str(func), inputs, arguments)) not in self._calls:
             self._calls[key] = Call.of(func, args, kwargs)
         return out
@@ -177,14 +179,14 @@ class Recorder(TorchDispatchMode):
         if self._opaque:
             return call()
         index = len(self._ops)
-        values = tuple(self._value(part, index) for t in inputs if isinstance(t, Tensor) for part in _parts(t))
+        values = tuple(self._value(part, index) for t in inputs if isinstance(t, Tensor) for part in parts(t))
         self._opaque += 1
         try:
             with self._meter.op(index):
                 out = call()
         finally:
             self._opaque -= 1
-        self._finish(name, values, _leaves(out), "")
+        self._finish(name, values, leaves(out), "")
         return out
 
     def _finish(self, name: str, inputs: tuple[Value, ...], made: list[Tensor], arguments: str) -> None:
@@ -209,15 +211,15 @@ class Recorder(TorchDispatchMode):
             if forward is not None:
                 return _Place(name, forward.module, forward.source), False
             variable = getattr(node, "variable", None)
-            owner = self._alive.get(_address(variable)) if isinstance(variable, Tensor) else None
+            owner = self._alive.get(address(variable)) if isinstance(variable, Tensor) else None
             return _Place(name, self._storages[owner].module if owner is not None else "", ""), False
         place = _Place(name, self.modules[-1] if self.modules else "", _source())
         if builds_graph:
-            self._places.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
+            self._places.setdefault(autograd._get_sequence_nr() - 1, place)
         return place, self.phase == "backward"
 
     def _pack(self, tensor: Tensor) -> Any:
-        for part in _parts(tensor):
+        for part in parts(tensor):
             index = self._see(part, birth=len(self._ops), label="made outside of ops")
             storage = self._storages[index]
             if storage.category == "temporary" and self.phase == "forward":
@@ -226,9 +228,9 @@ class Recorder(TorchDispatchMode):
                 _Save(
                     index,
                     tuple(part.shape),
-                    _dtype(part),
+                    dtype_name(part),
                     part.numel() * part.element_size(),
-                    torch._C._autograd._get_sequence_nr() - 1,
+                    autograd._get_sequence_nr() - 1,
                     _source(),
                 )
             )
@@ -238,22 +240,22 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def without_hooks(self) -> Generator[None]:
         """Take the saved-tensor hooks off, where they are the ones on top."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        top = autograd._top_saved_tensors_default_hooks(True)
         if top is None or top[0] != self._pack:
             yield
             return
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        autograd._pop_saved_tensors_default_hooks()
         try:
             yield
         finally:
-            torch._C._autograd._push_saved_tensors_default_hooks(*top)
+            autograd._push_saved_tensors_default_hooks(*top)
 
     def _unpack(self, packed: Any) -> Any:
         return self._outer_hooks[1](packed) if self._outer_hooks else packed
 
     def _value(self, tensor: Tensor, index: int, place: _Place | None = None) -> Value:
         storage = self._see(tensor, birth=index, label="made outside of ops", place=place)
-        return Value(storage, tuple(tensor.shape), tuple(tensor.stride()), _dtype(tensor))
+        return Value(storage, tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor))
 
     def _see(self, tensor: Tensor, *, birth: int, label: str, place: _Place | None = None) -> int:
         """Index of the tensor's storage; one that is new, or was resized, starts a lifetime here."""
@@ -273,7 +275,7 @@ class Recorder(TorchDispatchMode):
             _Storage(
                 bytes=size,
                 device=tensor.device.type,
-                dtype=_dtype(tensor),
+                dtype=dtype_name(tensor),
                 birth=birth,
                 label=label,
                 module=place.module if place else (self.modules[-1] if self.modules else ""),
@@ -406,63 +408,6 @@ def module_hooks(
 
 def _renumber(values: tuple[Value, ...], kept: dict[int, int]) -> tuple[Value, ...]:
     return tuple(Value(kept[v.storage], v.shape, v.stride, v.dtype) for v in values if v.storage in kept)
-
-
-def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], str]:
-    """The tensors among an op's arguments, and the rest as text."""
-    tensors: list[Tensor] = []
-    rest: list[str] = []
-    for value in args:
-        _split(value, tensors, rest)
-    for key, value in kwargs.items():
-        if value is not None:
-            rest.append(f"{key}=")
-            _split(value, tensors, rest)
-    return tensors, " ".join(rest)
-
-
-def _split(value: Any, tensors: list[Tensor], rest: list[str]) -> None:
-    if isinstance(value, Tensor):
-        tensors.extend(_parts(value))
-    elif isinstance(value, (list, tuple)) and any(isinstance(item, (Tensor, list, tuple)) for item in value):
-        for item in value:
-            _split(item, tensors, rest)
-    elif isinstance(value, torch.UntypedStorage | torch.TypedStorage):
-        rest.append("storage")  # printing one would read all of it
-    else:
-        rest.append(str(value))
-
-
-def _leaves(out: Any) -> list[Tensor]:
-    if isinstance(out, Tensor):
-        return _parts(out)
-    if isinstance(out, (list, tuple)):
-        return [part for item in out for part in _leaves(item)]
-    return []
-
-
-def _parts(tensor: Tensor) -> list[Tensor]:
-    """The dense tensors that hold a tensor's bytes."""
-    if tensor.layout is torch.strided:
-        if is_traceable_wrapper_subclass(tensor):
-            names, _ = tensor.__tensor_flatten__()
-            return [part for name in names for part in _parts(getattr(tensor, name))]
-        return [tensor]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []  # opaque layouts (oneDNN's) have no storage to count
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype)[6:]
 
 
 def _short(op: str) -> str:
