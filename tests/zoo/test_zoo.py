@@ -37,15 +37,6 @@ PUBLISHED = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Small ops on two threads spin for each other: on a busy machine that is many times slower than one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def build(name: str, **options: object) -> nn.Module:
     with torch.device("meta"):
         return zoo.model(name, **options)

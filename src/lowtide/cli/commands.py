@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -130,12 +130,12 @@ def plan(
 ) -> Outcome:
     """Find the fastest step that fits a budget, and say what it changes and why."""
     from lowtide import planning
-    from lowtide.planning.budget import _baseline
+    from lowtide.planning.budget import baseline_profile
 
     settings = Settings(batch=batch, seq=seq, image=image, optimizer=optimizer, autocast=autocast)
     work = _loader(target, arg, settings, device=device, fake=fake)()
     with working("Profiling the plain step"):
-        before = _baseline(work, fake=fake, device=device)
+        before = baseline_profile(work, fake=fake, device=device)
     with working("Planning"):
         found = planning.plan(work, budget, allow=allow or (), profile=before)
     if not as_json:
@@ -167,6 +167,7 @@ def train(
 ) -> Outcome:
     """Plan a step for a budget, check it against the plain one, and train with it on the workload's batch."""
     from lowtide import engines
+    from lowtide.profiling.profile import finite
     from lowtide.reporting import terminal
 
     settings = Settings(batch=batch, seq=seq, image=image, optimizer=optimizer, autocast=autocast)
@@ -195,7 +196,7 @@ def train(
         typer.echo(f"{steps} steps of {seconds:.3g} s: loss {losses[0]:.6g} to {losses[-1]:.6g}")
         typer.echo(f"measured peak {format_size(peak)} of {format_size(promised)}")
     data = {
-        "losses": [_finite(loss) for loss in losses],
+        "losses": [finite(loss) for loss in losses],
         "seconds_per_step": seconds,
         "peak_bytes": peak,
         "plan": step.plan.to_json(),
@@ -230,19 +231,7 @@ def verify(
         found = engines.verify(work, chosen)
     if not as_json:
         typer.echo(str(found))
-    data = {
-        "ok": found.ok,
-        "results_agree": found.results_agree,
-        "within_budget": found.within_budget,
-        "budget_bytes": chosen.budget_bytes,
-        "peak_bytes": found.peak_bytes,
-        "storage_peak_bytes": found.storage_peak_bytes,
-        "seconds": _finite(found.seconds),
-        "plain_seconds": _finite(found.plain_seconds),
-        "agreements": [{**asdict(a), "error": _finite(a.error)} for a in found.agreements],
-        "notes": list(found.notes),
-    }
-    return Outcome(data, code=int(not found.ok))
+    return Outcome(found.to_json(), code=int(not found.ok))
 
 
 @command
@@ -355,7 +344,3 @@ def _parent(path: Path) -> Path:
     """The path, in a folder that exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None

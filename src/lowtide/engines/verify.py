@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from lowtide.errors import PlanError
 from lowtide.planning.plan import Plan
 from lowtide.planning.prediction import apply_options
 from lowtide.profiling import profile
+from lowtide.profiling.profile import finite
 from lowtide.sizes import format_size
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Check, Fidelity
@@ -97,6 +99,21 @@ class Verification:
     def ok(self) -> bool:
         """Everything as promised."""
         return self.results_agree and self.within_budget
+
+    def to_json(self) -> dict[str, Any]:
+        """The finding as JSON-ready data; a figure that was not measured is null."""
+        return {
+            "ok": self.ok,
+            "results_agree": self.results_agree,
+            "within_budget": self.within_budget,
+            "budget_bytes": self.plan.budget_bytes,
+            "peak_bytes": self.peak_bytes,
+            "storage_peak_bytes": self.storage_peak_bytes,
+            "seconds": finite(self.seconds),
+            "plain_seconds": finite(self.plain_seconds),
+            "agreements": [{**asdict(a), "error": finite(a.error)} for a in self.agreements],
+            "notes": list(self.notes),
+        }
 
     def __str__(self) -> str:
         plan = self.plan

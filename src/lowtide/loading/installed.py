@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.errors import MissingExtra, WorkloadError
 from lowtide.workload import Workload
-from lowtide.zoo import _OPTIMIZERS
+from lowtide.zoo import OPTIMIZERS
 
 
 def torchvision(
@@ -103,11 +103,11 @@ def _workload(
     where: str,
 ) -> Workload:
     """Build as the zoo does: the same parameters and batch on every device, and no global generator moved."""
-    if optimizer not in _OPTIMIZERS:
+    if optimizer not in OPTIMIZERS:
         raise WorkloadError(
             f"There is no optimizer {optimizer!r}",
             where=where,
-            hint=f"Choose one of {', '.join(_OPTIMIZERS)}.",
+            hint=f"Choose one of {', '.join(OPTIMIZERS)}.",
         )
     with torch.random.fork_rng(devices=[]), torch.device("meta" if device == "meta" else "cpu"):
         torch.default_generator.manual_seed(0)
@@ -117,7 +117,7 @@ def _workload(
             raise WorkloadError(str(error), where=where, hint="Check the --arg options.") from error
     net = net.to(device)
     batch = pytree.tree_map(lambda tensor: tensor.to(device), batch)
-    return Workload(net, loss, batch, _OPTIMIZERS[optimizer](net), name=where)
+    return Workload(net, loss, batch, OPTIMIZERS[optimizer](net), name=where)
 
 
 def _vision_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -45,7 +45,7 @@ def plan(
     For one profile, a larger budget never gives a slower plan. If nothing fits, ``BudgetError`` says which
     budget would be the smallest, and what to allow for less.
     """
-    baseline = profile or _baseline(work, fake=fake, device=device)
+    baseline = profile or baseline_profile(work, fake=fake, device=device)
     wanted = resolve_budget(budget, baseline.peak_bytes, baseline.graph.device)
     permitted = _Permission.of(allow)
     search = _Search(work, baseline)
@@ -223,7 +223,7 @@ class _Permission:
         return named or candidate.price.fidelity <= self.loosest
 
 
-def _baseline(work: Workload, *, fake: bool, device: str | None) -> Profile:
+def baseline_profile(work: Workload, *, fake: bool, device: str | None) -> Profile:
     try:
         return profile_step(work, fake=fake, device=device)
     except torch.OutOfMemoryError:  # the very reason to plan: predict what cannot be run

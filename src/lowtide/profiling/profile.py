@@ -182,7 +182,7 @@ class Profile:
             "storage_peak_bytes": self.storage_peak_bytes,
             "static_bytes": self.static_bytes,
             "saved_bytes": self.saved_bytes,
-            "seconds": _number(self.seconds),
+            "seconds": finite(self.seconds),
             "seconds_source": self.seconds_source,
             "workspace_source": self.workspace_source,
             "peak_op": self.peak_op,
@@ -203,7 +203,7 @@ class Profile:
                     "module": op.module,
                     "source": op.source,
                     "recompute": op.recompute,
-                    "seconds": _number(op.seconds),
+                    "seconds": finite(op.seconds),
                     "workspace_bytes": op.workspace_bytes,
                 }
                 for op in graph.ops
@@ -273,5 +273,6 @@ def _parent(path: str, known: dict[str, Usage]) -> str:
             return path
 
 
-def _number(seconds: float) -> float | None:
-    return None if math.isnan(seconds) else seconds
+def finite(number: float) -> float | None:
+    """A number as JSON can hold it: None where it is not one."""
+    return number if math.isfinite(number) else None

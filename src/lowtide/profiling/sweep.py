@@ -102,13 +102,17 @@ def max_batch(
     def fits(batch: int) -> bool:
         return profile(make_workload(batch=batch), fake=True, device=device).peak_bytes <= limit_bytes
 
-    if not fits(1):
-        peak = profile(make_workload(batch=1), fake=True, device=device).peak_bytes
+    low = 1
+    try:
+        enough = fits(1)
+    except ValueError:  # batch norm over single values wants two samples
+        low, enough = 2, fits(2)
+    if not enough:
+        peak = profile(make_workload(batch=low), fake=True, device=device).peak_bytes
         raise BudgetError(
-            f"Not even a batch of 1 fits {format_size(limit_bytes)}: it needs {format_size(peak)}",
+            f"Not even a batch of {low} fits {format_size(limit_bytes)}: it needs {format_size(peak)}",
             hint="Raise the limit, or plan the step for it: lowtide plan --budget.",
         )
-    low = 1
     while low < most and fits(low * 2):
         low *= 2
     high = low * 2

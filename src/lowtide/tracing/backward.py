@@ -10,9 +10,11 @@ from __future__ import annotations
 import heapq
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 _LEAF = -1  # leaves come first: torch gives them the highest sequence number
@@ -32,7 +34,7 @@ def backward(loss: Tensor, visit: Callable[[Any], None]) -> None:
     ready = [(_priority(root), 0, root)]
     order = 1
     del root
-    with torch.no_grad():
+    with torch.no_grad(), _one_backward():
         while ready:
             node = heapq.heappop(ready)[2]
             visit(node)
@@ -60,6 +62,12 @@ def backward(loss: Tensor, visit: Callable[[Any], None]) -> None:
                         order += 1
                 del target
             del edges
+
+
+def _one_backward() -> AbstractContextManager[object]:
+    """Tell checkpoints that what they unpack from here on belongs to one backward pass: they recompute once."""
+    group = getattr(torch.utils.checkpoint, "GraphExecGroup", None)
+    return nullcontext() if group is None else group()
 
 
 def _dependencies(root: Any) -> dict[Any, int]:

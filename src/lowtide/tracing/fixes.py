@@ -178,12 +178,13 @@ def _in_type_of(parameters: tuple[Tensor | None, ...], *statistics: Tensor) -> t
     return tuple(s.to(dtype) for s in statistics)
 
 
-def _norm_backward(out: Any, _grad: Tensor, input: Tensor, *_args: Any, **_kwargs: Any) -> Any:
-    """The gradient has the input's type, and its memory format where that is channels-last."""
+def _norm_backward(out: Any, _grad: Tensor, input: Tensor, *args: Any, **_kwargs: Any) -> Any:
+    """The gradient has the input's type and memory format; it is not made where nobody asked for it."""
     grad, *rest = out
-    if grad is None:
-        return out
-    return _as_suggested(grad.to(input.dtype), input), *rest
+    asked: list[bool] = args[-1]
+    if grad is None or not asked[0]:
+        return None, *rest
+    return (_as_suggested(grad.to(input.dtype), input) if input.device.type == "cpu" else grad), *rest
 
 
 # -- layouts -------------------------------------------------------------------------------------------
@@ -219,6 +220,9 @@ def _pointwise(*positions: int) -> Fix:
         operands = [args[p] for p in positions if isinstance(args[p], Tensor)]
         if out.layout is not torch.strided or all(operand.is_contiguous() for operand in operands):
             return out
+        if out.device.type == "cpu":  # operands are converted before they are asked
+            common = torch.result_type(*operands) if len(operands) == 2 else out.dtype
+            operands = [operand.to(common) for operand in operands]
         stride = compute_elementwise_output_strides(*(operand.expand(out.shape) for operand in operands))
         return out if out.stride() == stride else out.new_empty_strided(out.shape, stride)
 
@@ -259,10 +263,11 @@ FIXES: dict[Any, Fix] = {
     aten.native_batch_norm.default: _on_cpu(_batch_norm),
     aten.native_layer_norm.default: _on_cpu(_layer_norm),
     aten.native_group_norm.default: _on_cpu(_group_norm),
-    aten.native_batch_norm_backward.default: _on_cpu(_norm_backward),
-    aten.native_group_norm_backward.default: _on_cpu(_norm_backward),
+    aten.native_batch_norm_backward.default: _norm_backward,
+    aten.native_group_norm_backward.default: _norm_backward,
     aten.native_layer_norm_backward.default: _on_cpu(_contiguous),
     aten.log_sigmoid_forward.default: _on_cpu(_contiguous),
+    aten.log_sigmoid_backward.default: _like(0),
     aten.mse_loss_backward.default: _contiguous,
     aten.smooth_l1_loss_backward.default: _contiguous,
     aten.huber_loss_backward.default: _contiguous,

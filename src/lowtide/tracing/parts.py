@@ -53,12 +53,13 @@ def parts(tensor: Tensor) -> list[Tensor]:
             return [part for name in names for part in parts(getattr(tensor, name))]
         return [tensor]
     if tensor.layout is torch.sparse_coo:
-        if isinstance(tensor, FakeTensor) and tensor._nnz() == 0:  # fake kernels forget the entries
+        values = tensor._values()
+        if isinstance(tensor, FakeTensor) and not values.shape[0]:  # fake kernels forget the entries
             raise TraceError(
                 "How many entries a sparse tensor has is not known without its values",
                 hint="Profile a real step: leave out fake=True.",
             )
-        return [tensor._indices(), tensor._values()]
+        return [tensor._indices(), values]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):

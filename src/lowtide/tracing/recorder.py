@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from lowtide.tracing.calls import Call
@@ -21,6 +22,7 @@ from lowtide.tracing.internals import autograd
 from lowtide.tracing.meter import Meter
 from lowtide.tracing.parts import address, dtype_name, flatten, leaves, parts
 
+_DEVICE = torch.ops.prim.device.default
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LOWTIDE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _ZOO = os.path.join(_LOWTIDE, "zoo") + os.sep
@@ -150,6 +152,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for many times an op: the way through all modes would be long
         with torch._C.DisableTorchFunction():  # what a function mode had to say, it said before autograd
             return self._dispatch(func, args, kwargs)
 

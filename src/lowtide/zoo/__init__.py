@@ -77,8 +77,8 @@ def workload(
     if channels_last and (entry.inputs not in ("images", "pixels") or settings.get("dims", 2) != 2):
         raise WorkloadError("channels_last is for images", where=f"zoo:{name}")
     optimizer = entry.optimizer if optimizer is None else optimizer
-    if optimizer not in _OPTIMIZERS:
-        raise _unknown("optimizer", optimizer, _OPTIMIZERS, where=f"zoo:{name}")
+    if optimizer not in OPTIMIZERS:
+        raise _unknown("optimizer", optimizer, OPTIMIZERS, where=f"zoo:{name}")
 
     device = torch.device(device)
     with _seeded(seed), torch.device("meta" if device.type == "meta" else "cpu"):
@@ -92,7 +92,7 @@ def workload(
         net,
         next_token_loss if entry.inputs == "tokens" else classification_loss,
         (x, target),
-        _OPTIMIZERS[optimizer](net),
+        OPTIMIZERS[optimizer](net),
         autocast=autocast,
         name=name,
     )
@@ -125,7 +125,7 @@ def _none(net: nn.Module) -> None:
     return None
 
 
-_OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer | None]] = {
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer | None]] = {
     "sgd": _sgd,
     "adam": _adam,
     "adamw": _adamw,

@@ -1,1 +1,0 @@
-from .threads import one_thread as one_thread

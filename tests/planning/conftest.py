@@ -1,1 +1,0 @@
-from ..contract.threads import one_thread as one_thread
