@@ -69,9 +69,12 @@ def test_matrix_products_bring_cublas_workspaces():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["resnet18", "wrn28-2", "gpt2"])
-def test_measured_kernels_predict_the_allocators_peak_on_the_gpu(name):
-    work = zoo.small(name, device="cuda")
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("resnet18", {"batch": 64}), ("wrn28-2", {"batch": 100}), ("gpt2", {"batch": 4, "seq": 512})],
+)
+def test_measured_kernels_predict_the_allocators_peak_on_the_gpu(name, sizes):
+    work = zoo.workload(name, device="cuda", **sizes)
     for _ in range(3):
         work.model.zero_grad(set_to_none=True)
         torch.cuda.reset_peak_memory_stats()

@@ -17,10 +17,10 @@ class _Shape:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    on_cpu: bool
+    device: str  # "meta" for what a fake kernel left without a place, such as the seed of an attention
 
     def make(self, device: torch.device) -> Tensor:
-        where = torch.device("cpu") if self.on_cpu else device
+        where = torch.device("cpu") if self.device == "cpu" else device
         tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=where)
         return tensor.uniform_(-1, 1) if self.dtype.is_floating_point and tensor.element_size() > 1 else tensor.zero_()
 
@@ -38,17 +38,19 @@ class Call:
         """Remember a call; no tensor is kept."""
 
         def shape(tensor: Tensor) -> _Shape:
-            return _Shape(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device.type == "cpu")
+            return _Shape(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device.type)
 
         args, kwargs = pytree.tree_map_only(Tensor, shape, (args, kwargs))
         return Call(function, args, kwargs)
 
     @property
     def runs_alone(self) -> bool:
-        """Whether made-up values are safe. A byte tensor is a library's own record, and must not be made up."""
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
-        records = any(isinstance(leaf, _Shape) and leaf.dtype == torch.uint8 for leaf in leaves)
-        return self.function.namespace == "aten" and "foreach" not in self.function.__name__ and not records
+        """Whether made-up values are safe: a library's own records (bytes, seeds) must not be made up."""
+        tensors = [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, _Shape)]
+        name = self.function.__name__
+        if self.function.namespace != "aten" or "foreach" in name or "attention_backward" in name:
+            return False
+        return not any(shape.dtype in (torch.uint8, torch.uint64) or shape.device == "meta" for shape in tensors)
 
     def tensors(self, device: torch.device) -> tuple[Any, Any]:
         """Arguments for a call: floats are random, integers zero."""

@@ -218,7 +218,7 @@ def _pointwise(*positions: int) -> Fix:
 
     def fix(out: Tensor, *args: Any, **_kwargs: Any) -> Tensor:
         operands = [args[p] for p in positions if isinstance(args[p], Tensor)]
-        if out.layout is not torch.strided or all(operand.is_contiguous() for operand in operands):
+        if all(operand.layout is not torch.strided or operand.is_contiguous() for operand in operands):
             return out
         if out.device.type == "cpu":  # operands are converted before they are asked
             common = torch.result_type(*operands) if len(operands) == 2 else out.dtype

@@ -1,0 +1,125 @@
+"""The documentation: its code runs, and it leaves no field of the JSON out."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import lowtide
+from lowtide import zoo
+from lowtide.cli.commands import app
+
+ROOT = Path(__file__).resolve().parents[1]
+JSON_PAGE = ROOT / "docs" / "json.md"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, the HTML comment right above it, its text and the line it starts at."""
+
+    language: str
+    note: str
+    text: str
+    line: int
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(r"^(?:<!-- ([^\n]+) -->\n)?```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(m[2], m[1] or "", m[3], text[: m.start(3)].count("\n") + 1) for m in found]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty current folder with the examples in it, from which Python can import."""
+    for example in (ROOT / "examples").glob("*.py"):
+        shutil.copy(example, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    known = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md"])
+def test_the_code_of_a_page_runs_from_top_to_bottom(name: str, folder: Path) -> None:
+    page = ROOT / name
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks(page):
+        if block.note.startswith("no-test:"):
+            continue
+        if block.note.startswith("file:"):
+            (folder / block.note.removeprefix("file:").strip()).write_text(block.text)
+        elif block.language == "python":
+            # As many newlines as there are lines above, so that a traceback names the page's own line.
+            exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), scope)
+        elif block.language == "console":
+            for command in re.findall(r"^\$ lowtide (.+(?:\\\n.+)*)", block.text, re.MULTILINE):
+                run_command(command.replace("\\\n", " "), where=f"{name}:{block.line}")
+
+
+def run_command(command: str, *, where: str) -> None:
+    result = CliRunner().invoke(app, shlex.split(command))
+    assert result.exit_code == 0, f"{where}: lowtide {command}\n{result.output}"
+
+
+# -- docs/json.md -------------------------------------------------------------------------------------
+
+
+def section(title: str) -> str:
+    """The text below a heading of docs/json.md, up to the next one of its level."""
+    match = re.search(rf"^## {title}$\n(.*?)(?=^## |\Z)", JSON_PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert match, f"docs/json.md has no section {title!r}"
+    return match[1]
+
+
+def keys(data: Any, *, free: set[str]) -> set[str]:
+    """The keys of all objects inside; those inside a ``free`` key are the user's own, such as axes."""
+    if isinstance(data, list | tuple):
+        return {key for item in data for key in keys(item, free=free)}
+    if not isinstance(data, dict):
+        return set()
+    return set(data) | {k for key, value in data.items() if key not in free for k in keys(value, free=free)}
+
+
+def undocumented(title: str, data: Any, *, free: set[str] | None = None) -> list[str]:
+    text = section(title)
+    return sorted(key for key in keys(data, free=free or set()) if f"`{key}`" not in text)
+
+
+@pytest.fixture(scope="module")
+def work() -> lowtide.Workload:
+    with torch.random.fork_rng():
+        return zoo.small("lenet")
+
+
+def test_every_field_of_a_profile_is_documented(work: lowtide.Workload) -> None:
+    data = lowtide.profile(work).to_json()
+    outside = lowtide.profiling.profile.Outside.__dataclass_fields__
+    assert undocumented("Profile", {**data, "outside": dict.fromkeys(outside)}) == []
+
+
+def test_every_field_of_a_sweep_is_documented() -> None:
+    grid = lowtide.sweep(lambda batch: zoo.small("lenet", batch=batch), batch=[2, 4], limit="1GB")
+    assert undocumented("Sweep", grid.to_json(), free={"axes", "point"}) == []
+
+
+def test_every_field_of_a_plan_and_of_its_verification_is_documented() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(6)))
+    work = lowtide.Workload(model, lambda model, x: model(x).sum(), torch.ones(256, 8))
+    plan = lowtide.plan(work, "80%")
+    assert plan.choices
+    assert undocumented("Plan", plan.to_json()) == []
+    assert undocumented("Verification", lowtide.verify(work, plan).to_json()) == []
