@@ -21,6 +21,27 @@ def test_each_cell_is_the_profile_of_its_point():
         assert cell.peak_bytes == profile(linear(**cell.point), fake=True).peak_bytes
 
 
+def test_a_large_grid_is_worked_out_from_a_few_traces_exactly():
+    grid = sweep(linear, batch=[2, 3, 5, 8, 13], seq=[16, 32, 48, 100])
+    assert grid.traced == 10  # three values of each axis, and one point to prove it
+    for cell in grid.cells:
+        found = profile(linear(**cell.point), fake=True)
+        assert (cell.peak_bytes, cell.saved_bytes) == (found.peak_bytes, found.saved_bytes)
+
+
+def test_a_grid_whose_graph_changes_with_the_size_is_traced_point_by_point():
+    def odd(batch):
+        with torch.device("meta"):
+            layers = [nn.Linear(8, 8) for _ in range(1 + batch % 2)]
+            return Workload(nn.Sequential(*layers), lambda model, x: model(x).mean(), torch.empty(batch, 8))
+
+    grid = sweep(odd, batch=[1, 2, 3, 4, 5, 6, 7])
+    assert grid.traced == 7
+    assert [cell.peak_bytes for cell in grid.cells] == [
+        profile(odd(**cell.point), fake=True).peak_bytes for cell in grid.cells
+    ]
+
+
 def test_peaks_grow_with_the_batch():
     grid = sweep(linear, batch=[2, 4, 8, 16])
     peaks = [cell.peak_bytes for cell in grid.cells]

@@ -167,4 +167,4 @@ def sweep() -> Sweep:
         Cell(point, (i + 1) * 10**9, i * 10**9, i * 5 * 10**8, {"parameter": 10**9, "activation": i * 10**9})
         for i, point in enumerate(points)
     )
-    return Sweep("gpt", "NVIDIA H200", {"batch": (1, 2, 3), "seq": (128, 256)}, cells, limit_bytes=5_500_000_000)
+    return Sweep("gpt", "NVIDIA H200", {"batch": (1, 2, 3), "seq": (128, 256)}, cells, 6, 5_500_000_000)

@@ -99,7 +99,7 @@ def profile(
             )
         if not as_json:
             terminal.show_sweep(grid)
-        _write(grid, html, figures, {"heatmap": charts.heatmap_chart})
+        _write(grid, html, figures, {"heatmap": charts.heatmap_chart, "activations": charts.activations_chart})
         return Outcome(grid.to_json())
     with working("Predicting a step" if fake else "Tracing a step"):
         found = profiling.profile(make(), fake=fake, device=device)

@@ -24,6 +24,7 @@ from lowtide.tracing.graph import Graph, Op, Storage, Value
 from lowtide.tracing.meter import measure_cpu_call
 
 _SHIPPED = "h200.json"
+_HOPPER = ("NVIDIA H200", "NVIDIA H100")  # one chip: their libraries choose alike
 _CUBLAS_BYTES = 32 * 2**20  # per thread that multiplies matrices, on Hopper; torch's default
 
 
@@ -145,7 +146,7 @@ def known_kernels(device: str) -> dict[str, Kernel]:
 
 def _shipped(hardware: str) -> dict[str, Kernel]:
     file = resources.files("lowtide.profiling") / "data" / _SHIPPED
-    if not hardware.startswith("NVIDIA") or not file.is_file():
+    if hardware not in _HOPPER or not file.is_file():
         return {}
     return _kernels(json.loads(file.read_text()))
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from lowtide.errors import BudgetError, WorkloadError
 from lowtide.profiling.profile import Profile
@@ -13,6 +16,8 @@ from lowtide.profiling.profiler import profile
 from lowtide.sizes import format_size, parse_size
 from lowtide.tracing.graph import Category
 from lowtide.workload import Workload
+
+Point: TypeAlias = "tuple[int, ...]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,7 @@ class Sweep:
     hardware: str
     axes: dict[str, tuple[int, ...]]
     cells: tuple[Cell, ...]
+    traced: int  # points that were traced; the others were worked out from them, and one traced to prove it
     limit_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -43,6 +49,7 @@ class Sweep:
             "name": self.name,
             "hardware": self.hardware,
             "axes": {axis: list(values) for axis, values in self.axes.items()},
+            "traced": self.traced,
             "limit_bytes": self.limit_bytes,
             "cells": [
                 {
@@ -75,22 +82,100 @@ def sweep(
         raise WorkloadError(
             "A sweep has one or two axes with values", hint="Write sweep(make, batch=[8, 16], seq=[512])."
         )
-    points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    cells: list[Cell] = []
-    last: Profile | None = None
-    for point in points:
-        last = profile(make_workload(**point), fake=True, device=device)
-        cells.append(Cell(point, last.peak_bytes, last.storage_peak_bytes, last.saved_bytes, dict(last.by_category)))
-        if progress is not None:
-            progress(len(cells), len(points))
-    assert last is not None
-    return Sweep(
-        last.name,
-        last.hardware,
-        {axis: tuple(values) for axis, values in axes.items()},
-        tuple(cells),
-        None if limit is None else parse_size(limit),
-    )
+    grid = {axis: tuple(values) for axis, values in axes.items()}
+    profiles = _Profiles(make_workload, grid, device, progress)
+    found = profiles.all()
+    first = next(iter(found.values()))
+    cells = [
+        Cell(dict(zip(grid, point, strict=True)), p.peak_bytes, p.storage_peak_bytes, p.saved_bytes, p.by_category)
+        for point, p in found.items()
+    ]
+    limit_bytes = None if limit is None else parse_size(limit)
+    return Sweep(first.name, first.hardware, grid, tuple(cells), profiles.traced, limit_bytes)
+
+
+class _Profiles:
+    """The profiles of a grid, most of them worked out from a few.
+
+    Storages grow with a batch or a sequence as polynomials of low degree, and the ops stay the same. So three values
+    of each axis are traced, every storage's size is interpolated, and one more point is traced to prove it. Where the
+    graph changes with the sizes, or the proof fails, every point is traced.
+    """
+
+    def __init__(
+        self,
+        make_workload: Callable[..., Workload],
+        grid: dict[str, tuple[int, ...]],
+        device: str | None,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._make = make_workload
+        self._grid = grid
+        self._device = device
+        self._points = list(itertools.product(*grid.values()))
+        self._progress = progress
+        self._found: dict[Point, Profile] = {}
+        self.traced = 0
+
+    def all(self) -> dict[Point, Profile]:
+        """A profile for every point, in order."""
+        nodes = [_nodes(values) for values in self._grid.values()]
+        samples = list(itertools.product(*nodes))
+        others = [point for point in self._points if point not in set(samples)]
+        if len(others) > 1:
+            basis = [self._trace(point) for point in samples]
+            proof = max(others, key=math.prod)
+            if _alike(basis) and _same_sizes(self._trace(proof), _interpolated(basis, nodes, proof)):
+                for point in others:
+                    self._add(point, self._found.get(point) or _interpolated(basis, nodes, point))
+        for point in self._points:
+            self._trace(point)
+        return {point: self._found[point] for point in self._points}
+
+    def _trace(self, point: Point) -> Profile:
+        if point not in self._found:
+            self.traced += 1
+            work = self._make(**dict(zip(self._grid, point, strict=True)))
+            self._add(point, profile(work, fake=True, device=self._device))
+        return self._found[point]
+
+    def _add(self, point: Point, found: Profile) -> None:
+        self._found[point] = found
+        if self._progress is not None:
+            self._progress(len(self._found), len(self._points))
+
+
+def _nodes(values: tuple[int, ...]) -> tuple[int, ...]:
+    """The values of an axis that are traced: enough for a parabola."""
+    ordered = sorted(set(values))
+    return tuple(ordered) if len(ordered) <= 3 else (ordered[0], ordered[len(ordered) // 2], ordered[-1])
+
+
+def _alike(profiles: Sequence[Profile]) -> bool:
+    """The same ops and lifetimes, and no workspaces, which follow rules of their own."""
+
+    def shape(p: Profile) -> object:
+        names = tuple(op.name for op in p.graph.ops)
+        return names, tuple((s.category, s.device, s.birth, s.death) for s in p.graph.storages)
+
+    first = shape(profiles[0])
+    return all(shape(p) == first and not any(op.workspace_bytes for op in p.graph.ops) for p in profiles)
+
+
+def _interpolated(basis: Sequence[Profile], nodes: Sequence[tuple[int, ...]], point: Point) -> Profile:
+    """The profile at a point: every storage's size by Lagrange's formula over the traced ones."""
+    weights = np.ones(1)
+    for axis, value in zip(nodes, point, strict=True):
+        factors = [math.prod((value - other) / (node - other) for other in axis if other != node) for node in axis]
+        weights = np.outer(weights, factors).ravel()
+    sizes = weights @ np.array([[s.bytes for s in p.graph.storages] for p in basis], dtype=np.float64)
+    graph = basis[0].graph
+    storages = tuple(replace(s, bytes=round(size)) for s, size in zip(graph.storages, sizes, strict=True))
+    return replace(basis[0], graph=replace(graph, storages=storages))
+
+
+def _same_sizes(left: Profile, right: Profile) -> bool:
+    return [s.bytes for s in left.graph.storages] == [s.bytes for s in right.graph.storages]
 
 
 def max_batch(

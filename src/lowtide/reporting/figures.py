@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ from lowtide.tracing.graph import Category
 if TYPE_CHECKING:
     import altair as alt
 
-    from lowtide.profiling.sweep import Sweep
+    from lowtide.profiling.sweep import Cell, Sweep
 
 WIDTH, HEIGHT = 760, 320
 POINTS = 600  # columns of a timeline: more than that is thinner than a pixel
@@ -140,16 +142,25 @@ def comparison_chart(comparison: Comparison) -> alt.LayerChart:
 
 def heatmap_chart(sweep: Sweep) -> alt.LayerChart:
     """The allocated peak at every point of a sweep; cells above the limit are outlined in red."""
+    return _heatmap(sweep, "Allocated peak", attrgetter("peak_bytes"))
+
+
+def activations_chart(sweep: Sweep) -> alt.LayerChart:
+    """The same of the activations alone: what is kept for the backward pass."""
+    return _heatmap(sweep, "Activations", attrgetter("saved_bytes"))
+
+
+def _heatmap(sweep: Sweep, what: str, size: Callable[[Cell], int]) -> alt.LayerChart:
     alt = _altair()
-    layout = grid(sweep)
+    layout = grid(sweep, size)
     rows: list[Row] = []
     for y, cells in zip(layout.rows, layout.cells, strict=True):
         for x, cell in zip(layout.columns, cells, strict=True):
             if cell is not None:
-                over, share = layout.over(cell.peak_bytes), layout.share(cell.peak_bytes)
+                over, share = layout.over(size(cell)), layout.share(size(cell))
                 look = ("#ffffff", OVER, OVER) if over else (heat(share), heat(share), ink(share))
                 rows.append(
-                    {"x": x, "y": y, "label": layout.label(cell.peak_bytes), "over": over}
+                    {"x": x, "y": y, "label": layout.label(size(cell)), "over": over}
                     | dict(zip(("fill", "stroke", "ink"), look, strict=True))
                 )
     gaps = alt.Scale(paddingInner=0.06)
@@ -175,7 +186,7 @@ def heatmap_chart(sweep: Sweep) -> alt.LayerChart:
     subtitle = f"{sweep.hardware}, in {layout.unit}"
     if sweep.limit_bytes is not None:
         subtitle += f"; red is above {layout.label(sweep.limit_bytes)} {layout.unit}"
-    title = alt.TitleParams(f"Allocated peak of {sweep.name or 'the step'}", subtitle=subtitle)
+    title = alt.TitleParams(f"{what} of {sweep.name or 'the step'}", subtitle=subtitle)
     width, height = max(220, 72 * len(layout.columns)), 44 * len(layout.rows)
     return _styled(alt.layer(boxes, labels), title, width=width, height=height)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
@@ -190,12 +191,12 @@ class Grid:
         return f"{size / self.scale:.{2 if size < 10 * self.scale else 1}f}"
 
 
-def grid(sweep: Sweep) -> Grid:
+def grid(sweep: Sweep, size: Callable[[Cell], int] = attrgetter("peak_bytes")) -> Grid:
     """Lay out a sweep over one or two axes; the last axis runs along the columns."""
     *first, (column_axis, columns) = sweep.axes.items()
     row_axis, rows = first[0] if first else ("", (0,))
     found = {(cell.point.get(row_axis, 0), cell.point[column_axis]): cell for cell in sweep.cells}
-    peaks = [cell.peak_bytes for cell in sweep.cells]
+    peaks = [size(cell) for cell in sweep.cells]
     within = [p for p in peaks if sweep.limit_bytes is None or p <= sweep.limit_bytes] or peaks
     unit, scale = ("GB", 10**9) if max(peaks, default=0) >= 10**8 else ("MB", 10**6)
     cells = tuple(tuple(found.get((row, column)) for column in columns) for row in rows)

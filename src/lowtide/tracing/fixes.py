@@ -1,4 +1,7 @@
-"""Where torch's fake kernels lie: the sizes, types and layouts that the real ones give."""
+"""Where torch's fake kernels lie about sizes, types and layouts, and what the real ones give.
+
+``tests/tracing/test_fixes.py`` runs each of them against the real op, and fails if one is no longer needed.
+"""
 
 from __future__ import annotations
 
@@ -12,39 +15,32 @@ from torch._prims_common import compute_elementwise_output_strides, suggest_memo
 
 aten = torch.ops.aten
 
-Fix = Callable[..., Any]
+Fix = Callable[..., Any]  # called with an op's fake output and the op's arguments; returns the true output
 
 
 # -- sizes ---------------------------------------------------------------------------------------------
 
 
-def _lstm_layer(out: Any, input: Tensor, *args: Any, **_kwargs: Any) -> Any:
-    """OneDNN keeps a workspace for the backward pass; the fake one is empty. Without gradients there is none."""
-    output, hy, cy, workspace = out
-    if not torch.is_grad_enabled():
-        return output, hy, cy, None
-    steps, batch, wide = input.shape
-    hidden, cell = hy.shape[-1], cy.element_size()
-    size = lstm_workspace_bytes(steps, batch, wide, hidden, item=input.element_size(), cell=cell)
-    return output, hy, cy, workspace.new_empty(size)
-
-
 def lstm_workspace_bytes(steps: int, batch: int, wide: int, hidden: int, *, item: int = 4, cell: int = 4) -> int:
     """Bytes that oneDNN keeps for the backward pass of one layer and direction of an LSTM.
 
-    Parts one after the other, each from a new page on: the gates, the hidden states before projection, the
-    states and the cell states (from before the first step to after the last, of the layer and of its input),
-    and the gradients of both in float32 (``rnn_utils::set_workspace_sizes`` and ``set_offsets`` in oneDNN).
+    ``wide`` is the width of the input; ``item`` and ``cell`` are the sizes of an element of the states and of the
+    cell states. Parts one after the other, each from a new page on: the gates, the hidden states, the states and
+    the cell states (from before the first step to after the last, of the layer and of its input), and the gradients
+    of both in float32 (oneDNN's ``rnn_utils``: ``set_workspace_sizes`` and ``set_offsets``).
+
+    >>> lstm_workspace_bytes(12, 2, 32, 32)
+    57344
     """
     gates, states = steps * batch, 2 * (steps + 1) * batch
     widest = max(wide, hidden)
     parts = (
-        gates * _leading(4 * hidden, item) * item,
-        gates * _leading(hidden, item) * item,
-        states * _leading(widest, item) * item,
+        gates * _row(4 * hidden, item) * item,
+        gates * _row(hidden, item) * item,
+        states * _row(widest, item) * item,
         states * hidden * cell,
-        states * _leading(widest, 4) * 4,
-        states * _leading(widest, 4) * 4,
+        states * _row(widest, 4) * 4,
+        states * _row(widest, 4) * 4,
         states * hidden * 4,
         0,  # of GRUs alone; that it is there still ends the last part at a page
     )
@@ -54,15 +50,25 @@ def lstm_workspace_bytes(steps: int, batch: int, wide: int, hidden: int, *, item
     return size
 
 
-def _leading(width: int, item: int) -> int:
-    """OneDNN's row length in elements: whole cache lines, and no multiple of 256, which would alias in the cache."""
+def _row(width: int, item: int) -> int:
+    """Length of a row in elements: whole cache lines, and no multiple of 256, whose rows would share them."""
     line = 64 // item
-    padded = _up(width, line)
-    return padded + line if padded % 256 == 0 else padded
+    length = _up(width, line)
+    return length + line if length % 256 == 0 else length
 
 
 def _up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
+
+
+def _lstm_layer(out: Any, input: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+    """The workspace of the fake kernel is empty. Without gradients there is none."""
+    output, hy, cy, workspace = out
+    if not torch.is_grad_enabled():
+        return output, hy, cy, None
+    steps, batch, wide = input.shape
+    size = lstm_workspace_bytes(steps, batch, wide, hy.shape[-1], item=input.element_size(), cell=cy.element_size())
+    return output, hy, cy, workspace.new_empty(size)
 
 
 def _lstm_layer_backward(out: Any, *_args: Any, **_kwargs: Any) -> Any:
@@ -71,19 +77,17 @@ def _lstm_layer_backward(out: Any, *_args: Any, **_kwargs: Any) -> Any:
     return x, weight_ih, weight_hh, bias_ih, torch.empty_like(bias_ih), hx, cx
 
 
-def _reduced_in_place(out: Tensor, input: Tensor, target: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+def _loss(out: Tensor, input: Tensor, target: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
     """These losses are computed element by element and shrunk to a scalar in the same storage."""
-    if out.ndim:
-        return out
-    return _grown(out, torch.broadcast_shapes(input.shape, target.shape).numel())
+    return out if out.ndim else _grown(out, torch.broadcast_shapes(input.shape, target.shape).numel())
 
 
 def _binary_cross_entropy(out: Tensor, input: Tensor, target: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-    return torch.empty_like(input) if out.ndim else _reduced_in_place(out, input, target)
+    return torch.empty_like(input) if out.ndim else _loss(out, input, target)
 
 
-def _reshaped_in_place(out: Tensor, input: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-    """The output starts as large as the input and is resized: its storage never shrinks."""
+def _resized(out: Tensor, input: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    """The output starts as large as the input and is resized; its storage does not shrink."""
     return _grown(out, input.numel())
 
 
@@ -101,9 +105,9 @@ def _embedding_bag(
     *,
     trains: bool = True,
 ) -> Any:
-    """Which bag each index belongs to is left out of plain sums, and else counted up in one element more.
+    """Which bag an index belongs to is left out of plain sums, and else counted up in one element more.
 
-    The fake kernel counts in sums of bfloat16 too. Bag sizes start as many as the offsets.
+    The fake kernel does so for sums of bfloat16 too. The bags' sizes start as many as the offsets.
     """
     result, _, _, max_indices = out
     plain = padding_idx < 0 and weight.stride(1) == 1 and weight.dtype != torch.float64
@@ -147,90 +151,63 @@ def _sparse(like: Tensor, indices: Tensor, values: Tensor) -> Tensor:
 
 
 def _grown(tensor: Tensor, count: int) -> Tensor:
-    """The tensor, with a storage of at least ``count`` elements."""
-    storage = tensor.untyped_storage()
-    if storage.nbytes() < count * tensor.element_size():
-        storage.resize_(count * tensor.element_size())
+    """The tensor, with room for at least ``count`` elements."""
+    storage, size = tensor.untyped_storage(), count * tensor.element_size()
+    if storage.nbytes() < size:
+        storage.resize_(size)
     return tensor
 
 
 # -- types ---------------------------------------------------------------------------------------------
 
 
-def _batch_norm(out: Any, input: Tensor, *args: Any, **_kwargs: Any) -> Any:
-    """CPU kernels keep the statistics in the parameters' type; the fake one takes the input's."""
-    result, mean, rstd = out
-    return _as_suggested(result, input), *_in_type_of(args[:4], mean, rstd)
+def _norm(first: int, last: int, *, suggested: bool = False) -> Fix:
+    """Kernels on the CPU keep statistics in the type of the parameters, the fake ones in the input's.
+
+    The parameters are among the arguments ``first`` to ``last``.
+    """
+
+    def fix(out: Any, *args: Any, **_kwargs: Any) -> Any:
+        result, mean, rstd = out
+        dtype = next((p.dtype for p in args[first : last + 1] if p is not None), args[0].dtype)
+        return _as_suggested(result, args[0]) if suggested else result, mean.to(dtype), rstd.to(dtype)
+
+    return fix
 
 
-def _layer_norm(out: Any, input: Tensor, shape: Any, *args: Any, **_kwargs: Any) -> Any:
-    result, mean, rstd = out
-    return result, *_in_type_of(args[:2], mean, rstd)
-
-
-def _group_norm(out: Any, input: Tensor, *args: Any, **_kwargs: Any) -> Any:
-    result, mean, rstd = out
-    return result, *_in_type_of(args[:2], mean, rstd)
-
-
-def _in_type_of(parameters: tuple[Tensor | None, ...], *statistics: Tensor) -> tuple[Tensor, ...]:
-    dtype = next((p.dtype for p in parameters if p is not None), statistics[0].dtype)
-    return tuple(s.to(dtype) for s in statistics)
-
-
-def _norm_backward(out: Any, _grad: Tensor, input: Tensor, *args: Any, **_kwargs: Any) -> Any:
-    """The gradient has the input's type and memory format; it is not made where nobody asked for it."""
+def _norm_backward(out: Any, _grad: Tensor, input: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+    """The gradient has the input's type, and its memory format."""
     grad, *rest = out
-    asked: list[bool] = args[-1]
-    if grad is None or not asked[0]:
-        return None, *rest
-    return (_as_suggested(grad.to(input.dtype), input) if input.device.type == "cpu" else grad), *rest
+    return out if grad is None else (_as_suggested(grad.to(input.dtype), input), *rest)
 
 
 # -- layouts -------------------------------------------------------------------------------------------
 
 
 def _contiguous(out: Any, *_args: Any, **_kwargs: Any) -> Any:
-    """These kernels write their outputs row by row, whatever the layout of the input."""
+    """Written row by row, whatever the layout of the inputs."""
     if isinstance(out, Tensor):
         return out if out.is_contiguous() else out.new_empty(out.shape)
     return tuple(None if part is None else _contiguous(part) for part in out)
 
 
-def _suggested(out: Tensor, input: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-    """Channels-last where the input is so, else contiguous."""
-    return _as_suggested(out, input)
-
-
-def _suggested_backward(out: Tensor, _grad: Tensor, input: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-    return _as_suggested(out, input)
-
-
-def _as_suggested(out: Tensor, input: Tensor) -> Tensor:
-    memory_format = suggest_memory_format(input)
-    if out.is_contiguous(memory_format=memory_format):
-        return out
-    return torch.empty_like(out, memory_format=memory_format)
-
-
-def _pointwise(*positions: int) -> Fix:
-    """The first operand whose layout decides, decides; decompositions ask in another order, or ask converted ones."""
+def _suggested(position: int) -> Fix:
+    """Channels-last where an argument is so, else contiguous."""
 
     def fix(out: Tensor, *args: Any, **_kwargs: Any) -> Tensor:
-        operands = [args[p] for p in positions if isinstance(args[p], Tensor)]
-        if all(operand.layout is not torch.strided or operand.is_contiguous() for operand in operands):
-            return out
-        if out.device.type == "cpu":  # operands are converted before they are asked
-            common = torch.result_type(*operands) if len(operands) == 2 else out.dtype
-            operands = [operand.to(common) for operand in operands]
-        stride = compute_elementwise_output_strides(*(operand.expand(out.shape) for operand in operands))
-        return out if out.stride() == stride else out.new_empty_strided(out.shape, stride)
+        return _as_suggested(out, args[position])
 
     return fix
 
 
+def _as_suggested(out: Tensor, input: Tensor) -> Tensor:
+    memory_format = suggest_memory_format(input)
+    fits = out.is_contiguous(memory_format=memory_format)
+    return out if fits else torch.empty_like(out, memory_format=memory_format)
+
+
 def _like(position: int) -> Fix:
-    """Laid out like one of the arguments."""
+    """Laid out like an argument."""
 
     def fix(out: Tensor, *args: Any, **_kwargs: Any) -> Tensor:
         return torch.empty_like(args[position], dtype=out.dtype)
@@ -238,8 +215,30 @@ def _like(position: int) -> Fix:
     return fix
 
 
+def _pointwise(first: int = 0, second: int = 1) -> Fix:
+    """Where the layouts of two operands differ the first decides, unless it is a broadcast one.
+
+    Decompositions ask them in another order, or after a conversion that made a broadcast operand dense.
+    """
+
+    def fix(out: Tensor, *args: Any, **_kwargs: Any) -> Tensor:
+        operands = args[first], args[second]
+        if all(not isinstance(t, Tensor) or t.layout is not torch.strided or t.is_contiguous() for t in operands):
+            return out
+        if out.device.type == "cpu":  # there, a type that differs is converted before
+            common = torch.result_type(*operands)
+            operands = tuple(t.to(common) if isinstance(t, Tensor) else t for t in operands)
+        stride = compute_elementwise_output_strides(*(t.expand(out.shape) for t in operands if isinstance(t, Tensor)))
+        return out if out.stride() == stride else out.new_empty_strided(out.shape, stride)
+
+    return fix
+
+
+# -- the table -----------------------------------------------------------------------------------------
+
+
 def _on_cpu(fix: Fix) -> Fix:
-    """The fix, for kernels that differ so from their fakes on the CPU alone."""
+    """For kernels that differ from their fakes on the CPU alone."""
 
     def on_cpu(out: Any, *args: Any, **kwargs: Any) -> Any:
         return fix(out, *args, **kwargs) if args[0].device.type == "cpu" else out
@@ -250,60 +249,65 @@ def _on_cpu(fix: Fix) -> Fix:
 FIXES: dict[Any, Fix] = {
     aten.mkldnn_rnn_layer.default: _lstm_layer,
     aten.mkldnn_rnn_layer_backward.default: _lstm_layer_backward,
-    aten.mse_loss.default: _reduced_in_place,
-    aten.smooth_l1_loss.default: _reduced_in_place,
-    aten.binary_cross_entropy.default: _binary_cross_entropy,
-    aten.soft_margin_loss.default: _reduced_in_place,
-    aten.im2col.default: _reshaped_in_place,
-    aten.col2im.default: _reshaped_in_place,
-    aten.clone.default: _clone,
-    aten._embedding_bag_backward.default: _embedding_bag_backward,
     aten._embedding_bag.default: _on_cpu(_embedding_bag),
     aten._embedding_bag_forward_only.default: _on_cpu(partial(_embedding_bag, trains=False)),
-    aten.native_batch_norm.default: _on_cpu(_batch_norm),
-    aten.native_layer_norm.default: _on_cpu(_layer_norm),
-    aten.native_group_norm.default: _on_cpu(_group_norm),
-    aten.native_batch_norm_backward.default: _norm_backward,
-    aten.native_group_norm_backward.default: _norm_backward,
-    aten.native_layer_norm_backward.default: _on_cpu(_contiguous),
-    aten.log_sigmoid_forward.default: _on_cpu(_contiguous),
-    aten.log_sigmoid_backward.default: _like(0),
+    aten._embedding_bag_backward.default: _embedding_bag_backward,
+    aten.clone.default: _clone,
+    aten.im2col.default: _resized,
+    aten.col2im.default: _resized,
+    # Losses.
+    aten.mse_loss.default: _loss,
+    aten.smooth_l1_loss.default: _loss,
+    aten.soft_margin_loss.default: _loss,
+    aten.binary_cross_entropy.default: _binary_cross_entropy,
+    aten.binary_cross_entropy_backward.default: _like(1),
     aten.mse_loss_backward.default: _contiguous,
     aten.smooth_l1_loss_backward.default: _contiguous,
     aten.huber_loss_backward.default: _contiguous,
-    aten._log_softmax_backward_data.default: _contiguous,
-    aten.glu_backward.default: _contiguous,
     aten.nll_loss2d_forward.default: _contiguous,
-    aten.pow.Scalar: _contiguous,
-    aten.reflection_pad2d_backward.default: _on_cpu(_suggested_backward),
-    aten.replication_pad2d_backward.default: _on_cpu(_suggested_backward),
-    aten.reflection_pad3d_backward.default: _on_cpu(_suggested_backward),
-    aten.replication_pad3d_backward.default: _on_cpu(_suggested_backward),
-    aten.reflection_pad3d.default: _on_cpu(_suggested),
-    aten.replication_pad3d.default: _on_cpu(_suggested),
-    aten.max_unpool2d.default: _on_cpu(_suggested),
-    aten.channel_shuffle.default: _on_cpu(_suggested),
-    aten.elu_backward.default: _pointwise(0, 5),
-    aten.hardsigmoid_backward.default: _pointwise(0, 1),
-    aten.hardtanh_backward.default: _pointwise(0, 1),
-    aten.hardswish_backward.default: _pointwise(0, 1),
-    aten.softplus_backward.default: _pointwise(0, 1),
-    aten.logit_backward.default: _pointwise(0, 1),
-    aten.native_dropout_backward.default: _pointwise(0, 1),
-    aten.gelu_backward.default: _pointwise(0, 1),
-    aten.silu_backward.default: _pointwise(0, 1),
-    aten.sigmoid_backward.default: _pointwise(0, 1),
-    aten.tanh_backward.default: _pointwise(0, 1),
-    aten.mish_backward.default: _pointwise(0, 1),
-    aten.add.Tensor: _pointwise(0, 1),
-    aten.sub.Tensor: _pointwise(0, 1),
-    aten.mul.Tensor: _pointwise(0, 1),
-    aten.div.Tensor: _pointwise(0, 1),
-    aten.xlogy.Tensor: _pointwise(0, 1),
-    aten.copysign.Tensor: _pointwise(0, 1),
-    aten.div.Tensor_mode: _pointwise(0, 1),
+    aten._log_softmax_backward_data.default: _contiguous,
+    # Norms.
+    aten.native_batch_norm.default: _on_cpu(_norm(1, 4, suggested=True)),
+    aten.native_layer_norm.default: _on_cpu(_norm(2, 3)),
+    aten.native_group_norm.default: _on_cpu(_norm(1, 2)),
+    aten.native_batch_norm_backward.default: _on_cpu(_norm_backward),
+    aten.native_group_norm_backward.default: _on_cpu(_norm_backward),
+    aten.native_layer_norm_backward.default: _on_cpu(_contiguous),
+    # Activations.
+    aten.glu_backward.default: _contiguous,
+    aten.log_sigmoid_forward.default: _on_cpu(_contiguous),
+    aten.log_sigmoid_backward.default: _like(0),
     aten.rrelu_with_noise.default: _contiguous,
-    aten.normal.Tensor_Tensor: _contiguous,
-    aten.binary_cross_entropy_backward.default: _like(1),
     aten.rrelu_with_noise_backward.default: _pointwise(2, 0),
+    aten.elu_backward.default: _pointwise(0, 5),
+    aten.gelu_backward.default: _pointwise(),
+    aten.hardsigmoid_backward.default: _pointwise(),
+    aten.hardswish_backward.default: _pointwise(),
+    aten.hardtanh_backward.default: _pointwise(),
+    aten.logit_backward.default: _pointwise(),
+    aten.mish_backward.default: _pointwise(),
+    aten.sigmoid_backward.default: _pointwise(),
+    aten.silu_backward.default: _pointwise(),
+    aten.softplus_backward.default: _pointwise(),
+    aten.tanh_backward.default: _pointwise(),
+    aten.native_dropout_backward.default: _on_cpu(_pointwise()),
+    # Arithmetic.
+    aten.add.Tensor: _pointwise(),
+    aten.sub.Tensor: _pointwise(),
+    aten.mul.Tensor: _pointwise(),
+    aten.div.Tensor: _pointwise(),
+    aten.div.Tensor_mode: _pointwise(),
+    aten.copysign.Tensor: _pointwise(),
+    aten.xlogy.Tensor: _pointwise(),
+    aten.pow.Scalar: _contiguous,
+    aten.normal.Tensor_Tensor: _contiguous,
+    # Images.
+    aten.reflection_pad2d_backward.default: _on_cpu(_suggested(1)),
+    aten.replication_pad2d_backward.default: _on_cpu(_suggested(1)),
+    aten.reflection_pad3d.default: _on_cpu(_suggested(0)),
+    aten.replication_pad3d.default: _on_cpu(_suggested(0)),
+    aten.reflection_pad3d_backward.default: _on_cpu(_suggested(1)),
+    aten.replication_pad3d_backward.default: _on_cpu(_suggested(1)),
+    aten.max_unpool2d.default: _on_cpu(_suggested(0)),
+    aten.channel_shuffle.default: _on_cpu(_suggested(0)),
 }
