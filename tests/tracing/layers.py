@@ -273,20 +273,21 @@ def embeddings():
 
 
 def recurrent():
-    for name in ("LSTM", "GRU", "RNN"):
-        make = getattr(nn, name)
-        for option in (
-            {}, {"batch_first": True}, {"bidirectional": True}, {"bias": False},
-            {"num_layers": 2, "dropout": 0.3}, {"num_layers": 2, "bidirectional": True, "batch_first": True},
-        ):  # fmt: skip
-            yield f"{name} {option}", lambda make=make, o=option: On(make(5, 6, **o), 4, 3, 5)
-        yield f"{name} alone", lambda make=make: On(make(5, 6), 4, 5)
-        yield f"{name} last state", lambda make=make: On(nn.Sequential(make(5, 6), Then(lambda out: out[1])), 4, 3, 5)
-        yield f"{name} frozen", lambda make=make: Frozen(make(5, 6), 6), torch.ones(4, 3, 5)
-        cell = getattr(nn, f"{name}Cell")
-        yield f"{name}Cell", lambda cell=cell: On(cell(5, 6), 4, 5)
-    yield "LSTM projected", lambda: On(nn.LSTM(5, 6, proj_size=3, bidirectional=True), 4, 3, 5)
+    every = {"num_layers": 2, "bidirectional": True, "batch_first": True}
+    for option in (
+        {}, {"batch_first": True}, {"bidirectional": True}, {"bias": False}, {"num_layers": 2, "dropout": 0.3}, every
+    ):  # fmt: skip
+        yield f"LSTM {option}", lambda o=option: On(nn.LSTM(5, 6, **o), 4, 3, 5)
+    yield "LSTM alone", lambda: On(nn.LSTM(5, 6), 4, 5)
+    yield "LSTM last state", lambda: On(nn.Sequential(nn.LSTM(5, 6), Then(lambda out: out[1])), 4, 3, 5)
+    yield "LSTM frozen", lambda: Frozen(nn.LSTM(5, 6), 6), torch.ones(4, 3, 5)
     yield "LSTM recomputed", lambda: On(Recomputed(nn.LSTM(5, 6)), 4, 3, 5)
+    yield "LSTM projected", lambda: On(nn.LSTM(5, 6, proj_size=3), 4, 3, 5)
+    for make in (nn.GRU, nn.RNN):
+        yield make.__name__, lambda make=make: On(make(5, 6), 3, 2, 5)
+        yield f"{make.__name__} {every}", lambda make=make: On(make(5, 6, **every), 2, 3, 5)
+    for cell in (nn.LSTMCell, nn.GRUCell, nn.RNNCell):
+        yield cell.__name__, lambda cell=cell: On(cell(5, 6), 4, 5)
 
 
 def attention():
@@ -308,7 +309,7 @@ def attention():
 
 def losses():
     targets = torch.ones(3, 5)
-    for reduction in ("mean", "sum", "none"):
+    for reduction in ("mean", "none"):
         for name in (
             "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "poisson_nll_loss",
             "binary_cross_entropy", "binary_cross_entropy_with_logits", "hinge_embedding_loss",

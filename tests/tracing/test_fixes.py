@@ -18,8 +18,9 @@ from tests.tracing.layers import FLOAT32, Of, integers, loss, mask
 
 aten = torch.ops.aten
 STEPS = layers.steps(*layers.GROUPS)
+MIXED = {name for name in STEPS if name.endswith("mixed")}  # float32 norms in a bfloat16 model
 IN_BFLOAT16 = layers.steps(layers.norms, layers.activations, layers.embeddings, layers.losses).keys() - FLOAT32
-UNDER_AUTOCAST = layers.steps(layers.norms, layers.recurrent, layers.attention).keys()
+UNDER_AUTOCAST = layers.steps(layers.norms, layers.recurrent, layers.attention).keys() - MIXED
 ONEDNN_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -60,7 +61,7 @@ def work_of(name, *, dtype=torch.float32, autocast=None):
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about kernels that it does not take
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", sorted(STEPS.keys() - MIXED))
 def test_a_fake_step_is_the_real_one_op_by_op(name):
     assert_agree(work_of(name))
 
@@ -238,7 +239,7 @@ def pair(op, *between):
     )
 
 
-MIXED = {"dtype": torch.bfloat16}
+LOW = {"dtype": torch.bfloat16}
 IMAGE, VOLUME = (2, 4, 5, 3), (2, 4, 5, 3, 2)
 
 # One call at least that the fake kernel answers wrongly.
@@ -283,19 +284,17 @@ CALLS = {
         lambda: aten._log_softmax_backward_data(columns(*IMAGE), rows(*IMAGE), 1, torch.float32)
     ],
     aten.native_batch_norm.default: [
-        lambda: aten.native_batch_norm(rows(2, 4, 3, **MIXED), rows(4), rows(4), None, None, True, 0.1, 1e-5),
-        lambda: aten.native_batch_norm(rows(2, 4, 3, **MIXED), None, None, rows(4), rows(4), True, 0.1, 1e-5),
+        lambda: aten.native_batch_norm(rows(2, 4, 3, **LOW), rows(4), rows(4), None, None, True, 0.1, 1e-5),
+        lambda: aten.native_batch_norm(rows(2, 4, 3, **LOW), None, None, rows(4), rows(4), True, 0.1, 1e-5),
         lambda: aten.native_batch_norm(columns(2, 4, 3), rows(4), rows(4), None, None, True, 0.1, 1e-5),
     ],
-    aten.native_layer_norm.default: [
-        lambda: aten.native_layer_norm(rows(3, 4, 6, **MIXED), [6], rows(6), rows(6), 1e-5)
-    ],
+    aten.native_layer_norm.default: [lambda: aten.native_layer_norm(rows(3, 4, 6, **LOW), [6], rows(6), rows(6), 1e-5)],
     aten.native_group_norm.default: [
-        lambda: aten.native_group_norm(rows(2, 4, 5, 3, **MIXED), rows(4), rows(4), 2, 4, 15, 2, 1e-5)
+        lambda: aten.native_group_norm(rows(2, 4, 5, 3, **LOW), rows(4), rows(4), 2, 4, 15, 2, 1e-5)
     ],
     aten.native_batch_norm_backward.default: [lambda: batch_norm_backward(rows(*IMAGE), columns(*IMAGE))],
     aten.native_group_norm_backward.default: [
-        lambda: group_norm_backward(rows(*IMAGE, **MIXED), rows(*IMAGE, **MIXED)),
+        lambda: group_norm_backward(rows(*IMAGE, **LOW), rows(*IMAGE, **LOW)),
         lambda: group_norm_backward(columns(*IMAGE), rows(*IMAGE)),
     ],
     aten.native_layer_norm_backward.default: [lambda: layer_norm_backward(rows(3, 4, 6), columns(3, 4, 6))],
