@@ -18,6 +18,8 @@ def parse_size(size: int | str) -> int:
     >>> parse_size("6GiB"), parse_size("800 MB"), parse_size(1024)
     (6442450944, 800000000, 1024)
     """
+    if not isinstance(size, (int, str)) or isinstance(size, bool):
+        raise LowtideError(f"Not a size: {size!r}", hint="Write for example 6GiB, 800MB or a number of bytes.")
     if isinstance(size, int):
         if size < 0:
             raise LowtideError(f"A size cannot be negative: {size}")

@@ -50,6 +50,11 @@ class Workload:
                 f"The optimizer is a {type(self.optimizer).__name__}, not a torch.optim.Optimizer",
                 hint="Pass the optimizer itself, or None to leave its memory out.",
             )
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
+            raise WorkloadError(
+                f"Cannot autocast to {self.autocast!r}",
+                hint="Pass torch.bfloat16, torch.float16, or None.",
+            )
         devices = {tensor.device for tensor in self.tensors()} - {self.device}
         if devices:
             raise WorkloadError(

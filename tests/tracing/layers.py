@@ -66,6 +66,17 @@ class Twice(nn.Module):
         return self.layer(x, x)
 
 
+class Beside(nn.Module):
+    """A layer's output and its input in one image: the gradient of each is a window on the image's."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return torch.cat([self.layer(x), x], -1).sin()
+
+
 class Recomputed(nn.Module):
     def __init__(self, layer):
         super().__init__()
@@ -198,6 +209,7 @@ def norms():
     yield "BatchNorm1d of a transposed", lambda: tokens(nn.BatchNorm1d(8), nn.ReLU(), transposed, nn.Linear(8, 2))
     yield "LayerNorm of a transposed", lambda: tokens(nn.LayerNorm(4), transposed, nn.Linear(8, 2))
     yield "GroupNorm of a transposed", lambda: tokens(nn.GroupNorm(2, 8), transposed, nn.Linear(8, 2))
+    yield "GroupNorm beside its input", lambda: On(Beside(nn.GroupNorm(2, 4)), 2, 4, 5, 6)
     yield "GroupNorm cl", lambda: images(nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 1))
     yield "GroupNorm cl mixed", lambda: images(Float32(nn.GroupNorm(2, 4)), nn.Conv2d(4, 4, 1))
 

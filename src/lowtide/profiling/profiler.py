@@ -10,6 +10,7 @@ import torch
 
 from lowtide.profiling.devices import find_device, hardware_name
 from lowtide.profiling.kernels import with_workspaces
+from lowtide.profiling.outside import read_outside
 from lowtide.profiling.profile import Profile, Source
 from lowtide.profiling.roofline import model_seconds
 from lowtide.tracing import trace
@@ -54,4 +55,5 @@ def profile(work: Workload, *, fake: bool = False, device: str | None = None, me
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         },
+        outside=None if fake else read_outside(work.device),
     )

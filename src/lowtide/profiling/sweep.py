@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from lowtide.errors import BudgetError, WorkloadError
+from lowtide.errors import BudgetError, LowtideError, WorkloadError
 from lowtide.profiling.profile import Profile
 from lowtide.profiling.profiler import profile
 from lowtide.sizes import format_size, parse_size
@@ -135,8 +135,14 @@ class _Profiles:
     def _trace(self, point: Point) -> Profile:
         if point not in self._found:
             self.traced += 1
-            work = self._make(**dict(zip(self._grid, point, strict=True)))
-            self._add(point, profile(work, fake=True, device=self._device))
+            sizes = dict(zip(self._grid, point, strict=True))
+            try:
+                self._add(point, profile(self._make(**sizes), fake=True, device=self._device))
+            except LowtideError:
+                raise
+            except ValueError as error:
+                where = ", ".join(f"{axis}={value}" for axis, value in sizes.items())
+                raise WorkloadError(f"There is no such step: {error}", where=where, hint="Leave it out.") from error
         return self._found[point]
 
     def _add(self, point: Point, found: Profile) -> None:

@@ -131,7 +131,7 @@ class Segments(Forward):
         return self._run(self.order, input)
 
     def _run(self, tree: Tree, value: Any) -> Any:
-        blocks = list(self.module.children())
+        blocks = children(self.module)
         for node in tree:
             if isinstance(node, int):
                 value = blocks[node](value)
@@ -165,7 +165,7 @@ def _apply(container: nn.Module, tree: Tree, *, path: str) -> Undo:
     _check_tree(container, tree, path)
     if _is_called(container):
         return replace_forward(Segments(cast(nn.Sequential, container), tree, path), path=path)
-    blocks = list(container.children())
+    blocks = children(container)
     with Undo() as undo:
         for node in tree:
             if not isinstance(node, tuple) or len(node) != 1 or not isinstance(node[0], int):
@@ -178,11 +178,16 @@ def _apply(container: nn.Module, tree: Tree, *, path: str) -> Undo:
         return undo.keep()
 
 
+def children(container: nn.Module) -> list[nn.Module]:
+    """The blocks in their order; one that is there twice counts twice."""
+    return [block for block in container._modules.values() if block is not None]
+
+
 def _check_tree(container: nn.Module, tree: Tree, path: str) -> None:
     named = list(leaves(tree))
     segments = [list(leaves(node)) for node in tree if isinstance(node, tuple)]
     whole = all(s and s == list(range(s[0], s[0] + len(s))) for s in segments)
-    count = sum(1 for _ in container.children())
+    count = len(children(container))
     if not whole or named != sorted(set(named)) or (named and not 0 <= named[0] <= named[-1] < count):
         raise PlanError(f"{tree} are not segments of {count} blocks in order", where=path or "the model")
 

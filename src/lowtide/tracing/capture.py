@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,14 +14,15 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.utils import _pytree as pytree
 
-from lowtide.errors import LowtideError, TraceError
+from lowtide.errors import LowtideError, TraceError, WorkloadError
 from lowtide.tracing.answers import Answers
 from lowtide.tracing.backward import backward
 from lowtide.tracing.calls import Call
 from lowtide.tracing.compiled import compiled_modules, opaque_compiled_graphs
 from lowtide.tracing.fake import fake_workload, known_value, second_step
-from lowtide.tracing.fixes import FIXES
+from lowtide.tracing.fixes import FIXES, SUBSTITUTES
 from lowtide.tracing.gpu import ANSWERS, GPU_FIXES, emulated_gpu
 from lowtide.tracing.graph import Graph
 from lowtide.tracing.meter import CpuMeter, CudaMeter, Meter, NoMeter, profiler_is_free
@@ -42,6 +44,12 @@ def trace(
     optimizer state and random generators are afterwards as they were, bit for bit. ``calls``, if given, is filled
     with one call for each distinct signature.
     """
+    if isinstance(work.optimizer, torch.optim.LBFGS):
+        raise WorkloadError(
+            "LBFGS runs the loss several times in a step, as it likes",
+            hint="Profile with another optimizer, or with none: the peak of each evaluation is that of a step.",
+        )
+    work = replace(work, batch=pytree.tree_map(lambda leaf: leaf, work.batch))  # a loss may take its batch apart
     target = work.device.type if device is None else device
     if work.device.type == "meta" and target == "meta":
         target = "cpu"
@@ -77,16 +85,17 @@ def _trace_fake(work: Workload, target: str, calls: dict[str, Call] | None) -> G
     except LowtideError:
         raise
     except RuntimeError as error:  # torch's own: an op without a fake kernel, or one that a fake tensor trips
-        raise TraceError(
-            f"The step does not run on fake tensors ({error})",
-            hint="If it runs on real ones, profile that: leave out fake=True.",
-        ) from error
+        hint = "If it runs on real ones, profile that: leave out fake=True."
+        if "devices" in str(error):
+            hint = "Make tensors that are neither in the model nor in the batch on the device of the input."
+        what = next(iter(str(error).splitlines()), "")
+        raise TraceError(f"The step does not run on fake tensors ({what})", hint=hint) from error
 
 
 def _run(work: Workload, meter: Meter, *, fake: bool, device: str, calls: dict[str, Call] | None = None) -> Graph:
     """One steady step under the recorder."""
     recorder = Recorder(meter, calls=calls)
-    answers = {**ANSWERS, _ITEM: lambda tensor: _item(recorder, tensor)}
+    answers = {**SUBSTITUTES, **ANSWERS, _ITEM: lambda tensor: _item(recorder, tensor)}
     fake_kernels = Answers(answers, {**FIXES, **GPU_FIXES}) if fake else nullcontext()
     recorder.start("optimizer")
     with fake_kernels:
@@ -180,11 +189,32 @@ def _init_optimizer_state(work: Workload) -> list[Tensor]:
         return []
     with torch.no_grad():
         for parameter in fresh:
-            parameter.grad = torch.zeros_like(parameter)
-        work.optimizer.step()
+            parameter.grad = _zero_gradient(parameter, work.optimizer)
+        with _without_step_hooks(work.optimizer):
+            work.optimizer.step()
     for parameter in fresh:
         parameter.grad = None
     return fresh
+
+
+def _zero_gradient(parameter: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    if not isinstance(optimizer, torch.optim.SparseAdam):
+        return torch.zeros_like(parameter)
+    indices = torch.zeros(1, 1, dtype=torch.int64, device=parameter.device)
+    values = torch.zeros(1, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+
+
+@contextmanager
+def _without_step_hooks(optimizer: torch.optim.Optimizer) -> Generator[None]:
+    """A step that is none of the user's does not call the user's hooks."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    hooks = {name: getattr(optimizer, name) for name in names}
+    optimizer.__dict__.update({name: type(held)() for name, held in hooks.items()})
+    try:
+        yield
+    finally:
+        optimizer.__dict__.update(hooks)
 
 
 def _item(recorder: Recorder, tensor: Tensor) -> float:

@@ -17,9 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide.errors import TraceError
+from lowtide.tracing.unchanged import modules_of
 from lowtide.workload import Workload
-
-aten = torch.ops.aten
 
 
 @contextmanager
@@ -33,7 +32,7 @@ def fake_workload(work: Workload, mode: FakeTensorMode, device: torch.device) ->
     swapped: list[tuple[dict[str, Any], dict[str, Any]]] = []
     foreach_types: list[type] = _foreach_supported_types
     try:
-        for module in work.model.modules():
+        for module in modules_of(work):
             held: dict[str, Any]
             for held in (module._parameters, module._buffers):
                 swapped.append((held, dict(held)))
@@ -61,39 +60,36 @@ class _Twins:
         self._mode = mode
         self._device = device
         self._tensors: dict[int, Tensor] = {}
-        self._bases: dict[tuple[int, torch.dtype, str], Tensor] = {}
+        self._bases: dict[tuple[int, str], Tensor] = {}
         self._originals: list[Tensor] = []  # so that no id is used twice
 
-    def __call__(self, tensor: Tensor) -> Tensor:
+    def __call__(self, tensor: Tensor, *, state: bool = False) -> Tensor:
+        """The twin of a tensor; of optimizer ``state``, step counts stay on the CPU."""
         if isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode:
             return tensor
         if id(tensor) not in self._tensors:
             self._originals.append(tensor)
-            self._tensors[id(tensor)] = self._make(tensor)
+            stays = state and tensor.device.type == "cpu" and tensor.ndim == 0
+            self._tensors[id(tensor)] = self._make(tensor, torch.device("cpu") if stays else self._device)
         return self._tensors[id(tensor)]
 
-    def _make(self, tensor: Tensor) -> Tensor:
+    def _make(self, tensor: Tensor, device: torch.device) -> Tensor:
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
             raise TraceError(
                 f"A {type(tensor).__name__} with layout {tensor.layout} cannot be faked",
                 hint="Profile a real step: leave out fake=True.",
             )
-        device = tensor.device if _stays_on_cpu(tensor, self._device) else self._device
         storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor.dtype, device.type)
+        key = (storage._cdata, device.type)
         with self._mode, torch.no_grad():
             if key not in self._bases:
-                count = storage.nbytes() // tensor.element_size()
-                self._bases[key] = torch.empty(count, dtype=tensor.dtype, device=device)
-            twin = self._bases[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+                self._bases[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
+            whole = storage.nbytes() // tensor.element_size() * tensor.element_size()
+            base = self._bases[key][:whole].view(tensor.dtype)
+            twin = base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(twin, requires_grad=tensor.requires_grad)
         return twin.detach().requires_grad_(tensor.requires_grad)
-
-
-def _stays_on_cpu(tensor: Tensor, device: torch.device) -> bool:
-    """Optimizers keep step counts on the CPU whatever the parameters are on."""
-    return tensor.device.type == "cpu" and tensor.ndim == 0 and device.type != "cpu"
 
 
 def _fake_optimizer(optimizer: torch.optim.Optimizer, twins: _Twins) -> torch.optim.Optimizer:
@@ -108,7 +104,7 @@ def _fake_optimizer(optimizer: torch.optim.Optimizer, twins: _Twins) -> torch.op
     fake.state = defaultdict(dict)
     for parameter, state in optimizer.state.items():
         fake.state[twins(parameter)] = {
-            key: _known(key, twins(value), value) if isinstance(value, Tensor) else value
+            key: _known(key, twins(value, state=True), value) if isinstance(value, Tensor) else value
             for key, value in state.items()
         }
     return fake

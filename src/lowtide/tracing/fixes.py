@@ -246,6 +246,17 @@ def _on_cpu(fix: Fix) -> Fix:
     return on_cpu
 
 
+def _group_norm_backward(grad: Tensor, *args: Any) -> Any:
+    """The fake kernel looks at the gradient as at one row per channel, and fails where a copy is needed for that."""
+    return aten.native_group_norm_backward.default(grad.contiguous(), *args)
+
+
+# Called instead of fake kernels that fail where the real ones do not.
+SUBSTITUTES: dict[Any, Callable[..., Any]] = {
+    aten.native_group_norm_backward.default: _group_norm_backward,
+}
+
+# Called with what fake kernels return.
 FIXES: dict[Any, Fix] = {
     aten.mkldnn_rnn_layer.default: _lstm_layer,
     aten.mkldnn_rnn_layer_backward.default: _lstm_layer_backward,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -19,35 +20,45 @@ from lowtide.workload import Workload
 def unchanged(work: Workload, *, fake: bool = False) -> Generator[None]:
     """Put the model, its gradients and buffers, the optimizer and the generators back as they were.
 
-    A fake step cannot change values, so nothing is copied for it.
+    Modules that the loss holds, such as a criterion, count as the model's. A fake step cannot change values, so
+    nothing is copied for it. What is neither in them nor in the batch (a generator of the user's own, a file) is
+    beyond it.
     """
     with ExitStack() as stack:
         stack.callback(_restore_generators, _generators())
-        for module in work.model.modules():
-            stack.callback(_restore_attributes, module, dict(module.__dict__))
+        modules = modules_of(work)
+        for module in modules:
+            stack.callback(_restore_attributes, module, dict(module.__dict__), _containers(module))
         parameters = parameters_of(work)
-        gradients = [p.grad for p in parameters]
-        stack.callback(_restore_gradients, parameters, gradients)
-        for p in parameters:
-            p.grad = None
+        leaves = [*parameters, *(t for t in work.tensors() if t.is_leaf)]
+        stack.callback(_restore_gradients, leaves, [leaf.grad for leaf in leaves])
+        for leaf in leaves:
+            leaf.grad = None
         if work.optimizer is not None:
             stack.callback(_restore_optimizer, work.optimizer, *_optimizer_snapshot(work.optimizer))
         if not fake:
-            values = [*parameters, *work.model.buffers(), *state_tensors(work.optimizer), *work.tensors()]
-            stack.callback(_restore_values, [_Backup(tensor) for tensor in values])
+            buffers = dict.fromkeys(b for module in modules for b in module._buffers.values() if b is not None)
+            others = [*parameters, *state_tensors(work.optimizer), *work.tensors()]
+            backups = [_Backup(b, counts=False) for b in buffers] + [_Backup(t) for t in others]
+            stack.callback(_restore_values, backups)
         yield
 
 
 class _Backup:
-    """A tensor's values, kept on the host, and its version."""
+    """A tensor's values, kept on the host, and its version.
 
-    def __init__(self, tensor: Tensor) -> None:
+    Batch norm writes its running statistics without counting: ``counts=False`` restores whatever the version says.
+    """
+
+    def __init__(self, tensor: Tensor, *, counts: bool = True) -> None:
         self.tensor = tensor
+        self.counts = counts
         self.version = tensor._version
         self.values = tensor.detach().to("cpu", copy=True)
 
     def restore(self) -> None:
-        # Not only where the version moved: batch norm writes its running statistics without counting.
+        if self.counts and self.tensor._version == self.version:
+            return
         with torch.no_grad():
             self.tensor.detach().copy_(self.values)
         autograd._unsafe_set_version_counter((self.tensor,), (self.version,))
@@ -58,8 +69,26 @@ def _restore_values(backups: list[_Backup]) -> None:
         backup.restore()
 
 
+def modules_of(work: Workload) -> list[nn.Module]:
+    """The modules of the model, and of what the loss function holds."""
+    held = [cell.cell_contents for cell in getattr(work.loss, "__closure__", None) or () if _is_set(cell)]
+    tops = [work.model, work.loss, getattr(work.loss, "__self__", None), *held]
+    return list(dict.fromkeys(m for top in tops if isinstance(top, nn.Module) for m in top.modules()))
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - a cell whose variable is not assigned yet has none
+    except ValueError:
+        return False
+    return True
+
+
 def parameters_of(work: Workload) -> list[Tensor]:
-    found: dict[Tensor, None] = dict.fromkeys(work.model.parameters())
+    """The parameters of those modules and of the optimizer."""
+    found: dict[Tensor, None] = {}
+    for module in modules_of(work):
+        found.update(dict.fromkeys(p for p in module._parameters.values() if p is not None))
     if work.optimizer is not None:
         found.update(dict.fromkeys(p for group in work.optimizer.param_groups for p in group["params"]))
     return list(found)
@@ -78,10 +107,21 @@ def _restore_gradients(parameters: list[Tensor], gradients: list[Tensor | None])
         parameter.grad = gradient
 
 
-def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
+    """The containers that a module holds, parameters and buffers among them, each with a copy."""
+    return [(held, copy.copy(held)) for held in module.__dict__.values() if isinstance(held, (dict, list, set))]
+
+
+def _restore_attributes(module: nn.Module, attributes: dict[str, Any], containers: list[tuple[Any, Any]]) -> None:
     """Take back what the forward pass set on a module, such as a cache of fake tensors."""
     module.__dict__.clear()
     module.__dict__.update(attributes)
+    for held, content in containers:
+        if isinstance(held, list):
+            held[:] = content
+        else:
+            held.clear()
+            held.update(content)
 
 
 def _optimizer_snapshot(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
