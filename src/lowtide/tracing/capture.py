@@ -54,7 +54,7 @@ def trace(
     if work.device.type == "meta" and target == "meta":
         target = "cpu"
     fake = fake or work.device.type == "meta"
-    held = sum(-(-p.grad.nbytes // 512) * 512 for p in parameters_of(work) if p.grad is not None and p.grad.is_cuda)
+    held = _held_gradients(work) if work.device.type == "cuda" else 0
     with unchanged(work, fake=fake):
         if not fake:
             if target != work.device.type:
@@ -64,6 +64,11 @@ def trace(
                 )
             return _run(work, _meter(work.device, held), fake=False, device=target, calls=calls)
         return _trace_fake(work, target, calls)
+
+
+def _held_gradients(work: Workload) -> int:
+    """Bytes of gradients that are there already, as CUDA rounds them: they are put aside, and stay allocated."""
+    return sum(-(-p.grad.nbytes // 512) * 512 for p in parameters_of(work) if p.grad is not None)
 
 
 def _trace_fake(work: Workload, target: str, calls: dict[str, Call] | None) -> Graph:

@@ -86,12 +86,8 @@ class CpuMeter:
             for thread in autograd._disable_profiler_legacy():
                 self._read(thread)
 
-    @contextmanager
-    def op(self, index: int) -> Generator[None]:
-        with _RecordFunctionFast(f"{_MARK}{index}"):
-            start = time.perf_counter()
-            yield
-            self._seconds.append(time.perf_counter() - start)
+    def op(self, index: int) -> AbstractContextManager[None]:
+        return _MarkedOp(index, self._seconds)
 
     def readings(self, live: NDArray[np.int64], static_bytes: int) -> Readings:
         return Readings(self._seconds, [self._inside.get(index, 0) for index in range(len(self._seconds))])
@@ -113,6 +109,24 @@ class CpuMeter:
             elif kind == "memory_alloc" and index >= 0:
                 level += event.cpu_memory_usage()
                 peak = max(peak, level)
+
+
+class _MarkedOp:
+    """One op under a mark. A class, since a generator would cost more than many an op."""
+
+    __slots__ = ("_mark", "_seconds", "_start")
+
+    def __init__(self, index: int, seconds: list[float]) -> None:
+        self._mark: Any = _RecordFunctionFast(f"{_MARK}{index}")
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        self._mark.__enter__()
+        self._start = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self._seconds.append(time.perf_counter() - self._start)
+        self._mark.__exit__(*exception)
 
 
 class CudaMeter:

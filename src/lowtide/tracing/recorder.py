@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -22,6 +23,7 @@ from lowtide.tracing.internals import autograd
 from lowtide.tracing.meter import Meter
 from lowtide.tracing.parts import address, dtype_name, flatten, leaves, parts
 
+_PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor, int, float, bool, list, tuple, str, type(None)})
 _DEVICE = torch.ops.prim.device.default
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LOWTIDE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -160,18 +162,18 @@ class Recorder(TorchDispatchMode):
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace in ("prim", "profiler") or self._opaque:
             return func(*args, **kwargs)
-        if any(is_traceable_wrapper_subclass(arg) for arg in args):
+        if any(type(arg) not in _PLAIN and is_traceable_wrapper_subclass(arg) for arg in args):
             return NotImplemented  # let the subclass unwrap: we count what it is made of
         if func.is_view:  # no bytes and no kernel; its backward still needs to know where it was called
-            self._place(str(func))
+            self._place(_name(func))
             return func(*args, **kwargs)
         tensors, arguments = flatten(args, kwargs)
         index = len(self._ops)
         inputs = tuple(self._value(t, index) for t in tensors)
         with self._meter.op(index):
             out = func(*args, **kwargs)
-        self._finish(str(func), inputs, leaves(out), arguments)
-        if self._calls is not None and (key := signature(str(func), inputs, arguments)) not in self._calls:
+        self._finish(_name(func), inputs, leaves(out), arguments)
+        if self._calls is not None and (key := signature(_name(func), inputs, arguments)) not in self._calls:
             self._calls[key] = Call.of(func, args, kwargs)
         return out
 
@@ -411,7 +413,14 @@ def module_hooks(
 
 
 def _renumber(values: tuple[Value, ...], kept: dict[int, int]) -> tuple[Value, ...]:
+    if all(kept.get(v.storage) == v.storage for v in values):
+        return values
     return tuple(Value(kept[v.storage], v.shape, v.stride, v.dtype) for v in values if v.storage in kept)
+
+
+@cache
+def _name(func: Any) -> str:
+    return str(func)
 
 
 def _short(op: str) -> str:
