@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -28,14 +28,6 @@ _HOPPER = ("NVIDIA H200", "NVIDIA H100")  # one chip: their libraries choose ali
 _CUBLAS_BYTES = 32 * 2**20  # per thread that multiplies matrices, on Hopper; torch's default
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """One measured kernel: bytes that it allocated above its outputs, and its seconds."""
-
-    workspace_bytes: int
-    seconds: float
-
-
 def with_workspaces(graph: Graph, calls: Mapping[str, Call] | None = None) -> tuple[Graph, Source]:
     """A fake graph with its kernels' own allocations, and where they come from.
 
@@ -45,31 +37,31 @@ def with_workspaces(graph: Graph, calls: Mapping[str, Call] | None = None) -> tu
     if calls:
         fresh = {key: call for key, call in calls.items() if kernel_key(key) not in known and call.runs_alone}
         known = {**known, **measure(fresh, torch.device(graph.tensor_device), graph.device)}
-    source: Source = "none" if graph.device == "cpu" and not known else "measured"
+    measured = [known.get(kernel_key(op.signature)) for op in graph.ops]
+    source: Source = "measured" if any(size is not None for size in measured) else "none"
     ops: list[Op] = []
-    for op in graph.ops:
-        kernel = known.get(kernel_key(op.signature))
-        if kernel is not None:
-            ops.append(replace(op, workspace_bytes=kernel.workspace_bytes, seconds=kernel.seconds))
-            continue
-        workspace = 0 if graph.device == "cpu" else modelled_workspace(op)
-        if workspace:
-            source = "modelled"
-        ops.append(replace(op, workspace_bytes=workspace))
-    graph = replace(graph, ops=tuple(ops))
-    return _with_library(graph), source
+    for op, size in zip(graph.ops, measured, strict=True):
+        if size is None:
+            size = 0 if graph.device == "cpu" else modelled_workspace(op)
+            source = "modelled" if size else source
+        ops.append(replace(op, workspace_bytes=size))
+    graph = _with_library(replace(graph, ops=tuple(ops)))
+    return graph, "modelled" if source == "none" and graph.device != "cpu" else source
 
 
-def measure(calls: Mapping[str, Call], device: torch.device, hardware: str) -> dict[str, Kernel]:
-    """Run each call once, alone, and keep what it allocated and took. Ops that cannot run alone are left out."""
+def measure(calls: Mapping[str, Call], device: torch.device, hardware: str) -> dict[str, int]:
+    """Run each call once, alone, and keep the bytes that it allocated above its outputs, by key.
+
+    Ops that cannot run alone are left out.
+    """
     if not calls or (device.type == "cuda" and not torch.cuda.is_available()):
         return {}
     generators = (torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
-    found: dict[str, Kernel] = {}
+    found: dict[str, int] = {}
     for signature, call in calls.items():
-        kernel = _measure_one(call, device)
-        if kernel is not None:
-            found[kernel_key(signature)] = kernel
+        size = _measure_one(call, device)
+        if size is not None:
+            found[kernel_key(signature)] = size
     torch.set_rng_state(generators[0])
     if generators[1] is not None:
         torch.cuda.set_rng_state(generators[1], device)
@@ -77,25 +69,20 @@ def measure(calls: Mapping[str, Call], device: torch.device, hardware: str) -> d
     return found
 
 
-def _measure_one(call: Call, device: torch.device) -> Kernel | None:
+def _measure_one(call: Call, device: torch.device) -> int | None:
     try:
         args, kwargs = call.tensors(device)
         with torch.no_grad():
             if device.type == "cpu":
-                return Kernel(*measure_cpu_call(lambda: call.function(*args, **kwargs)))
+                return measure_cpu_call(lambda: call.function(*args, **kwargs))
             call.function(*args, **kwargs)  # the first call may load the kernel and fill library caches
             torch.cuda.synchronize(device)
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
             out = call.function(*args, **kwargs)
-            end.record()
-            torch.cuda.synchronize(device)
             after = torch.cuda.memory_allocated(device)
             del out
-            inside = torch.cuda.max_memory_allocated(device) - max(before, after)
-            return Kernel(inside, start.elapsed_time(end) / 1e3)
+            return torch.cuda.max_memory_allocated(device) - max(before, after)
     except (RuntimeError, TypeError, ValueError, IndexError):
         return None
 
@@ -138,34 +125,34 @@ def kernel_key(signature: str) -> str:
     return hashlib.sha256(signature.encode()).hexdigest()[:16]
 
 
-def known_kernels(device: str) -> dict[str, Kernel]:
+def known_kernels(device: str) -> dict[str, int]:
     """Measurements for a device: those that lowtide ships and, over them, those made on this machine."""
     hardware = find_device(device).name
     return {**_shipped(hardware), **_read(_cache_file(hardware))}
 
 
-def _shipped(hardware: str) -> dict[str, Kernel]:
+def _shipped(hardware: str) -> dict[str, int]:
     file = resources.files("lowtide.profiling") / "data" / _SHIPPED
     if hardware not in _HOPPER or not file.is_file():
         return {}
     return _kernels(json.loads(file.read_text()))
 
 
-def _read(path: Path) -> dict[str, Kernel]:
+def _read(path: Path) -> dict[str, int]:
     try:
         return _kernels(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError):
         return {}  # no cache, or one that something else wrote: measuring again mends it
 
 
-def _kernels(data: dict[str, dict[str, list[float]]]) -> dict[str, Kernel]:
-    return {key: Kernel(int(size), seconds) for key, (size, seconds) in data["kernels"].items()}
+def _kernels(data: dict[str, dict[str, int]]) -> dict[str, int]:
+    return {key: int(size) for key, size in data["kernels"].items()}
 
 
-def _remember(hardware: str, found: Mapping[str, Kernel]) -> None:
+def _remember(hardware: str, found: Mapping[str, int]) -> None:
     path = _cache_file(hardware)
     merged = {**_read(path), **found}
-    data = {"hardware": hardware, "kernels": {k: [v.workspace_bytes, v.seconds] for k, v in merged.items()}}
+    data = {"hardware": hardware, "kernels": merged}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -109,7 +108,7 @@ def _restore_gradients(parameters: list[Tensor], gradients: list[Tensor | None])
 
 def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
     """The containers that a module holds, parameters and buffers among them, each with a copy."""
-    return [(held, copy.copy(held)) for held in module.__dict__.values() if isinstance(held, (dict, list, set))]
+    return [(held, held.copy()) for held in module.__dict__.values() if isinstance(held, (dict, list, set))]
 
 
 def _restore_attributes(module: nn.Module, attributes: dict[str, Any], containers: list[tuple[Any, Any]]) -> None:

@@ -21,7 +21,7 @@ def random_batch(inputs: Inputs, batch: int, size: int, options: Mapping[str, An
     if inputs == "tokens":
         # The targets are the ids one step later, so draw one more; copied, so that no storage is shared.
         ids = torch.randint(options["vocab"], (batch, size + 1))
-        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        return ids[:, :-1].clone(), ids[:, 1:].clone()
     if inputs == "text":
         x = torch.randint(options["vocab"], (batch, size))
     else:
