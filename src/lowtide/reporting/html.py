@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import singledispatch
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowtide.engines.eager import Step
 from lowtide.errors import LowtideError, MissingExtra
+from lowtide.planning.plan import Plan
 from lowtide.profiling.profile import Comparison, Profile
 from lowtide.profiling.sweep import Sweep
 from lowtide.reporting.embed import embed
@@ -53,8 +55,12 @@ class Page:
 
 
 def report(subject: object, path: str | Path) -> Path:
-    """Write a profile, a comparison or a sweep as one self-contained HTML file, and return its path."""
+    """Write a profile, a comparison, a sweep, a plan or a step as one self-contained HTML file; return its path.
+
+    Folders on the way are made. A step is traced once for it.
+    """
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render(page(subject)), encoding="utf-8")
     return path
 
@@ -64,7 +70,7 @@ def page(subject: object) -> Page:
     """The page of a subject, by its type."""
     raise LowtideError(
         f"There is no report for a {type(subject).__name__}",
-        hint="Pass what lowtide.profile, profile.compare or lowtide.sweep returned.",
+        hint="Pass what lowtide.profile, profile.compare, lowtide.sweep, lowtide.plan or lowtide.apply returned.",
     )
 
 
@@ -171,6 +177,29 @@ def _sweep_page(sweep: Sweep) -> Page:
             "slices_of": _slices,
         },
     )
+
+
+@page.register
+def _plan_page(plan: Plan) -> Page:
+    plain = plan.baseline
+    return Page(
+        template="plan.html",
+        title=f"A step in {format_size(plan.budget_bytes)}",
+        tags=(plan.device, str(plan.fidelity), f"seconds {plan.seconds_source}"),
+        figures=(
+            Figure("Budget", format_size(plan.budget_bytes), "the most that may be allocated"),
+            Figure("Planned peak", format_size(plan.peak_bytes), f"plain {format_size(plain.peak_bytes)}"),
+            Figure("Planned time", format_seconds(plan.seconds), f"plain {format_seconds(plain.seconds)}"),
+        ),
+        context={"plan": plan},
+    )
+
+
+@page.register
+def _step_page(step: Step) -> Page:
+    shown = page(step.profile())
+    budget = f"planned for {format_size(step.plan.budget_bytes)}"
+    return replace(shown, tags=(*shown.tags, budget))
 
 
 def _environment() -> jinja2.Environment:

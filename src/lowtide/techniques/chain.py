@@ -243,7 +243,8 @@ def _containers(modules: Sequence[tuple[str, str]]) -> list[_Container]:
             return
         stretches: list[dict[str, int]] = [{}]
         for position, child in enumerate(children[path]):
-            if is_chain(child) or longest(child) > len(children[path]):
+            # A stage of blocks is a chain of its own; a small chain of layers is a block of this one.
+            if (is_chain(child) and longest(child) > 1) or longest(child) > len(children[path]):
                 stretches.append({})
                 visit(child)
             else:
