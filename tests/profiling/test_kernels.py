@@ -82,3 +82,11 @@ def test_measured_kernels_predict_the_allocators_peak_on_the_gpu(name, sizes):
         work.optimizer.step()
     plain = torch.cuda.max_memory_allocated()
     assert profile(work, fake=True, measure=True).peak_bytes == pytest.approx(plain, rel=0.02)
+
+
+def test_the_measurements_of_the_h200_come_with_the_package():
+    assert known_kernels("h200")
+    assert not known_kernels("v100")
+    shown = profile(zoo.workload("wrn28-2", batch=100, device="meta"), device="h200")
+    assert shown.workspace_source != "none"
+    assert shown.peak_bytes == pytest.approx(540_109_824, rel=0.01)  # as measured on the H200
