@@ -121,6 +121,12 @@ def test_fake_equals_real_and_real_equals_the_allocator(name):
     assert real.peak_bytes == pytest.approx(allocated_peak(model, work.loss, batch, optimizer), rel=0.01)
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(64), nn.GroupNorm(4, 64), nn.LayerNorm(64)])
+def test_a_norm_of_the_input_itself_makes_no_gradient_of_it(norm):
+    work = Workload(norm, Loss(), torch.randn(96, 64))
+    assert trace(work).storage_peak_bytes == trace(work, fake=True).storage_peak_bytes
+
+
 def test_shared_storages_count_once():
     x = torch.randn(1000, 10)
     work = Workload(

@@ -175,10 +175,13 @@ def _norm(first: int, last: int, *, suggested: bool = False) -> Fix:
     return fix
 
 
-def _norm_backward(out: Any, _grad: Tensor, input: Tensor, *_args: Any, **_kwargs: Any) -> Any:
-    """The gradient has the input's type, and its memory format."""
+def _norm_backward(out: Any, _grad: Tensor, input: Tensor, *args: Any, **_kwargs: Any) -> Any:
+    """The gradient has the input's type, and on a CPU its memory format; it is not made where nobody asks for it."""
     grad, *rest = out
-    return out if grad is None else (_as_suggested(grad.to(input.dtype), input), *rest)
+    asked: list[bool] = args[-1]
+    if grad is None or not asked[0]:
+        return None, *rest
+    return (_as_suggested(grad.to(input.dtype), input) if input.device.type == "cpu" else grad), *rest
 
 
 # -- layouts -------------------------------------------------------------------------------------------
@@ -281,8 +284,8 @@ FIXES: dict[Any, Fix] = {
     aten.native_batch_norm.default: _on_cpu(_norm(1, 4, suggested=True)),
     aten.native_layer_norm.default: _on_cpu(_norm(2, 3)),
     aten.native_group_norm.default: _on_cpu(_norm(1, 2)),
-    aten.native_batch_norm_backward.default: _on_cpu(_norm_backward),
-    aten.native_group_norm_backward.default: _on_cpu(_norm_backward),
+    aten.native_batch_norm_backward.default: _norm_backward,
+    aten.native_group_norm_backward.default: _norm_backward,
     aten.native_layer_norm_backward.default: _on_cpu(_contiguous),
     # Activations.
     aten.glu_backward.default: _contiguous,

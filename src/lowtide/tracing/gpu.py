@@ -200,15 +200,7 @@ def _time_major(input: Tensor, features: int, batch_first: bool) -> Tensor:
 
 
 def _clone(tensor: Tensor, **kwargs: Any) -> Tensor:
-    """A copy, where torch would make a fake one that is empty (sparse) or that the GPU does not make.
-
-    Outside of torch's engine cuDNN's formula believes that the graph is kept, and copies its reserve.
-    """
-    if tensor.layout is torch.sparse_coo:
-        parts = tensor._indices().clone(), tensor._values().clone()
-        dims = tensor.sparse_dim(), tensor.dense_dim(), tensor.shape
-        kinds = {"dtype": tensor.dtype, "layout": tensor.layout, "device": tensor.device, "pin_memory": False}
-        return aten._sparse_coo_tensor_with_dims_and_tensors(*dims, *parts, **kinds)
+    """A copy; but outside of torch's engine cuDNN's formula believes that the graph is kept, and copies its reserve."""
     if tensor.dtype == torch.uint8 and tensor.is_cuda and not torch.is_grad_enabled() and not torch.cuda.is_available():
         return tensor.detach()
     return aten.clone.default(tensor, **kwargs)
