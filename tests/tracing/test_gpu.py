@@ -84,7 +84,6 @@ def test_autocast_follows_cudas_lists():
 
 def test_the_process_is_left_without_a_cuda_guard():
     trace(zoo.small("lenet"), fake=True, device="h200")
-    assert not torch.cuda.is_available() or torch.cuda.is_initialized() in (True, False)
     if torch.cuda.is_available():
         pytest.skip("this build has CUDA's own guard")
     with pytest.raises((RuntimeError, AssertionError)):
