@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
+from benchmarks.bench_trace import plain_step
 from benchmarks.harness import Row, compare, record
 from lowtide import Workload, profile, zoo
 from lowtide.techniques import Forward, Undo, replace_forward
@@ -117,15 +118,6 @@ def outcome(work: Workload) -> dict[str, Tensor]:
         found |= {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
         found |= dict(model.named_buffers())
         return {name: value.detach().clone() for name, value in found.items()}
-
-
-def plain_step(work: Workload) -> Tensor:
-    assert work.optimizer is not None
-    work.optimizer.zero_grad(set_to_none=True)
-    loss = work.compute_loss()
-    loss.backward()
-    work.optimizer.step()
-    return loss.detach()
 
 
 if __name__ == "__main__":
