@@ -17,6 +17,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from lowtide.tracing.accumulation import fits, held_once
+
 _LEAF = -1  # leaves come first: torch gives them the highest sequence number
 
 
@@ -51,7 +53,12 @@ def backward(loss: Tensor, visit: Callable[[Any], None]) -> None:
                     gradient = _fitted(gradient, target._input_metadata[slot])
                     slots = inputs.setdefault(target, [None] * len(target._input_metadata))
                     held = slots[slot]
-                    slots[slot] = gradient if held is None else held + gradient
+                    if held is None:
+                        slots[slot] = gradient
+                    elif held_once(held, references=2) and fits(held, gradient):
+                        held.add_(gradient)
+                    else:
+                        slots[slot] = held + gradient
                     del slots, held
                 del gradient
                 pending[target] -= 1

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from lowtide.tracing.accumulation import ADD_IN_PLACE, engine_adds, engine_counts
 from lowtide.tracing.calls import Call
 from lowtide.tracing.graph import Category, Graph, Op, Phase, Saved, Storage, Value, signature
 from lowtide.tracing.internals import autograd
@@ -98,6 +99,8 @@ class Recorder(TorchDispatchMode):
         self._places: dict[int, _Place] = {}  # autograd sequence number -> the forward call
         self._opaque = 0
         self._node: Any = None
+        self._last_node = (-1, 0)  # sequence number of the autograd node that ran last, and its first op
+        engine_counts()  # before the step: it runs a tiny one of its own
         self._outer_hooks = autograd._top_saved_tensors_default_hooks(True)
         self.saved_tensor_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
@@ -157,7 +160,19 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for many times an op: the way through all modes would be long
         with torch._C.DisableTorchFunction():  # what a function mode had to say, it said before autograd
+            if self.phase == "backward" and engine_adds(func, args, kwargs, sys._getframe().f_back):
+                func = ADD_IN_PLACE if self._meets_in_buffer(args[0]) else func
             return self._dispatch(func, args, kwargs)
+
+    def _meets_in_buffer(self, gradient: Tensor) -> bool:
+        """Whether a gradient waits in the engine's buffer: another node made it, or this one has two for one place."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return False
+        number, first = self._last_node
+        born = self._storages[self._alive[address(gradient)]].birth if address(gradient) in self._alive else 0
+        edges = [edge for edge in node.next_functions if edge[0] is not None]
+        return node._sequence_nr() != number or born < first or len(set(edges)) < len(edges)
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace in ("prim", "profiler") or self._opaque:
@@ -211,6 +226,8 @@ class Recorder(TorchDispatchMode):
         In the backward pass only recomputation builds a graph.
         """
         node = self._node if self._node is not None else torch._C._current_autograd_node()
+        if node is not None and node._sequence_nr() != self._last_node[0]:
+            self._last_node = (node._sequence_nr(), len(self._ops))
         builds_graph = torch.is_grad_enabled()
         if self.phase == "backward" and not (builds_graph and node is not None):
             forward = self._places.get(node._sequence_nr()) if node is not None else None

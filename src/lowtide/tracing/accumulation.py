@@ -1,0 +1,85 @@
+"""Where two gradients of one tensor meet.
+
+torch's engine adds the second to the first in place if nothing else holds the first, but under a dispatch mode it
+always makes a third tensor. A trace must do what a plain step does, so the recorder asks here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+_WRAPPERS = tuple(os.path.join(os.path.dirname(torch.__file__), name) for name in ("_compile.py", "_dynamo"))
+ADD = torch.ops.aten.add.Tensor
+ADD_IN_PLACE = torch.ops.aten.add_.Tensor
+
+
+def engine_adds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType | None) -> bool:
+    """Whether this op may be torch's engine adding two gradients that it could add in place.
+
+    ``caller`` is the Python frame that the op came from: the engine has none of its own. Ops inside a node's backward
+    formula look the same; only the recorder, which knows where the first gradient was made, can tell them apart.
+    """
+    if func is not ADD or kwargs or torch.is_grad_enabled():
+        return False
+    while caller is not None and caller.f_code.co_filename.startswith(_WRAPPERS):  # of every dispatch mode
+        caller = caller.f_back
+    if caller is not None and caller.f_code.co_name != "_engine_run_backward":
+        return False
+    old, new = args
+    return isinstance(new, Tensor) and fits(old, new) and _counts(old) == engine_counts()
+
+
+def fits(old: Tensor, new: Tensor) -> bool:
+    """Whether the sum of two gradients can take the first one's place."""
+    return (
+        old.layout is new.layout is torch.strided
+        and old.shape == new.shape
+        and old.dtype == new.dtype
+        and torch.ops.aten.is_non_overlapping_and_dense.default(old)
+    )
+
+
+def held_once(tensor: Tensor, references: int) -> bool:
+    """Whether a tensor, its storage too, is held by ``references`` Python names and nothing else."""
+    held: Any = tensor
+    # The argument of this function, the name above and getrefcount's own are three more.
+    return sys.getrefcount(tensor) == references + 3 and held._use_count() == 1 and _counts(tensor)[1] == 2
+
+
+def _counts(tensor: Any) -> tuple[int, int]:
+    """Who holds a tensor, and who its storage (the name here is one)."""
+    storage = tensor.untyped_storage()
+    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)
+
+
+class _Watch(TorchDispatchMode):
+    counts = (0, 0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is ADD:
+            self.counts = _counts(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def engine_counts() -> tuple[int, int]:
+    """The counts of a gradient that only the engine holds, as a dispatch mode sees them: read off a tiny step."""
+    watch = _Watch()
+    with _disable_current_modes(), torch.enable_grad():
+        x = torch.ones(2, requires_grad=True)
+        y = x.exp()
+        loss = y.sin().dot(y.cos())
+        with watch:
+            loss.backward()
+    return watch.counts
