@@ -157,6 +157,7 @@ def test_a_broken_promise_is_exit_code_one(deep: str, tmp_path: Path) -> None:
         ("profile deep.py:workload --sweep batch=a,b", ("batch=8,16,32",)),
         ("profile deep.py:workload --sweep batch=8 --limit lots", ("Not a size: 'lots'",)),
         ("profile deep.py:workload --autocast fp4", ("fp4", "bf16")),
+        ("profile deep.py:workload --html report.pdf", ("'report.pdf'", ".html")),
         ("plan deep.py:workload --budget 1KB", ("below the smallest plan",)),
         ("plan deep.py:workload --budget much", ("Not a size: 'much'",)),
         ("plan deep.py:workload --budget 60% --allow anything", ("anything", "approximate")),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import WorkloadError
@@ -55,6 +56,12 @@ class Workload:
                 f"Cannot autocast to {self.autocast!r}",
                 hint="Pass torch.bfloat16, torch.float16, or None.",
             )
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            if is_lazy(tensor):
+                raise WorkloadError(
+                    f"The model's {name} has no shape yet: its module is lazy",
+                    hint="Run one forward first: model(x), then Workload(model, ...).",
+                )
         devices = {tensor.device for tensor in self.tensors()} - {self.device}
         if devices:
             raise WorkloadError(
@@ -71,14 +78,25 @@ class Workload:
 
     def tensors(self) -> list[Tensor]:
         """The tensors of the batch."""
-        return [leaf for leaf in pytree.tree_leaves(self.batch) if isinstance(leaf, Tensor)]
+        return _tensors(self.batch)
 
     def compute_loss(self, model: nn.Module | None = None, batch: Any = None) -> Tensor:
         """Run the forward pass, under autocast if asked, and return the checked loss."""
         model = self.model if model is None else model
         batch = self.batch if batch is None else batch
-        with autocast(self.device.type, self.autocast):
-            loss = self.loss(model, batch)
+        try:
+            with autocast(self.device.type, self.autocast):
+                loss = self.loss(model, batch)
+        except RuntimeError as error:
+            made = [tensor for tensor in _tensors(batch) if tensor.is_inference()]
+            if not made or "inference tensor" not in str(error).lower():
+                raise
+            raise WorkloadError(
+                f"The batch's tensor of shape {list(made[0].shape)} was made under torch.inference_mode(), "
+                "and can be neither saved for backward nor written to",
+                where=_place(self.loss),
+                hint="Make the batch outside of it, or pass batch.clone().",
+            ) from error
         return check_loss(loss, where=_place(self.loss))
 
 
@@ -95,6 +113,12 @@ def check_loss(loss: object, *, where: str = "") -> Tensor:
             f"The loss has shape {list(loss.shape)}, not a scalar",
             where=where,
             hint="Return loss.mean() or loss.sum().",
+        )
+    if loss.is_complex():
+        raise WorkloadError(
+            f"The loss is a complex number ({loss.dtype}), and gradients are of a real one",
+            where=where,
+            hint="Return loss.abs() or loss.real.",
         )
     if not loss.requires_grad:
         raise WorkloadError(
@@ -113,6 +137,10 @@ def autocast(device_type: str, dtype: torch.dtype | None) -> Generator[None]:
         return
     with torch.autocast(device_type, dtype=dtype):
         yield
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def _names(devices: set[torch.device]) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engines import Step, apply
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, WorkloadError
 from lowtide.planning import Choice, Plan, plan
 from lowtide.techniques import Fidelity, register
 from lowtide.workload import Workload
@@ -129,6 +129,15 @@ def test_a_plan_of_another_model_is_refused() -> None:
     with pytest.raises(PlanError, match="another model"):
         apply(plan(chain(), "60%", fake=True), other)
     assert_restored(other.model, before)
+
+
+def test_arguments_of_another_type_are_named() -> None:
+    work: Any = chain()
+    found: Any = plan(work, "60%", fake=True)
+    with pytest.raises(PlanError, match=r"is a Workload, not a Plan.*apply\(plan, work\)"):
+        apply(work, found)
+    with pytest.raises(WorkloadError, match="not a Workload"):
+        apply(found, work.model)
 
 
 def with_choice(found: Plan, technique: Loose, work: Workload) -> Plan:

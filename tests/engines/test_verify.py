@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide.engines import fit, verify
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, WorkloadError
 from lowtide.planning import Choice, Plan, plan
 from lowtide.techniques import Check, Fidelity, Forward, Option, Undo, register, replace_forward
 from lowtide.workload import Workload
@@ -136,6 +136,15 @@ def test_a_plain_step_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPa
 def test_a_plan_of_another_step_is_not_verified() -> None:
     with pytest.raises(PlanError, match="another model"):
         verify(chain(depth=4), plan(chain(), "60%", fake=True))
+
+
+def test_what_is_no_plan_or_no_workload_is_named() -> None:
+    work: Any = chain()
+    wrong: Any = "plan.json"
+    with pytest.raises(PlanError, match=r"is a str, not a Plan.*verify\(work, plan\).*Plan\.from_json"):
+        verify(work, wrong)
+    with pytest.raises(WorkloadError, match=r"is a Sequential, not a Workload.*lowtide\.Workload\("):
+        verify(work.model, plan(work, "100%", fake=True))
 
 
 # -- fit: all of it in one call ------------------------------------------------------------------------

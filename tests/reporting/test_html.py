@@ -146,6 +146,14 @@ def test_an_unknown_subject_is_refused(tmp_path):
         report([], tmp_path / "page.html")
 
 
+@pytest.mark.parametrize("name", ["page.foo", "page.png", "page"])
+def test_an_unknown_suffix_is_refused_before_anything_is_made(tmp_path, profile, name):
+    with pytest.raises(LowtideError, match=rf"as '{name}'.*\.html or \.htm"):
+        report(profile, tmp_path / "new" / name)
+    assert not (tmp_path / "new").exists()
+    assert report(profile, tmp_path / "PAGE.HTM").exists()
+
+
 def test_a_missing_jinja_names_the_extra(monkeypatch, tmp_path, profile):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(MissingExtra, match=r"jinja2.*lowtide\[report\]"):

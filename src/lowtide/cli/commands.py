@@ -8,34 +8,28 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import typer
 from rich.console import Console
 
 from lowtide.cli.options import (
     Allow,
-    Args,
     AsJson,
-    Autocast,
-    Batch,
     Budget,
     Device,
     Fake,
     Here,
     Html,
-    Image,
-    Optimizer,
     Outcome,
-    Seq,
     Target,
-    Traceback,
+    TargetOptions,
     app,
     command,
     working,
 )
 from lowtide.errors import PlanError, WorkloadError
-from lowtide.loading.arguments import Settings, parse_pairs
+from lowtide.loading.arguments import parse_pairs
 from lowtide.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -60,20 +54,17 @@ def profile(
     ] = None,
     limit: Annotated[str | None, typer.Option(help="What --sweep marks and --max-batch fits: 16GB.")] = None,
     max_batch: Annotated[bool, typer.Option("--max-batch", help="Find the largest batch that fits.")] = False,
-    batch: Batch = None,
-    seq: Seq = None,
-    image: Image = None,
-    optimizer: Optimizer = None,
-    autocast: Autocast = None,
-    arg: Args = None,
     as_json: AsJson = False,
-    traceback: Traceback = False,
+    **settings: Unpack[TargetOptions],
 ) -> Outcome:
     """Show where the memory of a training step goes: on a GPU, on a CPU, or without running anything."""
     from lowtide import profiling
     from lowtide.reporting import figures as charts
     from lowtide.reporting import terminal
+    from lowtide.reporting.html import check_name
 
+    if html is not None:
+        check_name(html)  # before a trace, which may be long
     limit_bytes = None if limit is None else parse_size(limit)
     if max_batch and (limit_bytes is None or sweep or html or figures):
         raise WorkloadError(
@@ -83,8 +74,7 @@ def profile(
     if limit_bytes is not None and not (sweep or max_batch):
         raise WorkloadError("--limit has nothing to mark", hint="Add --sweep batch=8,16 or --max-batch.")
     fake = fake or bool(sweep) or max_batch
-    settings = Settings(batch=batch, seq=seq, image=image, optimizer=optimizer, autocast=autocast)
-    make = _loader(target, arg, settings, device=device, fake=fake)
+    make = _loader(target, settings, device=device, fake=fake)
     if max_batch and limit_bytes is not None:
         with working("Looking for the largest batch"):
             found = profiling.max_batch(make, limit_bytes, device=device)
@@ -119,21 +109,17 @@ def plan(
     html: Html = None,
     fake: Fake = False,
     device: Device = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    image: Image = None,
-    optimizer: Optimizer = None,
-    autocast: Autocast = None,
-    arg: Args = None,
     as_json: AsJson = False,
-    traceback: Traceback = False,
+    **settings: Unpack[TargetOptions],
 ) -> Outcome:
     """Find the fastest step that fits a budget, and say what it changes and why."""
     from lowtide import planning
     from lowtide.planning.budget import baseline_profile
+    from lowtide.reporting.html import check_name
 
-    settings = Settings(batch=batch, seq=seq, image=image, optimizer=optimizer, autocast=autocast)
-    work = _loader(target, arg, settings, device=device, fake=fake)()
+    if html is not None:
+        check_name(html)
+    work = _loader(target, settings, device=device, fake=fake)()
     with working("Profiling the plain step"):
         before = baseline_profile(work, fake=fake, device=device)
     with working("Planning"):
@@ -156,22 +142,15 @@ def train(
     steps: Annotated[int, typer.Option(min=1, help="How many steps to train.")] = 10,
     allow: Allow = None,
     device: Here = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    image: Image = None,
-    optimizer: Optimizer = None,
-    autocast: Autocast = None,
-    arg: Args = None,
     as_json: AsJson = False,
-    traceback: Traceback = False,
+    **settings: Unpack[TargetOptions],
 ) -> Outcome:
     """Plan a step for a budget, check it against the plain one, and train with it on the workload's batch."""
     from lowtide import engines
     from lowtide.profiling.profile import finite
     from lowtide.reporting import terminal
 
-    settings = Settings(batch=batch, seq=seq, image=image, optimizer=optimizer, autocast=autocast)
-    work = _loader(target, arg, settings, device=_here(device))()
+    work = _loader(target, settings, device=_here(device))()
     if work.optimizer is None:
         raise WorkloadError(
             f"{target} has no optimizer, so nothing would be trained", hint="Return Workload(..., optimizer)."
@@ -209,14 +188,8 @@ def verify(
     target: Target,
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="What lowtide plan --out wrote.")],
     device: Here = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    image: Image = None,
-    optimizer: Optimizer = None,
-    autocast: Autocast = None,
-    arg: Args = None,
     as_json: AsJson = False,
-    traceback: Traceback = False,
+    **settings: Unpack[TargetOptions],
 ) -> Outcome:
     """Run the plain and the planned step from the same state, and say whether all is as promised."""
     from lowtide import engines
@@ -225,8 +198,7 @@ def verify(
     if not plan.is_file():
         raise PlanError(f"There is no file {plan}", hint=f"Write one: lowtide plan {target} --out {plan}.")
     chosen = Plan.from_json(plan.read_text(encoding="utf-8"))
-    settings = Settings(batch=batch, seq=seq, image=image, optimizer=optimizer, autocast=autocast)
-    work = _loader(target, arg, settings, device=_here(device))()
+    work = _loader(target, settings, device=_here(device))()
     with working("Running both steps"):
         found = engines.verify(work, chosen)
     if not as_json:
@@ -239,7 +211,6 @@ def bench(
     names: Annotated[list[str] | None, typer.Argument(help="Which to run. None: list them.")] = None,
     all_of_them: Annotated[bool, typer.Option("--all", help="Run every one.")] = False,
     as_json: AsJson = False,
-    traceback: Traceback = False,
 ) -> Outcome:
     """List the benchmarks of a source checkout, or run some; rows go to benchmarks/results/."""
     from lowtide.cli.checkout import benchmarks, choose
@@ -270,7 +241,6 @@ def bench(
 def demo(
     folder: Annotated[Path, typer.Option("--out", help="Where the report goes.")] = Path("lowtide-demo"),
     as_json: AsJson = False,
-    traceback: Traceback = False,
 ) -> Outcome:
     """Train a small ResNet on real digits, plain and in less memory, with equal losses; under 90 seconds."""
     from lowtide.demo import run
@@ -279,9 +249,7 @@ def demo(
     return Outcome(found.to_json(), code=int(not found.ok))
 
 
-def _loader(
-    target: str, arg: list[str] | None, settings: Settings, *, device: str | None, fake: bool = False
-) -> Callable[..., Workload]:
+def _loader(target: str, settings: TargetOptions, *, device: str | None, fake: bool = False) -> Callable[..., Workload]:
     """What builds the target: on ``device``, or on the meta device where the step is only predicted."""
     import torch
 
@@ -291,9 +259,9 @@ def _loader(
     if device is not None:
         find_device(device)  # complains of a name that it does not know
     here = device in (None, "cpu") or (device == "cuda" and torch.cuda.is_available())
-    settings["device"] = device if here and not fake else "meta"
+    args = parse_pairs(settings.pop("arg", None) or [], option="--arg")
     with working(f"Loading {target}"):
-        return make_loader(target, parse_pairs(arg or [], option="--arg"), **settings)
+        return make_loader(target, args, device=device if here and not fake else "meta", **settings)
 
 
 def _here(device: str | None) -> str | None:

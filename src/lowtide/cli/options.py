@@ -11,8 +11,9 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict, get_type_hints
 
 import typer
 from rich.console import Console
@@ -36,12 +37,6 @@ Target = Annotated[
         "or a model by name, as zoo:gpt2-medium, torchvision:resnet50 or transformers:gpt2.",
     ),
 ]
-Args = Annotated[list[str] | None, typer.Option("--arg", metavar="KEY=VALUE", help="Passed on to TARGET. Repeatable.")]
-Batch = Annotated[int | None, typer.Option(min=1, help="Batch size.")]
-Seq = Annotated[int | None, typer.Option(min=1, help="Sequence length.")]
-Image = Annotated[int | None, typer.Option(min=1, help="Pixels per side.")]
-Optimizer = Annotated[str | None, typer.Option(help="sgd, adam, adamw or none, for a model by name.")]
-Autocast = Annotated[str | None, typer.Option(help="Run the loss under autocast: bf16 or fp16.")]
 Fake = Annotated[bool, typer.Option("--fake", help="Predict: nothing is allocated or computed.")]
 Device = Annotated[
     str | None,
@@ -58,6 +53,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing el
 Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an error was raised, too.")]
 
 
+class TargetOptions(TypedDict, total=False):
+    """What can be said of a TARGET: a command that loads one ends in ``**settings: Unpack[TargetOptions]``."""
+
+    batch: Annotated[int | None, typer.Option(min=1, help="Batch size.")]
+    seq: Annotated[int | None, typer.Option(min=1, help="Sequence length.")]
+    image: Annotated[int | None, typer.Option(min=1, help="Pixels per side.")]
+    optimizer: Annotated[str | None, typer.Option(help="sgd, adam, adamw or none, for a model by name.")]
+    autocast: Annotated[str | None, typer.Option(help="Run the loss under autocast: bf16 or fp16.")]
+    arg: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Passed on to TARGET. Repeatable.")]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a command found, for ``--json``, and the exit code: 0, or 1 where a promise was broken."""
@@ -70,15 +76,14 @@ def command(function: Callable[..., Outcome]) -> Callable[..., None]:
     """Register a command: errors become one paragraph and exit code 2, ``--json`` keeps stdout clean."""
 
     @functools.wraps(function)
-    def run(**options: Any) -> None:
-        as_json = options["as_json"]
+    def run(*, as_json: bool, traceback: bool, **options: Any) -> None:
         try:
             with _plain_warnings(), redirect_stdout(sys.stderr) if as_json else nullcontext():
-                outcome = function(**options)
+                outcome = function(as_json=as_json, **options)
         except typer.Exit:
             raise
         except Exception as error:
-            if options["traceback"] or os.environ.get("LOWTIDE_DEBUG"):
+            if traceback or os.environ.get("LOWTIDE_DEBUG"):
                 traceback_module.print_exc()
             _complain(error)
             raise typer.Exit(2) from None
@@ -86,7 +91,18 @@ def command(function: Callable[..., Outcome]) -> Callable[..., None]:
             typer.echo(json.dumps(outcome.data, allow_nan=False))
         raise typer.Exit(outcome.code)
 
+    vars(run)["__signature__"] = _signature(function)
     return app.command()(run)
+
+
+def _signature(function: Callable[..., Outcome]) -> Signature:
+    """What typer reads: a command's own options, those of its target if it has one, and those of every command."""
+    given = signature(function, eval_str=True).parameters.values()
+    own = [p for p in given if p.kind is not p.VAR_KEYWORD and p.name != "as_json"]
+    hints = get_type_hints(TargetOptions, include_extras=True) if any(p.kind is p.VAR_KEYWORD for p in given) else {}
+    shared = [(name, None, hint) for name, hint in hints.items()]
+    shared += [("as_json", False, AsJson), ("traceback", False, Traceback)]
+    return Signature([*own, *(Parameter(n, Parameter.KEYWORD_ONLY, default=d, annotation=a) for n, d, a in shared)])
 
 
 @app.callback(invoke_without_command=True)

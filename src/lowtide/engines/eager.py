@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lowtide.planning.plan import Plan, batch_shapes
+from lowtide.planning.plan import Plan, batch_shapes, check_plan
 from lowtide.planning.prediction import apply_options
 from lowtide.profiling import Profile, profile
 from lowtide.sizes import format_size
@@ -27,7 +27,7 @@ def apply(plan: Plan, work: Workload) -> Step:
     The model's class, parameters and ``state_dict`` stay as they are. Raises ``PlanError``, with the model
     untouched, if the plan is of another model or batch, or if one of its techniques is not installed.
     """
-    plan.check(work)
+    check_plan(plan, work, call="lowtide.apply(plan, work)")
     return Step(work, plan, apply_options(work, plan.options))
 
 

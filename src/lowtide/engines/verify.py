@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import PlanError
-from lowtide.planning.plan import Plan
+from lowtide.planning.plan import Plan, check_plan
 from lowtide.planning.prediction import apply_options
 from lowtide.profiling import profile
 from lowtide.profiling.profile import finite
@@ -32,7 +32,7 @@ def verify(work: Workload, plan: Plan) -> Verification:
     Losses, gradients, buffers, the parameters after the optimizer and the generators must agree as the plan's
     fidelity says; the peak and the seconds are measured. Where the plain step does not fit, only those are.
     """
-    plan.check(work)
+    check_plan(plan, work, call="lowtide.verify(work, plan)")
     if work.device.type == "meta":
         raise PlanError("A model on the meta device cannot run, so nothing can be verified")
     notes: list[str] = []

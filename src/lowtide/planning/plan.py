@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, WorkloadError
 from lowtide.sizes import format_size
 from lowtide.techniques.technique import Fidelity, Knob, Option
 from lowtide.version import __version__
@@ -158,6 +158,21 @@ class Plan:
             raise PlanError(f"The plan has no field {error}", hint="Plan again.") from error
         except (TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"The plan is malformed: {error}", hint="Plan again.") from error
+
+
+def check_plan(plan: object, work: object, *, call: str) -> None:
+    """Raise an error that shows the ``call`` as it is written, if these are not a plan and its own step."""
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"The plan is a {type(plan).__name__}, not a Plan",
+            hint=f"Write {call} with what lowtide.plan or Plan.from_json returned.",
+        )
+    if not isinstance(work, Workload):
+        raise WorkloadError(
+            f"The step is a {type(work).__name__}, not a Workload",
+            hint=f"Write {call} with work = lowtide.Workload(model, loss, batch, optimizer).",
+        )
+    plan.check(work)
 
 
 def batch_shapes(batch: Any) -> str:

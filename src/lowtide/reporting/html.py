@@ -59,9 +59,19 @@ def report(subject: object, path: str | Path) -> Path:
 
     Folders on the way are made. A step is traced once for it.
     """
-    path = Path(path)
+    path = check_name(Path(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render(page(subject)), encoding="utf-8")
+    return path
+
+
+def check_name(path: Path) -> Path:
+    """Return the path if its name is a page's."""
+    if path.suffix.lower() not in {".html", ".htm"}:
+        raise LowtideError(
+            f"Cannot write a report as {path.name!r}",
+            hint="End the name in .html or .htm; figures, from save_figure, are .png, .svg or .json.",
+        )
     return path
 
 

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import LowtideError, TraceError, WorkloadError
@@ -137,7 +139,8 @@ def _run(work: Workload, meter: Meter, *, fake: bool, device: str, calls: dict[s
             recorder.forget(tensor)  # an optimizer makes no state for a parameter that never gets a gradient
         if work.optimizer is not None:
             recorder.start("optimizer")
-            work.optimizer.step()
+            with _without_step_hooks(work.optimizer) if fake else nullcontext():  # a hook could keep a fake tensor
+                work.optimizer.step()
     del value
     graph = recorder.graph(modules, device=device, fake=fake, notes=_notes(meter, fake, compiled))
     for parameter in owners:
@@ -213,13 +216,17 @@ def _zero_gradient(parameter: Tensor, optimizer: torch.optim.Optimizer) -> Tenso
 @contextmanager
 def _without_step_hooks(optimizer: torch.optim.Optimizer) -> Generator[None]:
     """A step that is none of the user's does not call the user's hooks."""
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    hooks = {name: getattr(optimizer, name) for name in names}
-    optimizer.__dict__.update({name: type(held)() for name, held in hooks.items()})
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    hooks: list[tuple[dict[int, Any], dict[int, Any]]] = [
+        (held, dict(held)) for held in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    ]
+    for held, _ in hooks:
+        held.clear()
     try:
         yield
     finally:
-        optimizer.__dict__.update(hooks)
+        for held, content in hooks:
+            held.update(content)
 
 
 def _item(recorder: Recorder, tensor: Tensor) -> float:

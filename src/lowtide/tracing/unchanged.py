@@ -37,7 +37,8 @@ def unchanged(work: Workload, *, fake: bool = False) -> Generator[None]:
             stack.callback(_restore_optimizer, work.optimizer, *_optimizer_snapshot(work.optimizer))
         if not fake:
             buffers = dict.fromkeys(b for module in modules for b in module._buffers.values() if b is not None)
-            others = [*parameters, *state_tensors(work.optimizer), *work.tensors()]
+            inputs = [t for t in work.tensors() if not t.is_inference()]  # those cannot be written to
+            others = [*parameters, *state_tensors(work.optimizer), *inputs]
             backups = [_Backup(b, counts=False) for b in buffers] + [_Backup(t) for t in others]
             stack.callback(_restore_values, backups)
         yield
