@@ -1,0 +1,206 @@
+"""The activations that lowtide fuses behind a batch norm: what they are, and which can be undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowtide.errors import LowtideError
+
+_aten: Any = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation z = φ(y) with its numbers, such as a slope.
+
+    ``module`` is set for one that lowtide has no formula for, or that learns (PReLU): it is called as it is.
+
+    >>> Activation.of("leaky_relu"), Activation.of(nn.ELU(alpha=0.5)).invertible
+    (leaky_relu(0.01), True)
+    """
+
+    name: str
+    numbers: tuple[float, ...] = ()
+    module: nn.Module | None = None
+
+    @classmethod
+    def of(cls, activation: str | nn.Module | Activation | None) -> Activation:
+        """Read a name, a module of ``torch.nn``, or any other pointwise module."""
+        if isinstance(activation, Activation):
+            return activation
+        if activation is None:
+            return cls("identity")
+        if isinstance(activation, str):
+            if activation not in _DEFAULTS:
+                raise LowtideError(f"Unknown activation {activation!r}", hint=f"Known: {', '.join(_DEFAULTS)}.")
+            return cls(activation, _DEFAULTS[activation], nn.PReLU() if activation == "prelu" else None)
+        if not isinstance(activation, nn.Module):
+            raise LowtideError(
+                f"{activation!r} is not an activation",
+                hint=f"Give a module, or one of {', '.join(_DEFAULTS)}.",
+            )
+        read = _MODULES.get(type(activation))
+        if read is not None:
+            name, numbers = read(activation)
+            return cls(name, numbers, activation if name == "prelu" else None)
+        return cls("module", (), activation)
+
+    @property
+    def invertible(self) -> bool:
+        """Whether y can be had back from z. ReLU and others that fold cannot; PReLU may learn to."""
+        return self.name in _INVERSES and (self.name != "leaky_relu" or self.numbers[0] > 0)
+
+    @property
+    def learned(self) -> Tensor | None:
+        """PReLU's slopes."""
+        return self.module.weight if isinstance(self.module, nn.PReLU) else None
+
+    def __call__(self, y: Tensor) -> Tensor:
+        """z, as torch computes it."""
+        return self.module(y) if self.module is not None else _FORWARDS[self.name](y, *self.numbers)
+
+    def write(self, y: Tensor, slopes: Tensor | None = None) -> Tensor:
+        """z, over y where torch can."""
+        if self.name in _IN_PLACE:
+            return _IN_PLACE[self.name](y, *self.numbers)
+        if slopes is not None:
+            return _aten._prelu_kernel(y, _per_channel(slopes, y))
+        return _FORWARDS[self.name](y, *self.numbers)
+
+    def backward(self, dz: Tensor, y: Tensor, slopes: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """dL/dy, and dL/dslopes of a PReLU."""
+        if slopes is not None:
+            dy, full = _aten._prelu_kernel_backward(dz, y, _per_channel(slopes, y))
+            return dy, full.sum_to_size(_per_channel(slopes, y).shape).view(slopes.shape).to(slopes.dtype)
+        return _BACKWARDS[self.name](dz, y, *self.numbers), None
+
+    def inverse(self, z: Tensor) -> Tensor:
+        """Y from z, in float32 at least; where z is saturated, the last y that can be told from the end."""
+        wide = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
+        return _INVERSES[self.name](wide, torch.finfo(z.dtype).eps / 2, *self.numbers)
+
+    def __repr__(self) -> str:
+        numbers = ", ".join(f"{number:g}" for number in self.numbers)
+        shown = type(self.module).__name__ if self.name == "module" else self.name
+        return f"{shown}({numbers})" if numbers else shown
+
+
+def _per_channel(slopes: Tensor, y: Tensor) -> Tensor:
+    return slopes.view(1, -1, *[1] * (y.dim() - 2)).to(y.dtype)
+
+
+def _gelu(y: Tensor, tanh: float) -> Tensor:
+    return F.gelu(y, approximate="tanh" if tanh else "none")
+
+
+def _elu_inverse(z: Tensor, unit: float, alpha: float) -> Tensor:
+    return torch.where(torch.signbit(z), torch.log1p((z / alpha).clamp(min=unit - 1)), z)
+
+
+def _celu_inverse(z: Tensor, unit: float, alpha: float) -> Tensor:
+    return alpha * _elu_inverse(z / alpha, unit, 1.0)
+
+
+def _leaky_inverse(z: Tensor, unit: float, slope: float) -> Tensor:
+    return torch.where(torch.signbit(z), z / slope, z)  # by the sign bit: tiny negatives round to -0
+
+
+def _tanh_inverse(z: Tensor, unit: float) -> Tensor:
+    return torch.atanh(z.clamp(unit - 1, 1 - unit))
+
+
+def _sigmoid_inverse(z: Tensor, unit: float) -> Tensor:
+    return torch.logit(z.clamp(torch.finfo(z.dtype).tiny, 1 - unit))
+
+
+def _softplus_inverse(z: Tensor, unit: float, beta: float, threshold: float) -> Tensor:
+    scaled = beta * z
+    small = torch.log(torch.expm1(scaled.clamp(min=torch.finfo(z.dtype).tiny))) / beta
+    return torch.where(scaled > threshold, z, small)
+
+
+_DEFAULTS: dict[str, tuple[float, ...]] = {
+    "identity": (),
+    "relu": (),
+    "leaky_relu": (0.01,),
+    "elu": (1.0,),
+    "celu": (1.0,),
+    "silu": (),
+    "gelu": (0.0,),  # 1 for the approximation by tanh
+    "hardswish": (),
+    "tanh": (),
+    "sigmoid": (),
+    "softplus": (1.0, 20.0),
+    "prelu": (),
+}
+
+_MODULES: dict[type[nn.Module], Callable[[Any], tuple[str, tuple[float, ...]]]] = {
+    nn.Identity: lambda m: ("identity", ()),
+    nn.ReLU: lambda m: ("relu", ()),
+    nn.LeakyReLU: lambda m: ("leaky_relu", (m.negative_slope,)),
+    nn.ELU: lambda m: ("elu", (m.alpha,)),
+    nn.CELU: lambda m: ("celu", (m.alpha,)),
+    nn.SiLU: lambda m: ("silu", ()),
+    nn.GELU: lambda m: ("gelu", (float(m.approximate == "tanh"),)),
+    nn.Hardswish: lambda m: ("hardswish", ()),
+    nn.Tanh: lambda m: ("tanh", ()),
+    nn.Sigmoid: lambda m: ("sigmoid", ()),
+    nn.Softplus: lambda m: ("softplus", (m.beta, m.threshold)),
+    nn.PReLU: lambda m: ("prelu", ()),
+}
+
+_FORWARDS: dict[str, Callable[..., Tensor]] = {
+    "identity": lambda y: y,
+    "relu": torch.relu,
+    "leaky_relu": F.leaky_relu,
+    "elu": F.elu,
+    "celu": F.celu,
+    "silu": F.silu,
+    "gelu": _gelu,
+    "hardswish": F.hardswish,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "softplus": F.softplus,
+}
+
+_IN_PLACE: dict[str, Callable[..., Tensor]] = {
+    "identity": lambda y: y,
+    "relu": torch.relu_,
+    "leaky_relu": lambda y, slope: F.leaky_relu_(y, slope),
+    "elu": lambda y, alpha: F.elu_(y, alpha),
+    "celu": lambda y, alpha: torch.celu_(y, alpha),
+    "silu": lambda y: F.silu(y, inplace=True),
+    "hardswish": lambda y: F.hardswish(y, inplace=True),
+    "tanh": torch.tanh_,
+    "sigmoid": torch.sigmoid_,
+}
+
+_BACKWARDS: dict[str, Callable[..., Tensor]] = {
+    "identity": lambda dz, y: dz,
+    "relu": lambda dz, y: _aten.threshold_backward(dz, y, 0),
+    "leaky_relu": lambda dz, y, slope: _aten.leaky_relu_backward(dz, y, slope, False),
+    "elu": lambda dz, y, alpha: _aten.elu_backward(dz, alpha, 1, 1, False, y),
+    "celu": lambda dz, y, alpha: _aten.elu_backward(dz, alpha, 1, 1 / alpha, False, y),
+    "silu": lambda dz, y: _aten.silu_backward(dz, y),
+    "gelu": lambda dz, y, tanh: _aten.gelu_backward(dz, y, approximate="tanh" if tanh else "none"),
+    "hardswish": lambda dz, y: _aten.hardswish_backward(dz, y),
+    "tanh": lambda dz, y: _aten.tanh_backward(dz, torch.tanh(y)),
+    "sigmoid": lambda dz, y: _aten.sigmoid_backward(dz, torch.sigmoid(y)),
+    "softplus": lambda dz, y, beta, threshold: _aten.softplus_backward(dz, y, beta, threshold),
+}
+
+_INVERSES: dict[str, Callable[..., Tensor]] = {
+    "identity": lambda z, unit: z,
+    "leaky_relu": _leaky_inverse,
+    "elu": _elu_inverse,
+    "celu": _celu_inverse,
+    "tanh": _tanh_inverse,
+    "sigmoid": _sigmoid_inverse,
+    "softplus": _softplus_inverse,
+}

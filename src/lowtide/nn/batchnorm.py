@@ -1,0 +1,139 @@
+"""Batch norm and its activation as one layer that keeps one buffer for backward."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lowtide.errors import LowtideError
+from lowtide.kernels.activations import Activation
+from lowtide.nn.functional import Strategy, batch_norm_act, resolve
+from lowtide.nn.rebuild import watch
+
+
+class _BatchNormAct(_BatchNorm):
+    """Shared by the layers of all dimensions. To ``state_dict`` it is a plain batch norm.
+
+    With a residual, the layer is the end of a residual block: z = φ(batch_norm(x) + residual). There z is rebuilt from
+    x and the residual, which may itself be the rebuilt z of the block before, and so on back to one that is kept:
+    ``rebuild_joins=False`` keeps this one's.
+    """
+
+    plain: ClassVar[type[_BatchNorm]]  # the class of torch.nn with the same dimensions
+
+    def __init__(
+        self,
+        num_features: int,
+        activation: str | nn.Module | Activation | None = "relu",
+        strategy: Strategy = "auto",
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        rebuild_joins: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        act = Activation.of(activation)
+        if act.module is not None:
+            self.activation = act.module  # a child: what it learns is in the state_dict
+        self._set(act, strategy, process_group, rebuild_joins)
+
+    @classmethod
+    def from_batch_norm(
+        cls,
+        norm: _BatchNorm,
+        activation: str | nn.Module | Activation | None,
+        strategy: Strategy = "auto",
+        *,
+        rebuild_joins: bool = True,
+    ) -> Self:
+        """A layer that shares the parameters, the buffers and the mode of a batch norm, and refers to the activation.
+
+        The activation does not become a child, so the ``state_dict`` of the model around stays as it is.
+        """
+        if not isinstance(norm, cls.plain):
+            raise LowtideError(f"{cls.__name__} is made from a {cls.plain.__name__}, not from a {type(norm).__name__}")
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.num_features, layer.eps, layer.momentum = norm.num_features, norm.eps, norm.momentum
+        layer.affine, layer.track_running_stats = norm.affine, norm.track_running_stats
+        for name, parameter in norm._parameters.items():
+            layer.register_parameter(name, parameter)
+        for name, buffer in norm._buffers.items():
+            layer.register_buffer(name, buffer, persistent=name not in norm._non_persistent_buffers_set)
+        layer.training = norm.training
+        layer._set(Activation.of(activation), strategy, getattr(norm, "process_group", None), rebuild_joins)
+        return layer
+
+    def _set(self, activation: Activation, strategy: Strategy, process_group: Any, rebuild_joins: bool) -> None:
+        resolve(strategy, activation, where=type(self).__name__)
+        self._act = activation
+        self.strategy: Strategy = strategy
+        self.process_group = process_group
+        self.rebuild_joins = rebuild_joins
+        watch(self)
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """φ(batch_norm(input) + residual). Without a residual, φ(batch_norm(input))."""
+        self._check_input_dim(input)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+        training = self.training or (self.running_mean is None and self.running_var is None)
+        tracked = not self.training or self.track_running_stats
+        return batch_norm_act(
+            input,
+            self.weight,
+            self.bias,
+            self.running_mean if tracked else None,
+            self.running_var if tracked else None,
+            activation=self._act,
+            strategy=self.strategy,
+            training=training,
+            momentum=momentum,
+            eps=self.eps,
+            residual=residual,
+            rebuild=residual is None or self.rebuild_joins,
+            group=self.process_group if training else None,
+            where=repr(self),
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.num_features}, {self._act}, strategy={self.strategy!r}, eps={self.eps}, momentum={self.momentum}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        watch(self)
+
+
+class BatchNormAct1d(_BatchNormAct, nn.BatchNorm1d):
+    """φ(BatchNorm1d(x)) with one buffer kept."""
+
+    plain = nn.BatchNorm1d
+
+
+class BatchNormAct2d(_BatchNormAct, nn.BatchNorm2d):
+    """φ(BatchNorm2d(x)) with one buffer kept.
+
+    >>> layer = BatchNormAct2d(8, "leaky_relu")
+    >>> layer(torch.randn(4, 8, 5, 5)).shape, list(layer.state_dict()) == list(nn.BatchNorm2d(8).state_dict())
+    (torch.Size([4, 8, 5, 5]), True)
+    """
+
+    plain = nn.BatchNorm2d
+
+
+class BatchNormAct3d(_BatchNormAct, nn.BatchNorm3d):
+    """φ(BatchNorm3d(x)) with one buffer kept."""
+
+    plain = nn.BatchNorm3d

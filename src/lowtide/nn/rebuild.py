@@ -1,0 +1,245 @@
+"""Keep one buffer: what a layer can compute again is not kept by those who read it.
+
+In a plain step the output z of an activation is saved by the convolution that reads it. A layer that keeps its own
+input can compute z again, so inside a *scope* saved-tensor hooks replace every saved z by a recipe: the layer's node,
+and how to view its result. The first reader that needs z in backward has it rebuilt; after the last it is let go.
+
+A scope is open while the outermost module runs forward, for models that hold such a layer; ``keep_one_buffer`` opens
+one by hand.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+
+from lowtide.tracing.internals import autograd
+
+
+class Record:
+    """A tensor that can be computed again by ``rebuild()``, and who waits for it."""
+
+    def __init__(self, tensor: Tensor, rebuild: Callable[[], Tensor]) -> None:
+        storage = tensor.untyped_storage()
+        self._storage = weakref.ref(storage)
+        self._version = tensor._version
+        self._dtype = tensor.dtype
+        self._offset = tensor.storage_offset()
+        self._rebuild = rebuild
+        self._rebuilt: Tensor | None = None
+        self._waiting: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._done: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+    def covers(self, tensor: Tensor) -> bool:
+        """Whether a tensor shows this one's values: the same storage, not written since."""
+        alive = self._storage() is not None
+        return alive and tensor._version == self._version and tensor.dtype == self._dtype
+
+    def handle(self, tensor: Tensor) -> Handle:
+        """A promise to give this tensor, or this view of it, back."""
+        made = Handle(self, tensor)
+        self._waiting.add(made)
+        return made
+
+    def give(self, handle: Handle) -> Tensor:
+        if self._rebuilt is None:
+            self._rebuilt = self._rebuild()
+            for other in list(self._done):  # a second backward pass: all may come again
+                self._waiting.add(other)
+        tensor = self._rebuilt
+        self._waiting.discard(handle)
+        self._done.add(handle)
+        if not self._waiting:
+            self._rebuilt = None
+        return tensor
+
+    def hold_for_late_readers(self) -> None:
+        """The layer's own backward is about to let its inputs go: rebuild now if somebody still waits."""
+        if self._waiting and self._rebuilt is None:
+            self._rebuilt = self._rebuild()
+
+
+class Handle:
+    """What is saved in place of a tensor."""
+
+    __slots__ = ("__weakref__", "_offset", "_record", "_shape", "_stride")
+
+    def __init__(self, record: Record, tensor: Tensor) -> None:
+        self._record = record
+        self._shape = tensor.shape
+        self._stride = tensor.stride()
+        self._offset = tensor.storage_offset() - record._offset
+
+    def unpack(self) -> Tensor:
+        tensor = self._record.give(self)
+        if tensor.shape == self._shape and tensor.stride() == self._stride and not self._offset:
+            return tensor
+        return tensor.as_strided(self._shape, self._stride, tensor.storage_offset() + self._offset)
+
+
+class _Kept(NamedTuple):
+    """A tensor that is saved as it is. torch does not look for in-place changes where there are hooks; we do."""
+
+    tensor: Tensor
+    version: int
+
+    def unpack(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a {self.tensor.dtype} tensor of shape {list(self.tensor.shape)} is at version "
+                f"{self.tensor._version}; expected version {self.version} instead"
+            )
+        return self.tensor
+
+
+class _Chained(NamedTuple):
+    """What hooks that were there before made of a tensor."""
+
+    unpack_hook: Callable[[Any], Any]
+    packed: Any
+
+    def unpack(self) -> Any:
+        return self.unpack_hook(self.packed)
+
+
+class Scope(threading.local):
+    """The hooks of this thread, and the records of tensors that live."""
+
+    def __init__(self) -> None:
+        self.owner: Any = None  # what opened it
+        self.outer: Any = None  # the hooks that were there
+        self.records: dict[int, Record] = {}
+
+    @property
+    def is_open(self) -> bool:
+        return self.owner is not None
+
+    def open(self, owner: Any) -> None:
+        self.outer = autograd._top_saved_tensors_default_hooks(True)
+        self.owner = owner
+        autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+
+    def close(self) -> None:
+        self.owner = self.outer = None
+        self.records.clear()
+        top = autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and top[0] == self._pack:
+            autograd._pop_saved_tensors_default_hooks()
+
+    def register(self, tensor: Tensor, rebuild: Callable[[], Tensor]) -> Record | None:
+        """Have saves of this tensor replaced from now on; None where no scope is open."""
+        if self.owner is None:
+            return None
+        address = tensor.untyped_storage()._cdata
+        record = self.records[address] = Record(tensor, rebuild)
+        return record
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if tensor.layout is torch.strided:
+            record = self.records.get(tensor.untyped_storage()._cdata)
+            if record is not None and record.covers(tensor):
+                return record.handle(tensor)
+        # An op's own output, packed as it is, would keep its node alive, and the node it.
+        if self.outer is None:
+            return _Kept(tensor.detach(), tensor._version)
+        pack, unpack = self.outer
+        return _Chained(unpack, pack(tensor))
+
+    @staticmethod
+    def _unpack(packed: Any) -> Any:
+        return packed.unpack()
+
+
+scope = Scope()
+
+
+@contextmanager
+def keep_one_buffer() -> Generator[None]:
+    """Open a scope by hand, for layers that are called outside of any module's forward.
+
+    Nothing happens inside another scope, in a backward pass or under ``torch.func``.
+    """
+    if scope.is_open or not may_open():
+        yield
+        return
+    scope.open("by hand")
+    try:
+        yield
+    finally:
+        scope.close()
+
+
+def may_open() -> bool:
+    """Not while something else owns what is saved: a recomputation in backward, ``torch.func``, a compiler."""
+    return (
+        torch.is_grad_enabled()
+        and torch._C._current_graph_task_id() == -1
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.compiler.is_compiling()
+    )
+
+
+# -- the outermost forward -------------------------------------------------------------------------------
+
+_layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_holders: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+_hooks: list[Any] = []
+_CALL = nn.Module._call_impl.__code__
+
+
+def watch(layer: nn.Module) -> None:
+    """Open a scope around every outermost forward while a layer lives that makes use of it."""
+    _layers.add(layer)
+    _holders.clear()
+    if not _hooks:
+        _hooks.append(nn_module.register_module_forward_pre_hook(_before))
+        _hooks.append(nn_module.register_module_forward_hook(_after, always_call=True))
+
+
+def _before(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if scope.is_open:
+        if scope.owner == "by hand" or _is_nested(sys._getframe(1)):
+            return
+        scope.close()  # of a forward that was interrupted
+    if not _layers:
+        while _hooks:
+            _hooks.pop().remove()
+        return
+    if may_open() and _holds_layer(module) and not _is_nested(sys._getframe(1)):
+        scope.open(weakref.ref(module))
+
+
+def _after(module: nn.Module, args: Any, out: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    owner = scope.owner
+    if isinstance(owner, weakref.ref) and owner() is module and not _is_nested(sys._getframe(1)):
+        scope.close()
+
+
+def _holds_layer(module: nn.Module) -> bool:
+    """Whether a watched layer is somewhere in the module; other models in the process pay nothing."""
+    if module not in _holders:
+        _holders[module] = any(part in _layers for part in module.modules())
+    return _holders[module]
+
+
+def _is_nested(frame: FrameType | None) -> bool:
+    """Whether the module that is being called was called by another module's forward."""
+    calls = 0
+    while frame is not None and calls < 2:
+        calls += frame.f_code is _CALL
+        frame = frame.f_back
+    return calls > 1
