@@ -105,6 +105,38 @@ def test_resnext152_is_counted_by_hand():
     assert count(build("resnext152")) == total + 2048 * 1000 + 1000
 
 
+def test_wrn38_is_counted_by_hand():
+    """No published count is at hand, so this one is arithmetic over the paper's table of widths."""
+    total, wide_in = 3 * 64 * 9, 64
+    for blocks, inner, wide_out in ((3, 128, 128), (3, 256, 256), (6, 512, 512), (3, 512, 1024)):
+        total += wide_in * wide_out  # the shortcut of the first block; the shape stays in the others
+        for _ in range(blocks):
+            total += 9 * (wide_in * inner + inner * wide_out) + 2 * (wide_in + inner)
+            wide_in = wide_out
+    for first, second, wide_out in ((512, 1024, 2048), (1024, 2048, 4096)):
+        total += wide_in * wide_out
+        total += wide_in * first + 9 * first * second + second * wide_out + 2 * (wide_in + first + second)
+        wide_in = wide_out
+    total += 2 * 4096 + 4096 * 1000 + 1000
+    assert count(build("wrn38")) == total == 109_167_912
+
+
+def test_wrn38_halves_the_image_before_every_stage_but_the_last():
+    model, x = build("wrn38"), torch.empty(2, 3, 224, 224, device="meta")
+    seen = [x := model.stem(x)] + [x := stage(x) for stage in model.stages]
+    assert [tuple(t.shape[1:3]) for t in seen] == [
+        (64, 224),
+        (128, 112),
+        (256, 56),
+        (512, 28),
+        (1024, 14),
+        (2048, 7),
+        (4096, 7),
+    ]
+    convolutions = sum(isinstance(m, nn.Conv2d) for m in model.modules())
+    assert convolutions + 1 - 6 == 38  # with the linear layer, without the shortcuts
+
+
 @pytest.mark.parametrize("depth", [18, 34, 50, 101, 152])
 def test_the_1d_resnet_is_the_2d_one_with_thin_kernels(depth: int):
     plain = build(f"resnet{depth}", channels=1, classes=35)
@@ -220,6 +252,7 @@ def test_the_meta_device_gives_the_same_shapes(name: str):
         ("lenet", {"image": 32}, "lenet does not take image=32.*It takes 28"),
         ("unet", {"image": 100}, "unet does not take image=100.*16, 32, 48"),
         ("wrn28-2", {"depth": 27}, "no WideResNet of depth 27"),
+        ("wrn38", {"blocks": (3, 3, 6, 3)}, "does not fit a WRN-38.*six counts"),
     ],
 )
 def test_wrong_arguments_are_named(name: str, arguments: dict[str, object], message: str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +54,12 @@ class Activation:
     @property
     def invertible(self) -> bool:
         """Whether y can be had back from z. ReLU and others that fold cannot; PReLU may learn to."""
-        return self.name in _INVERSES and (self.name != "leaky_relu" or self.numbers[0] > 0)
+        return self.name in _INVERSES and all(number > 0 for number in self.numbers)
+
+    @property
+    def slope_from_sign(self) -> bool:
+        """Whether the sign of z is all that φ' depends on."""
+        return self.name == "relu" or (self.name == "leaky_relu" and self.numbers[0] > 0)
 
     @property
     def learned(self) -> Tensor | None:
@@ -83,7 +88,9 @@ class Activation:
     def inverse(self, z: Tensor) -> Tensor:
         """Y from z, in float32 at least; where z is saturated, the last y that can be told from the end."""
         wide = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
-        return _INVERSES[self.name](wide, torch.finfo(z.dtype).eps / 2, *self.numbers)
+        info = torch.finfo(z.dtype)
+        least = max(info.tiny * info.eps, torch.finfo(wide.dtype).tiny)  # the smallest z > 0
+        return _INVERSES[self.name](wide, _Ends(info.eps / 2, least), *self.numbers)
 
     def __repr__(self) -> str:
         numbers = ", ".join(f"{number:g}" for number in self.numbers)
@@ -99,30 +106,36 @@ def _gelu(y: Tensor, tanh: float) -> Tensor:
     return F.gelu(y, approximate="tanh" if tanh else "none")
 
 
-def _elu_inverse(z: Tensor, unit: float, alpha: float) -> Tensor:
-    return torch.where(torch.signbit(z), torch.log1p((z / alpha).clamp(min=unit - 1)), z)
+class _Ends(NamedTuple):
+    """How near z can be to the ends of φ's range: 1 less a unit roundoff, and the least number above 0."""
+
+    unit: float
+    least: float
 
 
-def _celu_inverse(z: Tensor, unit: float, alpha: float) -> Tensor:
-    return alpha * _elu_inverse(z / alpha, unit, 1.0)
+def _elu_inverse(z: Tensor, ends: _Ends, alpha: float) -> Tensor:
+    return torch.where(torch.signbit(z), torch.log1p((z / alpha).clamp(min=ends.unit - 1)), z)
 
 
-def _leaky_inverse(z: Tensor, unit: float, slope: float) -> Tensor:
+def _celu_inverse(z: Tensor, ends: _Ends, alpha: float) -> Tensor:
+    return alpha * _elu_inverse(z / alpha, ends, 1.0)
+
+
+def _leaky_inverse(z: Tensor, ends: _Ends, slope: float) -> Tensor:
     return torch.where(torch.signbit(z), z / slope, z)  # by the sign bit: tiny negatives round to -0
 
 
-def _tanh_inverse(z: Tensor, unit: float) -> Tensor:
-    return torch.atanh(z.clamp(unit - 1, 1 - unit))
+def _tanh_inverse(z: Tensor, ends: _Ends) -> Tensor:
+    return torch.atanh(z.clamp(ends.unit - 1, 1 - ends.unit))
 
 
-def _sigmoid_inverse(z: Tensor, unit: float) -> Tensor:
-    return torch.logit(z.clamp(torch.finfo(z.dtype).tiny, 1 - unit))
+def _sigmoid_inverse(z: Tensor, ends: _Ends) -> Tensor:
+    return torch.logit(z.clamp(ends.least, 1 - ends.unit))
 
 
-def _softplus_inverse(z: Tensor, unit: float, beta: float, threshold: float) -> Tensor:
-    scaled = beta * z
-    small = torch.log(torch.expm1(scaled.clamp(min=torch.finfo(z.dtype).tiny))) / beta
-    return torch.where(scaled > threshold, z, small)
+def _softplus_inverse(z: Tensor, ends: _Ends, beta: float, threshold: float) -> Tensor:
+    scaled = beta * z.clamp(min=ends.least)
+    return torch.where(scaled > threshold, z, torch.log(torch.expm1(scaled)) / beta)
 
 
 _DEFAULTS: dict[str, tuple[float, ...]] = {
@@ -196,7 +209,7 @@ _BACKWARDS: dict[str, Callable[..., Tensor]] = {
 }
 
 _INVERSES: dict[str, Callable[..., Tensor]] = {
-    "identity": lambda z, unit: z,
+    "identity": lambda z, ends: z,
     "leaky_relu": _leaky_inverse,
     "elu": _elu_inverse,
     "celu": _celu_inverse,

@@ -3,19 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide.kernels.activations import Activation
 from lowtide.kernels.reference import batchnorm as reference
 from lowtide.kernels.reference.batchnorm import Affine, Keeps, Running, Sums
 
+_FAST = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: Running,
+    activation: Activation,
+    learned: Sequence[Tensor] = (),
+    residual: Tensor | None = None,
+    *,
+    eps: float,
+    keep_xhat: bool = False,
+) -> tuple[Tensor, Affine, Tensor | None]:
+    """The output z, what made y of x, and x̂ if wanted. The running statistics follow those of the batch."""
+    fast = _fast_kernels(x, activation)
+    if fast is not None:
+        x = fast.dense(x)
+        residual = None if residual is None else fast.like(residual, x)
+        slopes = learned[0] if learned else None
+        z, mean, invstd, xhat = fast.forward(
+            x, weight, bias, running, activation, slopes, residual, eps=eps, keep_xhat=keep_xhat
+        )
+        return z, Affine(mean, invstd, weight, bias), xhat
+    mean, var = reference.statistics(x, running)
+    affine = Affine(mean, inverse_deviation(var, eps), weight, bias)
+    if not keep_xhat:
+        return normalize(x, "x", affine, activation, learned, residual), affine, None
+    xhat = normalize(x, "x", Affine(affine.mean, affine.invstd), Activation("identity"))
+    return normalize(xhat, "xhat", affine, activation, learned, residual), affine, xhat
+
 
 def statistics(x: Tensor, running: Running | None = None) -> tuple[Tensor, Tensor]:
     """The mean and the biased variance of each channel; the running statistics follow them."""
-    return reference.statistics(x, running)
+    fast = _fast_kernels(x)
+    if fast is None:
+        return reference.statistics(x, running)
+    mean, inverse = fast.measure(fast.dense(x), running or Running(), eps=0.0)
+    return mean, inverse.reciprocal().square()
+
+
+def inverse_deviation(var: Tensor, eps: float) -> Tensor:
+    """1/σ. In float32 the rounding of its steps would show in every z."""
+    return torch.rsqrt(var.double() + eps).to(var.dtype)
 
 
 def normalize(
@@ -26,12 +69,18 @@ def normalize(
     learned: Sequence[Tensor] = (),
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Z from x or x̂."""
+    """φ(y), y from x or x̂."""
+    slopes = learned[0] if learned else None
+    fast = _fast_kernels(kept, activation)
+    if fast is not None:
+        kept = fast.dense(kept)
+        residual = None if residual is None else fast.like(residual, kept)
+        return fast.normalize(kept, keeps, affine, activation, slopes, residual)[0]
     if activation.name == "module":
         assert activation.module is not None
         with torch.no_grad():
             return activation.module(reference.preactivation(kept, keeps, affine, residual))
-    return reference.normalize(kept, keeps, affine, activation, learned[0] if learned else None, residual)
+    return reference.normalize(kept, keeps, affine, activation, slopes, residual)
 
 
 def backward(
@@ -44,19 +93,51 @@ def backward(
     residual: Tensor | None = None,
     *,
     training: bool,
+    joined: Tensor | None = None,
     sums: Sums | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None], Tensor]:
-    """dx, dγ, dβ, the gradients of what the activation learns, and dy: that of the residual."""
+    """dx, dγ, dβ, the gradients of what the activation learns, and dy: that of the residual.
+
+    ``joined`` is the z of a join whose residual was not kept, where the sign of z is all that φ' depends on.
+    """
+    fast = _fast_kernels(kept, activation)
+    if fast is not None:
+        kept = fast.dense(kept)
+        dz = fast.like(dz, kept)
+        residual = None if residual is None else fast.like(residual, kept)
+        joined = None if joined is None else fast.like(joined, kept)
+        slopes = learned[0] if learned else None
+        dx, dweight, dbias, dslopes, dy = fast.backward(
+            dz, kept, keeps, affine, activation, slopes, residual, training=training, joined=joined, sums=sums
+        )
+        return dx, dweight, dbias, [dslopes] if learned else [], dy
     dtype = dz.dtype
     if keeps == "z":
         y = activation.inverse(kept)
         dz = dz.to(y.dtype)  # 16 bits: rounding y once more would cost what the rounding of z did
         kept = y
     else:
-        y = reference.preactivation(kept, keeps, affine, residual)
+        y = reference.preactivation(kept, keeps, affine, residual) if joined is None else joined
     dy, dlearned = _activation_backward(dz, y, activation, learned)
     dx, dweight, dbias = reference.input_backward(dy, kept, keeps, affine, training=training, sums=sums)
     return dx.to(dtype), dweight, dbias, dlearned, dy
+
+
+def _fast_kernels(x: Tensor, activation: Activation | None = None) -> Any:
+    """The kernels in Triton, where they can run."""
+    known = activation is None or activation.name != "module"
+    if x.is_cuda and x.dtype in _FAST and known and x.numel() and not isinstance(x, FakeTensor):
+        return _triton_kernels()
+    return None
+
+
+@cache
+def _triton_kernels() -> Any:
+    try:
+        from lowtide.kernels.triton import batchnorm
+    except ImportError:
+        return None
+    return batchnorm
 
 
 def _activation_backward(
@@ -68,7 +149,7 @@ def _activation_backward(
     module: Any = activation.module
     inputs = [y.requires_grad_(), *(p for p in learned if p.requires_grad)]
     with torch.enable_grad():
-        z = module(y)
+        z = module(y.clone() if getattr(module, "inplace", False) else y)
     dy, *found = torch.autograd.grad(z, inputs, dz, allow_unused=True)
     rest = iter(found)
     return dy, [next(rest) if p.requires_grad else None for p in learned]

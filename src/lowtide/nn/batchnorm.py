@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lowtide.errors import LowtideError
 from lowtide.kernels.activations import Activation
 from lowtide.nn.functional import Strategy, batch_norm_act, resolve
+from lowtide.nn.guard import forget
 from lowtide.nn.rebuild import watch
 
 
@@ -40,7 +42,8 @@ class _BatchNormAct(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         act = Activation.of(activation)
         if act.module is not None:
-            self.activation = act.module  # a child: what it learns is in the state_dict
+            # A child: what it learns is in the state_dict.
+            self.activation = act.module.to(device, dtype) if isinstance(activation, str) else act.module
         self._set(act, strategy, process_group, rebuild_joins)
 
     @classmethod
@@ -102,7 +105,7 @@ class _BatchNormAct(_BatchNorm):
             residual=residual,
             rebuild=residual is None or self.rebuild_joins,
             group=self.process_group if training else None,
-            where=repr(self),
+            where=self,
         )
 
     def extra_repr(self) -> str:
@@ -110,6 +113,16 @@ class _BatchNormAct(_BatchNorm):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        forget(self.weight)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self.process_group)] = self.process_group  # which cannot be copied, and should not be
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.func import functional_call
 
 from lowtide.errors import LowtideError
 from lowtide.kernels import batchnorm as kernels
 from lowtide.kernels.activations import Activation
-from lowtide.kernels.reference.batchnorm import Affine, Keeps, Running
+from lowtide.kernels.reference.batchnorm import Affine, Keeps, Running, Sums
+from lowtide.nn import compiled
+from lowtide.nn.guard import inverse_is_safe
 from lowtide.nn.rebuild import scope
 
 Strategy = Literal["auto", "standard", "checkpoint", "checkpoint_xhat", "inplace", "inplace2"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
-_KEEPS: dict[str, Keeps] = {"checkpoint": "x", "checkpoint_xhat": "xhat", "inplace": "z", "inplace2": "z"}
-
-# The largest |β/γ| at which z still gives x̂ back: its error there is the unit roundoff of z times this.
-_LARGEST_RATIO = {torch.float64: 1e6, torch.float32: 1e3, torch.float16: 16.0, torch.bfloat16: 4.0}
+_KEEPS: dict[str, Keeps] = {
+    "standard": "x",
+    "checkpoint": "x",
+    "checkpoint_xhat": "xhat",
+    "inplace": "z",
+    "inplace2": "z",
+}
 
 
 def batch_norm_act(
@@ -42,7 +49,8 @@ def batch_norm_act(
     residual: Tensor | None = None,
     rebuild: bool = True,
     group: Any = None,
-    where: str = "",
+    statistics: Statistics | None = None,
+    where: object = "",
 ) -> Tensor:
     """φ(batch_norm(x) + residual), keeping for backward what ``strategy`` says.
 
@@ -53,39 +61,75 @@ def batch_norm_act(
     | checkpoint_xhat | x̂       | the affine map and φ                   |
     | inplace         | z       | φ⁻¹ and the inverse affine map         |
     | inplace2        | z       | φ⁻¹                                    |
-    | auto            | the cheapest exact one for this activation       |
+    | auto            | the cheapest exact one for this activation and dtype |
 
     Where z itself is not kept, whoever saves it gets a recipe to save instead, inside the forward of a module or under
     ``lowtide.nn.keep_one_buffer()``. An in-place strategy falls back to "checkpoint" where some channel's |β/γ| is so
     large that z does not tell x. Running statistics are updated in place, once. With a process ``group``, statistics
-    are those of all its members' batches. ``rebuild=False`` lets readers keep z beside what this layer keeps.
+    are those of all its members' batches. Who needs ``statistics`` before gives them: then no running statistics.
+    ``rebuild=False`` lets readers keep z beside what this layer keeps. ``where`` is named in errors.
     """
     act = Activation.of(activation)
-    chosen = resolve(strategy, act, joined=residual is not None, where=where)
-    spec = _Spec(act, chosen, training, eps, rebuild, group, where)
-    running = Running(running_mean, running_var, momentum)
-    if training and group is None and x.numel() and x.numel() == x.shape[1]:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
-    if _runs_plain(x, spec):
-        return _plain(x, weight, bias, running, residual, spec)
-    if _KEEPS[spec.strategy] == "z" and not _inverse_is_safe(x, weight, bias):
-        spec = replace(spec, strategy="checkpoint")
+    chosen = resolve(strategy, act, x.dtype, joined=residual is not None, where=where)
     learned = () if act.module is None else tuple(act.module.parameters())
+    tensors = (x, weight, bias, residual, *learned)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    rebuild = rebuild and needs_grad and chosen != "standard"
+    spec = _Spec(act, chosen, training, eps, rebuild, group, statistics, where)
+    running = Running(running_mean, running_var, momentum)
+    if _runs_plain(x, residual, spec, needs_grad):
+        return _plain(x, weight, bias, running, residual, spec)
+    if torch.compiler.is_compiling() and group is None:
+        mean, var, _ = statistics or batch_statistics(x, running)
+        affine = Affine(mean, 1 / torch.sqrt(var + eps), weight, bias)
+        return compiled.normalize_act(x, affine, act, residual, rebuild=rebuild)
+    if _KEEPS[spec.strategy] == "z" and not inverse_is_safe(x, weight, bias, act):
+        spec = replace(spec, strategy="checkpoint")
     return _BatchNormAct.apply(x, weight, bias, residual, running, spec, *learned)  # pyright: ignore[reportReturnType]
 
 
-def resolve(strategy: str, act: Activation, *, joined: bool = False, where: str = "") -> str:
+def resolve(
+    strategy: str, act: Activation, dtype: torch.dtype = torch.float32, *, joined: bool = False, where: object = ""
+) -> str:
     """The strategy that "auto" stands for; one that cannot be is an error."""
     if strategy not in STRATEGIES:
-        raise LowtideError(f"Unknown strategy {strategy!r}", where=where, hint=f"Known: {', '.join(STRATEGIES)}.")
+        raise LowtideError(f"Unknown strategy {strategy!r}", where=str(where), hint=f"Known: {', '.join(STRATEGIES)}.")
     if strategy == "auto":
-        return "inplace" if act.name == "leaky_relu" and act.invertible and not joined else "checkpoint"
+        # In 16 bits z is too coarse to give γ's gradient back.
+        exact = dtype in (torch.float32, torch.float64) and act.name == "leaky_relu" and act.invertible and not joined
+        return "inplace" if exact else "checkpoint"
     hint = "Use strategy='checkpoint': it keeps one buffer too."
     if joined and strategy not in ("standard", "checkpoint"):
-        raise LowtideError(f"A join with a residual cannot use strategy={strategy!r}", where=where, hint=hint)
+        raise LowtideError(f"A join with a residual cannot use strategy={strategy!r}", where=str(where), hint=hint)
     if strategy.startswith("inplace") and not act.invertible:
-        raise LowtideError(f"{act} has no inverse, so strategy={strategy!r} cannot have y back", where=where, hint=hint)
+        message = f"{act} has no inverse, so strategy={strategy!r} cannot have y back"
+        raise LowtideError(message, where=str(where), hint=hint)
     return strategy
+
+
+class Statistics(NamedTuple):
+    """The mean and the biased variance of each channel; over a process group, also how backward sums over it."""
+
+    mean: Tensor
+    var: Tensor
+    sums: Sums | None = None
+
+
+def batch_statistics(x: Tensor, running: Running, group: Any = None) -> Statistics:
+    """Those of this batch, or of the batches of a process group. The running statistics follow."""
+    if group is not None:
+        from lowtide.nn.synchronised import group_statistics
+
+        return Statistics(*group_statistics(x, running, group))
+    _check_values(x)
+    if torch.compiler.is_compiling():
+        return Statistics(*compiled.statistics(x, running))
+    return Statistics(*kernels.statistics(x, running))
+
+
+def _check_values(x: Tensor) -> None:
+    if x.numel() == x.shape[1]:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
 
 
 @dataclass(frozen=True)
@@ -98,37 +142,46 @@ class _Spec:
     eps: float
     rebuild: bool
     group: Any
-    where: str
+    statistics: Statistics | None
+    where: object
 
 
-def _runs_plain(x: Tensor, spec: _Spec) -> bool:
+def _runs_plain(x: Tensor, residual: Tensor | None, spec: _Spec, needs_grad: bool) -> bool:
     """Where there is nothing to gain, or nothing of ours can run: torch's own ops do."""
     if spec.group is not None and spec.training:
         return False
-    return (
-        spec.strategy == "standard"
-        or not x.numel()
-        or not torch.is_grad_enabled()
-        or torch._C._are_functorch_transforms_active()
-        or torch.compiler.is_compiling()
-        or bool(torch._C._get_tracing_state())
-    )
+    if torch._C._are_functorch_transforms_active():
+        return True
+    if torch.compiler.is_compiling():
+        exporting = torch.compiler._is_exporting_flag  # is_exporting() is true in all that torch 2.11 compiles
+        if exporting or not spec.training or spec.activation.name == "module":
+            return True
+    elif torch._C._get_tracing_state():
+        return True
+    if residual is not None and torch.promote_types(x.dtype, residual.dtype) is not x.dtype:
+        return True  # z is wider than x
+    if spec.statistics is not None:
+        return False  # torch's would be computed again
+    return spec.strategy == "standard" or not x.numel() or not needs_grad
 
 
 def _plain(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, running: Running, residual: Tensor | None, spec: _Spec
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: Running,
+    residual: Tensor | None,
+    spec: _Spec,
+    learned: Sequence[Tensor] = (),
 ) -> Tensor:
+    """Torch's own ops; with ``learned``, those stand for the activation's parameters."""
     y = F.batch_norm(x, running.mean, running.var, weight, bias, spec.training, running.momentum, spec.eps)
-    return spec.activation(y if residual is None else y + residual)
-
-
-def _inverse_is_safe(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether every channel's x̂ can be had back from z. The parameters alone decide."""
-    if weight is None or isinstance(x, FakeTensor):
-        return True
-    largest = _LARGEST_RATIO[x.dtype]
-    shift = torch.zeros_like(weight) if bias is None else bias.detach().abs()
-    return bool((weight.detach().abs() * largest > shift).all())
+    y = y if residual is None else y + residual
+    if not learned:
+        return spec.activation(y)
+    assert spec.activation.module is not None
+    names = (name for name, _ in spec.activation.module.named_parameters())
+    return functional_call(spec.activation.module, dict(zip(names, learned, strict=True)), (y,))
 
 
 class _BatchNormAct(torch.autograd.Function):
@@ -139,17 +192,16 @@ class _BatchNormAct(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Any, bias: Any, residual: Any, running: Running, spec: _Spec, *learned: Tensor
     ) -> Tensor:
         ctx.spec, ctx.keeps, ctx.sums = spec, _KEEPS[spec.strategy], None
-        affine = _affine(ctx, x, weight, bias, running)
         ctx.random = _Random(spec.activation, x)
-        kept = x
-        if ctx.keeps == "xhat":
-            kept = kernels.normalize(x, "x", Affine(affine.mean, affine.invstd), Activation("identity"))
-        made_from: Keeps = "xhat" if ctx.keeps == "xhat" else "x"
-        z = kernels.normalize(kept, made_from, affine, spec.activation, learned, residual)
-        if ctx.keeps == "z":
-            kept = z
-        ctx.save_for_backward(kept, affine.mean, affine.invstd, weight, bias, residual, *learned)
-        record = None if ctx.keeps == "z" or not spec.rebuild else scope.register(z, lambda: _rebuild(ctx))
+        z, affine, kept = _forward(ctx, x, weight, bias, residual, running, learned)
+        # The z of a join that is not rebuilt is kept by its readers; if its sign gives φ', the residual need not be.
+        keeps_z = residual is not None and not spec.rebuild and spec.activation.slope_from_sign
+        joined, residual = (z, None) if keeps_z else (None, residual)
+        ctx.save_for_backward(kept, affine.mean, affine.invstd, weight, bias, residual, joined, *learned)
+        record = None
+        if ctx.keeps != "z" and spec.rebuild and scope.is_open:
+            copies = _copies_for_rebuild(weight, bias, learned)
+            record = scope.register(z, lambda: _rebuild(ctx, copies))
         ctx.record = None if record is None else weakref.ref(record)  # the record holds the node
         return z
 
@@ -162,7 +214,7 @@ class _BatchNormAct(torch.autograd.Function):
         if record is not None:
             record.hold_for_late_readers()
         spec: _Spec = ctx.spec
-        kept, mean, invstd, weight, bias, residual, *learned = _saved(ctx)
+        kept, mean, invstd, weight, bias, residual, joined, *learned = _saved(ctx)
         with ctx.random.again():
             dx, dweight, dbias, dlearned, dy = kernels.backward(
                 dz,
@@ -173,6 +225,7 @@ class _BatchNormAct(torch.autograd.Function):
                 learned,
                 residual,
                 training=spec.training,
+                joined=joined,
                 sums=ctx.sums,
             )
         needs = ctx.needs_input_grad
@@ -187,21 +240,39 @@ class _BatchNormAct(torch.autograd.Function):
         )
 
 
+def _forward(
+    ctx: Any, x: Tensor, weight: Any, bias: Any, residual: Any, running: Running, learned: Sequence[Tensor]
+) -> tuple[Tensor, Affine, Tensor]:
+    """The output z, what made y of x, and what is kept."""
+    spec: _Spec = ctx.spec
+    if spec.training and spec.statistics is None and spec.group is None:
+        _check_values(x)
+        z, affine, xhat = kernels.forward(
+            x, weight, bias, running, spec.activation, learned, residual, eps=spec.eps, keep_xhat=ctx.keeps == "xhat"
+        )
+    else:
+        affine = _affine(ctx, x, weight, bias, running)
+        xhat = None
+        if ctx.keeps == "xhat":
+            xhat = kernels.normalize(x, "x", Affine(affine.mean, affine.invstd), Activation("identity"))
+        source, keeps = (x, "x") if xhat is None else (xhat, "xhat")
+        z = kernels.normalize(source, keeps, affine, spec.activation, learned, residual)
+    if ctx.keeps == "z":
+        return z, affine, z
+    return z, affine, x if xhat is None else xhat
+
+
 def _affine(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, running: Running) -> Affine:
     spec: _Spec = ctx.spec
-    if not spec.training:
+    if spec.training:
+        mean, var, ctx.sums = spec.statistics or batch_statistics(x, running, spec.group)
+    else:
         assert running.mean is not None
         assert running.var is not None
         wide = torch.promote_types(x.dtype, torch.float32)
         mean, var = running.mean.to(wide), running.var.to(wide)
         mean = mean.clone() if mean is running.mean else mean  # a later training step must not change it under us
-    elif spec.group is not None:
-        from lowtide.nn.synchronised import group_statistics
-
-        mean, var, ctx.sums = group_statistics(x, running, spec.group)
-    else:
-        mean, var = kernels.statistics(x, running)
-    return Affine(mean, 1 / torch.sqrt(var + spec.eps), weight, bias)
+    return Affine(mean, kernels.inverse_deviation(var, spec.eps), weight, bias)
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
@@ -213,15 +284,27 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
         what = "output" if ctx.keeps == "z" else "input"
         raise LowtideError(
             f"The {what} of a layer with strategy={ctx.spec.strategy!r} was changed in place, and backward needs it",
-            where=ctx.spec.where,
+            where=str(ctx.spec.where),
             hint="Make the later op an out-of-place one"
             + (", or use strategy='checkpoint'." if what == "output" else "."),
         ) from error
 
 
-def _rebuild(ctx: Any) -> Tensor:
-    """Z from what the node keeps."""
-    kept, mean, invstd, weight, bias, residual, *learned = _saved(ctx)
+def _copies_for_rebuild(weight: Tensor | None, bias: Tensor | None, learned: Sequence[Tensor]) -> list[Any] | None:
+    """Among processes, copies of the parameters: FSDP frees those of a block from its forward to its backward.
+
+    The next block's backward comes before that, and reads z.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return [None if t is None else t.clone() for t in (weight, bias, *learned)]
+
+
+def _rebuild(ctx: Any, copies: list[Any] | None) -> Tensor:
+    """The output again, from what the node keeps."""
+    kept, mean, invstd, weight, bias, residual, _, *learned = _saved(ctx)
+    if copies is not None:
+        weight, bias, *learned = copies
     with torch.no_grad(), ctx.random.again():
         affine = Affine(mean, invstd, weight, bias)
         return kernels.normalize(kept, ctx.keeps, affine, ctx.spec.activation, learned, residual)
@@ -230,17 +313,27 @@ def _rebuild(ctx: Any) -> Tensor:
 def _differentiable_backward(ctx: Any, dz: Tensor) -> Any:
     """Gradients that have gradients: the plain step again, by torch's own ops. That needs x."""
     spec: _Spec = ctx.spec
-    if ctx.keeps != "x" or ctx.sums is not None:
+    if ctx.sums is not None:
+        raise LowtideError("There are no gradients of gradients over a process group", where=str(spec.where))
+    if ctx.keeps != "x":
         raise LowtideError(
-            f"strategy={spec.strategy!r} gives no gradients of gradients"
-            + (" over a process group" if ctx.sums else ""),
-            where=spec.where,
-            hint="Use strategy='standard'." if ctx.sums else "Use strategy='checkpoint'.",
+            f"strategy={spec.strategy!r} gives no gradients of gradients",
+            where=str(spec.where),
+            hint="Use strategy='checkpoint'.",
         )
-    x, mean, invstd, weight, bias, residual, *learned = ctx.saved_tensors
+    x, mean, invstd, weight, bias, residual, joined, *learned = _saved(ctx)
+    if joined is not None:
+        raise LowtideError(
+            "A join that keeps its output gives no gradients of gradients",
+            where=str(spec.where),
+            hint="Make it one that is rebuilt: rebuild_joins=True.",
+        )
     running = Running() if spec.training else Running(mean, invstd.square().reciprocal() - spec.eps)
+    # Of each a view of its own, where its gradient ends: x may depend on the residual, and on the same parameters.
+    views: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, bias, residual, *learned)]
+    x, weight, bias, residual, *learned = views
     with ctx.random.again():
-        z = _plain(x, weight, bias, running, residual, spec)
+        z = _plain(x, weight, bias, running, residual, spec, learned)
     inputs = (x, weight, bias, residual, None, None, *learned)
     wanted = [t for t, needed in zip(inputs, ctx.needs_input_grad, strict=True) if t is not None and needed]
     found = iter(torch.autograd.grad(z, wanted, dz, create_graph=True, allow_unused=True))

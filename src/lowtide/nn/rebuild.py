@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -34,7 +35,8 @@ class Record:
         self._version = tensor._version
         self._dtype = tensor.dtype
         self._offset = tensor.storage_offset()
-        self._rebuild = rebuild
+        self._stride = tensor.stride()
+        self._compute = rebuild
         self._rebuilt: Tensor | None = None
         self._waiting: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._done: weakref.WeakSet[Handle] = weakref.WeakSet()
@@ -51,6 +53,8 @@ class Record:
         return made
 
     def give(self, handle: Handle) -> Tensor:
+        if scope.rebuilding:  # for another's sake: were it held, a chain of joins would come back whole
+            return self._rebuild() if self._rebuilt is None else self._rebuilt
         if self._rebuilt is None:
             self._rebuilt = self._rebuild()
             for other in list(self._done):  # a second backward pass: all may come again
@@ -66,6 +70,18 @@ class Record:
         """The layer's own backward is about to let its inputs go: rebuild now if somebody still waits."""
         if self._waiting and self._rebuilt is None:
             self._rebuilt = self._rebuild()
+
+    def _rebuild(self) -> Tensor:
+        scope.rebuilding += 1
+        try:
+            tensor = self._compute()
+        finally:
+            scope.rebuilding -= 1
+        if tensor.stride() == self._stride:
+            return tensor
+        # Hooks of others kept the layer's input in another layout, and handles know the strides that there were.
+        laid_out = torch.empty_strided(tensor.shape, self._stride, dtype=tensor.dtype, device=tensor.device)
+        return laid_out.copy_(tensor)
 
 
 class Handle:
@@ -119,6 +135,7 @@ class Scope(threading.local):
         self.owner: Any = None  # what opened it
         self.outer: Any = None  # the hooks that were there
         self.records: dict[int, Record] = {}
+        self.rebuilding = 0  # how deep: a join is rebuilt from the join before it
 
     @property
     def is_open(self) -> bool:
@@ -132,13 +149,21 @@ class Scope(threading.local):
     def close(self) -> None:
         self.owner = self.outer = None
         self.records.clear()
-        top = autograd._top_saved_tensors_default_hooks(True)
-        if top is not None and top[0] == self._pack:
+        if self._is_on_top:
             autograd._pop_saved_tensors_default_hooks()
 
+    @property
+    def _is_on_top(self) -> bool:
+        top = autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and top[0] == self._pack
+
     def register(self, tensor: Tensor, rebuild: Callable[[], Tensor]) -> Record | None:
-        """Have saves of this tensor replaced from now on; None where no scope is open."""
-        if self.owner is None:
+        """Have saves of this tensor replaced from now on; None where no scope is open.
+
+        Nor where other hooks are on top, as in a user's checkpoint: what the layer keeps is theirs, and they may give
+        it back only once.
+        """
+        if self.owner is None or not self._is_on_top:
             return None
         address = tensor.untyped_storage()._cdata
         record = self.records[address] = Record(tensor, rebuild)
@@ -180,11 +205,15 @@ def keep_one_buffer() -> Generator[None]:
 
 
 def may_open() -> bool:
-    """Not while something else owns what is saved: a recomputation in backward, ``torch.func``, a compiler."""
+    """Not while something else owns what is saved: a checkpoint, ``torch.func``, a compiler, a ban on hooks."""
+    top = autograd._top_saved_tensors_default_hooks(True)
     return (
         torch.is_grad_enabled()
-        and torch._C._current_graph_task_id() == -1
+        and torch._C._current_graph_task_id() == -1  # a recomputation in backward
+        and (top is None or getattr(top[0], "__module__", "") != "torch.utils.checkpoint")
+        and autograd._saved_tensors_hooks_get_disabled_error_message() is None
         and not torch._C._are_functorch_transforms_active()
+        and not torch._C._get_tracing_state()
         and not torch.compiler.is_compiling()
     )
 
@@ -201,9 +230,12 @@ def watch(layer: nn.Module) -> None:
     """Open a scope around every outermost forward while a layer lives that makes use of it."""
     _layers.add(layer)
     _holders.clear()
+    # torch.compile(model) warns that global hooks run once more, around its wrapper. Ours do nothing there.
+    warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
     if not _hooks:
         _hooks.append(nn_module.register_module_forward_pre_hook(_before))
         _hooks.append(nn_module.register_module_forward_hook(_after, always_call=True))
+        _hooks.append(nn_module.register_module_module_registration_hook(lambda *_: _holders.clear()))
 
 
 def _before(module: nn.Module, args: Any) -> None:
@@ -217,7 +249,7 @@ def _before(module: nn.Module, args: Any) -> None:
         while _hooks:
             _hooks.pop().remove()
         return
-    if may_open() and _holds_layer(module) and not _is_nested(sys._getframe(1)):
+    if may_open() and not _is_compiled(module) and _holds_layer(module) and not _is_nested(sys._getframe(1)):
         scope.open(weakref.ref(module))
 
 
@@ -234,6 +266,11 @@ def _holds_layer(module: nn.Module) -> bool:
     if module not in _holders:
         _holders[module] = any(part in _layers for part in module.modules())
     return _holders[module]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether a call of the module runs compiled: what is saved there is the compiler's own choice."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def _is_nested(frame: FrameType | None) -> bool:

@@ -92,6 +92,14 @@ ENTRIES: dict[str, Entry] = {
         options={"depth": 28, "widen": 2},
         small={"batch": 2, "depth": 16, "widen": 1},
     ),
+    "wrn38": Entry(
+        "wideresnet:WiderResNet",
+        "images",
+        batch=32,
+        size=224,
+        optimizer="sgd",
+        small={"batch": 4, "image": 64, "blocks": (1, 1, 2, 1, 1, 1), "width": 4, "classes": 10},
+    ),
     "densenet121": Entry(
         "densenet:DenseNet",
         "images",

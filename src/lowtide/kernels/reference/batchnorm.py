@@ -60,9 +60,11 @@ class Affine:
 
 def statistics(x: Tensor, running: Running | None = None) -> tuple[Tensor, Tensor]:
     """The mean and the biased variance of each channel; the running statistics follow them."""
-    held = running or Running()
+    held, wide = running or Running(), torch.promote_types(x.dtype, torch.float32)
+    if held.mean is None:  # without, ATen rounds those of a 16-bit x to 16 bits
+        mean, var = x.new_zeros(2, x.shape[1], dtype=wide)
+        held = Running(mean, var)
     mean, var = _aten.batch_norm_update_stats(x, held.mean, held.var, held.momentum)
-    wide = torch.promote_types(x.dtype, torch.float32)
     return mean.to(wide), var.to(wide)
 
 
@@ -74,15 +76,16 @@ def normalize(
     slopes: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Z from x or x̂. The same call gives the same bits, so forward and rebuilding agree."""
+    """φ(y), y from x or x̂. The same call gives the same bits, so forward and rebuilding agree."""
     return activation.write(preactivation(kept, keeps, affine, residual), slopes)
 
 
 def preactivation(kept: Tensor, keeps: Keeps, affine: Affine, residual: Tensor | None = None) -> Tensor:
-    """Y from x or x̂, by ATen's inference kernel: on a CPU there is none faster."""
+    """The value before the activation, from x or x̂, by ATen's inference kernel: on a CPU there is none faster."""
     a = affine.of_kept(keeps)
-    weight, bias = (None if t is None else t.to(a.mean.dtype) for t in (a.weight, a.bias))
-    y = _aten.native_batch_norm(kept, weight, bias, a.mean, a.invstd.square().reciprocal(), False, 0.0, 0.0)[0]
+    bias = None if a.bias is None else a.beta
+    # γ/σ as the weight, over a variance of one: the bits of torch's own training step, and 1/σ is not rounded again.
+    y = _aten.native_batch_norm(kept, a.gamma * a.invstd, bias, a.mean, torch.ones_like(a.mean), False, 0.0, 0.0)[0]
     return y if residual is None else y.add_(residual)
 
 
@@ -91,10 +94,18 @@ def input_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dγ and dβ from dy and the kept x, x̂ or y (keeps "z")."""
     source, mean, invstd, weight = _as_batch(kept, keeps, affine)
+    if 1 in dy.shape and dy.stride() != source.stride():
+        # Where a dimension is 1, ATen (2.13) takes a channels-last tensor for a contiguous one: wrong gradients.
+        dy = torch.empty_like(source, dtype=dy.dtype).copy_(dy)
     if sums is not None:
         return _summed_backward(dy, source, mean, invstd, weight, sums)
-    running = (None, None) if training else (mean, invstd.square().reciprocal())
-    return _aten.native_batch_norm_backward(dy, source, weight, *running, mean, invstd, training, 0.0, [True] * 3)
+    every = [True] * 3
+    if training:
+        return _aten.native_batch_norm_backward(dy, source, weight, None, None, mean, invstd, True, 0.0, every)
+    # There ATen takes 1/σ from the variance, without its sign: that of γ where y stands for x.
+    var, sign = invstd.square().reciprocal(), invstd.sign()
+    back = _aten.native_batch_norm_backward(dy, source, weight * sign, mean, var, mean, invstd, False, 0.0, every)
+    return back[0], back[1] * sign, back[2]
 
 
 def _as_batch(kept: Tensor, keeps: Keeps, affine: Affine) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,0 +1,155 @@
+"""How many passes over memory do batch norm + activation take, forward and backward?
+
+One pass is the activation's bytes over the bandwidth of a copy. "passes" is the GPU's time, by replaying a CUDA graph;
+"passes as launched" is what one call after the other takes, Python included, which small tensors cannot hide.
+
+The floor is 8 when the tensor is read from memory in every sweep (3 forward, 5 backward), 5 when a channel stays on the
+chip between the two; a rebuilt z adds 2. Peers, in the same run: PyTorch eager in both layouts, torch.compile. Needs a
+GPU.
+
+    PYTHONPATH=src:. python -m benchmarks.bench_batchnorm [--no-compile] [--results DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import RESULTS, Row, record, skip
+from lowtide.nn import BatchNormAct2d, keep_one_buffer
+
+SHAPES = [(64, 64, 112, 112), (64, 256, 56, 56), (64, 512, 28, 28), (256, 512, 14, 14), (64, 2048, 7, 7)]
+DTYPES = (torch.float32, torch.bfloat16)
+LAYOUTS = {"NCHW": torch.contiguous_format, "NHWC": torch.channels_last}
+
+
+def main(*, compiled: bool = True, results: Path = RESULTS) -> None:
+    if not torch.cuda.is_available():
+        skip("it times kernels on a GPU")
+    bandwidth = copy_bandwidth()
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            case = f"{'x'.join(map(str, shape))} {str(dtype)[6:]}"
+            one_pass = torch.Size(shape).numel() * dtype.itemsize / bandwidth
+            found: list[Row] = []
+            for name, run in contenders(shape, dtype, compiled=compiled).items():
+                for metric, taken in {"passes": replayed(run), "passes as launched": timed(run)}.items():
+                    found.append(Row.of(case, name, metric, [t / one_pass for t in taken], ""))
+            record("batchnorm", found, device="cuda", results=results)
+    print(f"A copy runs at {bandwidth / 1e9:,.0f} GB/s.")
+
+
+def contenders(shape: tuple[int, ...], dtype: torch.dtype, *, compiled: bool) -> dict[str, Callable[[], object]]:
+    """A forward and a backward pass each. Their results are compared before anything is timed."""
+    made: dict[str, Callable[[], object]] = {}
+    for layout, memory_format in LAYOUTS.items():
+        x = torch.randn(shape, device="cuda").to(dtype).to(memory_format=memory_format).requires_grad_()
+        gradient = torch.randn(shape, device="cuda").to(dtype).to(memory_format=memory_format)
+        channels = shape[1]
+        eager = {
+            act: nn.Sequential(nn.BatchNorm2d(channels), activation).cuda() for act, activation in _plain().items()
+        }
+        in_place = BatchNormAct2d(channels, "leaky_relu", "inplace").cuda()
+        kept_x = BatchNormAct2d(channels, "relu", "checkpoint").cuda()
+        agree(in_place, eager["leaky"], x, gradient)
+        agree(kept_x, eager["relu"], x, gradient)
+        made[f"PyTorch eager {layout}, leaky ReLU"] = step(eager["leaky"], x, gradient)
+        made[f"PyTorch eager {layout}, ReLU"] = step(eager["relu"], x, gradient)
+        if compiled:
+            torch._dynamo.reset()
+            made[f"torch.compile {layout}, leaky ReLU"] = step(
+                torch.compile(eager["leaky"], dynamic=False), x, gradient
+            )
+        made[f"lowtide {layout}, leaky ReLU in place"] = step(in_place, x, gradient)
+        made[f"lowtide {layout}, ReLU by checkpoint, z rebuilt"] = step(kept_x, x, gradient, read=True)
+    return made
+
+
+def _plain() -> dict[str, nn.Module]:
+    return {"leaky": nn.LeakyReLU(inplace=True), "relu": nn.ReLU(inplace=True)}
+
+
+def step(model: Any, x: Tensor, gradient: Tensor, *, read: bool = False) -> Callable[[], object]:
+    """Forward and backward; ``read``: z is saved by a reader, which has it rebuilt in backward."""
+
+    def run() -> object:
+        if not read:
+            return torch.autograd.grad(model(x), x, gradient)
+        with keep_one_buffer():
+            z = _Reader.apply(model(x))
+        return torch.autograd.grad(z, x, gradient)
+
+    return run
+
+
+class _Reader(torch.autograd.Function):
+    """Saves its input as a convolution does, and costs nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        ctx.save_for_backward(z)
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        assert ctx.saved_tensors[0].shape == gradients[0].shape
+        return gradients[0]
+
+
+def agree(ours: nn.Module, theirs: nn.Module, x: Tensor, gradient: Tensor) -> None:
+    found, expected = (torch.autograd.grad(model(x), x, gradient)[0].float() for model in (ours, theirs))
+    error = float((found - expected).norm() / expected.norm())
+    if error > 1e-2:
+        raise SystemExit(f"the gradients differ by {error:.1e}")
+
+
+def timed(run: Callable[[], object], *, calls: int = 20, rounds: int = 5) -> list[float]:
+    """Seconds of a call, calls one after the other, as in training: what Python costs counts where it shows."""
+    for _ in range(3):
+        run()
+    taken: list[float] = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(calls):
+            run()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) / 1e3 / calls)
+    return taken
+
+
+def replayed(run: Callable[[], object], *, calls: int = 10, rounds: int = 5) -> list[float]:
+    """Seconds of a call on the GPU alone: calls are captured as a graph, and the graph is replayed."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            run()
+    return [seconds / calls for seconds in timed(graph.replay, calls=2, rounds=rounds)]
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second of a copy, read and written."""
+    source = torch.empty(2**28, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / statistics.median(timed(lambda: target.copy_(source)))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the rows go")
+    options = parser.parse_args()
+    main(compiled=not options.no_compile, results=options.results)

@@ -1,0 +1,128 @@
+"""What does ``lowtide.convert`` save in whole training steps, and at what price? Needs a GPU.
+
+    PYTHONPATH=src:. python -m benchmarks.bench_convert [--only NAME] [--results DIR]
+
+Peaks are bytes above what stays between steps (parameters, buffers, optimizer state); gradients count. Each variant
+starts from the same parameters, and its first loss is compared with PyTorch's before it is timed. "step" is what a loop
+takes, Python included; "step, GPU time" is a CUDA graph of it, replayed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.harness import RESULTS, Row, record, skip
+from lowtide import zoo
+from lowtide.techniques.batchnorm import convert
+
+VARIANTS: dict[str, Callable[[nn.Module], object]] = {
+    "PyTorch eager": lambda model: None,
+    "lowtide.convert": lambda model: convert(model),
+    "lowtide.convert, joins=4": lambda model: convert(model, joins=4),
+    "lowtide.convert, joins=8": lambda model: convert(model, joins=8),
+}
+CASES = {
+    "resnext101 fp32": ("resnext101", 64, None, torch.contiguous_format),
+    "resnext101 bf16": ("resnext101", 64, torch.bfloat16, torch.channels_last),
+    "resnet50 bf16": ("resnet50", 256, torch.bfloat16, torch.channels_last),
+    "resnext152 bf16": ("resnext152", 64, torch.bfloat16, torch.channels_last),
+    "wrn38 bf16": ("wrn38", 32, torch.bfloat16, torch.channels_last),
+}
+
+
+def main(*, only: str = "", results: Path = RESULTS) -> None:
+    if not torch.cuda.is_available():
+        skip("it trains on a GPU")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    for case, (name, batch, dtype, layout) in CASES.items():
+        if only not in case:
+            continue
+        title = f"{case} batch {batch} {'NHWC' if layout is torch.channels_last else 'NCHW'}"
+        expected: list[float] = []
+        for variant, change in VARIANTS.items():
+            step = Step(name, batch, dtype, layout, change)
+            losses = [float(step()) for _ in range(3)]
+            expected = expected or losses
+            if abs(losses[0] - expected[0]) > 2e-2 * abs(expected[0]):
+                raise SystemExit(f"{title}, {variant}: the losses are {losses}, not {expected}")
+            rows = [
+                Row.of(title, variant, "peak above static", [step.peak_bytes()], "B"),
+                Row.of(title, variant, "step", timed(step), "s"),
+                Row.of(title, variant, "step, GPU time", timed(step.captured()), "s"),
+            ]
+            record("convert", rows, device="cuda", results=results)
+            del step
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+class Step:
+    """A training step: forward under autocast, backward, SGD with momentum."""
+
+    def __init__(self, name: str, batch: int, dtype: Any, layout: Any, change: Callable[[nn.Module], object]) -> None:
+        torch.manual_seed(0)
+        self.model = zoo.model(name).cuda().to(memory_format=layout).train()
+        self.change = change(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.images = torch.randn(batch, 3, 224, 224, device="cuda").to(memory_format=layout)
+        self.labels = torch.randint(1000, (batch,), device="cuda")
+        self.dtype = dtype
+
+    def __call__(self) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", dtype=self.dtype, enabled=self.dtype is not None):
+            loss = F.cross_entropy(self.model(self.images), self.labels)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def peak_bytes(self) -> int:
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        static = torch.cuda.memory_allocated()
+        self()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - static
+
+    def captured(self) -> Callable[[], object]:
+        """The step as a CUDA graph: replayed, it takes the GPU's time alone."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            self()
+        return graph.replay
+
+
+def timed(run: Callable[[], object], rounds: int = 7) -> list[float]:
+    run()
+    taken: list[float] = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) / 1e3)
+    return taken
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the rows go")
+    options = parser.parse_args()
+    main(only=options.only, results=options.results)

@@ -1,0 +1,91 @@
+"""Batch statistics over all processes of a group: one collective forward, one backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowtide.errors import LowtideError
+from lowtide.kernels import batchnorm as kernels
+from lowtide.kernels.reference.batchnorm import Running, Sums
+
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # torch < 2.13
+
+
+def group_statistics(x: Tensor, running: Running, group: Any) -> tuple[Tensor, Tensor, Sums]:
+    """The mean and the biased variance of each channel over the batches of a whole process group.
+
+    Batches may differ in size, and one may be empty. With n values in a channel here, mean μ and variance v, those of
+    the whole are (Chan, Golub and LeVeque, 1979)
+
+        N = Σ n      M = Σ nμ / N      V = Σ n(v + (μ - M)²) / N
+
+    Also given is what backward needs: a function from the local Σ dy and Σ dy·x̂ to their means over the whole. The
+    running statistics follow M and V, the same on all processes. Gradients of γ and β stay those of the local batch,
+    for DDP or FSDP to reduce, as with ``nn.SyncBatchNorm``. The device is never waited for.
+    """
+    members = process_group(group)
+    count = x.numel() // x.shape[1]
+    if count == 1 and members.size() == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
+    counts, means, variances = _gathered(x, count, members)
+    total = counts.sum()
+    at_least_one = total.clamp(min=1)  # where every batch is empty
+    mean = (counts * means).sum(0) / at_least_one
+    var = (counts * (variances + (means - mean).square())).sum(0) / at_least_one
+    _follow(running, mean, var, total)
+
+    def sums(dy: Tensor, dy_xhat: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.stack([dy, dy_xhat])
+        dist.all_reduce(both, group=members)
+        return (both / at_least_one.to(both.dtype)).unbind()  # pyright: ignore[reportReturnType]
+
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return mean.to(wide), var.to(wide), sums
+
+
+def process_group(group: Any) -> dist.ProcessGroup:
+    """The group itself, or for "world" the one of all processes.
+
+    A layer that is to be pickled takes "world": a group cannot be.
+    """
+    hint = "Call torch.distributed.init_process_group() first, or give no process_group."
+    if not (dist.is_available() and dist.is_initialized()):
+        raise LowtideError("Statistics over a process group need one, and none is initialised", hint=hint)
+    if group == "world":
+        return dist.distributed_c10d._get_default_group()
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise LowtideError(
+            "This process is not a member of the layer's process_group",
+            hint="Give each process a group that it belongs to.",
+        )
+    raise LowtideError(f"{group!r} is not a process group", hint='Give a torch ProcessGroup, or "world" for all.')
+
+
+def _gathered(x: Tensor, count: int, members: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each process a row: how many values a channel has, the means, the variances. In float64: counts are exact."""
+    channels = x.shape[1]
+    local = x.new_zeros(2 * channels + 1, dtype=torch.float64)
+    if count:
+        mean, var = kernels.statistics(x)
+        local[0].fill_(count)
+        local[1 : channels + 1].copy_(mean)
+        local[channels + 1 :].copy_(var)
+    all_locals = local.new_empty(members.size() * len(local))
+    getattr(dist, _ALL_GATHER)(all_locals, local, group=members)
+    rows = all_locals.view(members.size(), len(local))
+    return rows[:, :1], rows[:, 1 : channels + 1], rows[:, channels + 1 :]
+
+
+def _follow(running: Running, mean: Tensor, var: Tensor, total: Tensor) -> None:
+    """Move the running statistics; where every batch is empty, they stay."""
+    step = running.momentum * total.clamp(max=1)
+    unbiased = var * (total / (total - 1).clamp(min=1))
+    for held, now in ((running.mean, mean), (running.var, unbiased)):
+        if held is not None:
+            held.lerp_(now.to(held.dtype), step.to(held.dtype))

@@ -1,0 +1,350 @@
+"""Make every batch norm of a model one layer with the activation behind it, in place, and take that back."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lowtide.errors import LowtideError
+from lowtide.kernels.activations import Activation
+from lowtide.nn import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
+from lowtide.nn.functional import Strategy, resolve
+from lowtide.techniques.batchnorm.find import (
+    SETTINGS,
+    Call,
+    Left,
+    Pair,
+    Untraceable,
+    behind,
+    below,
+    find,
+    is_chain,
+    trace,
+)
+from lowtide.techniques.forward import Forward, replace_forward
+from lowtide.techniques.technique import Undo
+
+_LAYERS = {nn.BatchNorm1d: BatchNormAct1d, nn.BatchNorm2d: BatchNormAct2d, nn.BatchNorm3d: BatchNormAct3d}
+
+
+def convert(model: nn.Module, strategy: Strategy = "auto", *, joins: int = 1) -> Conversion:
+    """Make batch norm and activation one layer, wherever one follows the other; say what was left, and why.
+
+    The model is changed in place and keeps its classes, its parameters and its ``state_dict``; optimizers and
+    checkpoints stay valid. ``joins`` is about the ends of residual blocks, act(batch_norm(x) + residual): 0 leaves
+    them, 1 makes each one layer, k > 1 also keeps the output of every k-th block only and rebuilds those between from
+    the one before, which takes one more pass each. Convert before ``torch.compile`` and before ``lowtide.apply``.
+    ``undo()`` gives the model back, trained as it is by then.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+    >>> print(convert(model))
+    1 of 2 batch norms are one with what follows
+      1  relu (auto)
+    left as they were
+      4  no activation follows; nothing to save
+    """
+    resolve(strategy, Activation.of("leaky_relu"))  # which takes them all: only an unknown one is an error
+    if joins < 0:
+        raise LowtideError(f"joins={joins} is not a number of blocks", hint="0 leaves joins as they are.")
+    _refuse_compiled(model)
+    pairs, left = find(model, joins=joins > 0)
+    joined = 0
+    with Undo() as undo:
+        changed: list[Change] = []
+        rewritten: dict[str, list[Pair]] = {}
+        for pair in pairs:
+            activation = Activation.of(pair.behind.activation)
+            join = pair.behind.kind == "join"
+            try:
+                resolve(strategy, activation, joined=join, where=pair.path)
+            except LowtideError as error:
+                left.append(Left(pair.path, str(error)))
+                continue
+            joined += join
+            undo.add(_fuse(model, pair, strategy, rebuild_joins=joined % max(joins, 1) != 0))
+            changed.append(Change(pair.path, str(activation), strategy, join))
+            if pair.behind.kind != "kept" and not is_chain(model.get_submodule(pair.owner)):
+                rewritten.setdefault(pair.owner, []).append(pair)
+        for owner, its in rewritten.items():
+            undo.add(replace_forward(Fused(model.get_submodule(owner), owner, its), path=owner))
+        return Conversion(tuple(changed), tuple(left), undo.keep())
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A batch norm that is one layer with what follows."""
+
+    path: str
+    activation: str
+    strategy: str
+    join: bool  # whether a residual is added in between
+
+    def __str__(self) -> str:
+        return f"{'residual, ' if self.join else ''}{self.activation} ({self.strategy})"
+
+
+class Conversion:
+    """What ``convert`` did, and the way back: call ``undo()``, or use it as a context manager."""
+
+    def __init__(self, changed: tuple[Change, ...], left: tuple[Left, ...], undo: Undo) -> None:
+        self.changed = changed
+        self.left = left
+        self._undo = undo
+
+    def undo(self) -> None:
+        """Give the original modules and forwards back, with the parameters and statistics of now; once."""
+        self._undo()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+    def __str__(self) -> str:
+        count = len(self.changed)
+        lines = [f"{count} of {count + len(self.left)} batch norms are one with what follows"]
+        lines += _table([(change.path, str(change)) for change in self.changed])
+        if self.left:
+            lines += ["left as they were", *_table([(left.path, left.why) for left in self.left])]
+        return "\n".join(lines)
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """A line for each row; those that differ only in the numbers in their path share one."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for path, text in rows:
+        groups.setdefault((re.sub(r"\d+", "*", path), text), []).append(path)
+    names = [f"{name} ({len(paths)})" if len(paths) > 1 else paths[0] for (name, _), paths in groups.items()]
+    width = max(map(len, names), default=0)
+    return [f"  {name or 'the model':{width}}  {text}" for name, (_, text) in zip(names, groups, strict=True)]
+
+
+# -- the layer in the place of the batch norm ------------------------------------------------------------
+
+
+def _fuse(model: nn.Module, pair: Pair, strategy: Strategy, *, rebuild_joins: bool) -> Undo:
+    """Put the layer in the place of the batch norm; a neighbour in a ``nn.Sequential`` then passes its input on."""
+    owner = model.get_submodule(pair.owner)
+    activation = pair.behind.activation
+    with Undo() as undo:
+        if is_chain(owner) and activation is not None:
+            undo.add(_pass_through(model, owner, pair))
+            # The layer runs a twin that shares the parameters: the module itself no longer does anything.
+            activation = _twin(activation)
+        parent, _, name = pair.path.rpartition(".")
+        norm = model.get_submodule(pair.path)
+        assert isinstance(norm, _BatchNorm)
+        kind = next(layer for plain, layer in _LAYERS.items() if isinstance(norm, plain))
+        layer = kind.from_batch_norm(norm, activation, strategy, rebuild_joins=rebuild_joins)
+        undo.add(_swap(model.get_submodule(parent), name, layer, path=pair.path))
+        if pair.behind.kind == "join":
+            undo.add(
+                replace_forward(Joined(layer, Activation.of(activation), in_place=pair.behind.in_place), path=pair.path)
+            )
+        return undo.keep()
+
+
+def _swap(parent: nn.Module, name: str, layer: _BatchNorm, *, path: str) -> Undo:
+    norm = parent._modules[name]
+    assert isinstance(norm, _BatchNorm)
+    parent._modules[name] = layer
+
+    def restore() -> None:
+        if parent._modules.get(name) is not layer:
+            raise LowtideError("The converted layer was replaced", where=path, hint="Undo before replacing it.")
+        for key in norm._parameters:  # .to() may have made other tensors by then, and a schedule another momentum
+            norm._parameters[key] = layer._parameters[key]
+        for key in norm._buffers:
+            norm._buffers[key] = layer._buffers[key]
+        norm.training, norm.momentum, norm.eps = layer.training, layer.momentum, layer.eps
+        parent._modules[name] = norm
+
+    return Undo(restore)
+
+
+def _pass_through(model: nn.Module, chain: nn.Module, pair: Pair) -> Undo:
+    """Have one place of a ``nn.Sequential`` do nothing, and leave the same module elsewhere alone."""
+    name = pair.behind.label
+    path = below(pair.owner, name)
+    activation = chain._modules[name]
+    assert activation is not None
+    places = [place for place, module in model.named_modules(remove_duplicate=False) if module is activation]
+    with Undo() as undo:
+        if len(places) > 1:
+            activation, shared = _twin(activation), activation
+            chain._modules[name] = activation
+            undo.add(lambda: chain._modules.update({name: shared}))
+        undo.add(replace_forward(Passed(activation), path=path))
+        return undo.keep()
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """Another module over the same parameters and settings; also after ``.to()``, ``deepcopy`` and ``pickle``."""
+    twin = copy.copy(module)
+    vars(twin).pop("forward", None)
+    return twin
+
+
+class Passed(Forward):
+    """The forward of an activation that is done already, by the layer before it."""
+
+    def __call__(self, input: Any) -> Any:
+        return input
+
+
+class Joined(Forward):
+    """The forward of a layer with a residual, for all residuals that can be added to a batch norm.
+
+    At the end of a module, the layer is called twice: by the module, for which it passes its input on, and by the
+    module's caller, who has the residual.
+    """
+
+    def __init__(self, module: nn.Module, activation: Activation, *, in_place: bool) -> None:
+        super().__init__(module)
+        self.activation = activation
+        self.in_place = in_place
+
+    def __call__(self, input: Tensor, residual: Any = None) -> Tensor:
+        if residual is None:
+            return input
+        if isinstance(residual, Tensor) and self._fits(residual, input):
+            return self.plain(input, residual.to(input.dtype))
+        out = _BatchNorm.forward(cast(_BatchNorm, self.module), input)
+        return self.activation(out.add_(residual) if self.in_place else out + residual)
+
+    def _fits(self, residual: Tensor, input: Tensor) -> bool:
+        """Whether the sum is of the input's shape and type."""
+        if not self.in_place and residual.dtype != input.dtype:
+            return False
+        return residual.shape == input.shape or torch.broadcast_shapes(residual.shape, input.shape) == input.shape
+
+
+# -- the forward that calls it ---------------------------------------------------------------------------
+
+
+class Fused(Forward):
+    """The forward of a module without the activations, which its batch norms do.
+
+    It is code made from the module's own forward, for each way in which that is called: by the number and structure of
+    its arguments, by the module's mode and by its settings. Where one of these ways cannot be traced, or something else
+    follows a batch norm in it, the module warns and runs as it was written, with plain batch norms.
+    """
+
+    def __init__(self, module: nn.Module, path: str, pairs: Sequence[Pair]) -> None:
+        super().__init__(module)
+        self.path = path
+        self.sites = [_Site.of(pair) for pair in pairs]
+        self.settings = [name for name, value in vars(module).items() if type(value) in SETTINGS]  # the mode is one
+        self._codes: dict[Any, Callable[..., Any] | None] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs and all(isinstance(arg, Tensor) for arg in args):
+            call, values = len(args), args
+        else:
+            call, values = Call.of(args, kwargs)
+        key = (call, torch.is_grad_enabled(), self._read_settings())
+        code = self._codes[key] if key in self._codes else self._learn(key)
+        if code is None:
+            with _apart([self.module.get_submodule(site.norm) for site in self.sites]):
+                return self.plain(*args, **kwargs)
+        return code(self.module, *values)
+
+    def _read_settings(self) -> tuple[Any, ...]:
+        """What the forward may decide by and somebody may change later; of what is no plain value, its type."""
+        values = [vars(self.module).get(name, ...) for name in self.settings]
+        return tuple([value if type(value) in SETTINGS else type(value) for value in values])
+
+    @_disable_dynamo
+    def _learn(self, key: tuple[int | Call, bool, tuple[Any, ...]]) -> Callable[..., Any] | None:
+        if len(self._codes) >= _MOST_CODES:
+            self._codes.pop(next(iter(self._codes)))
+        call = key[0]
+        self._codes[key] = self._code(Call.tensors(call) if isinstance(call, int) else call)
+        return self._codes[key]
+
+    def _code(self, call: Call) -> Callable[..., Any] | None:
+        try:
+            graph = trace(self.module, call)
+        except Untraceable as error:
+            return self._give_up(str(error))
+        for site in self.sites:
+            calls = graph.find_nodes(op="call_module", target=site.call)
+            if len(calls) > 1 or not all(site.rewrite(self.module, node) for node in calls):
+                return self._give_up(f"what follows {site.call} is not what followed it at the conversion")
+        python = graph.python_code("self")
+        exec(compile(python.src, f"<lowtide, {self.path or 'the model'}>", "exec"), python.globals)
+        return python.globals["forward"]
+
+    def _give_up(self, why: str) -> None:
+        where = self.path or "the model"
+        warnings.warn(f"{where}, called this way, runs with plain batch norms: {why}", stacklevel=2)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_codes": {}}  # a copy makes its own
+
+
+_MOST_CODES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """A pair, as its owner's forward is to have it; names are from the owner."""
+
+    norm: str
+    call: str
+    signature: tuple[str, str, bool, bool]
+
+    @classmethod
+    def of(cls, pair: Pair) -> _Site:
+        return cls(pair.path[len(pair.owner) :].lstrip("."), pair.call, pair.behind.signature)
+
+    def rewrite(self, root: nn.Module, node: Any) -> bool:
+        """Leave out of a graph what the layer does; False, and nothing done, if something else follows there."""
+        reader = behind(root, node)
+        if reader.signature != self.signature:
+            return False
+        graph, result = node.graph, node
+        if reader.addition is not None:
+            with graph.inserting_before(reader.addition):
+                value = node if self.norm != self.call else node.all_input_nodes[0]
+                result = graph.call_module(self.norm, (value, reader.residual))
+        reader.gone[0].replace_all_uses_with(result)
+        for gone in reader.gone:
+            graph.erase_node(gone)
+        if not node.users and node is not result:
+            graph.erase_node(node)
+        return True
+
+
+@contextmanager
+def _apart(layers: Sequence[nn.Module]) -> Generator[None]:
+    """Have layers be plain batch norms, without activation or residual."""
+    forwards = [vars(layer).get("forward") for layer in layers]
+    for layer in layers:
+        vars(layer)["forward"] = _BatchNorm.forward.__get__(layer)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, forwards, strict=True):
+            del vars(layer)["forward"]
+            if forward is not None:
+                vars(layer)["forward"] = forward
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            raise LowtideError(
+                f"{type(module).__name__} is compiled already", where=path, hint="Convert first, then compile."
+            )

@@ -1,0 +1,102 @@
+"""Batch norm + activation by torch's own layers: what every test of ``lowtide.nn`` compares with."""
+
+import copy
+
+import torch
+from torch import nn
+
+from lowtide.nn import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
+
+LAYERS = {1: BatchNormAct1d, 2: BatchNormAct2d, 3: BatchNormAct3d}
+NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+
+INVERTIBLE = {
+    "identity": nn.Identity,
+    "leaky_relu": lambda: nn.LeakyReLU(0.1),
+    "elu": lambda: nn.ELU(0.8),
+    "celu": lambda: nn.CELU(1.3),
+    "tanh": nn.Tanh,
+    "sigmoid": nn.Sigmoid,
+    "softplus": nn.Softplus,
+}
+FOLDING = {
+    "relu": nn.ReLU,
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU("tanh"),
+    "hardswish": nn.Hardswish,
+    "prelu": nn.PReLU,
+    "mish": nn.Mish,  # one that lowtide has no formula for
+}
+ACTIVATIONS = {**INVERTIBLE, **FOLDING}
+
+CHECKPOINTS = ("checkpoint", "checkpoint_xhat")
+IN_PLACE = ("inplace", "inplace2")
+ONE_BUFFER = (*CHECKPOINTS, *IN_PLACE, "auto")
+
+# Every strategy with every activation that it can serve; "auto" is one of them.
+POSSIBLE = [
+    (strategy, name)
+    for strategy in ("standard", *CHECKPOINTS, *IN_PLACE)
+    for name in ACTIVATIONS
+    if strategy not in IN_PLACE or name in INVERTIBLE
+] + [("auto", "relu"), ("auto", "leaky_relu"), ("auto", "silu")]
+
+
+class Plain(nn.Module):
+    """φ(batch_norm(x) + residual)."""
+
+    def __init__(self, norm, activation):
+        super().__init__()
+        self.norm, self.activation = norm, activation
+
+    def forward(self, x, residual=None):
+        y = self.norm(x)
+        return self.activation(y if residual is None else y + residual)
+
+
+def pair(strategy, activation="leaky_relu", *, dims=2, channels=4, seed=0, **options):
+    """A layer of lowtide's and one of torch's with the same random parameters and statistics, in training mode."""
+    torch.manual_seed(seed)
+    norm = NORMS[dims](channels, **options)
+    act = nn.PReLU(channels) if activation == "prelu" else ACTIVATIONS[activation]()
+    with torch.no_grad():
+        if norm.affine:
+            norm.weight.copy_(torch.rand(channels) + 0.5)
+            norm.weight[::3] *= -1
+            norm.bias.normal_(std=0.3)
+        if norm.track_running_stats:
+            norm.running_mean.normal_()
+            norm.running_var.copy_(torch.rand(channels) + 0.5)
+    layer = LAYERS[dims](channels, copy.deepcopy(act), strategy, **options)
+    layer.load_state_dict(norm.state_dict(), strict=activation != "prelu")
+    return layer, Plain(norm, act)
+
+
+def step(model, x, gradient, *others):
+    """The output, then the gradients of the inputs and of the parameters."""
+    inputs = [t.detach().requires_grad_() for t in (x, *others)]
+    out = model(*inputs)
+    out.backward(gradient)
+    return [out.detach(), *(t.grad for t in inputs), *(p.grad for p in ordered(model))]
+
+
+def ordered(model):
+    """Parameters in one order, whoever owns them: weight, bias, slopes."""
+    named = {name.rpartition("norm.")[2]: p for name, p in model.named_parameters()}
+    return [named[name] for name in ("weight", "bias", "activation.weight") if name in named]
+
+
+def assert_same_step(layer, plain, x, gradient, *others, **tolerance):
+    """Output and gradients are those of plain torch, dtypes and layouts too."""
+    for found, expected in zip(step(layer, x, gradient, *others), step(plain, x, gradient, *others), strict=True):
+        if expected is None:
+            assert found is None
+        else:
+            torch.testing.assert_close(found, expected, check_stride=expected.dim() > 1, **tolerance)
+    assert_same_statistics(layer, plain.norm)
+
+
+def assert_same_statistics(layer, norm):
+    for name, expected in norm.named_buffers():
+        torch.testing.assert_close(getattr(layer, name), expected)

@@ -1,0 +1,203 @@
+"""Activations are read from names and modules as torch means them, and undone where they can be."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide import LowtideError
+from lowtide.kernels.activations import Activation
+from lowtide.nn import BatchNormAct2d
+from tests.nn.plain import ACTIVATIONS, FOLDING, INVERTIBLE, Plain, assert_same_step
+
+NAMES = {
+    "identity": nn.Identity,
+    "relu": nn.ReLU,
+    "leaky_relu": nn.LeakyReLU,
+    "elu": nn.ELU,
+    "celu": nn.CELU,
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+    "hardswish": nn.Hardswish,
+    "tanh": nn.Tanh,
+    "sigmoid": nn.Sigmoid,
+    "softplus": nn.Softplus,
+    "prelu": nn.PReLU,
+}
+WITH_NUMBERS = [
+    nn.LeakyReLU(0.3),
+    nn.LeakyReLU(1.5),
+    nn.ELU(0.4),
+    nn.ELU(2.0),
+    nn.CELU(0.3),
+    nn.CELU(3.0),
+    nn.GELU("tanh"),
+    nn.Softplus(2.0, 5.0),
+    nn.Softplus(0.5, 20.0),
+    nn.PReLU(4),
+    nn.PReLU(init=-0.5),
+]
+IN_PLACE_MODULES = [
+    nn.ReLU(inplace=True),
+    nn.LeakyReLU(0.2, inplace=True),
+    nn.ELU(inplace=True),
+    nn.CELU(inplace=True),
+    nn.SiLU(inplace=True),
+    nn.Hardswish(inplace=True),
+]
+UNKNOWN_IN_PLACE = [nn.ReLU6(inplace=True), nn.Mish(inplace=True), nn.SELU(inplace=True), nn.Hardtanh(inplace=True)]
+UNKNOWN = [nn.Mish(), nn.ReLU6(), nn.SELU(), nn.Hardtanh(), nn.Hardsigmoid(), nn.Softsign(), nn.LogSigmoid()]
+SHAPE = (6, 4, 5, 5)
+
+
+def values(dtype=torch.float64):
+    return torch.cat([torch.linspace(-30, 30, 2001), torch.tensor([-0.0, 0.0, 1e-30, -1e-30])]).to(dtype)
+
+
+def show(module):
+    return repr(module)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_torchs_module(name):
+    act, module = Activation.of(name), NAMES[name]()
+    assert torch.equal(act(values(torch.float32)), module(values(torch.float32)))
+    assert act.name == Activation.of(module).name == name
+    assert act.numbers == Activation.of(module).numbers
+
+
+@pytest.mark.parametrize("module", [*WITH_NUMBERS, *IN_PLACE_MODULES, *UNKNOWN, *UNKNOWN_IN_PLACE], ids=show)
+@pytest.mark.parametrize("strategy", ["checkpoint", "checkpoint_xhat"])
+def test_a_module_keeps_its_numbers(module, strategy):
+    layer = BatchNormAct2d(4, copy.deepcopy(module), strategy)
+    plain = Plain(nn.BatchNorm2d(4), copy.deepcopy(module))
+    x, gradient = torch.randn(2, *SHAPE)
+    assert_same_step(layer, plain, x, gradient)
+
+
+@pytest.mark.parametrize("module", [m for m in WITH_NUMBERS if type(m) not in (nn.GELU, nn.PReLU)], ids=show)
+def test_a_module_keeps_its_numbers_in_place(module):
+    layer = BatchNormAct2d(4, module, "inplace")
+    plain = Plain(nn.BatchNorm2d(4), module)
+    x, gradient = torch.randn(2, *SHAPE)
+    assert_same_step(layer, plain, x, gradient)
+
+
+def test_none_is_no_activation():
+    x = torch.randn(3)
+    assert torch.equal(Activation.of(None)(x), x)
+
+
+def test_unknown_names_and_things_are_errors_that_name_what_there_is():
+    with pytest.raises(LowtideError, match=r"Unknown activation 'swish'.*silu"):
+        Activation.of("swish")
+    with pytest.raises(LowtideError, match=r"not an activation.*module"):
+        Activation.of(torch.relu)
+
+
+@pytest.mark.parametrize("name", INVERTIBLE)
+def test_invertible_ones_can_be_undone(name):
+    act = Activation.of(INVERTIBLE[name]())
+    assert act.invertible
+    y = torch.linspace(-4, 4, 801, dtype=torch.float64)
+    torch.testing.assert_close(act.inverse(INVERTIBLE[name]()(y)), y)
+
+
+FOLDED = [nn.LeakyReLU(0), nn.LeakyReLU(-0.1), nn.ELU(0), nn.ELU(-1), *(module() for module in FOLDING.values())]
+
+
+@pytest.mark.parametrize("module", FOLDED, ids=show)
+def test_folding_ones_cannot_be_undone(module):
+    assert not Activation.of(module).invertible
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", INVERTIBLE)
+def test_the_inverse_is_finite_in_order_and_gives_z_again_even_where_z_is_saturated(name, dtype):
+    act = Activation.of(INVERTIBLE[name]())
+    y = values(dtype)[:2001]
+    z = act(y)
+    back = act.inverse(z)
+    assert back.isfinite().all()
+    assert (back.diff() >= 0).all()
+    assert back.abs().max() <= 30.5, "the last y that can be told from the end, not one far beyond it"
+    torch.testing.assert_close(act(back).to(dtype), z)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_the_sides_of_a_leaky_relu_are_told_by_the_sign_bit(dtype):
+    act = Activation("leaky_relu", (1e-4,))
+    tiny = torch.finfo(dtype).tiny
+    z = act(torch.tensor([-tiny, tiny, -0.0, 0.0], dtype=dtype))
+    assert act.inverse(z).signbit().tolist() == [True, False, True, False]
+
+
+@pytest.mark.parametrize("name", [n for n in ACTIVATIONS if n != "mish"])
+def test_gradients_are_those_of_autograd(name):
+    module = ACTIVATIONS[name]().double()
+    act = Activation.of(module)
+    y = torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True)
+    dz = torch.randn(4, 3, 5, dtype=torch.float64)
+    expected = torch.autograd.grad(module(y), [y, *module.parameters()], dz)
+    dy, dslopes = act.backward(dz, y.detach(), act.learned)
+    found = [dy] if dslopes is None else [dy, dslopes]
+    torch.testing.assert_close(found, list(expected))
+
+
+@pytest.mark.parametrize("name", [n for n in ACTIVATIONS if n not in ("mish", "prelu")])
+def test_writing_over_gives_the_same_values(name):
+    act, y = Activation.of(ACTIVATIONS[name]()), values(torch.float32)
+    assert torch.equal(act.write(y.clone()), ACTIVATIONS[name]()(y))
+
+
+class Noise(nn.Module):
+    """An activation that draws random numbers in training, as RReLU does."""
+
+    def forward(self, y):
+        return y * (torch.rand_like(y) if self.training else 0.5)
+
+
+@pytest.mark.parametrize("module", [Noise(), nn.RReLU(), nn.Dropout(0.5)], ids=show)
+@pytest.mark.parametrize("training", [True, False])
+def test_an_activation_that_draws_random_numbers_draws_the_same_again(module, training):
+    layer = BatchNormAct2d(4, module, "checkpoint").train(training)
+    plain = Plain(nn.BatchNorm2d(4), copy.deepcopy(module)).train(training)
+    conv = nn.Conv2d(4, 4, 1)
+    x, found = torch.randn(SHAPE), []
+    for norm in (layer, plain):
+        torch.manual_seed(1)
+        conv.zero_grad()
+        leaf = x.clone().requires_grad_()
+        nn.Sequential(norm, conv)(leaf).square().sum().backward()
+        found.append([leaf.grad, conv.weight.grad.clone(), torch.rand(1)])
+    torch.testing.assert_close(*found)
+
+
+class Learned(nn.Module):
+    """A pointwise module of the user's with parameters and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.slope, self.unused = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.zeros(2))
+        self.register_buffer("shift", torch.tensor(0.1))
+
+    def forward(self, y):
+        return torch.where(y > self.shift, y, self.slope * y)
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint", "checkpoint_xhat"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_a_module_of_the_users_learns_gets_its_gradients(strategy, frozen):
+    module = Learned()
+    module.slope.requires_grad_(not frozen)
+    layer = BatchNormAct2d(4, module, strategy)
+    assert "activation.slope" in layer.state_dict()
+    plain = Plain(nn.BatchNorm2d(4), copy.deepcopy(module))
+    x, gradient = torch.randn(2, *SHAPE)
+    assert_same_step(layer, plain, x, gradient)
+    assert module.unused.grad is None
+    if frozen:
+        assert module.slope.grad is None
+    else:
+        torch.testing.assert_close(module.slope.grad, plain.activation.slope.grad)

@@ -1,0 +1,306 @@
+"""Under torch.compile a layer is still plain batch norm and its activation, and still keeps one buffer."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch.utils.checkpoint import checkpoint
+
+from lowtide.nn import BatchNormAct2d, BatchRenormAct2d
+from tests.nn.plain import ACTIVATIONS, Plain
+
+# Dynamo looks at .grad of what it compiles, and its own warning must not stop it.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+CHANNELS, BATCH = 4, (2, 4, 6, 6)
+PARTITIONS = {"default": default_partition, "min_cut": min_cut_rematerialization_partition}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+class Net(nn.Module):
+    """conv-bn-act-conv-bn-act-conv, where the second bn-act may join the first one's output."""
+
+    def __init__(self, layer, *, joined=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = nn.ModuleList(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False) for _ in range(3))
+        self.first, self.second = layer(), layer()
+        self.joined = joined
+        self.double()
+
+    def forward(self, x):
+        z = self.first(self.convs[0](x))
+        y = self.convs[1](z)
+        return self.convs[2](self.second(y, z) if self.joined else self.second(y))
+
+
+def nets(activation="relu", strategy="auto", *, joined=False, **options):
+    """One of lowtide's layers and one of torch's, with the same parameters."""
+
+    def ours():
+        return BatchNormAct2d(CHANNELS, ACTIVATIONS[activation](), strategy, **options)
+
+    def plain():
+        return Plain(nn.BatchNorm2d(CHANNELS, **options), ACTIVATIONS[activation]())
+
+    return Net(ours, joined=joined), Net(plain, joined=joined)
+
+
+def assert_same_steps(model, plain, call, *, steps=3, batches=None):
+    """Outputs, summed gradients, running statistics and their counts are those of plain eager torch."""
+    torch.manual_seed(1)
+    for step in range(steps):
+        shape = BATCH if batches is None else (batches[step], *BATCH[1:])
+        x = torch.randn(shape, dtype=torch.float64)
+        found, expected = call(x), plain(x)
+        torch.testing.assert_close(found, expected)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+    for ours, theirs in zip(parameters(model), parameters(plain), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def parameters(model):
+    return (p for _, p in sorted(model.named_parameters(), key=lambda named: named[0].replace("norm.", "")))
+
+
+class Graphs:
+    """A backend that runs the graphs as they are, and shows what goes from the forward one to the backward one."""
+
+    def __init__(self, partition):
+        self.forward = self.backward = None
+        self.backend = aot_autograd(
+            fw_compiler=self._take_forward, bw_compiler=self._take_backward, partition_fn=PARTITIONS[partition]
+        )
+
+    def _take_forward(self, graph, inputs):
+        self.forward = graph
+        return make_boxed_func(graph.forward)
+
+    def _take_backward(self, graph, inputs):
+        self.backward = graph
+        return make_boxed_func(graph.forward)
+
+    def step(self, model):
+        x = torch.randn(BATCH, dtype=torch.float64)
+        torch.compile(model, fullgraph=True, backend=self.backend)(x).square().sum().backward()
+        return self
+
+    @property
+    def kept(self):
+        """How many buffers of full size are kept between forward and backward, the net's input aside."""
+        given = self.backward.graph.find_nodes(op="placeholder")
+        kept = [n for n in given if n.meta["val"].shape == BATCH and not n.name.startswith(("tangents", "primals"))]
+        return len(kept)
+
+    @staticmethod
+    def ours(graph):
+        return [n.target._opname for n in graph.graph.nodes if "lowtide" in str(n.target)]
+
+
+# -- the same training -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "silu", "prelu", "identity", "gelu_tanh", "softplus"])
+def test_training_is_that_of_plain_torch(activation, joined):
+    model, plain = nets(activation, joined=joined)
+    assert_same_steps(model, plain, torch.compile(model, fullgraph=True, backend="aot_eager"))
+    assert counters["stats"]["unique_graphs"] == 1  # no graph break, nothing compiled again
+    assert_same_steps(model, plain, model)  # and eager still works
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint", "checkpoint_xhat", "inplace", "inplace2"])
+def test_every_strategy_compiles_and_keeps_x(strategy):
+    model, plain = nets("leaky_relu", strategy)
+    assert_same_steps(model, plain, torch.compile(model, fullgraph=True, backend="aot_eager"))
+    assert Graphs("min_cut").step(model).kept == 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"momentum": None}, {"track_running_stats": False}, {"affine": False}, {"momentum": 0.3, "eps": 0.1}]
+)
+def test_options_compile(options):
+    model, plain = nets("relu", **options)
+    assert_same_steps(model, plain, torch.compile(model, fullgraph=True, backend="aot_eager"))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("how", ["torch.compile(model)", "model.compile()"])
+def test_inductor_trains_as_plain_torch_does(how):
+    model, plain = nets("relu", joined=True)
+    call = model
+    if how == "model.compile()":
+        model.compile(fullgraph=True)
+    else:
+        call = torch.compile(model, fullgraph=True)
+    assert_same_steps(model, plain, call, batches=(2, 3, 5))
+    assert counters["stats"]["unique_graphs"] == 2  # one for a batch of 2, one for all others
+
+
+def test_inductor_trains_channels_last_with_a_cumulative_average():
+    model, plain = (net.to(memory_format=torch.channels_last) for net in nets("silu", momentum=None))
+    assert_same_steps(model, plain, torch.compile(model, fullgraph=True))
+
+
+def test_bfloat16_with_float32_parameters_is_as_exact_as_plain_torch():
+    model, plain = (net.float() for net in nets("relu"))
+    exact = nets("relu")[1]
+    x = torch.randn(BATCH)
+    for net in (torch.compile(model, fullgraph=True, backend="aot_eager"), plain):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = net(x)
+        out.float().square().sum().backward()
+    exact(x.double()).square().sum().backward()
+    assert error(model, exact) <= 1.5 * error(plain, exact)
+
+
+def error(model, exact):
+    """That of all gradients together, each relative to its own size."""
+    pairs = zip(parameters(model), parameters(exact), strict=True)
+    return sum(((p.grad - true.grad).norm() / true.grad.norm()) ** 2 for p, true in pairs) ** 0.5
+
+
+def test_batch_renormalization_compiles():
+    def layer():
+        return BatchRenormAct2d(CHANNELS, "relu")
+
+    model, eager = Net(layer), Net(layer)
+    assert_same_steps(model, eager, torch.compile(model, fullgraph=True, backend="aot_eager"))
+
+
+# -- one buffer ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "silu", "gelu", "prelu"])
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_one_buffer_is_kept_per_layer(partition, activation):
+    model, plain = nets(activation)
+    graphs = Graphs(partition).step(model)
+    assert graphs.kept == 2
+    assert graphs.ours(graphs.forward) == ["batch_statistics", "normalize_act"] * 2
+    assert graphs.ours(graphs.backward) == ["normalize_act", "normalize_act_backward"] * 2  # each z just in time
+    assert Graphs(partition).step(plain).kept >= 4
+
+
+def test_inductor_keeps_one_buffer_per_layer():
+    model, _ = nets("relu")
+    out = torch.compile(model, fullgraph=True)(torch.randn(BATCH, dtype=torch.float64))
+    node = out.grad_fn
+    saved = [*node.saved_tensors, *getattr(node, "_tensors_no_vc_check", [])]
+    assert sum(t.numel() == out.numel() for t in saved) == 3  # the two layers' and the net's input
+
+
+@pytest.mark.parametrize(("rebuild_joins", "kept"), [(True, 2), (False, 3)])
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_a_join_keeps_its_output_only_if_asked_to(partition, rebuild_joins, kept):
+    model, _ = nets("relu", joined=True)
+    model.second.rebuild_joins = rebuild_joins
+    assert Graphs(partition).step(model).kept == kept
+
+
+def test_a_users_checkpoint_decides_and_statistics_move_once():
+    model, plain = nets("relu")
+
+    def around(x):
+        return model.convs[2](checkpoint(lambda x: model.second(model.convs[1](x)), first(x), use_reentrant=False))
+
+    def first(x):
+        return model.first(model.convs[0](x))
+
+    assert_same_steps(model, plain, torch.compile(around, fullgraph=True, backend="aot_eager"))
+
+
+# -- what stays plain --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("activation", "strategy", "training"),
+    [("relu", "standard", True), ("mish", "checkpoint", True), ("relu", "checkpoint", False)],
+)
+def test_the_standard_strategy_unknown_activations_and_eval_mode_stay_plain(activation, strategy, training):
+    model, plain = (net.train(training) for net in nets(activation, strategy))
+    graphs = Graphs("min_cut")
+    assert_same_steps(model, plain, torch.compile(model, fullgraph=True, backend=graphs.backend))
+    assert not graphs.ours(graphs.forward)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_export_gives_plain_ops(training):
+    model, plain = nets("relu")
+    x = torch.randn(BATCH, dtype=torch.float64)
+    exported = torch.export.export(model.train(training), (x,))
+    assert not any("lowtide" in str(node.target) for node in exported.graph.nodes)
+    torch.testing.assert_close(exported.module()(x), plain.train(training)(x))
+
+
+def test_no_gradients_no_ops_of_ours():
+    model, plain = nets("relu")
+    x = torch.randn(BATCH, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), plain(x))
+    torch.testing.assert_close(model.second.running_var, plain.second.norm.running_var)
+
+
+# -- beside eager layers -----------------------------------------------------------------------------------
+
+
+def test_a_compiled_part_of_an_eager_model_trains_as_plain_torch_does():
+    (part, plain_part), (rest, plain_rest) = nets("relu"), nets("silu")
+    model, plain = nn.Sequential(part, rest), nn.Sequential(plain_part, plain_rest)
+    call = nn.Sequential(torch.compile(part, fullgraph=True, backend="aot_eager"), rest)
+    assert_same_steps(model, plain, call)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_compiled_calls_see_no_saved_tensor_hooks_of_ours():
+    model, _ = nets("relu")
+    seen = []
+
+    def backend(graph, inputs):
+        def run(*args):
+            seen.append(torch._C._autograd._top_saved_tensors_default_hooks(True))
+            return graph.forward(*args)
+
+        return run
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled(torch.randn(BATCH, dtype=torch.float64))
+    assert seen == [None]
+
+
+# -- the ops ---------------------------------------------------------------------------------------------------
+
+
+def test_the_statistics_op_is_registered_right():
+    for x in (torch.randn(BATCH), torch.randn(8, 4), torch.randn(BATCH).bfloat16()):
+        torch.library.opcheck(torch.ops.lowtide.batch_statistics.default, (x,))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided"])
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "prelu", "identity"])
+def test_the_normalising_op_is_registered_right(activation, layout):
+    x, residual = torch.randn(BATCH), torch.randn(BATCH, requires_grad=True)
+    if layout == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    if layout == "strided":
+        x = torch.randn(2, 6, 4, 6).transpose(1, 2)
+    x.requires_grad_()
+    weight, bias, slopes = (torch.randn(CHANNELS, requires_grad=True) for _ in range(3))
+    var, mean = torch.var_mean(x.detach(), (0, 2, 3), correction=0)
+    slopes, numbers = slopes if activation == "prelu" else None, [0.1] if activation == "leaky_relu" else []
+    inputs = (x, mean, var.rsqrt(), weight, bias, slopes, residual, activation, numbers, True)
+    torch.library.opcheck(torch.ops.lowtide.normalize_act.default, inputs)
+    inputs = (torch.randn(BATCH), *(t.detach() if isinstance(t, torch.Tensor) else t for t in inputs[:-1]))
+    wanted = [True, True, False, slopes is not None, activation != "identity"]
+    torch.library.opcheck(torch.ops.lowtide.normalize_act_backward.default, (*inputs, wanted))

@@ -1,0 +1,202 @@
+"""A residual join: layer(x, residual) is φ(batch_norm(x) + residual), and its z is rebuilt unless it is to be kept."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide import LowtideError
+from lowtide.nn import BatchNormAct2d, batch_norm_act
+from tests.nn.plain import ACTIVATIONS, CHECKPOINTS, IN_PLACE, Plain, assert_same_step, pair, step
+from tests.nn.test_kept import CHANNELS, FULL, SHAPE, kept_by_allocator, kept_by_profile, mean_loss
+from tests.tracing.allocator import allocated_peak
+
+SMALL = (5, 4, 3, 3)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("strategy", ["standard", "checkpoint", "auto"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "frozen"])
+def test_a_join_is_torchs(strategy, activation, training):
+    layer, plain = pair(strategy, activation)
+    layer.train(training)
+    plain.train(training)
+    x, gradient, residual = torch.randn(3, *SMALL)
+    assert_same_step(layer, plain, x, gradient, residual)
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "prelu", "mish"])
+def test_gradients_of_a_join_are_those_of_finite_differences(activation):
+    layer, _ = pair("checkpoint", activation, channels=2)
+    layer.double()
+    x, residual = (torch.randn(2, 2, 1, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    check = (lambda x, residual, *parameters: layer(x, residual), (x, residual, *layer.parameters()))
+    assert torch.autograd.gradcheck(*check)
+    assert torch.autograd.gradgradcheck(*check)
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint_xhat", *IN_PLACE])
+def test_a_join_by_a_strategy_that_cannot_is_an_error_that_names_the_alternative(strategy):
+    layer, _ = pair(strategy)
+    with pytest.raises(LowtideError, match=r"join.*BatchNormAct2d.*strategy='checkpoint'"):
+        layer(*torch.randn(2, *SMALL))
+
+
+@pytest.mark.parametrize(
+    "residual",
+    [
+        torch.randn(SMALL).contiguous(memory_format=torch.channels_last),
+        torch.randn(1, 4, 1, 1),
+        torch.randn(5, 1, 3, 3).expand(SMALL),
+        torch.randn(SMALL, dtype=torch.float64),
+        torch.randn(SMALL, dtype=torch.bfloat16),
+    ],
+    ids=["channels last", "broadcast", "expanded", "wider", "narrower"],
+)
+def test_any_residual_that_torch_can_add_gives_torchs_step(residual):
+    layer, plain = pair("checkpoint")
+    x, gradient = torch.randn(2, *SMALL)
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    found = step(layer, x, gradient.to(dtype), residual)
+    expected = step(plain, x, gradient.to(dtype), residual)
+    # A residual of 16 bits gets a gradient of 16 bits.
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_join_with_its_own_input_gives_torchs_gradients():
+    layer, plain = pair("checkpoint", "silu")
+    x = torch.randn(SMALL)
+    found = []
+    for model in (layer, plain):
+        leaf = x.clone().requires_grad_()
+        model(leaf, leaf).square().sum().backward()
+        found.append([leaf.grad, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*found)
+
+
+def test_a_residual_that_needs_no_gradient_is_torchs():
+    layer, plain = pair("checkpoint")
+    x, gradient, residual = torch.randn(3, *SMALL)
+    found = step(join_of(layer, residual), x, gradient)
+    torch.testing.assert_close(found, step(join_of(plain, residual), x, gradient))
+
+
+def join_of(model, residual):
+    class Join(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = model
+
+        def forward(self, x):
+            return self.norm(x, residual)
+
+    return Join()
+
+
+def test_a_residual_written_over_after_the_join_is_an_error_that_names_the_layer():
+    layer, _ = pair("checkpoint")
+    x, residual = torch.randn(2, *SMALL, requires_grad=True)
+    residual = residual * 1
+    z = layer(x, residual)
+    residual.add_(1)
+    with pytest.raises(LowtideError, match=r"changed in place.*\(BatchNormAct2d\(4"):
+        z.sum().backward()
+
+
+# -- chains of blocks ----------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """conv-bn-act-conv-bn, added to the input, act."""
+
+    def __init__(self, strategy, rebuild_joins, width=CHANNELS):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
+        if strategy is None:
+            self.inner, self.join = (Plain(nn.BatchNorm2d(width), nn.ReLU()) for _ in range(2))
+        else:
+            self.inner = BatchNormAct2d(width, "relu", strategy)
+            self.join = BatchNormAct2d(width, "relu", "checkpoint", rebuild_joins=rebuild_joins)
+
+    def forward(self, x):
+        return self.join(self.convs[1](self.inner(self.convs[0](x))), x)
+
+
+def chain(strategy, rebuild_joins=(True,) * 4, width=CHANNELS):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(width, width, 3, padding=1), *(Block(strategy, joined, width) for joined in rebuild_joins),
+        nn.Conv2d(width, width, 3, padding=1),
+    )  # fmt: skip
+
+
+JOINS = {
+    "all rebuilt": (True, True, True, True),
+    "none": (False, False, False, False),
+    "every second kept": (True, False, True, False),
+    "the first kept": (False, True, True, True),
+}
+
+
+@pytest.mark.parametrize("joins", JOINS)
+@pytest.mark.parametrize("strategy", CHECKPOINTS)
+def test_a_chain_of_blocks_is_torchs(strategy, joins):
+    ours, plain = chain(strategy, JOINS[joins], width=4).double(), chain(None, width=4).double()
+    x = torch.randn(SMALL, dtype=torch.float64)
+    found = []
+    for model in (ours, plain):
+        for _ in range(2):
+            model(x).square().sum().backward()
+        found.append([*(p.grad for p in model.parameters()), *model.buffers()])
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_chain_of_blocks_gives_torchs_gradients_twice():
+    ours, plain = chain("checkpoint", width=4).double(), chain(None, width=4).double()
+    x = torch.randn(SMALL, dtype=torch.float64)
+    found = []
+    for model in (ours, plain):
+        loss = model(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    ("joins", "count"),
+    [("all rebuilt", 1 + 8), ("none", 1 + 8 + 4), ("every second kept", 1 + 8 + 2), ("the first kept", 1 + 8 + 1)],
+)
+def test_a_join_keeps_one_buffer_and_one_more_where_its_z_is_kept(joins, count):
+    """Each block keeps the inputs of its two batch norms; the first convolution's output is the first residual."""
+    model, x = chain("checkpoint", JOINS[joins]), torch.randn(SHAPE)
+    assert kept_by_allocator(model, x) == kept_by_profile(model, x) == count
+
+
+def test_plain_joins_keep_four_buffers():
+    assert kept_by_allocator(chain(None), torch.randn(SHAPE)) == 1 + 4 * 4
+
+
+def test_a_chain_saves_at_its_peak_what_is_not_rebuilt_at_once():
+    """A join is rebuilt from the ones before it, back to one that is kept: those are alive together."""
+    x = torch.randn(SHAPE)
+
+    def peak(*joins):
+        return allocated_peak(chain("checkpoint", joins), mean_loss, x, None)
+
+    plain = allocated_peak(chain(None, (True,) * 8), mean_loss, x, None)
+    kept, rebuilt = peak(*(False,) * 8), peak(*(True,) * 8)
+    every_fourth = peak(*(True, True, True, False) * 2)
+    some = FULL // 2  # values per channel
+    assert kept <= plain - 8 * FULL + FULL + some
+    assert rebuilt <= kept + some
+    assert every_fourth <= kept - 3 * FULL + some
+
+
+def test_the_functional_form_joins():
+    _, plain = pair("checkpoint", "relu")
+    norm = copy.deepcopy(plain.norm)
+    x, residual = torch.randn(2, *SMALL)
+    found = batch_norm_act(x, norm.weight, norm.bias, norm.running_mean, norm.running_var, residual=residual)
+    torch.testing.assert_close(found, plain(x, residual))

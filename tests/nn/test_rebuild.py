@@ -1,0 +1,325 @@
+"""Readers of z keep a recipe: whoever reads it, however, gets the gradients of plain torch, and the hooks go again."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from lowtide import LowtideError
+from lowtide.nn import keep_one_buffer
+from tests.nn.plain import IN_PLACE, ONE_BUFFER, pair
+
+SHAPE = (5, 4, 6, 6)
+
+
+def hooks_now():
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+@pytest.fixture(autouse=True)
+def _no_hooks_are_left():
+    yield
+    assert hooks_now() is None
+
+
+class Net(nn.Module):
+    """conv-bn-act-conv-bn-act, then what the test does with z."""
+
+    def __init__(self, middle, use):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.head = nn.Linear(6, 3)
+        self.one, self.two = middle, copy.deepcopy(middle)
+        self.use = use
+
+    def forward(self, x):
+        return self.use(self, self.two(self.second(self.one(self.first(x)))))
+
+
+def networks(strategy, use=lambda net, z: net.head(z), activation="leaky_relu"):
+    """The same network with lowtide's layers and with torch's."""
+    layer, plain = pair(strategy, activation)
+    torch.manual_seed(2)
+    ours = Net(layer, use).double()
+    torch.manual_seed(2)
+    return ours, Net(plain, use).double()
+
+
+def batch():
+    torch.manual_seed(3)
+    return torch.randn(SHAPE, dtype=torch.float64)
+
+
+def gradients(net, x, backward=lambda out: out.square().sum().backward()):
+    net.zero_grad()
+    leaf = x.clone().requires_grad_()
+    backward(net(leaf))
+    return [leaf.grad, *(p.grad for p in net.parameters())]
+
+
+def assert_same_gradients(strategy, use=lambda net, z: net.head(z), *, around=None, **options):
+    ours, plain = networks(strategy, use)
+    x = batch()
+    expected = gradients(plain, x, **options)
+    found = gradients(ours if around is None else Wrapped(ours, around), x, **options)
+    torch.testing.assert_close(found, expected)
+
+
+class Wrapped(nn.Module):
+    """A network that is called through something else, outside of any scope."""
+
+    def __init__(self, net, around):
+        super().__init__()
+        self.net, self.around = [net], around  # not a child: the network is the outermost module
+
+    def zero_grad(self):
+        self.net[0].zero_grad()
+
+    def parameters(self):
+        return self.net[0].parameters()
+
+    def __call__(self, x):
+        return self.around(self.net[0], x)
+
+
+# -- ways to read z ------------------------------------------------------------------------------------
+
+
+def overwritten(net, z):
+    out = net.head(z)
+    return out + z.add_(1).mean()
+
+
+USES = {
+    "once": lambda net, z: net.head(z),
+    "twice": lambda net, z: net.head(z) + z.sin().mean(-1, keepdim=True) * net.head(z),
+    "as it is": lambda net, z: z,
+    "as it is and by another": lambda net, z: torch.cat([z, net.head(z)], dim=3),
+    "flattened": lambda net, z: net.head(z.flatten(1, 2)),
+    "transposed": lambda net, z: net.head(z.transpose(2, 3)).transpose(1, 2),
+    "sliced": lambda net, z: net.head(z[1:-1, ::2, 2:]) * z[2:, 1::2, :-2, :3].sigmoid(),
+    "expanded": lambda net, z: net.head(z[:, None].expand(-1, 2, -1, -1, -1)),
+    "reshaped, with a copy": lambda net, z: net.head(z.transpose(1, 3).reshape(5, 6, -1, 6)),
+    "unbound": lambda net, z: sum(net.head(part).sin() for part in z.unbind(1)),
+    "cast": lambda net, z: net.head(z.float().double().sin()),
+    "viewed as bits": lambda net, z: net.head(z * (z.view(torch.int64) < 0).double()),
+    "viewed as complex": lambda net, z: torch.view_as_real(torch.view_as_complex(z.view(*z.shape[:3], 3, 2)) ** 2),
+    "detached too": lambda net, z: net.head(z) * net.head(z.detach()),
+    "by itself": lambda net, z: z * z * z,
+    "in a checkpoint": lambda net, z: checkpoint(net.head, z, use_reentrant=False),
+    "in a reentrant checkpoint": lambda net, z: checkpoint(net.head, z, use_reentrant=True),
+    "never": lambda net, z: net.first.weight.sum()[None],
+    "maximum, with indices": lambda net, z: net.head(z).amax(-1) + torch.topk(z, 2, dim=3).values.sum(-1),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+def test_any_way_to_read_z_gives_torchs_gradients(strategy, use):
+    if use == "never":
+        ours, _ = networks(strategy, USES[use])
+        assert all(g is None for g in gradients(ours, batch())[3:])
+        return
+    assert_same_gradients(strategy, USES[use])
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint", "checkpoint_xhat"])
+def test_z_written_over_after_it_was_read_gives_the_right_gradients_of_both(strategy):
+    """Plain torch refuses: the reader kept z itself. The reference reads a copy."""
+    ours, plain = networks(strategy, overwritten)
+    plain.use = lambda net, z: net.head(z) + (z + 1).mean()
+    x = batch()
+    torch.testing.assert_close(gradients(ours, x), gradients(plain, x))
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint", "checkpoint_xhat"])
+def test_z_written_over_before_it_is_read_gives_torchs_gradients(strategy):
+    assert_same_gradients(strategy, lambda net, z: net.head(z.add_(1).sigmoid_()) * z[..., :3])
+
+
+@pytest.mark.parametrize("strategy", IN_PLACE)
+@pytest.mark.parametrize("use", [overwritten, lambda net, z: net.head(z.mul_(2))])
+def test_z_written_over_though_it_is_kept_is_an_error_that_names_the_layer(strategy, use):
+    ours, _ = networks(strategy, use)
+    with pytest.raises((LowtideError, RuntimeError)) as error:
+        gradients(ours, batch())
+    if isinstance(error.value, LowtideError):
+        assert f"BatchNormAct2d(4, leaky_relu(0.1), strategy='{strategy}'" in str(error.value)
+        assert "changed in place" in str(error.value)
+    else:
+        assert "inplace operation" in str(error.value)  # the reader's own, as in plain torch
+
+
+@pytest.mark.parametrize("strategy", IN_PLACE)
+def test_z_written_over_though_only_the_layer_keeps_it_is_an_error_that_names_the_layer(strategy):
+    ours, _ = networks(strategy, lambda net, z: z.mul_(2))
+    message = rf"output.*strategy='{strategy}'.*\(BatchNormAct2d\(4.*strategy='checkpoint'"
+    with pytest.raises(LowtideError, match=message):
+        gradients(ours, batch())
+
+
+@pytest.mark.parametrize("scoped", [True, False])
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_x_written_over_after_the_layer_is_an_error_that_names_the_layer(scoped, create_graph):
+    layer, _ = pair("checkpoint")
+
+    def run():
+        x = torch.randn(SHAPE, requires_grad=True) * 1
+        z = layer.forward(x)  # not a call of the module: no scope but one by hand
+        x.add_(1)
+        return z
+
+    with pytest.raises(LowtideError, match=r"input.*changed in place.*\(BatchNormAct2d\(4"):
+        (keep_one_buffer()(run)() if scoped else run()).sum().backward(create_graph=create_graph)
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint_xhat", *IN_PLACE])
+def test_x_written_over_after_a_layer_that_does_not_keep_it_gives_torchs_gradients(strategy):
+    """Reading x after an in-place layer is fine too: it is not written over."""
+    layer, plain = pair(strategy)
+    found = []
+    for model in (layer.double(), plain.double()):
+        leaf = batch().requires_grad_()
+        x = leaf * 1
+        z = model(x)
+        (z * x).sum().backward() if model is plain else (z * x.add_(0)).sum().backward()
+        found.append([leaf.grad, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*found)
+
+
+# -- ways to go back -----------------------------------------------------------------------------------
+
+
+def twice(out):
+    loss = out.square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def one_by_one(out):
+    losses = [part.square().sum() for part in out.unbind(1)]
+    for loss in losses[:-1]:
+        loss.backward(retain_graph=True)
+    losses[-1].backward()
+
+
+def by_parts(out):
+    """A part of the graph twice, then all of it."""
+    out[0].sum().backward(retain_graph=True)
+    out[0].sum().backward(retain_graph=True)
+    out.square().sum().backward()
+
+
+@pytest.mark.parametrize("backward", [twice, one_by_one, by_parts])
+@pytest.mark.parametrize("use", ["once", "twice", "sliced", "by itself"])
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+def test_several_backward_passes_give_torchs_gradients(strategy, use, backward):
+    assert_same_gradients(strategy, USES[use], backward=backward)
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_detached_branch_whose_backward_comes_later_gets_its_gradients(strategy, first):
+    """The layer's node lets its input go in the first pass, and the other branch still needs z."""
+    ours, plain = networks(strategy, lambda net, z: (z.sum(1), net.head(z.detach() * 1).sin(), net.head(z.detach())))
+    results = []
+    for net in (ours, plain):
+        out, *late = net(batch())
+        passes = [out.square().sum(), sum(part.square().sum() for part in late)]
+        passes[first].backward()
+        passes[1 - first].backward()
+        results.append([p.grad for p in net.parameters()])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint", "checkpoint_xhat"])
+def test_a_second_backward_without_retain_graph_is_torchs_error(strategy):
+    ours, _ = networks(strategy)
+    loss = ours(batch()).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_a_penalty_on_gradients_through_a_scope_gives_torchs_gradients():
+    def penalty(out):
+        leaves = [p for p in out_of.parameters() if p.requires_grad]
+        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        sum(g.square().sum() for g in first).backward()
+
+    ours, plain = networks("checkpoint", activation="silu")
+    found = []
+    for net in (ours, plain):
+        out_of = net
+        found.append(gradients(net, batch(), penalty))
+    torch.testing.assert_close(*found)
+
+
+# -- hooks of others -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+@pytest.mark.parametrize("use", ["once", "sliced"])
+def test_users_hooks_outside_are_chained_and_restored(strategy, use):
+    packed, unpacked = [], []
+
+    def pack(tensor):
+        packed.append(tensor.numel())
+        return tensor.detach().clone()
+
+    def unpack(tensor):
+        unpacked.append(tensor.numel())
+        return tensor
+
+    def around(net, x):
+        with saved_tensors_hooks(pack, unpack):
+            out = net(x)
+            assert hooks_now() == (pack, unpack)
+        return out
+
+    assert_same_gradients(strategy, USES[use], around=around)
+    assert packed
+    assert unpacked
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("use", ["once", "flattened", "sliced"])
+def test_users_hooks_that_change_the_layout_of_what_they_keep_give_torchs_gradients(strategy, layout, use):
+    """As save_on_cpu does, with pinned memory: what comes back is contiguous."""
+    ours, plain = networks(strategy, USES[use])
+    x = batch().contiguous(memory_format=layout)
+    with saved_tensors_hooks(lambda t: t.detach().numpy().copy(order="C"), torch.from_numpy):
+        out = ours.to(memory_format=layout)(x)
+    out.square().sum().backward()
+    expected = gradients(plain.to(memory_format=layout), x)[1:]
+    torch.testing.assert_close([p.grad for p in ours.parameters()], expected)
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+@pytest.mark.parametrize("inside", [False, True])
+def test_save_on_cpu_gives_torchs_gradients(strategy, inside):
+    def around(net, x):
+        with save_on_cpu():
+            return net(x)
+
+    def use(net, z):
+        with save_on_cpu():
+            return net.head(z).sin()
+
+    if inside:
+        assert_same_gradients(strategy, use)
+    else:
+        assert_same_gradients(strategy, around=around)
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+def test_where_hooks_are_forbidden_none_are_used(strategy):
+    def around(net, x):
+        with disable_saved_tensors_hooks("not here"):
+            return net(x)
+
+    assert_same_gradients(strategy, around=around)
