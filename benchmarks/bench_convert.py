@@ -38,7 +38,7 @@ CASES = {
 }
 
 
-def main(*, only: str = "", results: Path = RESULTS) -> None:
+def main(*, only: str = "", variants: str = "", results: Path = RESULTS) -> None:
     if not torch.cuda.is_available():
         skip("it trains on a GPU")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -48,6 +48,8 @@ def main(*, only: str = "", results: Path = RESULTS) -> None:
         title = f"{case} batch {batch} {'NHWC' if layout is torch.channels_last else 'NCHW'}"
         expected: list[float] = []
         for variant, change in VARIANTS.items():
+            if variants not in variant:
+                continue
             step = Step(name, batch, dtype, layout, change)
             losses = [float(step()) for _ in range(3)]
             expected = expected or losses
@@ -123,6 +125,7 @@ def timed(run: Callable[[], object], rounds: int = 7) -> list[float]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--variants", default="", help="variants whose name holds this")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the rows go")
     options = parser.parse_args()
-    main(only=options.only, results=options.results)
+    main(only=options.only, variants=options.variants, results=options.results)

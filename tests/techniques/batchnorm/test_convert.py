@@ -276,9 +276,9 @@ def test_the_shortcuts_batch_norm_is_left_as_the_residual() -> None:
 
 
 def test_joins_can_be_left_out() -> None:
-    conversion = assert_converts(ResNetBlock(), image(), fused=1, left=1, joins=False)
+    conversion = assert_converts(ResNetBlock(), image(), fused=1, left=1, joins=0)
     assert conversion.left[0].path == "bn2"
-    assert "joins=False" in conversion.left[0].why
+    assert "joins=0" in conversion.left[0].why
 
 
 class Joined(nn.Module):

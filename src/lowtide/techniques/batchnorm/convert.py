@@ -57,7 +57,7 @@ def convert(model: nn.Module, strategy: Strategy = "auto", *, joins: int = 1) ->
     if joins < 0:
         raise LowtideError(f"joins={joins} is not a number of blocks", hint="0 leaves joins as they are.")
     _refuse_compiled(model)
-    pairs, left = find(model, joins=joins > 0)
+    pairs, left = find(model, joins=joins > 0, residuals=joins > 1)
     joined = 0
     with Undo() as undo:
         changed: list[Change] = []

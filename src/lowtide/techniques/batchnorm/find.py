@@ -63,8 +63,11 @@ class Left:
     why: str
 
 
-def find(model: nn.Module, *, joins: bool = True) -> tuple[list[Pair], list[Left]]:
-    """Every batch norm of a model: those that can be one with what follows, and the rest with the reason."""
+def find(model: nn.Module, *, joins: bool = True, residuals: bool = False) -> tuple[list[Pair], list[Left]]:
+    """Every batch norm of a model: those that can be one with what follows, and the rest with the reason.
+
+    With ``residuals``, also those that give the residual of a join, which a join that is rebuilt would keep.
+    """
     modules = _Modules(model)
     training = _Forwards(modules, training=True)
     evaluation = _Forwards(modules, training=False)
@@ -77,13 +80,19 @@ def find(model: nn.Module, *, joins: bool = True) -> tuple[list[Pair], list[Left
             continue
         place = pair.owner, pair.behind.end
         if pair.behind.kind == "join" and not joins:
-            left[path] = "a residual is added before the activation, and joins=False"
+            left[path] = "a residual is added before the activation, and joins=0"
         elif why := evaluation.why_not(pair):
             left[path] = why
         elif place in pairs:
             left[path] = f"{NOTHING_TO_SAVE} (it is the residual of {pairs[place].path})"
         else:
             pairs[place] = pair
+    for pair in list(pairs.values()) if residuals else ():
+        path = modules.norm_that_gives(pair.owner, pair.behind.residual)
+        if left.get(path, "").startswith(NOTHING_TO_SAVE):
+            del left[path]
+            parent, _, name = path.rpartition(".")
+            pairs[path, ""] = Pair(path, parent, name, Behind("kept", "identity"))
     order = {path: i for i, path in enumerate([*modules.norms, *modules.scripted])}
     return (
         sorted(pairs.values(), key=lambda pair: order[pair.path]),
@@ -119,6 +128,17 @@ class _Modules:
             for module, places in self.places.items()
             if isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in str(getattr(module, "original_name", ""))
         ]
+
+    def norm_that_gives(self, owner: str, node: fx.Node | None) -> str:
+        """The batch norm whose result a node is, for a single reader; empty if it is none."""
+        if node is None or node.op != "call_module" or len(node.users) != 1:
+            return ""
+        path = below(owner, str(node.target))
+        module = self.at(path)
+        while is_chain(module) and module._modules and len(self.places[module]) == 1:
+            path = below(path, list(module._modules)[-1])
+            module = self.at(path)
+        return path if path in self.norms and not self.refusal(path) else ""
 
     def refusal(self, path: str) -> str:
         """Why a batch norm cannot be replaced, whatever follows it; empty if it can."""
