@@ -4,8 +4,9 @@ One pass is the activation's bytes over the bandwidth of a copy. "passes" is the
 "passes as launched" is what one call after the other takes, Python included, which small tensors cannot hide.
 
 The floor is 8 when the tensor is read from memory in every sweep (3 forward, 5 backward), 5 when a channel stays on the
-chip between the two; a rebuilt z adds 2. Peers, in the same run: PyTorch eager in both layouts, torch.compile. Needs a
-GPU.
+chip between the two; a rebuilt z adds 2. Peers, in the same run: PyTorch eager in both layouts, torch.compile.
+
+Without a GPU: seconds. lowtide's layers run ATen's kernels there, and should be no slower than PyTorch's.
 
     PYTHONPATH=src:. python -m benchmarks.bench_batchnorm [--no-compile] [--results DIR]
 """
@@ -15,23 +16,26 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import RESULTS, Row, record, skip
+from benchmarks.harness import RESULTS, Row, compare, record
 from lowtide.nn import BatchNormAct2d, keep_one_buffer
 
 SHAPES = [(64, 64, 112, 112), (64, 256, 56, 56), (64, 512, 28, 28), (256, 512, 14, 14), (64, 2048, 7, 7)]
+CPU_SHAPES = [(16, 64, 56, 56), (16, 256, 28, 28), (16, 512, 14, 14)]
 DTYPES = (torch.float32, torch.bfloat16)
 LAYOUTS = {"NCHW": torch.contiguous_format, "NHWC": torch.channels_last}
 
 
 def main(*, compiled: bool = True, results: Path = RESULTS) -> None:
     if not torch.cuda.is_available():
-        skip("it times kernels on a GPU")
+        on_a_cpu(results)
+        return
     bandwidth = copy_bandwidth()
     for dtype in DTYPES:
         for shape in SHAPES:
@@ -43,6 +47,25 @@ def main(*, compiled: bool = True, results: Path = RESULTS) -> None:
                     found.append(Row.of(case, name, metric, [t / one_pass for t in taken], ""))
             record("batchnorm", found, device="cuda", results=results)
     print(f"A copy runs at {bandwidth / 1e9:,.0f} GB/s.")
+
+
+def on_a_cpu(results: Path) -> None:
+    for shape in CPU_SHAPES:
+        for layout, memory_format in LAYOUTS.items():
+            x = torch.randn(shape).to(memory_format=memory_format).requires_grad_()
+            gradient = torch.randn(shape).to(memory_format=memory_format)
+            eager = nn.Sequential(nn.BatchNorm2d(shape[1]), nn.ReLU(inplace=True))
+            ours = BatchNormAct2d(shape[1], "relu")
+            rows = compare(
+                f"{'x'.join(map(str, shape))} float32 {layout}",
+                {
+                    "PyTorch eager, ReLU": step(eager, x, gradient),
+                    "lowtide, ReLU by checkpoint": step(ours, x, gradient),
+                },
+                check=partial(agree, ours, eager, x, gradient),
+                repeats=15,
+            )
+            record("batchnorm_cpu", rows, results=results)
 
 
 def contenders(shape: tuple[int, ...], dtype: torch.dtype, *, compiled: bool) -> dict[str, Callable[[], object]]:

@@ -78,11 +78,15 @@ class Activation:
             return _aten._prelu_kernel(y, _per_channel(slopes, y))
         return _FORWARDS[self.name](y, *self.numbers)
 
-    def backward(self, dz: Tensor, y: Tensor, slopes: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """dL/dy, and dL/dslopes of a PReLU."""
+    def backward(
+        self, dz: Tensor, y: Tensor, slopes: Tensor | None = None, *, write: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """dL/dy, and dL/dslopes of a PReLU. ``write``: over y, where torch can."""
         if slopes is not None:
             dy, full = _aten._prelu_kernel_backward(dz, y, _per_channel(slopes, y))
             return dy, full.sum_to_size(_per_channel(slopes, y).shape).view(slopes.shape).to(slopes.dtype)
+        if write and self.name in _BACKWARDS_OVER and dz.dtype == y.dtype and dz.stride() == y.stride():
+            return _BACKWARDS_OVER[self.name](dz, y, *self.numbers), None
         return _BACKWARDS[self.name](dz, y, *self.numbers), None
 
     def inverse(self, z: Tensor) -> Tensor:
@@ -122,7 +126,7 @@ def _celu_inverse(z: Tensor, ends: _Ends, alpha: float) -> Tensor:
 
 
 def _leaky_inverse(z: Tensor, ends: _Ends, slope: float) -> Tensor:
-    return torch.where(torch.signbit(z), z / slope, z)  # by the sign bit: tiny negatives round to -0
+    return F.leaky_relu(z, 1 / slope)
 
 
 def _tanh_inverse(z: Tensor, ends: _Ends) -> Tensor:
@@ -206,6 +210,15 @@ _BACKWARDS: dict[str, Callable[..., Tensor]] = {
     "tanh": lambda dz, y: _aten.tanh_backward(dz, torch.tanh(y)),
     "sigmoid": lambda dz, y: _aten.sigmoid_backward(dz, torch.sigmoid(y)),
     "softplus": lambda dz, y, beta, threshold: _aten.softplus_backward(dz, y, beta, threshold),
+}
+
+_BACKWARDS_OVER: dict[str, Callable[..., Tensor]] = {
+    "relu": lambda dz, y: _aten.threshold_backward(dz, y, 0, grad_input=y),
+    "leaky_relu": lambda dz, y, slope: _aten.leaky_relu_backward(dz, y, slope, False, grad_input=y),
+    "elu": lambda dz, y, alpha: _aten.elu_backward(dz, alpha, 1, 1, False, y, grad_input=y),
+    "silu": lambda dz, y: _aten.silu_backward(dz, y, grad_input=y),
+    "gelu": lambda dz, y, tanh: _aten.gelu_backward(dz, y, approximate="tanh" if tanh else "none", grad_input=y),
+    "softplus": lambda dz, y, beta, threshold: _aten.softplus_backward(dz, y, beta, threshold, grad_input=y),
 }
 
 _INVERSES: dict[str, Callable[..., Tensor]] = {

@@ -118,7 +118,8 @@ def backward(
         kept = y
     else:
         y = reference.preactivation(kept, keeps, affine, residual) if joined is None else joined
-    dy, dlearned = _activation_backward(dz, y, activation, learned)
+    ours = y is not kept and y is not joined  # nobody else reads it: dy may take its place
+    dy, dlearned = _activation_backward(dz, y, activation, learned, write=ours)
     dx, dweight, dbias = reference.input_backward(dy, kept, keeps, affine, training=training, sums=sums)
     return dx.to(dtype), dweight, dbias, dlearned, dy
 
@@ -141,10 +142,10 @@ def _triton_kernels() -> Any:
 
 
 def _activation_backward(
-    dz: Tensor, y: Tensor, activation: Activation, learned: Sequence[Tensor]
+    dz: Tensor, y: Tensor, activation: Activation, learned: Sequence[Tensor], *, write: bool
 ) -> tuple[Tensor, list[Tensor | None]]:
     if activation.name != "module":
-        dy, dslopes = activation.backward(dz, y, learned[0] if learned else None)
+        dy, dslopes = activation.backward(dz, y, learned[0] if learned else None, write=write)
         return dy, [dslopes] if learned else []
     module: Any = activation.module
     inputs = [y.requires_grad_(), *(p for p in learned if p.requires_grad)]

@@ -61,7 +61,7 @@ def batch_norm_act(
     | checkpoint_xhat | x̂       | the affine map and φ                   |
     | inplace         | z       | φ⁻¹ and the inverse affine map         |
     | inplace2        | z       | φ⁻¹                                    |
-    | auto            | the cheapest exact one for this activation and dtype |
+    | auto            | the cheapest exact one for this activation, dtype and device |
 
     Where z itself is not kept, whoever saves it gets a recipe to save instead, inside the forward of a module or under
     ``lowtide.nn.keep_one_buffer()``. An in-place strategy falls back to "checkpoint" where some channel's |β/γ| is so
@@ -70,7 +70,7 @@ def batch_norm_act(
     ``rebuild=False`` lets readers keep z beside what this layer keeps. ``where`` is named in errors.
     """
     act = Activation.of(activation)
-    chosen = resolve(strategy, act, x.dtype, joined=residual is not None, where=where)
+    chosen = resolve(strategy, act, x, joined=residual is not None, where=where)
     learned = () if act.module is None else tuple(act.module.parameters())
     tensors = (x, weight, bias, residual, *learned)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -89,15 +89,15 @@ def batch_norm_act(
 
 
 def resolve(
-    strategy: str, act: Activation, dtype: torch.dtype = torch.float32, *, joined: bool = False, where: object = ""
+    strategy: str, act: Activation, x: Tensor | None = None, *, joined: bool = False, where: object = ""
 ) -> str:
-    """The strategy that "auto" stands for; one that cannot be is an error."""
+    """The strategy that "auto" stands for, for this input; one that cannot be is an error."""
     if strategy not in STRATEGIES:
         raise LowtideError(f"Unknown strategy {strategy!r}", where=str(where), hint=f"Known: {', '.join(STRATEGIES)}.")
     if strategy == "auto":
-        # In 16 bits z is too coarse to give γ's gradient back.
-        exact = dtype in (torch.float32, torch.float64) and act.name == "leaky_relu" and act.invertible and not joined
-        return "inplace" if exact else "checkpoint"
+        # In 16 bits z is too coarse to give γ's gradient back. On a CPU, having y back costs more than computing it.
+        fast = x is not None and x.is_cuda and x.dtype is torch.float32
+        return "inplace" if fast and act.name == "leaky_relu" and act.invertible and not joined else "checkpoint"
     hint = "Use strategy='checkpoint': it keeps one buffer too."
     if joined and strategy not in ("standard", "checkpoint"):
         raise LowtideError(f"A join with a residual cannot use strategy={strategy!r}", where=str(where), hint=hint)
