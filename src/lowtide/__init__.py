@@ -4,6 +4,7 @@
     print(lowtide.profile(work))                   # where the memory goes
     plan = lowtide.plan(work, budget="6GiB")       # the fastest step that fits
     step = lowtide.apply(plan, work)               # step(batch) trains; step.undo() restores the model
+    lowtide.convert(model)                         # batch norm + activation in one buffer, without a plan
 
 Nothing is imported until one of these names is used: not torch, and nothing that starts CUDA.
 """
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING
 from lowtide.version import __version__
 
 if TYPE_CHECKING:
-    from lowtide import zoo
+    from lowtide import data, nn, zoo
     from lowtide.engines import apply, fit, verify
     from lowtide.errors import LowtideError
     from lowtide.planning import plan
     from lowtide.profiling import profile, sweep
     from lowtide.reporting import report
+    from lowtide.techniques.batchnorm import convert
     from lowtide.workload import Workload
 
 __all__ = [
@@ -27,7 +29,10 @@ __all__ = [
     "Workload",
     "__version__",
     "apply",
+    "convert",
+    "data",
     "fit",
+    "nn",
     "plan",
     "profile",
     "report",
@@ -40,6 +45,7 @@ _HOMES = {
     "LowtideError": "errors",
     "Workload": "workload",
     "apply": "engines",
+    "convert": "techniques.batchnorm",
     "fit": "engines",
     "plan": "planning",
     "profile": "profiling",
@@ -47,11 +53,12 @@ _HOMES = {
     "sweep": "profiling",
     "verify": "engines",
 }
+_MODULES = ("data", "nn", "zoo")
 
 
 def __getattr__(name: str) -> object:
-    if name == "zoo":
-        return import_module("lowtide.zoo")
+    if name in _MODULES:
+        return import_module(f"lowtide.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
     value = getattr(import_module(f"lowtide.{_HOMES[name]}"), name)

@@ -22,6 +22,8 @@ def test_options_with_the_same_content_are_the_same() -> None:
     assert one == Option("sqrt", ("layers",), (("segments", 2), ("trees", ((0, 1), (2,)))))
     assert len({one, copy.deepcopy(one)}) == 1
     assert str(one) == "sqrt on layers (segments 2)"
+    assert str(Option("batchnorm", ("a", "b", "c", "d"))) == "batchnorm on a, b, c, d"
+    assert str(Option("batchnorm", tuple("abcdefg"))) == "batchnorm on a, b, c, 4 more"
 
 
 def test_a_price_adds_the_seconds_of_its_resources() -> None:

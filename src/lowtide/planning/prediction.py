@@ -11,7 +11,7 @@ from lowtide.errors import PlanError, TraceError
 from lowtide.profiling import Profile, profile
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Option, Price, Technique, Undo
-from lowtide.tracing.graph import Graph
+from lowtide.tracing.graph import Graph, Op, signature
 from lowtide.workload import Workload
 
 
@@ -31,8 +31,9 @@ def estimate_peak(graph: Graph, prices: Iterable[Price]) -> int:
 def predict(work: Workload, options: Sequence[Option], baseline: Profile) -> Profile:
     """The step with these options applied, traced over fake tensors; the model is afterwards as it was.
 
-    What kernels allocate inside themselves is taken from the baseline's ops of the same signature, where
-    those were measured. Where fake tensors cannot go, a real step is traced instead if the baseline was one.
+    What kernels allocate inside themselves is taken from the baseline's ops of the same signature, or else of the
+    same name and results, where those were measured. Where fake tensors cannot go, a real step is traced instead if
+    the baseline was one.
     """
     with apply_options(work, options):
         try:
@@ -72,9 +73,17 @@ def _by_technique(options: Sequence[Option]) -> list[tuple[Technique, list[Optio
 
 
 def _with_workspaces(graph: Graph, measured: Graph) -> Graph:
-    known = {op.signature: op.workspace_bytes for op in measured.ops}
-    ops = tuple(replace(op, workspace_bytes=known.get(op.signature, op.workspace_bytes)) for op in graph.ops)
+    known = {key: op.workspace_bytes for op in measured.ops for key in (op.signature, _results(op))}
+    ops = tuple(
+        replace(op, workspace_bytes=known.get(op.signature, known.get(_results(op), op.workspace_bytes)))
+        for op in graph.ops
+    )
     seen = [s for s in graph.storages if s.category != "workspace"]
     kept = [replace(s, death=len(ops)) for s in measured.storages if s.category == "workspace"]
     storages = tuple(replace(s, id=i) for i, s in enumerate((*seen, *kept)))
     return replace(graph, ops=ops, storages=storages)
+
+
+def _results(op: Op) -> str:
+    """The op by its name and what it returns: a technique may call it with other arguments than the plain step."""
+    return signature(op.name, op.outputs, "results")

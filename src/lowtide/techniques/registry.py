@@ -12,7 +12,7 @@ from lowtide.techniques.technique import Technique, Undo
 GROUP = "lowtide.techniques"
 
 # Listed here too, so that they are found in a source tree that was never installed.
-BUILT_IN = ("lowtide.techniques.sqrt:Sqrt",)
+BUILT_IN = ("lowtide.techniques.sqrt:Sqrt", "lowtide.techniques.batchnorm.technique:BatchNorm")
 
 _registered: dict[str, Technique] = {}
 

@@ -98,7 +98,9 @@ class Option:
 
     def __str__(self) -> str:
         shown = [f"{name} {value}" for name, value in self.knobs if not isinstance(value, tuple)]
-        where = ", ".join(path or "the model" for path in self.site)
+        places = [path or "the model" for path in self.site]
+        places[3:] = [f"{len(places) - 3} more"] if len(places) > 4 else places[3:]
+        where = ", ".join(places)
         return f"{self.technique} on {where}" + (f" ({', '.join(shown)})" if shown else "")
 
 

@@ -1,0 +1,310 @@
+"""Batch norm + activation as a technique: what each pair would let go, read from a profile alone.
+
+In a plain step the batch norm keeps its input x, and the output z is kept by whoever reads it; activations such as SiLU
+keep y between the two as well. The pair as one layer needs one of them: y and z are made again from x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lowtide.errors import PlanError
+from lowtide.profiling.profile import Profile
+from lowtide.techniques.batchnorm.convert import convert
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price, Undo
+from lowtide.tracing.graph import Graph, Op
+from lowtide.workload import Workload
+
+
+class BatchNorm:
+    """Batch norm and what follows it as one layer, with one buffer kept instead of two or three.
+
+    The knob ``joins`` is ``convert``'s: 1 keeps the output of every residual block, k > 1 of every k-th.
+    """
+
+    name = "batchnorm"
+    kind: Kind = "module"
+    needs = "a batch norm followed by an activation"
+    conflicts: frozenset[str] = frozenset()
+
+    def options(self, profile: Profile) -> list[Option]:
+        """All batch norms that would save something; once more for each spacing of the joins that are kept."""
+        steps = _Pairs(profile.graph)
+        found: list[Option] = []
+        for spacing in _spacings(sum(pair.is_join for pair in steps.pairs)):
+            site = tuple(pair.path for pair in steps.pairs if steps.lets_go(pair, spacing))
+            if site:
+                found.append(Option(self.name, site, (("joins", spacing),)))
+        return found
+
+    def price(self, option: Option, profile: Profile) -> Price:
+        """What is let go, from its last use forward until it is made again; its batch norm and activation once more."""
+        steps = _Pairs(profile.graph)
+        spacing, sites = _spacing(option), set(option.site)
+        pairs = [pair for pair in steps.pairs if pair.path in sites]
+        needs = steps.first_needs(pairs, spacing)
+        removed = [
+            Interval(steps.bytes(storage), steps.last_use[storage] + 1, again, f"made again in {path}")
+            for storage, (path, again) in needs.items()
+            if steps.last_use[storage] + 1 < again
+        ]
+        added = [interval for pair in pairs for interval in steps.added(pair, needs, spacing)]
+        seconds = sum(steps.seconds(pairs, needs, spacing).values())
+        return Price(Fidelity.ROUNDOFF, added=tuple(added), removed=tuple(removed), compute_seconds=seconds)
+
+    def apply(self, work: Workload, options: Sequence[Option]) -> Undo:
+        """Convert the model; refused where the options are of another one, or where nothing can be converted.
+
+        What a profile cannot see, such as a forward that ``torch.fx`` cannot trace, leaves its batch norms as they are.
+        """
+        sites = [path for option in options for path in option.site]
+        known = {path for path, _ in work.model.named_modules()}
+        missing = [path for path in sites if path not in known]
+        if missing:
+            raise PlanError(f"The model has no module {missing[0]!r}", hint="The plan is of another model.")
+        done = convert(work.model, joins=max((_spacing(option) for option in options), default=1))
+        if not {change.path for change in done.changed} & set(sites):
+            done.undo()
+            why = next((left for left in done.left if left.path in sites), None)
+            raise PlanError(
+                "No batch norm of the plan can be converted", where=f"{why.path}: {why.why}" if why else "the model"
+            )
+        return Undo(done.undo)
+
+    def check(self, option: Option) -> Check:
+        """The same mathematics: loss, gradients and statistics to a few roundings."""
+        return Check(Fidelity.ROUNDOFF, rtol=_RTOL, atol=_ATOL)
+
+
+# For float32, in the norm of each gradient; a ReLU whose input is near 0 may fall to the other side. The gradient of a
+# bias before a batch norm is 0, of which only rounding is left: hence atol.
+_RTOL = 1e-3
+_ATOL = 1e-5
+
+
+# -- the pairs in a traced step --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A batch norm and what follows it, as ops and storages of a traced step."""
+
+    path: str
+    ops: tuple[int, ...]  # of the forward pass: batch norm, addition, activation
+    backward: int  # the batch norm's op of the backward pass
+    x: int
+    made: tuple[int, ...]  # y, the sum and z, each storage once; z last
+    activation: str  # "" where a convolution follows
+    in_place: bool  # "auto" inverts the activation: z is kept, and x need not be
+    residual: int | None
+    second: bool  # whether y is the second operand of the sum with the residual
+    join: int = 0  # how many joins there are up to it, itself included
+
+    @property
+    def is_join(self) -> bool:
+        return self.residual is not None
+
+    def rebuilds(self, spacing: int) -> bool:
+        """Whether z is made again for those who read it."""
+        return not self.in_place and (not self.is_join or self.join % spacing != 0)
+
+    def drops(self, spacing: int) -> tuple[int, ...]:
+        """The storages that need not be kept."""
+        if self.in_place:
+            return (self.x, *self.made[:-1])
+        return self.made if self.rebuilds(spacing) else self.made[:-1]
+
+    def keeps(self, spacing: int) -> tuple[int, ...]:
+        """The storages that are kept, whoever keeps them in the plain step."""
+        if self.in_place:
+            return self.made[-1:]
+        by_sign = not self.rebuilds(spacing) and self.activation in ("relu", "leaky_relu")
+        return () if self.residual is None or by_sign else (self.residual,)
+
+
+_Needs = dict[int, tuple[str, int]]
+
+
+class _Pairs:
+    """The pairs of a traced step in the order of the model's modules, and when their storages are used."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.last_use: dict[int, int] = {}  # in the forward pass
+        self.first_need: dict[int, int] = {}  # in the backward pass
+        self._readers: dict[int, list[Op]] = {}
+        self._backward: dict[str, int] = {}
+        self._norms: dict[int, int] = {}  # by the storage of y: the op of the forward pass
+        for op in graph.ops:
+            if op.phase == "forward":
+                for value in (*op.inputs, *op.outputs):
+                    self.last_use[value.storage] = op.index
+                for storage in dict.fromkeys(value.storage for value in op.inputs):
+                    self._readers.setdefault(storage, []).append(op)
+            elif op.phase == "backward":
+                for value in op.inputs:
+                    self.first_need.setdefault(value.storage, op.index)
+                if _is_batch_norm(op):
+                    self._backward.setdefault(op.module, op.index)
+        self._saved_in: dict[int, set[str]] = {}
+        for saved in graph.saved:
+            self._saved_in.setdefault(saved.storage, set()).add(saved.needed_in)
+        self._on_device = {storage.id for storage in graph.on_device}
+        self.pairs = tuple(self._numbered())
+
+    def bytes(self, storage: int) -> int:
+        return self.graph.storages[storage].bytes
+
+    def death(self, storage: int) -> int:
+        return self.graph.storages[storage].death
+
+    def lets_go(self, pair: _Pair, spacing: int) -> bool:
+        """Whether the plain step keeps something for backward that the pair does not."""
+        return any(self._is_kept(storage) for storage in self._dropped(pair, spacing))
+
+    def first_needs(self, pairs: Sequence[_Pair], spacing: int) -> _Needs:
+        """For each storage that is let go: by which pair, and the op of the backward pass that has it made again."""
+        needs: _Needs = {}
+        for pair in pairs:
+            for storage in filter(self._is_kept, self._dropped(pair, spacing)):
+                needs[storage] = pair.path, self.first_need.get(storage, self.death(storage))
+        for pair in pairs:
+            for storage in pair.keeps(spacing):
+                if storage in needs:
+                    path, first = needs[storage]
+                    needs[storage] = path, min(first, self._start(pair))
+        return needs
+
+    def added(self, pair: _Pair, needs: _Needs, spacing: int) -> Iterator[Interval]:
+        """What lives that did not: for a while, or because nobody else keeps it."""
+        for storage in pair.keeps(spacing):
+            size, alone = self.bytes(storage), self.death(storage)
+            if storage not in needs and alone <= pair.backward:
+                # A batch norm that gives the residual of a join that is rebuilt is one of the layers too.
+                first = self._start(pair) if spacing > 1 and storage in self._norms else alone
+                yield Interval(size, first, pair.backward + 1, f"the residual of {pair.path}")
+            if pair.made[-1] in needs and storage in needs:
+                first = needs[pair.made[-1]][1]
+                if first < needs[storage][1]:
+                    yield Interval(size, first, first + 1, f"residual while {pair.path} is made again")
+        # While torch's backward of batch norm runs, the gradient of z is still there.
+        size = self.bytes(pair.made[-1])
+        yield Interval(size, pair.backward, pair.backward + 1, f"a gradient in the backward of {pair.path}")
+
+    def seconds(self, pairs: Sequence[_Pair], needs: _Needs, spacing: int) -> dict[str, float]:
+        """What each pair takes to be made again: a join with all before it, back to what is kept."""
+        took: dict[str, float] = {}
+        for pair in sorted(pairs, key=lambda pair: pair.ops[0]):
+            before = needs[pair.residual][0] if pair.rebuilds(spacing) and pair.residual in needs else ""
+            ops = [*pair.ops, *([self._norms[pair.residual]] if spacing > 1 and pair.residual in self._norms else [])]
+            took[pair.path] = sum(self.graph.ops[i].seconds for i in ops) + took.get(before, 0.0)
+        return took
+
+    def _start(self, pair: _Pair) -> int:
+        """The op of the backward pass that the layer's own begins at: that of the activation."""
+        gradient = self.graph.ops[pair.backward].inputs[0].storage
+        return self.graph.storages[gradient].birth
+
+    def _dropped(self, pair: _Pair, spacing: int) -> Iterator[int]:
+        for storage in pair.drops(spacing):
+            if storage != pair.x or self._saved_in.get(storage) == {pair.path}:
+                yield storage
+
+    def _is_kept(self, storage: int) -> bool:
+        is_made = self.graph.storages[storage].category == "activation" and storage in self._on_device
+        return is_made and self.death(storage) > self.last_use[storage] + 1
+
+    def _numbered(self) -> Iterator[_Pair]:
+        """In the order of the model's modules, in which ``convert`` counts the joins."""
+        kinds = dict(self.graph.modules)
+        calls: dict[str, list[Op]] = {path: [] for path, kind in kinds.items() if kind in _CLASSES}
+        for op in self.graph.ops:
+            if op.phase == "forward" and op.module in calls and _is_batch_norm(op):
+                calls[op.module].append(op)
+                self._norms[op.outputs[0].storage] = op.index
+        found = [self._pair(ops[0]) for path, ops in calls.items() if len(ops) == 1 and path in self._backward]
+        # Of two batch norms that are added, the first operand is the one that ``convert`` takes.
+        by_end: dict[int, _Pair] = {}
+        pairs = [pair for pair in found if pair is not None]
+        for pair in sorted(pairs, key=lambda pair: pair.second):
+            by_end.setdefault(pair.ops[-1], pair)
+        joins = 0
+        for pair in pairs:
+            if by_end[pair.ops[-1]] is pair:
+                joins += pair.is_join
+                yield replace(pair, join=joins)
+
+    def _pair(self, norm: Op) -> _Pair | None:
+        """A batch norm with what follows it; None where that is not for a layer to do."""
+        x, y = norm.inputs[0], norm.outputs[0].storage
+        ops, made, residual = [norm], [y], None
+        readers = self._after(y, norm)
+        if readers and _base(readers[0]) == "add":
+            addition = readers[0]
+            total = addition.outputs[0].storage
+            residual = _other(addition, y)
+            if residual is None or total == residual or (total != y and len(readers) > 1):
+                return None
+            ops, made, readers = [norm, addition], [y, total], self._after(total, addition)
+        activation = ""
+        if readers and _base(readers[0]) in _ACTIVATIONS:
+            activation, z = _base(readers[0]), readers[0].outputs[0].storage
+            if z != made[-1] and len(readers) > 1:
+                return None
+            ops, made = [*ops, readers[0]], [*made, z]
+        elif residual is not None or not readers or not all(_base(reader) in _KEEPERS for reader in readers):
+            return None
+        return _Pair(
+            norm.module,
+            tuple(op.index for op in ops),
+            self._backward[norm.module],
+            x.storage,
+            (*dict.fromkeys(storage for storage in made if storage != made[-1]), made[-1]),
+            activation,
+            # As "auto" decides: nn.functional.resolve.
+            in_place=self._is_fast(x.dtype) and activation == "leaky_relu" and residual is None,
+            residual=residual,
+            second=residual is not None and ops[1].inputs[0].storage != y,
+        )
+
+    def _is_fast(self, dtype: str) -> bool:
+        return self.graph.tensor_device == "cuda" and dtype == "float32"
+
+    def _after(self, storage: int, op: Op) -> list[Op]:
+        return [reader for reader in self._readers.get(storage, []) if reader.index > op.index]
+
+
+_CLASSES = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
+_KEEPERS = ("convolution", "mm", "addmm")  # of what they read
+_ACTIVATIONS = (
+    *("relu", "leaky_relu", "elu", "celu", "silu", "gelu", "hardswish", "hardtanh", "hardsigmoid", "tanh"),
+    *("sigmoid", "softplus", "softshrink", "threshold", "mish", "log_sigmoid_forward", "_prelu_kernel"),
+)
+
+
+def _is_batch_norm(op: Op) -> bool:
+    return "batch_norm" in op.name
+
+
+def _base(op: Op) -> str:
+    """The op's name without its overload, in place or not."""
+    return op.name.split(".")[1].removesuffix("_")
+
+
+def _other(addition: Op, storage: int) -> int | None:
+    """The storage of the other operand."""
+    others = [value.storage for value in addition.inputs if value.storage != storage]
+    return others[0] if len(addition.inputs) == 2 and len(others) == 1 else None
+
+
+def _spacings(joins: int) -> list[int]:
+    """1, 2, 4 and so on, as far as there are joins between those that are kept."""
+    return [2**i for i in range(max(joins, 1).bit_length())]
+
+
+def _spacing(option: Option) -> int:
+    spacing = option.knob("joins", 1)
+    if not isinstance(spacing, int) or spacing < 1:
+        raise PlanError(f"joins={spacing!r} is not a number of blocks", where=str(option))
+    return spacing

@@ -1,0 +1,154 @@
+"""Batch norm + activation as a technique: the contract, and what its prices promise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowtide import zoo
+from lowtide.engines import verify
+from lowtide.errors import PlanError
+from lowtide.nn import BatchNormAct2d
+from lowtide.planning import apply_options, estimate_peak, plan, predict
+from lowtide.profiling import profile
+from lowtide.techniques import Fidelity, Option, techniques
+from lowtide.techniques.batchnorm import convert
+from lowtide.techniques.batchnorm.technique import BatchNorm
+from lowtide.workload import Workload
+
+from ...contract.contract import TechniqueContract, assert_agree, run
+
+
+class Joined(nn.Module):
+    """The end of a residual block, with an activation that keeps its input."""
+
+    def __init__(self, width: int, act: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.LeakyReLU(0.1)
+        )
+        self.last = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(self.last(self.body(x))) + x)
+
+
+def residual(act: type[nn.Module] = nn.ReLU, depth: int = 6) -> Workload:
+    torch.manual_seed(0)
+    stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
+    model = nn.Sequential(stem, *(Joined(6, act()) for _ in range(depth)), nn.Conv2d(6, 2, 1))
+    loss = lambda m, x: m(x).square().mean()  # noqa: E731
+    return Workload(model, loss, torch.randn(8, 3, 12, 10), name=f"residual {act.__name__}")
+
+
+RESIDUAL = {"residual relu": residual, "residual silu": lambda: residual(nn.SiLU)}
+
+
+class TestBatchNorm(TechniqueContract):
+    """On what has joins; ``tests/contract`` runs the suite on the other workloads."""
+
+    @pytest.fixture
+    def technique(self) -> BatchNorm:
+        found = techniques()["batchnorm"]
+        assert isinstance(found, BatchNorm)
+        return found
+
+    @pytest.fixture(params=list(RESIDUAL))
+    def work(self, request: pytest.FixtureRequest) -> Workload:
+        return RESIDUAL[request.param]()
+
+
+def test_it_offers_every_pair_that_saves_and_one_option_for_each_spacing_of_joins() -> None:
+    one, two, four = BatchNorm().options(profile(residual(), fake=True))
+    inner = ("0.1", *(f"{i}.body.1" for i in range(1, 7)))
+    assert one.site == inner  # ReLU's output is kept at every join, as in the plain step
+    assert set(two.site) == {*inner, "1.norm", "3.norm", "5.norm"}
+    assert set(four.site) == {*inner, *(f"{i}.norm" for i in (1, 2, 3, 5, 6))}
+    assert [option.knob("joins") for option in (one, two, four)] == [1, 2, 4]
+
+
+def test_without_a_batch_norm_there_is_nothing_to_offer() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    work = Workload(model, lambda m, x: m(x).sum(), torch.randn(2, 3, 8, 8))
+    assert not BatchNorm().options(profile(work))
+
+
+def test_a_batch_norm_that_saves_nothing_is_not_offered() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.MaxPool2d(2))
+    work = Workload(model, lambda m, x: m(x).sum(), torch.randn(2, 3, 8, 8))
+    assert not BatchNorm().options(profile(work))
+
+
+@pytest.mark.parametrize("name", ["lenet", "resnet18", "densenet121", "unet", "wrn38"])
+def test_the_estimate_from_the_price_is_near_the_traced_peak(name: str) -> None:
+    work = zoo.small(name)
+    plain = profile(work, fake=True)
+    technique = BatchNorm()
+    for option in technique.options(plain):
+        estimate = estimate_peak(plain.graph, [technique.price(option, plain)])
+        assert estimate == pytest.approx(predict(work, [option], plain).peak_bytes, rel=0.02)
+
+
+def test_removed_bytes_are_the_outputs_that_are_no_longer_kept() -> None:
+    """Of each ReLU behind a batch norm one buffer; of each leaky ReLU, which keeps its input, two."""
+    work = residual(depth=2)
+    plain = profile(work, fake=True)
+    one = BatchNorm().options(plain)[0]
+    full = 4 * work.batch.shape[0] * 6 * 12 * 10
+    assert [interval.bytes for interval in BatchNorm().price(one, plain).removed] == [full] * (1 + 2 * 2)
+    with BatchNorm().apply(work, [one]):
+        after = profile(work, fake=True)
+    per_channel = sum(s.bytes for s in after.saved if len(s.shape) == 1)
+    assert plain.saved_bytes - after.saved_bytes == pytest.approx(5 * full, abs=per_channel)
+
+
+def test_a_plan_may_choose_it_and_its_promise_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.techniques.sqrt.Sqrt.options", lambda self, profile: [])
+    work = zoo.small("densenet121")
+    found = plan(work, "80%")
+    assert found.options[0].technique == "batchnorm"
+    assert found.fidelity is Fidelity.ROUNDOFF
+    assert found.peak_bytes <= found.budget_bytes
+    assert verify(work, found).ok
+
+
+def test_it_works_inside_recomputed_segments() -> None:
+    work = residual()
+    plain = profile(work)
+    expected = run(work)
+    technique = BatchNorm()
+    converted = technique.options(plain)[0]
+    segments = techniques()["sqrt"].options(plain)[0]
+    for both in ([converted, segments], [segments, converted]):
+        with apply_options(work, both):
+            assert_agree(run(work), expected, technique.check(converted))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "lenet"])
+def test_the_tolerance_holds_for_another_rounding(name: str) -> None:
+    """On a CPU "auto" runs torch's own kernels, bit for bit, which says nothing about a tolerance; x̂ kept does."""
+    work = zoo.small(name)
+    expected = run(work)
+    with convert(work.model, "checkpoint_xhat"):
+        found = run(work)
+    assert any(not torch.equal(found[key], value) for key, value in expected.items())
+    assert_agree(found, expected, BatchNorm().check(Option("batchnorm", ())))
+
+
+def test_the_spacing_of_joins_reaches_the_layers() -> None:
+    work = residual()
+    one, two, _ = BatchNorm().options(profile(work, fake=True))
+    for option, rebuilt in ((one, [False] * 6), (two, [True, False] * 3)):
+        with BatchNorm().apply(work, [option]):
+            norms = [work.model.get_submodule(f"{i}.norm") for i in range(1, 7)]
+            assert [norm.rebuild_joins for norm in norms if isinstance(norm, BatchNormAct2d)] == rebuilt
+
+
+@pytest.mark.parametrize("joins", [0, "many", 1.5])
+def test_a_spacing_that_is_no_number_of_blocks_is_refused(joins: int | str | float) -> None:
+    work = residual()
+    with pytest.raises(PlanError, match="is not a number of blocks"):
+        BatchNorm().apply(work, [Option("batchnorm", ("0.1",), (("joins", joins),))])
