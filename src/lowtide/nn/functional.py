@@ -194,6 +194,8 @@ class _BatchNormAct(torch.autograd.Function):
         ctx.spec, ctx.keeps, ctx.sums = spec, _KEEPS[spec.strategy], None
         ctx.random = _Random(spec.activation, x)
         z, affine, kept = _forward(ctx, x, weight, bias, residual, running, learned)
+        if ctx.keeps == "x":
+            scope.keep(x)
         # The z of a join that is not rebuilt is kept by its readers; if its sign gives φ', the residual need not be.
         keeps_z = residual is not None and not spec.rebuild and spec.activation.slope_from_sign
         joined, residual = (z, None) if keeps_z else (None, residual)

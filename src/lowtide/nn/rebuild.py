@@ -169,6 +169,11 @@ class Scope(threading.local):
         record = self.records[address] = Record(tensor, rebuild)
         return record
 
+    def keep(self, tensor: Tensor) -> None:
+        """Have this tensor kept after all, where it is the output of a layer: another one rebuilds from it."""
+        if self.records:
+            self.records.pop(tensor.untyped_storage()._cdata, None)
+
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.layout is torch.strided:
             record = self.records.get(tensor.untyped_storage()._cdata)

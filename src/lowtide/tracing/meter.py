@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch._C._profiler import _RecordFunctionFast
 
 from lowtide.tracing.internals import autograd
 
@@ -39,8 +39,8 @@ class Meter(Protocol):
         """Around the whole step."""
         ...
 
-    def op(self, index: int) -> AbstractContextManager[None]:
-        """Around one op."""
+    def op(self, key: Hashable = None) -> AbstractContextManager[None]:
+        """Around the next op. Ops with the same key, which is not None, allocate the same inside themselves."""
         ...
 
     def readings(self, live: NDArray[np.int64], static_bytes: int) -> Readings:
@@ -57,7 +57,7 @@ class NoMeter:
     def step(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def op(self, index: int) -> AbstractContextManager[None]:
+    def op(self, key: Hashable = None) -> AbstractContextManager[None]:
         return nullcontext()
 
     def readings(self, live: NDArray[np.int64], static_bytes: int) -> Readings:
@@ -65,68 +65,59 @@ class NoMeter:
 
 
 class CpuMeter:
-    """Reads the CPU allocator through torch's profiler, and times by the wall clock.
+    """Reads the CPU allocator through torch's profiler, once for each kind of op, and times by the wall clock.
 
-    Each op is wrapped in a record-function mark; the allocation events inside a mark are the op's own.
-    The legacy profiler gives them in order, costs little and prints nothing.
+    The legacy profiler gives allocations in order, costs little and prints nothing; but it looks at every op inside an
+    op, so it runs only where something is to be learned.
     """
 
     granularity = 1
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
-        self._inside: dict[int, int] = {}  # op -> bytes at its peak above those at its end
+        self._keys: list[Hashable] = []
+        self._inside: dict[Hashable, int] = {}  # key -> bytes at an op's peak above those at its end
 
-    @contextmanager
-    def step(self) -> Generator[None]:
-        autograd._enable_profiler_legacy(_profiler_config())
-        try:
-            yield
-        finally:
-            for thread in autograd._disable_profiler_legacy():
-                self._read(thread)
+    def step(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
-    def op(self, index: int) -> AbstractContextManager[None]:
-        return _MarkedOp(index, self._seconds)
+    def op(self, key: Hashable = None) -> AbstractContextManager[None]:
+        key = ("op", len(self._keys)) if key is None else key
+        self._keys.append(key)
+        return _TimedOp(self._seconds, None if key in self._inside else partial(self._learn, key))
 
     def readings(self, live: NDArray[np.int64], static_bytes: int) -> Readings:
-        return Readings(self._seconds, [self._inside.get(index, 0) for index in range(len(self._seconds))])
+        return Readings(self._seconds, [self._inside[key] for key in self._keys])
 
-    def _read(self, events: list[Any]) -> None:
-        index, depth, level, peak = -1, 0, 0, 0
-        for event in events:
-            kind = event.kind()
-            if kind == "push":
-                if index < 0 and event.name().startswith(_MARK):
-                    index, depth, level, peak = int(event.name()[len(_MARK) :]), 0, 0, 0
-                elif index >= 0:
-                    depth += 1
-            elif kind == "pop" and index >= 0:
-                if depth == 0:
-                    self._inside[index] = peak - level
-                    index = -1
-                depth -= 1
-            elif kind == "memory_alloc" and index >= 0:
-                level += event.cpu_memory_usage()
-                peak = max(peak, level)
+    def _learn(self, key: Hashable, threads: list[list[Any]]) -> None:
+        level = peak = 0
+        for event in (event for events in threads for event in events if event.kind() == "memory_alloc"):
+            level += event.cpu_memory_usage()
+            peak = max(peak, level)
+        self._inside[key] = peak - level
 
 
-class _MarkedOp:
-    """One op under a mark. A class, since a generator would cost more than many an op."""
+class _TimedOp:
+    """One op under the clock, and under the profiler if ``learn`` is to be told what was allocated.
 
-    __slots__ = ("_mark", "_seconds", "_start")
+    A class, since a generator would cost more than many an op.
+    """
 
-    def __init__(self, index: int, seconds: list[float]) -> None:
-        self._mark: Any = _RecordFunctionFast(f"{_MARK}{index}")
+    __slots__ = ("_learn", "_seconds", "_start")
+
+    def __init__(self, seconds: list[float], learn: Callable[[list[list[Any]]], None] | None) -> None:
         self._seconds = seconds
+        self._learn = learn
 
     def __enter__(self) -> None:
-        self._mark.__enter__()
+        if self._learn is not None:
+            autograd._enable_profiler_legacy(_profiler_config())
         self._start = time.perf_counter()
 
     def __exit__(self, *exception: object) -> None:
         self._seconds.append(time.perf_counter() - self._start)
-        self._mark.__exit__(*exception)
+        if self._learn is not None:
+            self._learn(autograd._disable_profiler_legacy())
 
 
 class CudaMeter:
@@ -152,7 +143,7 @@ class CudaMeter:
         torch.cuda.synchronize(self._device)
 
     @contextmanager
-    def op(self, index: int) -> Generator[None]:
+    def op(self, key: Hashable = None) -> Generator[None]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before = self._allocated()["current"]
         torch._C._cuda_resetPeakMemoryStats(self._device)
@@ -185,7 +176,7 @@ class CudaMeter:
 def measure_cpu_call(call: Callable[[], object]) -> int:
     """Bytes that one call allocates above its outputs."""
     meter = CpuMeter()
-    with meter.step(), meter.op(0):
+    with meter.op():
         out = call()
     del out
     return meter.readings(np.zeros(1, np.int64), 0).workspace_bytes[0]
@@ -196,9 +187,7 @@ def profiler_is_free() -> bool:
     return not autograd._profiler_enabled()
 
 
-_MARK = "lowtide#"
-
-
+@cache
 def _profiler_config() -> Any:
     from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 

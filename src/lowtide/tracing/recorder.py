@@ -185,7 +185,7 @@ class Recorder(TorchDispatchMode):
         tensors, arguments = flatten(args, kwargs)
         index = len(self._ops)
         inputs = tuple(self._value(t, index) for t in tensors)
-        with self._meter.op(index):
+        with self._meter.op((func, arguments, *((v.shape, v.stride, v.dtype) for v in inputs))):
             out = func(*args, **kwargs)
         self._finish(_name(func), inputs, leaves(out), arguments)
         if self._calls is not None and (key := signature(_name(func), inputs, arguments)) not in self._calls:
@@ -203,7 +203,7 @@ class Recorder(TorchDispatchMode):
         values = tuple(self._value(part, index) for t in inputs if isinstance(t, Tensor) for part in parts(t))
         self._opaque += 1
         try:
-            with self._meter.op(index):
+            with self._meter.op():
                 out = call()
         finally:
             self._opaque -= 1
