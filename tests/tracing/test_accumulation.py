@@ -1,5 +1,7 @@
 """Gradients that meet are added as a plain step adds them: in place where the engine holds the first alone."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -117,3 +119,32 @@ def test_a_trace_adds_gradients_as_a_plain_step_does(forward, monkeypatch):
 def test_both_ways_of_adding_are_in_the_cases():
     seen = {name for forward in CASES for name in plain_adds(workload(forward))}
     assert seen == set(ADDS)
+
+
+def test_a_gradient_that_a_hook_keeps_is_not_written_over():
+    kept = []
+
+    def forward(model, x):
+        h = model.a(x)
+        c = h + 1.0
+        c.register_hook(kept.append)
+        return c.tanh() + h.sin()
+
+    work = workload(forward)
+    expected = plain_adds(work)
+    plain = kept.pop().clone()
+    kept.clear()
+    assert traced_adds(work) == expected
+    assert torch.equal(kept[0], plain)
+
+
+def test_a_hook_that_adds_in_c_does_not_change_what_it_adds():
+    noise = torch.ones(8, 8)
+
+    def forward(model, x):
+        h = model.a(x)
+        h.register_hook(functools.partial(torch.add, noise))
+        return h.sin() + h.cos()
+
+    trace(workload(forward))
+    assert torch.equal(noise, torch.ones(8, 8))

@@ -73,7 +73,10 @@ def _by_technique(options: Sequence[Option]) -> list[tuple[Technique, list[Optio
 
 
 def _with_workspaces(graph: Graph, measured: Graph) -> Graph:
-    known = {key: op.workspace_bytes for op in measured.ops for key in (op.signature, _results(op))}
+    known: dict[str, int] = {}
+    for op in measured.ops:  # the largest: a budget is a promise
+        for key in (op.signature, _results(op)) if op.outputs else (op.signature,):
+            known[key] = max(op.workspace_bytes, known.get(key, 0))
     ops = tuple(
         replace(op, workspace_bytes=known.get(op.signature, known.get(_results(op), op.workspace_bytes)))
         for op in graph.ops

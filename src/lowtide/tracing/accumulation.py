@@ -34,8 +34,7 @@ def engine_adds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller
         caller = caller.f_back
     if caller is not None and caller.f_code.co_name != "_engine_run_backward":
         return False
-    old, new = args
-    return isinstance(new, Tensor) and fits(old, new) and _counts(old) == engine_counts()
+    return isinstance(args[1], Tensor) and fits(args[0], args[1]) and _held_by(args) == engine_counts()
 
 
 def fits(old: Tensor, new: Tensor) -> bool:
@@ -52,32 +51,37 @@ def held_once(tensor: Tensor, references: int) -> bool:
     """Whether a tensor, its storage too, is held by ``references`` Python names and nothing else."""
     held: Any = tensor
     # The argument of this function, the name above and getrefcount's own are three more.
-    return sys.getrefcount(tensor) == references + 3 and held._use_count() == 1 and _counts(tensor)[1] == 2
+    return sys.getrefcount(tensor) == references + 3 and held._use_count() == 1 and _storage_holders(tensor) == 2
 
 
-def _counts(tensor: Any) -> tuple[int, int]:
-    """Who holds a tensor, and who its storage (the name here is one)."""
+def _storage_holders(tensor: Any) -> int:
+    """Who holds a tensor's storage; the name here is one."""
     storage = tensor.untyped_storage()
-    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def _held_by(args: tuple[Any, ...]) -> tuple[int, int, int]:
+    """Who holds the first argument: in C++, its storage, and in Python, where a hook may have kept it."""
+    return args[0]._use_count(), _storage_holders(args[0]), sys.getrefcount(args[0])
 
 
 class _Watch(TorchDispatchMode):
-    counts = (0, 0)
+    counts = (0, 0, 0)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is ADD:
-            self.counts = _counts(args[0])
+            self.counts = _held_by(args)
         return func(*args, **(kwargs or {}))
 
 
 @cache
-def engine_counts() -> tuple[int, int]:
+def engine_counts() -> tuple[int, int, int]:
     """The counts of a gradient that only the engine holds, as a dispatch mode sees them: read off a tiny step."""
     watch = _Watch()
     with _disable_current_modes(), torch.enable_grad():
-        x = torch.ones(2, requires_grad=True)
+        x = torch.ones(2, device="cpu", requires_grad=True)
         y = x.exp()
         loss = y.sin().dot(y.cos())
         with watch:

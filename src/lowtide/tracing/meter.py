@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Generator, Hashable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lowtide.errors import TraceError
 from lowtide.tracing.internals import autograd
 
 
@@ -40,7 +41,7 @@ class Meter(Protocol):
         ...
 
     def op(self, key: Hashable = None) -> AbstractContextManager[None]:
-        """Around the next op. Ops with the same key, which is not None, allocate the same inside themselves."""
+        """Around the next op. Ops with the same key allocate the same inside themselves; None: this one may not."""
         ...
 
     def readings(self, live: NDArray[np.int64], static_bytes: int) -> Readings:
@@ -76,48 +77,66 @@ class CpuMeter:
     def __init__(self) -> None:
         self._seconds: list[float] = []
         self._keys: list[Hashable] = []
-        self._inside: dict[Hashable, int] = {}  # key -> bytes at an op's peak above those at its end
+        self._inside: dict[Hashable, int] = {}
 
     def step(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def op(self, key: Hashable = None) -> AbstractContextManager[None]:
+        return _MeteredOp(self, key)
+
+    def knows(self, key: Hashable) -> bool:
+        return key in self._inside
+
+    def put(self, key: Hashable, seconds: float, threads: list[list[Any]] | None) -> None:
+        """An op has run; under the profiler, whose events these are, if its kind was not known."""
         key = ("op", len(self._keys)) if key is None else key
         self._keys.append(key)
-        return _TimedOp(self._seconds, None if key in self._inside else partial(self._learn, key))
+        self._seconds.append(seconds)
+        if threads is not None:
+            self._inside[key] = _inside(threads)
 
     def readings(self, live: NDArray[np.int64], static_bytes: int) -> Readings:
         return Readings(self._seconds, [self._inside[key] for key in self._keys])
 
-    def _learn(self, key: Hashable, threads: list[list[Any]]) -> None:
-        level = peak = 0
-        for event in (event for events in threads for event in events if event.kind() == "memory_alloc"):
-            level += event.cpu_memory_usage()
-            peak = max(peak, level)
-        self._inside[key] = peak - level
+
+def _inside(threads: list[list[Any]]) -> int:
+    """Bytes at an op's peak above those at its end."""
+    level = peak = 0
+    for event in (event for events in threads for event in events if event.kind() == "memory_alloc"):
+        level += event.cpu_memory_usage()
+        peak = max(peak, level)
+    return peak - level
 
 
-class _TimedOp:
-    """One op under the clock, and under the profiler if ``learn`` is to be told what was allocated.
+class _MeteredOp:
+    """One op under the clock, and under the profiler if its kind is new; one that fails leaves no trace.
 
     A class, since a generator would cost more than many an op.
     """
 
-    __slots__ = ("_learn", "_seconds", "_start")
+    __slots__ = ("_key", "_learns", "_meter", "_start")
 
-    def __init__(self, seconds: list[float], learn: Callable[[list[list[Any]]], None] | None) -> None:
-        self._seconds = seconds
-        self._learn = learn
+    def __init__(self, meter: CpuMeter, key: Hashable) -> None:
+        self._meter = meter
+        self._key = key
+        self._learns = key is None or not meter.knows(key)
 
     def __enter__(self) -> None:
-        if self._learn is not None:
+        if self._learns:
+            if not profiler_is_free():
+                raise TraceError(
+                    "The step starts a profiler of its own, and torch allows one at a time",
+                    hint="Trace the step without it.",
+                )
             autograd._enable_profiler_legacy(_profiler_config())
         self._start = time.perf_counter()
 
-    def __exit__(self, *exception: object) -> None:
-        self._seconds.append(time.perf_counter() - self._start)
-        if self._learn is not None:
-            self._learn(autograd._disable_profiler_legacy())
+    def __exit__(self, kind: object, *exception: object) -> None:
+        seconds = time.perf_counter() - self._start
+        threads = autograd._disable_profiler_legacy() if self._learns else None
+        if kind is None:
+            self._meter.put(self._key, seconds, threads)
 
 
 class CudaMeter:

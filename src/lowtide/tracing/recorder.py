@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -185,7 +185,7 @@ class Recorder(TorchDispatchMode):
         tensors, arguments = flatten(args, kwargs)
         index = len(self._ops)
         inputs = tuple(self._value(t, index) for t in tensors)
-        with self._meter.op((func, arguments, *((v.shape, v.stride, v.dtype) for v in inputs))):
+        with self._meter.op(_kind(func, inputs, arguments)):
             out = func(*args, **kwargs)
         self._finish(_name(func), inputs, leaves(out), arguments)
         if self._calls is not None and (key := signature(_name(func), inputs, arguments)) not in self._calls:
@@ -433,6 +433,18 @@ def _renumber(values: tuple[Value, ...], kept: dict[int, int]) -> tuple[Value, .
     if all(kept.get(v.storage) == v.storage for v in values):
         return values
     return tuple(Value(kept[v.storage], v.shape, v.stride, v.dtype) for v in values if v.storage in kept)
+
+
+def _kind(func: Any, inputs: tuple[Value, ...], arguments: str) -> Hashable:
+    """What decides how much an op allocates inside itself; None where that is values, as with a mask."""
+    if _depends_on_values(func) or any(value.dtype == "bool" for value in inputs):
+        return None
+    return func, arguments, *((value.shape, value.stride, value.dtype) for value in inputs)
+
+
+@cache
+def _depends_on_values(func: Any) -> bool:
+    return torch.Tag.dynamic_output_shape in func.tags
 
 
 @cache
