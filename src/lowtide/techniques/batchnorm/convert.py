@@ -19,18 +19,9 @@ from lowtide.errors import LowtideError
 from lowtide.kernels.activations import Activation
 from lowtide.nn import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
 from lowtide.nn.functional import Strategy, resolve
-from lowtide.techniques.batchnorm.find import (
-    SETTINGS,
-    Call,
-    Left,
-    Pair,
-    Untraceable,
-    behind,
-    below,
-    find,
-    is_chain,
-    trace,
-)
+from lowtide.techniques.batchnorm.behind import behind
+from lowtide.techniques.batchnorm.find import Left, Pair, below, find, is_chain
+from lowtide.techniques.batchnorm.forwards import SETTINGS, Call, Untraceable, trace
 from lowtide.techniques.forward import Forward, replace_forward
 from lowtide.techniques.technique import Undo
 
