@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.bench_batchnorm import timed
 from benchmarks.harness import RESULTS, Row, record, skip
 from lowtide import zoo
 from lowtide.techniques.batchnorm import convert
@@ -57,8 +58,8 @@ def main(*, only: str = "", variants: str = "", results: Path = RESULTS) -> None
                 raise SystemExit(f"{title}, {variant}: the losses are {losses}, not {expected}")
             rows = [
                 Row.of(title, variant, "peak above static", [step.peak_bytes()], "B"),
-                Row.of(title, variant, "step", timed(step), "s"),
-                Row.of(title, variant, "step, GPU time", timed(step.captured()), "s"),
+                Row.of(title, variant, "step", timed(step, calls=1, rounds=7), "s"),
+                Row.of(title, variant, "step, GPU time", timed(step.captured(), calls=1, rounds=7), "s"),
             ]
             record("convert", rows, device="cuda", results=results)
             del step
@@ -107,19 +108,6 @@ class Step:
         with torch.cuda.graph(graph, stream=stream):
             self()
         return graph.replay
-
-
-def timed(run: Callable[[], object], rounds: int = 7) -> list[float]:
-    run()
-    taken: list[float] = []
-    for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        taken.append(begin.elapsed_time(end) / 1e3)
-    return taken
 
 
 if __name__ == "__main__":
