@@ -8,7 +8,8 @@ lowtide's "standard", which is PyTorch's: so a layer like the report's stands be
 
 All variants start a run from the same parameters and see the same batches. Before anything is timed, gradients over the
 first steps are set beside PyTorch's, in float32 and in float64. Rows are appended after every round of runs. Needs a
-folder with both data sets.
+folder with both data sets. The loss curves go to docs/images/batchnorm_report_losses.svg where altair is installed;
+--draw draws those of the rows that are there, and trains nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import csv
 import gc
 import io
 import itertools
@@ -30,9 +32,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.harness import RESULTS, Row, record, skip
+from benchmarks.harness import RESULTS, ROOT, Row, record, skip
 from lowtide import LowtideError, Workload, profile, zoo
 from lowtide.data import COMMANDS, Samples, mnist, speech_commands
+from lowtide.errors import MissingExtra
 from lowtide.zoo.batches import classification_loss
 
 NAME = "batchnorm_report"
@@ -70,8 +73,12 @@ def main(
     epochs: int | None = None,
     runs: int = 3,
     quick: bool = False,
+    draw: bool = False,
     results: Path | None = None,
 ) -> None:
+    if draw:
+        draw_curves(results or RESULTS)
+        return
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     results = results or (Path(tempfile.gettempdir()) / "lowtide-quick" if quick else RESULTS)
     if device == "cpu":
@@ -82,6 +89,8 @@ def main(
         except LowtideError as error:
             skip(str(error))
         measure(experiment, device, 1 if quick else runs, results)
+    if results == RESULTS:
+        draw_curves(results)
 
 
 def _lenet(data: str | None, device: str, epochs: int | None, quick: bool) -> Experiment:
@@ -382,6 +391,63 @@ def _count(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
+# -- Drawing -------------------------------------------------------------------------------------------
+
+COLORS = dict(zip(VARIANTS, ("#8a8f98", "#e69f00", "#009e73", "#0072b2"), strict=True))
+
+
+def draw_curves(results: Path, path: Path = ROOT / "docs" / "images" / f"{NAME}_losses.svg") -> None:
+    """Draw the loss curves of the latest rows, a panel for each experiment; without altair, say so."""
+    from lowtide.reporting.figures import FONT, _altair, _chart, save_figure
+
+    try:
+        alt: Any = _altair()
+        panels = [_panel(alt, _chart(alt, points), title) for title, points in _points(results).items()]
+        title = alt.TitleParams(
+            "Training loss",
+            subtitle="Median over the runs; each point is the mean of some steps.",
+            anchor="start",
+            subtitleColor="#666",
+            offset=14,
+        )
+        chart = alt.hconcat(*panels, title=title, background="white", padding=16)
+        chart = chart.configure(font=FONT).configure_view(stroke=None).configure_axis(gridColor="#e6e8eb")
+        print(f"drawn to {save_figure(chart, path)}")
+    except MissingExtra as missing:
+        print(missing)
+
+
+def _panel(alt: Any, points: Any, title: str) -> Any:
+    color = alt.Color(
+        "variant:N",
+        title=None,
+        scale=alt.Scale(domain=list(COLORS), range=list(COLORS.values())),
+        legend=alt.Legend(orient="bottom", columns=1, labelLimit=320),  # the browser's font may be wider than ours
+    )
+    lines = points.mark_line(strokeWidth=1.8).encode(
+        x=alt.X("step:Q", title="step", scale=alt.Scale(nice=False)),
+        y=alt.Y("loss:Q", title="loss", scale=alt.Scale(zero=False)),
+        color=color,
+    )
+    heading = alt.TitleParams(title, anchor="start", fontSize=11, fontWeight=500)
+    return lines.properties(width=520, height=280, title=heading)
+
+
+def _points(results: Path) -> dict[str, list[dict[str, Any]]]:
+    """The points of each experiment on each device, by the latest rows."""
+    path = results / f"{NAME}_losses.csv"
+    if not path.exists():
+        raise SystemExit(f"{path} is not there: train first")
+    with path.open(newline="") as file:
+        latest = {(row["hardware"], row["case"], row["subject"]): row for row in csv.DictReader(file)}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for (hardware, case, variant), row in latest.items():
+        experiment, _, step = case.rpartition(", step ")
+        point = {"step": int(step), "loss": float(row["value"]), "variant": variant}
+        found.setdefault(f"{experiment} ({hardware})", []).append(point)
+    return found
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--data", help="the folder with the data sets; LOWTIDE_DATA otherwise")
@@ -392,4 +458,5 @@ if __name__ == "__main__":
     parser.add_argument(
         "--quick", action="store_true", help="one run on a few samples, with rows in a temporary folder"
     )
+    parser.add_argument("--draw", action="store_true", help="draw the loss curves of the rows that are there")
     main(**vars(parser.parse_args()))

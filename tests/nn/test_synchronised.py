@@ -1,23 +1,16 @@
-"""Statistics over a process group: two ranks with uneven batches are one process on all of it.
-
-The checks of the two ranks run in one pair of processes, since starting one takes seconds.
-"""
+"""Statistics over a process group: two ranks with uneven batches are one process on all of it."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-import traceback
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide.errors import LowtideError
 from lowtide.nn import BatchNormAct1d, BatchNormAct2d, BatchRenormAct2d
 from tests.nn.test_renorm import renorm
+from tests.ranks import Check, assert_passed, run_on_two_ranks
 
 UNEVEN = (3, 5)
 PHI: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu, "leaky_relu": F.leaky_relu, "elu": F.elu}
@@ -286,7 +280,7 @@ def something_else_is_no_group(rank: int) -> None:
 
 # -- two processes -----------------------------------------------------------------------------------------
 
-CHECKS = (
+CHECKS: tuple[Check, ...] = (
     uneven_batches_in_float32,
     uneven_batches_in_float64,
     an_empty_batch_on_one_rank,
@@ -307,34 +301,15 @@ CHECKS = (
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a file per check and rank, which says what went wrong."""
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    with suppress(mp.ProcessRaisedException, mp.ProcessExitedException):  # the check that failed says so below
-        mp.spawn(_rank, args=(str(folder),), nprocs=2)
+    run_on_two_ranks(CHECKS, folder)
     return folder
 
 
-@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
-def test_on_two_ranks(check: str, outcomes: Path):
-    said = [file.read_text() if file.exists() else "not run" for file in (outcomes / f"{check}.{r}" for r in (0, 1))]
-    assert said == ["", ""], "\n".join(said)
-
-
-def _rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    for check in CHECKS:
-        torch.manual_seed(0)
-        said = Path(folder, f"{check.__name__}.{rank}")
-        try:
-            check(rank)
-        except BaseException:
-            said.write_text(traceback.format_exc())
-            raise  # and end: the other rank may wait for this one
-        said.write_text("")
-    dist.destroy_process_group()
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_on_two_ranks(check: Check, ran: Path):
+    assert_passed(check, ran)
 
 
 class counted(TorchDispatchMode):

@@ -1,6 +1,7 @@
-"""The allocated peak of a plain step on the CPU, counted from torch.profiler's events: nothing of lowtide is used."""
+"""What a step on the CPU allocates, counted from torch.profiler's events: nothing of lowtide is used."""
 
 import contextlib
+import itertools
 
 import torch
 from torch.utils import _pytree as pytree
@@ -24,16 +25,27 @@ def allocated_peak(model, loss, batch, optimizer, autocast=None):
     for tensor in _alive(model, batch, optimizer):
         storage = tensor.untyped_storage()
         held[storage.data_ptr()] = storage.nbytes()
+    _, levels = _levels(lambda: plain_step(model, loss, batch, optimizer, autocast))
+    return sum(held.values()) + max(levels)
+
+
+def kept_bytes(model, loss, batch):
+    """Bytes that the forward pass leaves allocated, the loss among them."""
+    loss(model, batch).backward()
+    value, levels = _levels(lambda: loss(model, batch))
+    assert value.requires_grad
+    return levels[-1]
+
+
+def _levels(run):
+    """What a function returns, and the bytes above those at its start, at its start and after each allocation."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profiler:
-        plain_step(model, loss, batch, optimizer, autocast)
+        out = run()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    level = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        level += event.nbytes()
-        peak = max(peak, level)
-    return sum(held.values()) + peak
+    events.sort(key=lambda event: event.start_ns())
+    return out, [0, *itertools.accumulate(event.nbytes() for event in events)]
 
 
 def _alive(model, batch, optimizer):

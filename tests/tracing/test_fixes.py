@@ -12,7 +12,7 @@ from lowtide import Workload
 from lowtide.errors import TraceError
 from lowtide.tracing import trace
 from lowtide.tracing.answers import Answers
-from lowtide.tracing.fixes import FIXES, lstm_workspace_bytes
+from lowtide.tracing.fixes import FIXES, SUBSTITUTES, lstm_workspace_bytes
 from tests.tracing import layers
 from tests.tracing.layers import FLOAT32, Of, integers, loss, mask
 
@@ -380,6 +380,39 @@ def test_every_fix_gives_what_the_real_op_gives_and_is_needed(op):
 
 def test_every_fix_is_tested():
     assert CALLS.keys() == FIXES.keys()
+
+
+def update_stats(x, running=None):
+    held = (None, None) if running is None else (torch.zeros(4, dtype=running), torch.ones(4, dtype=running))
+    return aten.batch_norm_update_stats(x, *held, 0.1)
+
+
+# Calls that the fake kernel fails at, or would if torch did not run the real one on zeros instead.
+FAILING_CALLS = {
+    aten.batch_norm_update_stats.default: [
+        lambda: update_stats(rows(*IMAGE), torch.float32),
+        lambda: update_stats(columns(*VOLUME)),
+        lambda: update_stats(rows(*IMAGE, **LOW), torch.float32),
+        lambda: update_stats(rows(*IMAGE, **LOW), torch.bfloat16),
+        lambda: update_stats(rows(*IMAGE, **LOW)),
+        lambda: update_stats(rows(5, 4, dtype=torch.float64), torch.float64),
+    ],
+    aten.native_group_norm_backward.default: [lambda: group_norm_backward(rows(*IMAGE), rows(2, 4, 3, 5).mT)],
+}
+
+
+@pytest.mark.parametrize("op", SUBSTITUTES, ids=str)
+def test_every_substitute_gives_what_the_real_op_gives_and_is_needed(op):
+    for call in FAILING_CALLS[op]:
+        real = described(call())
+        with FakeTensorMode(allow_fallback_kernels=False), pytest.raises((RuntimeError, ValueError)):
+            call()
+        with FakeTensorMode(allow_fallback_kernels=False), Answers({op: SUBSTITUTES[op]}, FIXES):
+            assert described(call()) == real
+
+
+def test_every_substitute_is_tested():
+    assert FAILING_CALLS.keys() == SUBSTITUTES.keys()
 
 
 @settings(max_examples=100, deadline=None)

@@ -4,9 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowtide import Workload, zoo
+from lowtide import Workload, convert, zoo
+from lowtide.errors import TraceError
+from lowtide.nn import BatchNormAct2d
 from lowtide.tracing import trace
+from lowtide.tracing.fixes import SUBSTITUTES
 from lowtide.tracing.gpu import emulated_gpu
 
 
@@ -80,6 +84,78 @@ def test_autocast_follows_cudas_lists():
     work = Workload(model, loss, torch.randn(8, 64), autocast=torch.bfloat16)
     norm = next(op for op in trace(work, fake=True, device="h200").ops if "layer_norm" in op.name)
     assert norm.inputs[0].dtype == "float32"  # CPU autocast would leave it in bfloat16
+
+
+def test_batch_norm_layers_are_the_launches_of_their_kernels():
+    """The bytes are those of x, dz and dx: backward makes nothing else of their size."""
+    pytest.importorskip("triton")
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), BatchNormAct2d(8, "silu"), nn.Conv2d(8, 8, 1))
+    graph = trace(Workload(model, loss, torch.randn(64, 3, 32, 32)), fake=True, device="h200")
+    launches = [op for op in graph.ops if op.name.startswith("triton.")]
+    assert [op.name for op in launches] == [
+        "triton.measure", "triton.normalize", "triton.normalize", "triton.reduce", "triton.apply"
+    ]  # fmt: skip
+    full = 4 * 64 * 8 * 32 * 32
+    assert [sum(v.bytes == full for v in op.inputs) for op in launches] == [1, 2, 2, 2, 4]  # without residual, dy is dz
+    born = [s for s in graph.storages if s.bytes == full and launches[2].index < s.birth <= launches[-1].index]
+    assert len(born) == 2  # the gradient that the convolution gives, and dx
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["resnet18", "wrn28-2", "unet", "densenet121"])
+def test_a_converted_models_fake_step_is_the_real_one_on_the_gpu(name):
+    work = zoo.small(name, device="cuda")
+    with convert(work.model):
+        work.compute_loss().backward()  # the kernels' scratch is there from here on
+        real, fake = trace(work), trace(work, fake=True)
+    assert fake.storage_peak_bytes == real.storage_peak_bytes
+    ours = [[op.name for op in graph.ops if op.name.startswith("triton.")] for graph in (real, fake)]
+    assert ours[0] == ours[1] != []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the op runs")
+def test_an_op_that_only_a_gpu_could_answer_is_named():
+    class Factors(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + torch.geqrf(x)[1].sum()
+
+    with pytest.raises(TraceError, match=r"aten\.geqrf"):
+        trace(Workload(Factors(4, 4), loss, torch.randn(4, 4)), fake=True, device="h200")
+
+
+STATISTICS = [
+    (torch.float32, torch.float32),
+    (torch.float32, None),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, None),
+    (torch.float64, torch.float64),
+]
+
+
+def update_stats(call, dtype, held, device):
+    running = (None, None) if held is None else [torch.ones(4, dtype=held, device=device) for _ in range(2)]
+    found = call(torch.ones(2, 4, 5, 3, dtype=dtype, device=device), *running, 0.1)
+    return [(t.dtype, t.shape, t.stride(), t.device.type, t.untyped_storage().nbytes()) for t in found]
+
+
+def predicted_stats(dtype, held):
+    op = torch.ops.aten.batch_norm_update_stats.default
+    with emulated_gpu(), FakeTensorMode(allow_fallback_kernels=False):
+        return update_stats(SUBSTITUTES[op], dtype, held, "cuda")
+
+
+@pytest.mark.parametrize(("dtype", "held"), STATISTICS)
+def test_statistics_of_16_bits_are_float32_on_cuda(dtype, held):
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    assert predicted_stats(dtype, held) == [(wide, (4,), (1,), "cuda", 4 * wide.itemsize)] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "held"), STATISTICS)
+def test_the_predicted_statistics_are_the_gpus(dtype, held):
+    op = torch.ops.aten.batch_norm_update_stats
+    assert predicted_stats(dtype, held) == update_stats(op, dtype, held, "cuda")
 
 
 def test_the_process_is_left_without_a_cuda_guard():

@@ -62,6 +62,11 @@ class Activation:
         return self.name == "relu" or (self.name == "leaky_relu" and self.numbers[0] > 0)
 
     @property
+    def may_overwrite(self) -> bool:
+        """Whether torch's backward needs z alone, so that z may take the place of y."""
+        return self.name in _FROM_RESULT and all(number > 0 for number in self.numbers)
+
+    @property
     def learned(self) -> Tensor | None:
         """PReLU's slopes."""
         return self.module.weight if isinstance(self.module, nn.PReLU) else None
@@ -197,6 +202,8 @@ _IN_PLACE: dict[str, Callable[..., Tensor]] = {
     "tanh": torch.tanh_,
     "sigmoid": torch.sigmoid_,
 }
+
+_FROM_RESULT = ("identity", "relu", "leaky_relu", "elu", "celu", "tanh", "sigmoid")
 
 _BACKWARDS: dict[str, Callable[..., Tensor]] = {
     "identity": lambda dz, y: dz,

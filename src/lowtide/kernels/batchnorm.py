@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lowtide.kernels import launches
 from lowtide.kernels.activations import Activation
 from lowtide.kernels.reference import batchnorm as reference
 from lowtide.kernels.reference.batchnorm import Affine, Keeps, Running, Sums
@@ -113,13 +114,14 @@ def backward(
         return dx, dweight, dbias, [dslopes] if learned else [], dy
     dtype = dz.dtype
     if keeps == "z":
-        y = activation.inverse(kept)
-        dz = dz.to(y.dtype)  # 16 bits: rounding y once more would cost what the rounding of z did
-        kept = y
+        kept = activation.inverse(kept)
+        dz = dz.to(kept.dtype)  # 16 bits: rounding y once more would cost what the rounding of z did
+    if keeps != "z" and joined is None and not learned and activation.name != "module":
+        dy, dlearned = reference.activation_backward(dz, kept, keeps, affine, activation, residual), []
     else:
-        y = reference.preactivation(kept, keeps, affine, residual) if joined is None else joined
-    ours = y is not kept and y is not joined  # nobody else reads it: dy may take its place
-    dy, dlearned = _activation_backward(dz, y, activation, learned, write=ours)
+        y = kept if keeps == "z" else joined
+        y = reference.preactivation(kept, keeps, affine, residual) if y is None else y
+        dy, dlearned = _activation_backward(dz, y, activation, learned)
     dx, dweight, dbias = reference.input_backward(dy, kept, keeps, affine, training=training, sums=sums)
     return dx.to(dtype), dweight, dbias, dlearned, dy
 
@@ -127,7 +129,8 @@ def backward(
 def _fast_kernels(x: Tensor, activation: Activation | None = None) -> Any:
     """The kernels in Triton, where they can run."""
     known = activation is None or activation.name != "module"
-    if x.is_cuda and x.dtype in _FAST and known and x.numel() and not isinstance(x, FakeTensor):
+    runs = launches.watcher is not None or not isinstance(x, FakeTensor)  # a watcher keeps fake tensors from a launch
+    if x.is_cuda and x.dtype in _FAST and known and x.numel() and runs:
         return _triton_kernels()
     return None
 
@@ -142,10 +145,10 @@ def _triton_kernels() -> Any:
 
 
 def _activation_backward(
-    dz: Tensor, y: Tensor, activation: Activation, learned: Sequence[Tensor], *, write: bool
+    dz: Tensor, y: Tensor, activation: Activation, learned: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor | None]]:
     if activation.name != "module":
-        dy, dslopes = activation.backward(dz, y, learned[0] if learned else None, write=write)
+        dy, dslopes = activation.backward(dz, y, learned[0] if learned else None)
         return dy, [dslopes] if learned else []
     module: Any = activation.module
     inputs = [y.requires_grad_(), *(p for p in learned if p.requires_grad)]

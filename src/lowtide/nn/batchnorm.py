@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any, ClassVar, Self
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -83,30 +84,46 @@ class _BatchNormAct(_BatchNorm):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """φ(batch_norm(input) + residual). Without a residual, φ(batch_norm(input))."""
+        return self._run(input, residual, self._act, self.strategy)
+
+    def batch_norm(self, input: Tensor) -> Tensor:
+        """The batch norm alone, as torch runs it."""
+        return self._run(input, None, Activation("identity"), "standard")
+
+    def _run(self, input: Tensor, residual: Tensor | None, activation: Activation, strategy: Strategy) -> Tensor:
         self._check_input_dim(input)
-        momentum = 0.0 if self.momentum is None else self.momentum
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                momentum = 1.0 / float(self.num_batches_tracked)
-        training = self.training or (self.running_mean is None and self.running_var is None)
+        # As attributes, each would take a search through all that a module has.
+        parameters, buffers, momentum = self._parameters, self._buffers, self.momentum
+        mean, var = buffers["running_mean"], buffers["running_var"]
+        batches = buffers["num_batches_tracked"] if self.training and self.track_running_stats else None
+        if momentum is None:
+            momentum = 0.0
+            if batches is not None:
+                batches.add_(1)
+                momentum, batches = 1.0 / float(batches), None
+        training = self.training or (mean is None and var is None)
         tracked = not self.training or self.track_running_stats
         return batch_norm_act(
             input,
-            self.weight,
-            self.bias,
-            self.running_mean if tracked else None,
-            self.running_var if tracked else None,
-            activation=self._act,
-            strategy=self.strategy,
+            parameters["weight"] if "weight" in parameters else self.weight,  # noqa: SIM401 - the search again
+            parameters["bias"] if "bias" in parameters else self.bias,  # noqa: SIM401
+            mean if tracked else None,
+            var if tracked else None,
+            batches,
+            activation=activation,
+            strategy=strategy,
             training=training,
             momentum=momentum,
             eps=self.eps,
             residual=residual,
             rebuild=residual is None or self.rebuild_joins,
-            group=self.process_group if training else None,
+            group=self._group() if training else None,
             where=self,
         )
+
+    def _group(self) -> Any:
+        """Whose batches the statistics are of; None for this process's own."""
+        return self.process_group
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, {self._act}, strategy={self.strategy!r}, eps={self.eps}, momentum={self.momentum}"
@@ -150,3 +167,19 @@ class BatchNormAct3d(_BatchNormAct, nn.BatchNorm3d):
     """φ(BatchNorm3d(x)) with one buffer kept."""
 
     plain = nn.BatchNorm3d
+
+
+class SyncBatchNormAct(_BatchNormAct, nn.SyncBatchNorm):
+    """φ(SyncBatchNorm(x)) with one buffer kept, for any number of dimensions: what ``lowtide.convert`` makes of one.
+
+    No process group means all processes. Outside of training, or where there is but one process, the statistics are
+    those of a plain batch norm. Other than torch's, it runs on a CPU too.
+    """
+
+    plain = nn.SyncBatchNorm
+
+    def _group(self) -> Any:
+        if not (self.training and dist.is_available() and dist.is_initialized()):
+            return None
+        group = dist.group.WORLD if self.process_group in (None, "world") else self.process_group
+        return group if dist.get_world_size(group) > 1 else None

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -40,6 +39,7 @@ def batch_norm_act(
     bias: Tensor | None = None,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
+    num_batches_tracked: Tensor | None = None,
     *,
     activation: str | Activation = "relu",
     strategy: Strategy = "auto",
@@ -65,27 +65,28 @@ def batch_norm_act(
 
     Where z itself is not kept, whoever saves it gets a recipe to save instead, inside the forward of a module or under
     ``lowtide.nn.keep_one_buffer()``. An in-place strategy falls back to "checkpoint" where some channel's |β/γ| is so
-    large that z does not tell x. Running statistics are updated in place, once. With a process ``group``, statistics
-    are those of all its members' batches. Who needs ``statistics`` before gives them: then no running statistics.
-    ``rebuild=False`` lets readers keep z beside what this layer keeps. ``where`` is named in errors.
+    large that z does not tell x. Running statistics are updated in place, once, and batches counted. With a process
+    ``group``, statistics are those of all its members' batches. Who needs ``statistics`` before gives them: then no
+    running statistics. ``rebuild=False`` lets readers keep z beside what this layer keeps. ``where``: for errors.
     """
     act = Activation.of(activation)
     chosen = resolve(strategy, act, x, joined=residual is not None, where=where)
     learned = () if act.module is None else tuple(act.module.parameters())
-    tensors = (x, weight, bias, residual, *learned)
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    others = (weight, bias, residual, *learned)
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or any(t is not None and t.requires_grad for t in others))
     rebuild = rebuild and needs_grad and chosen != "standard"
     spec = _Spec(act, chosen, training, eps, rebuild, group, statistics, where)
-    running = Running(running_mean, running_var, momentum)
+    running = Running(running_mean, running_var, momentum, num_batches_tracked)
     if _runs_plain(x, residual, spec, needs_grad):
+        _count(running)
         return _plain(x, weight, bias, running, residual, spec)
     if torch.compiler.is_compiling() and group is None:
         mean, var, _ = statistics or batch_statistics(x, running)
         affine = Affine(mean, 1 / torch.sqrt(var + eps), weight, bias)
         return compiled.normalize_act(x, affine, act, residual, rebuild=rebuild)
     if _KEEPS[spec.strategy] == "z" and not inverse_is_safe(x, weight, bias, act):
-        spec = replace(spec, strategy="checkpoint")
-    return _BatchNormAct.apply(x, weight, bias, residual, running, spec, *learned)  # pyright: ignore[reportReturnType]
+        spec = spec._replace(strategy="checkpoint")
+    return _apply(x, weight, bias, residual, running, spec, *learned)
 
 
 def resolve(
@@ -120,20 +121,28 @@ def batch_statistics(x: Tensor, running: Running, group: Any = None) -> Statisti
     if group is not None:
         from lowtide.nn.synchronised import group_statistics
 
+        _count(running)
         return Statistics(*group_statistics(x, running, group))
-    _check_values(x)
+    _check_values(x, running)
     if torch.compiler.is_compiling():
+        _count(running)
         return Statistics(*compiled.statistics(x, running))
     return Statistics(*kernels.statistics(x, running))
 
 
-def _check_values(x: Tensor) -> None:
+def _count(running: Running) -> None:
+    """One batch more, where the kernels do not count."""
+    if running.batches is not None:
+        running.batches.add_(1)
+
+
+def _check_values(x: Tensor, running: Running) -> None:
     if x.numel() == x.shape[1]:
+        _count(running)  # as torch does
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
 
 
-@dataclass(frozen=True)
-class _Spec:
+class _Spec(NamedTuple):
     """All of a call that is not a tensor."""
 
     activation: Activation
@@ -178,10 +187,14 @@ def _plain(
     y = F.batch_norm(x, running.mean, running.var, weight, bias, spec.training, running.momentum, spec.eps)
     y = y if residual is None else y + residual
     if not learned:
-        return spec.activation(y)
+        return spec.activation.write(y) if spec.activation.may_overwrite else spec.activation(y)
     assert spec.activation.module is not None
     names = (name for name, _ in spec.activation.module.named_parameters())
     return functional_call(spec.activation.module, dict(zip(names, learned, strict=True)), (y,))
+
+
+_NOTHING = nullcontext()
+_HAS_PROCESSES = dist.is_available()
 
 
 class _BatchNormAct(torch.autograd.Function):
@@ -192,16 +205,18 @@ class _BatchNormAct(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Any, bias: Any, residual: Any, running: Running, spec: _Spec, *learned: Tensor
     ) -> Tensor:
         ctx.spec, ctx.keeps, ctx.sums = spec, _KEEPS[spec.strategy], None
-        ctx.random = _Random(spec.activation, x)
+        ctx.random = _Random(x) if spec.activation.name == "module" else _NOTHING
         z, affine, kept = _forward(ctx, x, weight, bias, residual, running, learned)
         if ctx.keeps == "x":
             scope.keep(x)
         # The z of a join that is not rebuilt is kept by its readers; if its sign gives φ', the residual need not be.
         keeps_z = residual is not None and not spec.rebuild and spec.activation.slope_from_sign
         joined, residual = (z, None) if keeps_z else (None, residual)
-        ctx.save_for_backward(kept, affine.mean, affine.invstd, weight, bias, residual, joined, *learned)
+        ctx.save_for_backward(kept, residual, joined, *learned)
+        ctx.affine = affine  # values per channel: hooks that move what is saved would cost more than they save
+        ctx.versions = _versions(affine)
         record = None
-        if ctx.keeps != "z" and spec.rebuild and scope.is_open:
+        if ctx.keeps != "z" and spec.rebuild and scope.goes_on():
             copies = _copies_for_rebuild(weight, bias, learned)
             record = scope.register(z, lambda: _rebuild(ctx, copies))
         ctx.record = None if record is None else weakref.ref(record)  # the record holds the node
@@ -216,13 +231,14 @@ class _BatchNormAct(torch.autograd.Function):
         if record is not None:
             record.hold_for_late_readers()
         spec: _Spec = ctx.spec
-        kept, mean, invstd, weight, bias, residual, joined, *learned = _saved(ctx)
-        with ctx.random.again():
+        kept, residual, joined, *learned = _saved(ctx)
+        affine: Affine = ctx.affine
+        with ctx.random:
             dx, dweight, dbias, dlearned, dy = kernels.backward(
                 dz,
                 kept,
                 ctx.keeps,
-                Affine(mean, invstd, weight, bias),
+                affine,
                 spec.activation,
                 learned,
                 residual,
@@ -233,13 +249,17 @@ class _BatchNormAct(torch.autograd.Function):
         needs = ctx.needs_input_grad
         return (
             dx if needs[0] else None,
-            dweight.to(weight.dtype) if needs[1] else None,
-            dbias.to(bias.dtype) if needs[2] else None,
+            dweight.to(affine.weight.dtype) if needs[1] and affine.weight is not None else None,
+            dbias.to(affine.bias.dtype) if needs[2] and affine.bias is not None else None,
             dy if needs[3] else None,
             None,
             None,
             *dlearned,
         )
+
+
+# Without the step that is for ``torch.func`` alone, where torch's own ops run.
+_apply: Any = super(torch.autograd.Function, _BatchNormAct).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _forward(
@@ -248,7 +268,7 @@ def _forward(
     """The output z, what made y of x, and what is kept."""
     spec: _Spec = ctx.spec
     if spec.training and spec.statistics is None and spec.group is None:
-        _check_values(x)
+        _check_values(x, running)
         z, affine, xhat = kernels.forward(
             x, weight, bias, running, spec.activation, learned, residual, eps=spec.eps, keep_xhat=ctx.keeps == "xhat"
         )
@@ -277,7 +297,20 @@ def _affine(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, run
     return Affine(mean, kernels.inverse_deviation(var, spec.eps), weight, bias)
 
 
+def _versions(affine: Affine) -> tuple[int, int]:
+    """Of γ and β: whether somebody wrote to them since."""
+    weight, bias = affine.weight, affine.bias
+    return 0 if weight is None else weight._version, 0 if bias is None else bias._version
+
+
 def _saved(ctx: Any) -> tuple[Any, ...]:
+    """What was kept, and still is as it was."""
+    if _versions(ctx.affine) != ctx.versions:
+        raise LowtideError(
+            "γ or β was changed in place between forward and backward, which needs it",
+            where=str(ctx.spec.where),
+            hint="Call optimizer.step() after backward().",
+        )
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
@@ -297,18 +330,19 @@ def _copies_for_rebuild(weight: Tensor | None, bias: Tensor | None, learned: Seq
 
     The next block's backward comes before that, and reads z.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not _HAS_PROCESSES or dist.GroupMember.WORLD is None:
         return None
     return [None if t is None else t.clone() for t in (weight, bias, *learned)]
 
 
 def _rebuild(ctx: Any, copies: list[Any] | None) -> Tensor:
     """The output again, from what the node keeps."""
-    kept, mean, invstd, weight, bias, residual, _, *learned = _saved(ctx)
+    kept, residual, _, *learned = _saved(ctx)
+    affine: Affine = ctx.affine
     if copies is not None:
         weight, bias, *learned = copies
-    with torch.no_grad(), ctx.random.again():
-        affine = Affine(mean, invstd, weight, bias)
+        affine = affine._replace(weight=weight, bias=bias)
+    with torch.no_grad(), ctx.random:
         return kernels.normalize(kept, ctx.keeps, affine, ctx.spec.activation, learned, residual)
 
 
@@ -323,7 +357,8 @@ def _differentiable_backward(ctx: Any, dz: Tensor) -> Any:
             where=str(spec.where),
             hint="Use strategy='checkpoint'.",
         )
-    x, mean, invstd, weight, bias, residual, joined, *learned = _saved(ctx)
+    x, residual, joined, *learned = _saved(ctx)
+    mean, invstd, weight, bias = ctx.affine
     if joined is not None:
         raise LowtideError(
             "A join that keeps its output gives no gradients of gradients",
@@ -334,7 +369,7 @@ def _differentiable_backward(ctx: Any, dz: Tensor) -> Any:
     # Of each a view of its own, where its gradient ends: x may depend on the residual, and on the same parameters.
     views: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, bias, residual, *learned)]
     x, weight, bias, residual, *learned = views
-    with ctx.random.again():
+    with ctx.random:
         z = _plain(x, weight, bias, running, residual, spec, learned)
     inputs = (x, weight, bias, residual, None, None, *learned)
     wanted = [t for t, needed in zip(inputs, ctx.needs_input_grad, strict=True) if t is not None and needed]
@@ -346,22 +381,23 @@ def _differentiable_backward(ctx: Any, dz: Tensor) -> Any:
 
 
 class _Random:
-    """A module of an unknown kind may draw random numbers: it draws the same ones again."""
+    """A module of an unknown kind may draw random numbers: inside ``with``, it draws the same ones again."""
 
-    def __init__(self, activation: Activation, x: Tensor) -> None:
+    def __init__(self, x: Tensor) -> None:
         self._devices = [x.device] if x.device.type == "cuda" else []
         self._states: tuple[Tensor, list[Tensor]] | None = None
-        if activation.name == "module" and not isinstance(x, FakeTensor):
+        self._entered: list[Any] = []
+        if not isinstance(x, FakeTensor):
             self._states = torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in self._devices]
 
-    @contextmanager
-    def again(self) -> Generator[None]:
-        """The generators as they were at first, for a while."""
-        if self._states is None:
-            yield
-            return
-        with torch.random.fork_rng(devices=self._devices):
+    def __enter__(self) -> None:
+        fork = torch.random.fork_rng(devices=self._devices, enabled=self._states is not None)
+        fork.__enter__()
+        self._entered.append(fork)
+        if self._states is not None:
             torch.set_rng_state(self._states[0])
             for device, state in zip(self._devices, self._states[1], strict=True):
                 torch.cuda.set_rng_state(state, device)
-            yield
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)

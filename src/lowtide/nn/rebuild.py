@@ -27,19 +27,26 @@ from lowtide.tracing.internals import autograd
 
 
 class Record:
-    """A tensor that can be computed again by ``rebuild()``, and who waits for it."""
+    """A tensor that can be computed again by ``rebuild()``, and who waits for it.
+
+    Handles count themselves: ``_alive`` is how many there are, ``_served`` how many of them had the tensor since it was
+    rebuilt last. When all have, it is let go.
+    """
+
+    __slots__ = (
+        "__weakref__", "_alive", "_compute", "_dtype", "_offset", "_rebuilt", "_round", "_served", "_storage",
+        "_stride", "_version",
+    )  # fmt: skip
 
     def __init__(self, tensor: Tensor, rebuild: Callable[[], Tensor]) -> None:
-        storage = tensor.untyped_storage()
-        self._storage = weakref.ref(storage)
+        self._storage = weakref.ref(tensor.untyped_storage())
         self._version = tensor._version
         self._dtype = tensor.dtype
         self._offset = tensor.storage_offset()
         self._stride = tensor.stride()
         self._compute = rebuild
         self._rebuilt: Tensor | None = None
-        self._waiting: weakref.WeakSet[Handle] = weakref.WeakSet()
-        self._done: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._alive = self._served = self._round = 0
 
     def covers(self, tensor: Tensor) -> bool:
         """Whether a tensor shows this one's values: the same storage, not written since."""
@@ -48,28 +55,40 @@ class Record:
 
     def handle(self, tensor: Tensor) -> Handle:
         """A promise to give this tensor, or this view of it, back."""
-        made = Handle(self, tensor)
-        self._waiting.add(made)
-        return made
+        self._alive += 1
+        return Handle(self, tensor)
 
     def give(self, handle: Handle) -> Tensor:
         if scope.rebuilding:  # for another's sake: were it held, a chain of joins would come back whole
             return self._rebuild() if self._rebuilt is None else self._rebuilt
-        if self._rebuilt is None:
-            self._rebuilt = self._rebuild()
-            for other in list(self._done):  # a second backward pass: all may come again
-                self._waiting.add(other)
+        if self._rebuilt is None:  # in a second backward pass, all may come again
+            self._hold()
         tensor = self._rebuilt
-        self._waiting.discard(handle)
-        self._done.add(handle)
-        if not self._waiting:
-            self._rebuilt = None
+        assert tensor is not None
+        if handle.round != self._round:
+            handle.round = self._round
+            self._served += 1
+            self._let_go()
         return tensor
 
     def hold_for_late_readers(self) -> None:
         """The layer's own backward is about to let its inputs go: rebuild now if somebody still waits."""
-        if self._waiting and self._rebuilt is None:
-            self._rebuilt = self._rebuild()
+        if self._served < self._alive and self._rebuilt is None:
+            self._hold()
+
+    def forget(self, handle: Handle) -> None:
+        """A handle's graph was dropped, after it was served or while others are."""
+        self._served -= handle.round == self._round
+        self._let_go()
+
+    def _hold(self) -> None:
+        self._rebuilt = self._rebuild()
+        self._round += 1
+        self._served = 0
+
+    def _let_go(self) -> None:
+        if self._served >= self._alive:
+            self._rebuilt = None
 
     def _rebuild(self) -> Tensor:
         scope.rebuilding += 1
@@ -87,19 +106,26 @@ class Record:
 class Handle:
     """What is saved in place of a tensor."""
 
-    __slots__ = ("__weakref__", "_offset", "_record", "_shape", "_stride")
+    __slots__ = ("_offset", "_record", "_shape", "_stride", "round")
 
     def __init__(self, record: Record, tensor: Tensor) -> None:
         self._record = record
         self._shape = tensor.shape
         self._stride = tensor.stride()
         self._offset = tensor.storage_offset() - record._offset
+        self.round = -1  # in which it had the tensor
 
     def unpack(self) -> Tensor:
         tensor = self._record.give(self)
         if tensor.shape == self._shape and tensor.stride() == self._stride and not self._offset:
             return tensor
         return tensor.as_strided(self._shape, self._stride, tensor.storage_offset() + self._offset)
+
+    def __del__(self) -> None:
+        record = self._record
+        record._alive -= 1
+        if record._rebuilt is not None or self.round >= 0:
+            record.forget(self)
 
 
 class _Kept(NamedTuple):
@@ -132,7 +158,8 @@ class Scope(threading.local):
     """The hooks of this thread, and the records of tensors that live."""
 
     def __init__(self) -> None:
-        self.owner: Any = None  # what opened it
+        self.owner: Any = None  # the frame that opened it, or "by hand"
+        self.end_hook: Any = None  # of the module whose forward ends it
         self.outer: Any = None  # the hooks that were there
         self.records: dict[int, Record] = {}
         self.rebuilding = 0  # how deep: a join is rebuilt from the join before it
@@ -142,15 +169,34 @@ class Scope(threading.local):
         return self.owner is not None
 
     def open(self, owner: Any) -> None:
+        if self.end_hook is not None:
+            self.end_hook.remove()
         self.outer = autograd._top_saved_tensors_default_hooks(True)
         self.owner = owner
         autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
 
     def close(self) -> None:
+        if self.owner != "by hand":
+            _lookout.open_scopes -= 1
+            _lookout.start()
         self.owner = self.outer = None
         self.records.clear()
         if self._is_on_top:
             autograd._pop_saved_tensors_default_hooks()
+
+    def goes_on(self) -> bool:
+        """Whether one is open in this thread; one whose forward was interrupted is closed now."""
+        if self.owner is None:
+            _lookout.was_away()
+            return False
+        if self.owner != "by hand":
+            try:
+                self.owner.clear()  # no running frame can be
+            except RuntimeError:
+                return True
+            self.close()
+            return False
+        return True
 
     @property
     def _is_on_top(self) -> bool:
@@ -165,18 +211,17 @@ class Scope(threading.local):
         """
         if self.owner is None or not self._is_on_top:
             return None
-        address = tensor.untyped_storage()._cdata
-        record = self.records[address] = Record(tensor, rebuild)
+        record = self.records[_address(tensor)] = Record(tensor, rebuild)
         return record
 
     def keep(self, tensor: Tensor) -> None:
         """Have this tensor kept after all, where it is the output of a layer: another one rebuilds from it."""
         if self.records:
-            self.records.pop(tensor.untyped_storage()._cdata, None)
+            self.records.pop(_address(tensor), None)
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.layout is torch.strided:
-            record = self.records.get(tensor.untyped_storage()._cdata)
+            record = self.records.get(_address(tensor))
             if record is not None and record.covers(tensor):
                 return record.handle(tensor)
         # An op's own output, packed as it is, would keep its node alive, and the node it.
@@ -189,6 +234,17 @@ class Scope(threading.local):
     def _unpack(packed: Any) -> Any:
         return packed.unpack()
 
+
+def _address(tensor: Tensor) -> int:
+    """That of a tensor's storage: of its first byte, or of what stands for it where there is none, as in a fake one."""
+    if type(tensor) in _PLAIN:
+        first = tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
+        if first:
+            return first
+    return tensor.untyped_storage()._cdata
+
+
+_PLAIN = (Tensor, nn.Parameter)
 
 scope = Scope()
 
@@ -224,11 +280,50 @@ def may_open() -> bool:
 
 
 # -- the outermost forward -------------------------------------------------------------------------------
+#
+# A global module hook finds it. In every module's call it would cost a little, so while a scope is open the hook is
+# away, and one of the outermost module brings it back. A forward that ends by a KeyboardInterrupt calls no hooks: the
+# next layer sees that the frame that opened the scope has ended.
 
 _layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _holders: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-_hooks: list[Any] = []
 _CALL = nn.Module._call_impl.__code__
+
+
+class _Lookout:
+    """The global hooks, of all threads."""
+
+    def __init__(self) -> None:
+        self.open_scopes = 0
+        self.stays = False  # several threads run models at a time
+        self._hook: Any = None
+        self._growth: Any = None
+
+    def start(self) -> None:
+        if self._hook is None and _layers:
+            self._hook = nn_module.register_module_forward_pre_hook(_before)
+        if self._growth is None and _layers:
+            self._growth = nn_module.register_module_module_registration_hook(lambda *_: _holders.clear())
+
+    def pause(self) -> None:
+        if self._hook is not None and not self.stays:
+            self._hook.remove()
+            self._hook = None
+
+    def end(self) -> None:
+        for hook in (self._hook, self._growth):
+            if hook is not None:
+                hook.remove()
+        self._hook = self._growth = None
+
+    def was_away(self) -> None:
+        """A layer runs outside of any scope: if another thread has one open, stay from now on."""
+        if self.open_scopes:
+            self.stays = True
+            self.start()
+
+
+_lookout = _Lookout()
 
 
 def watch(layer: nn.Module) -> None:
@@ -237,33 +332,27 @@ def watch(layer: nn.Module) -> None:
     _holders.clear()
     # torch.compile(model) warns that global hooks run once more, around its wrapper. Ours do nothing there.
     warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
-    if not _hooks:
-        _hooks.append(nn_module.register_module_forward_pre_hook(_before))
-        _hooks.append(nn_module.register_module_forward_hook(_after, always_call=True))
-        _hooks.append(nn_module.register_module_module_registration_hook(lambda *_: _holders.clear()))
+    _lookout.start()
 
 
 def _before(module: nn.Module, args: Any) -> None:
-    if torch.compiler.is_compiling():
+    if scope.owner is not None or torch.compiler.is_compiling():
         return
-    if scope.is_open:
-        if scope.owner == "by hand" or _is_nested(sys._getframe(1)):
-            return
-        scope.close()  # of a forward that was interrupted
     if not _layers:
-        while _hooks:
-            _hooks.pop().remove()
-        return
-    if may_open() and not _is_compiled(module) and _holds_layer(module) and not _is_nested(sys._getframe(1)):
-        scope.open(weakref.ref(module))
+        _lookout.end()
+    elif may_open() and not _is_compiled(module) and _holds_layer(module) and not _is_nested(sys._getframe(1)):
+        scope.open(sys._getframe(1))
+        scope.end_hook = module.register_forward_hook(_after, always_call=True)
+        _lookout.open_scopes += 1
+        _lookout.pause()
 
 
 def _after(module: nn.Module, args: Any, out: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    owner = scope.owner
-    if isinstance(owner, weakref.ref) and owner() is module and not _is_nested(sys._getframe(1)):
+    if scope.owner is sys._getframe(1):
         scope.close()
+        scope.end_hook.remove()
+    elif scope.owner is not None:
+        scope.goes_on()  # an exception: torch goes through the module's hooks now, and the next scope takes ours away
 
 
 def _holds_layer(module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import LowtideError, TraceError, WorkloadError
+from lowtide.kernels.launches import watched
 from lowtide.tracing.answers import Answers
 from lowtide.tracing.backward import backward
 from lowtide.tracing.calls import Call
@@ -75,7 +76,9 @@ def _held_gradients(work: Workload) -> int:
 
 def _trace_fake(work: Workload, target: str, calls: dict[str, Call] | None) -> Graph:
     tensor_device = torch.device("cpu" if target == "cpu" else "cuda")
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # An op without a fake kernel runs for real, on zeros: where it cannot, it is to be named.
+    is_here = tensor_device.type == "cpu" or torch.cuda.is_available()
+    mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=is_here)
     try:
         with ExitStack() as stack:
             if tensor_device.type == "cuda":
@@ -124,6 +127,7 @@ def _run(work: Workload, meter: Meter, *, fake: bool, device: str, calls: dict[s
         stack.enter_context(_noted_generator_states(recorder))
         if not fake:
             stack.enter_context(opaque_compiled_graphs(recorder, work.model, expected=bool(compiled)))
+        stack.enter_context(watched(lambda *launch: _launch(recorder, *launch, fake=fake)))
         stack.enter_context(meter.step())
         stack.enter_context(fake_kernels)
         stack.enter_context(recorder)
@@ -154,6 +158,14 @@ def _backward(losses: list[Tensor], recorder: Recorder) -> None:
         backward(losses.pop(), recorder.visit)
     else:
         torch.autograd.backward(losses.pop())
+
+
+def _launch(
+    recorder: Recorder, name: str, tensors: Sequence[Tensor | None], launch: Callable[[], None], *, fake: bool
+) -> None:
+    """A kernel of our own as an op that reads and writes these tensors; on fake ones it is not launched."""
+    touched: list[Any] = [tensor for tensor in tensors if tensor is not None]
+    recorder.run_opaque(f"triton.{name}", touched, (lambda: None) if fake else launch)
 
 
 def _own_everything(recorder: Recorder, work: Workload) -> dict[Tensor, tuple[str, str]]:

@@ -254,8 +254,23 @@ def _group_norm_backward(grad: Tensor, *args: Any) -> Any:
     return aten.native_group_norm_backward.default(grad.contiguous(), *args)
 
 
-# Called instead of fake kernels that fail where the real ones do not.
+def _batch_norm_update_stats(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
+) -> tuple[Tensor, Tensor]:
+    """The mean and the variance of each channel; there is no fake kernel, and torch would run the real one on zeros.
+
+    A CPU gives them in the type of the running statistics, else of the input; a GPU in float32 at least.
+    """
+    if input.device.type != "cpu":
+        dtype = torch.promote_types(input.dtype, torch.float32)
+    else:
+        dtype = input.dtype if running_mean is None else running_mean.dtype
+    return input.new_empty(input.shape[1], dtype=dtype), input.new_empty(input.shape[1], dtype=dtype)
+
+
+# Called instead of fake kernels that fail where the real ones do not, or that are missing.
 SUBSTITUTES: dict[Any, Callable[..., Any]] = {
+    aten.batch_norm_update_stats.default: _batch_norm_update_stats,
     aten.native_group_norm_backward.default: _group_norm_backward,
 }
 

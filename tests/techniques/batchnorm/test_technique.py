@@ -101,7 +101,7 @@ def test_removed_bytes_are_the_outputs_that_are_no_longer_kept() -> None:
     assert [interval.bytes for interval in BatchNorm().price(one, plain).removed] == [full] * (1 + 2 * 2)
     with BatchNorm().apply(work, [one]):
         after = profile(work, fake=True)
-    per_channel = sum(s.bytes for s in after.saved if len(s.shape) == 1)
+    per_channel = sum(s.bytes for s in plain.saved if len(s.shape) == 1)
     assert plain.saved_bytes - after.saved_bytes == pytest.approx(5 * full, abs=per_channel)
 
 
@@ -113,6 +113,24 @@ def test_a_plan_may_choose_it_and_its_promise_holds(monkeypatch: pytest.MonkeyPa
     assert found.fidelity is Fidelity.ROUNDOFF
     assert found.peak_bytes <= found.budget_bytes
     assert verify(work, found).ok
+
+
+@pytest.mark.parametrize("name", ["resnet18", "densenet121", "unet", "wrn28-2", "resnet18-1d"])
+def test_a_gpus_step_is_predicted_without_one_and_needs_less(name: str) -> None:
+    work = zoo.small(name, device="meta")
+    plain = profile(work, device="h200")
+    with convert(work.model):
+        converted = profile(work, device="h200")
+    assert converted.storage_peak_bytes < plain.storage_peak_bytes
+    assert converted.saved_bytes < plain.saved_bytes
+
+
+def test_a_plan_for_a_gpu_that_is_not_here_may_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.techniques.sqrt.Sqrt.options", lambda self, profile: [])
+    work = zoo.workload("wrn28-2", batch=32, device="meta")
+    found = plan(work, "80%", device="h200")
+    assert found.options[0].technique == "batchnorm"
+    assert not any("left out" in note for note in found.notes)
 
 
 def test_it_works_inside_recomputed_segments() -> None:

@@ -11,8 +11,7 @@ A layer keeps x, x̂ or z for backward. ATen's batch-norm kernels serve all thre
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,19 +22,19 @@ Keeps = Literal["x", "xhat", "z"]
 Sums = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # local Σ dy and Σ dy·x̂ -> their means over all processes
 
 _aten: Any = torch.ops.aten
+_PIECE_BYTES, _MOST_PIECES = 2**20, 8
 
 
-@dataclass(frozen=True)
-class Running:
+class Running(NamedTuple):
     """The running statistics to update, and by how much."""
 
     mean: Tensor | None = None
     var: Tensor | None = None
     momentum: float = 0.1
+    batches: Tensor | None = None  # counts them
 
 
-@dataclass(frozen=True)
-class Affine:
+class Affine(NamedTuple):
     """What turns x into y: per channel the mean, 1/σ, γ and β. Mean and 1/σ are float32 at least."""
 
     mean: Tensor
@@ -61,6 +60,8 @@ class Affine:
 def statistics(x: Tensor, running: Running | None = None) -> tuple[Tensor, Tensor]:
     """The mean and the biased variance of each channel; the running statistics follow them."""
     held, wide = running or Running(), torch.promote_types(x.dtype, torch.float32)
+    if held.batches is not None:
+        held.batches.add_(1)
     if held.mean is None:  # without, ATen rounds those of a 16-bit x to 16 bits
         mean, var = x.new_zeros(2, x.shape[1], dtype=wide)
         held = Running(mean, var)
@@ -77,16 +78,63 @@ def normalize(
     residual: Tensor | None = None,
 ) -> Tensor:
     """φ(y), y from x or x̂. The same call gives the same bits, so forward and rebuilding agree."""
-    return activation.write(preactivation(kept, keeps, affine, residual), slopes)
+    pieces = _pieces(kept)
+    if len(pieces) == 1:
+        return activation.write(preactivation(kept, keeps, affine, residual), slopes)
+    z = torch.empty_like(kept)
+    for piece in pieces:
+        y = preactivation(kept[piece], keeps, affine, None if residual is None else residual[piece], out=z[piece])
+        _put(y, activation.write(y, slopes))
+    return z
 
 
-def preactivation(kept: Tensor, keeps: Keeps, affine: Affine, residual: Tensor | None = None) -> Tensor:
+def activation_backward(
+    dz: Tensor, kept: Tensor, keeps: Keeps, affine: Affine, activation: Activation, residual: Tensor | None = None
+) -> Tensor:
+    """The gradient dy = dz·φ'(y), y from x or x̂, for an activation that learns nothing."""
+    pieces = _pieces(kept) if dz.dtype == kept.dtype else [slice(None)]
+    if len(pieces) == 1:
+        return activation.backward(dz, preactivation(kept, keeps, affine, residual), write=True)[0]
+    dy = torch.empty_like(kept)
+    for piece in pieces:
+        y = preactivation(kept[piece], keeps, affine, None if residual is None else residual[piece], out=dy[piece])
+        _put(y, activation.backward(dz[piece], y, write=True)[0])
+    return dy
+
+
+def preactivation(
+    kept: Tensor, keeps: Keeps, affine: Affine, residual: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
     """The value before the activation, from x or x̂, by ATen's inference kernel: on a CPU there is none faster."""
     a = affine.of_kept(keeps)
     bias = None if a.bias is None else a.beta
     # γ/σ as the weight, over a variance of one: the bits of torch's own training step, and 1/σ is not rounded again.
-    y = _aten.native_batch_norm(kept, a.gamma * a.invstd, bias, a.mean, torch.ones_like(a.mean), False, 0.0, 0.0)[0]
+    args = (kept, a.gamma * a.invstd, bias, a.mean, torch.ones_like(a.mean), False, 0.0, 0.0)
+    if out is None:
+        y = _aten.native_batch_norm(*args)[0]
+    else:
+        none = a.mean.new_empty(0)
+        y = out
+        _aten.native_batch_norm.out(*args, out=y, save_mean=none, save_invstd=none)
     return y if residual is None else y.add_(residual)
+
+
+def _put(target: Tensor, values: Tensor) -> None:
+    """Copy values to where they should be, unless they are there."""
+    if values.untyped_storage()._cdata != target.untyped_storage()._cdata:
+        target.copy_(values)
+
+
+def _pieces(x: Tensor) -> list[slice]:
+    """The batch in pieces that a CPU's cache holds from one op to the next; elsewhere in one.
+
+    A few at most: each is an op more to start, and to trace.
+    """
+    count = min(_MOST_PIECES, x.numel() * x.element_size() // _PIECE_BYTES, x.shape[0])
+    if x.device.type != "cpu" or count < 2:
+        return [slice(None)]
+    samples = -(-x.shape[0] // count)
+    return [slice(first, first + samples) for first in range(0, x.shape[0], samples)]
 
 
 def input_backward(

@@ -2,9 +2,9 @@
 
 A *tile* is one channel (NCHW) or a few neighbours (NHWC). Where a tile fits the registers of one program, one launch
 does it in the fewest passes over memory there can be: 2 forward (read x, write z) and 3 backward (read dz and what was
-kept, write dx). Otherwise tiles are cut into parts: a launch sums them, its last program of each tile adds the sums up,
-and a second launch makes the result. That is 3 passes and 5, less what the second launch finds in the cache: it goes
-through every part backwards, so that it meets first what the sums saw last.
+kept, write dx). Otherwise a first launch sums: all its programs go through the tensor side by side, from its beginning
+to its end, and the last one of each tile adds the sums up. A second launch makes the result. That is 3 passes and 5,
+less what the second launch finds in the cache: it starts at the end, which the sums saw last.
 
 Results do not depend on timing: sums are put down by position and added in order.
 """
@@ -12,23 +12,45 @@ Results do not depend on timing: sums are put down by position and added in orde
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from lowtide.kernels import launches
 from lowtide.kernels.activations import Activation
 from lowtide.kernels.reference.batchnorm import Affine, Keeps, Running, Sums
 from lowtide.kernels.triton import batchnorm_programs as programs
 from lowtide.kernels.triton.activations import CODES, GELU_TANH
 
 _KEEPS = {"x": 0, "xhat": 1, "z": 2}
-_WHOLE_VALUES = 8192  # the largest tile that one program holds
-_BLOCK_BYTES = 2**14  # that a program loads at a time otherwise
-_STREAMS = 2  # programs for each processor that sum
-_STAGES = 3  # loads that such a program has in flight
-_REGISTERS = 128  # of a thread, so that two of them run on a processor
+_STAGES = 3  # loads that a program that sums has in flight
+
+
+class _Shape(NamedTuple):
+    """What a program works on at a time, found by measuring on an H200."""
+
+    block_bytes: int
+    width_bytes: int  # of the block, in NHWC: channels that are neighbours
+    warps: int
+    streams: int = 0  # programs for each processor, each of which takes many blocks
+
+
+_SUMS = {"NCHW": _Shape(2**13, 0, 4, 4), "NHWC": _Shape(2**14, 128, 8, 2)}
+_MAP = _Shape(2**12, 256, 4)
+_WHOLE = _Shape(2**15, 64, 8)  # the largest tile that one program holds, in float32
+_REGISTERS = 128  # of a thread that sums, so that all streams run at once
+
+
+class Blocks(NamedTuple):
+    """A tensor cut into tiles of a few channels, and tiles into blocks of rows."""
+
+    tiles: int
+    blocks: int  # of a tile
+    constants: tuple[int | bool, ...]  # L, NHWC, WIDE, BM and BC of the programs
+    warps: int
 
 
 @dataclass(frozen=True, eq=False)  # one object for each layout, compared by identity: it is looked up in every call
@@ -37,44 +59,39 @@ class Grid:
 
     channels: int
     rows: int  # values per channel
-    length: int  # neighbours in memory of one channel; 1 in NHWC
-    nhwc: bool
-    wide: bool  # offsets need 64 bits
-    block_channels: int
-    block_rows: int
-    tiles: int
-    parts: int  # of a tile
-    part: int  # rows
-    blocks: int  # of a part
-    whole: bool  # a tile is one block
+    device: int | None  # of CUDA
+    whole: Blocks | None  # where a tile is one block that one program holds
+    sums: Blocks
+    parts: int  # of a tile: programs that sum
     at_once: int  # parts whose sums are loaded together
-    common: tuple[int | bool, ...]  # the constants L, NHWC and WIDE of every program
-
-    @property
-    def warps(self) -> int:
-        return 8 if self.block_rows * self.block_channels > 4096 else 4
+    map: Blocks
 
 
 @lru_cache(maxsize=4096)
-def grid_of(shape: torch.Size, nhwc: bool, item_bytes: int, device: torch.device, streams: int | None = None) -> Grid:
+def grid_of(
+    shape: torch.Size, nhwc: bool, dtype: torch.dtype, device: torch.device, streams: int | None = None
+) -> Grid:
     """``streams``, for tests: as many parts over all tiles, also where a tile would fit one program."""
     channels = shape[1]
     rows = shape.numel() // channels
     nhwc = nhwc or len(shape) == 2
-    block_channels = min(_power(channels), 64 // item_bytes) if nhwc else 1
-    whole = streams is None and _power(rows) * block_channels <= _WHOLE_VALUES
-    if not whole and nhwc:
-        block_channels = min(_power(channels), 256 // item_bytes)
-    block_rows = min(_power(rows), (_WHOLE_VALUES if whole else _BLOCK_BYTES // item_bytes) // block_channels)
-    tiles = -(-channels // block_channels)
-    parts = 1 if whole else -(-(streams or _STREAMS * _processors(device)) // tiles)
-    part = -(-rows // (parts * block_rows)) * block_rows
-    parts = -(-rows // part)
-    length, wide = 1 if nhwc else rows // shape[0], shape.numel() >= 2**31
-    return Grid(
-        channels, rows, length, nhwc, wide, block_channels, block_rows, tiles, parts, part, part // block_rows, whole,
-        min(_power(parts), max(1, 4096 // block_channels)), (length, nhwc, wide),
-    )  # fmt: skip
+    common = (1 if nhwc else rows // shape[0], nhwc, shape.numel() >= 2**31)  # the last: offsets need 64 bits
+
+    def cut(values: int, width_bytes: int, warps: int) -> Blocks:
+        block_channels = min(_power(channels), width_bytes // dtype.itemsize) if nhwc else 1
+        block_rows = min(_power(rows), values // block_channels)
+        tiles = -(-channels // block_channels)
+        return Blocks(tiles, -(-rows // block_rows), (*common, block_rows, block_channels), warps)
+
+    shape_of_sums = _SUMS["NHWC" if nhwc else "NCHW"]
+    whole = cut(_WHOLE.block_bytes // 4, _WHOLE.width_bytes, _WHOLE.warps)
+    sums = cut(shape_of_sums.block_bytes // dtype.itemsize, shape_of_sums.width_bytes, shape_of_sums.warps)
+    programs = streams or shape_of_sums.streams * _processors(device)
+    parts = min(max(1, programs // sums.tiles), sums.blocks)
+    at_once = min(_power(parts), max(1, 4096 * sums.tiles // _power(channels)))
+    whole_fits = streams is None and whole.blocks == 1
+    by_value = cut(_MAP.block_bytes // dtype.itemsize, _MAP.width_bytes, _MAP.warps)
+    return Grid(channels, rows, device.index, whole if whole_fits else None, sums, parts, at_once, by_value)
 
 
 def _power(number: int) -> int:
@@ -83,38 +100,52 @@ def _power(number: int) -> int:
 
 
 def _grid(x: Tensor, streams: int | None = None) -> Grid:
-    return grid_of(x.shape, is_nhwc(x), x.element_size(), x.device, streams)
+    return grid_of(x.shape, is_nhwc(x), x.dtype, x.device, streams)
 
 
 class _Launcher:
-    """Launches a kernel with as little Python as can be: once compiled for a key, it is called directly.
-
-    A key must hold all that Triton specialises on: constants, which pointers are None, and the integers' values.
-    """
+    """Launches a kernel with as little Python as can be: once compiled, its handle is called with bare addresses."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._compiled: dict[Any, Any] = {}
+        self._handles: dict[Any, tuple[Any, Any, Any]] = {}
 
-    def __call__(self, count: int, key: Any, *args: Any, constants: tuple[Any, ...], **options: int) -> None:
-        compiled = self._compiled.get((key, constants))
-        if compiled is not None:
-            compiled[(count, 1, 1)](*args, *constants)
-        else:  # the interpreter compiles nothing and gives None: there this way is always taken
-            self._compiled[key, constants] = self._kernel[(count,)](*args, *constants, **options)
+    def __call__(
+        self,
+        count: int,
+        grid: Grid,
+        dtypes: tuple[torch.dtype | None, ...],
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[float, ...],
+        constants: tuple[Any, ...],
+        **options: int,
+    ) -> None:
+        """Start ``count`` programs. The grid and the ``dtypes`` of the parameters say what Triton specialises on."""
+        if launches.watcher is not None:
+            again = partial(self, count, grid, dtypes, tensors, numbers, constants, **options)
+            return launches.show(self._kernel.__name__, tensors, again)
+        device = grid.device
+        if device is not None and device != _current_device():
+            with torch.cuda.device(device):
+                return self(count, grid, dtypes, tensors, numbers, constants, **options)
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        bits = 0
+        for address in addresses:
+            bits |= address or 0
+        handle = self._handles.get((grid, dtypes, constants)) if bits & 15 == 0 else None
+        if handle is not None:
+            run, function, metadata = handle
+            stream = _current_stream(device)
+            run(count, 1, 1, stream, function, metadata, None, None, None, *addresses, *numbers, *constants)
+            return None
+        compiled = self._kernel[(count,)](*tensors, *numbers, *constants, **options)
+        if compiled is not None and bits & 15 == 0:  # the interpreter compiles nothing
+            self._handles[grid, dtypes, constants] = compiled.run, compiled.function, compiled.packed_metadata
+        return None
 
 
-def _key(grid: Grid, x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """The layout and the dtypes, and whether all that the caller gave is aligned; what we allocate is."""
-    bits, dtypes = x.data_ptr(), [x.dtype]
-    for tensor in others:
-        if tensor is None:
-            dtypes.append(None)  # pyright: ignore[reportArgumentType]
-        else:
-            bits |= tensor.data_ptr()
-            dtypes.append(tensor.dtype)
-    return (grid, bits & 15 == 0, *dtypes)
-
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # none where torch has no CUDA
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 _forward_whole_launch = _Launcher(programs.forward_whole)
 _measure_launch = _Launcher(programs.measure)
@@ -123,22 +154,40 @@ _backward_whole_launch = _Launcher(programs.backward_whole)
 _reduce_launch = _Launcher(programs.reduce)
 _apply_launch = _Launcher(programs.apply)
 
-_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+class _Scratch(NamedTuple):
+    """Where the parts of tiles put down their sums, and for each tile how many have; launches leave the counts at 0."""
+
+    sums: Tensor
+    counts: Tensor
 
 
-def _counters_for(device: torch.device, tiles: int) -> Tensor:
-    """One counter for each tile; every launch leaves them at 0. One set per stream, on which launches never overlap."""
-    stream = torch._C._cuda_getCurrentRawStream(device.index or 0) if device.type == "cuda" else 0
-    found = _counters.get((device, stream))
-    if found is None or found.numel() < tiles:
-        size = max(4096, _power(tiles))
-        found = _counters[device, stream] = torch.zeros(size, dtype=torch.int32, device=device)
-    return found
+_scratches: dict[tuple[int | None, int], list[_Scratch]] = {}
+
+
+def _scratch(grid: Grid, x: Tensor) -> _Scratch:
+    """One for each stream, on which launches never overlap; one that became too small may be in a captured graph."""
+    if isinstance(x, FakeTensor):
+        return _Scratch(x.new_empty(0), x.new_empty(0))  # it stays from step to step, and is small
+    device = x.device
+    stream = _current_stream(grid.device) if grid.device is not None else 0
+    held = _scratches.get((grid.device, stream))
+    needed = 3 * grid.parts * grid.channels
+    if held is not None and held[-1].sums.numel() >= needed and held[-1].counts.numel() >= grid.sums.tiles:
+        return held[-1]
+    sums = torch.empty(max(2**18, _power(needed)), dtype=torch.float32, device=device)
+    counts = torch.zeros(max(2**12, _power(grid.sums.tiles)), dtype=torch.int32, device=device)
+    made = _Scratch(sums, counts)
+    if grid.device is None or not torch.cuda.is_current_stream_capturing():  # there the zeros are still to come
+        _scratches.setdefault((grid.device, stream), []).append(made)
+    return made
 
 
 @cache
 def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    """Of a GPU that is not here, where nothing is launched: any number."""
+    here = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(device).multi_processor_count if here else 1
 
 
 def is_nhwc(x: Tensor) -> bool:
@@ -163,7 +212,7 @@ def like(tensor: Tensor, x: Tensor) -> Tensor:
 def _numbers(activation: Activation) -> tuple[int, float, float]:
     code = GELU_TANH if activation.name == "gelu" and activation.numbers[0] else CODES[activation.name]
     a, b = (*activation.numbers, 0.0, 0.0)[:2]
-    return code, a, b
+    return code, float(a), float(b)
 
 
 def forward(
@@ -180,43 +229,45 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The output z, mean, 1/σ, and x̂ if wanted; the running statistics follow."""
     grid = _grid(x)
-    if not grid.whole:
-        mean, invstd = measure(x, running, eps=eps)
-        z, xhat = normalize(
-            x, "x", Affine(mean, invstd, weight, bias), activation, slopes, residual, keep_xhat=keep_xhat
-        )
+    if grid.whole is None:
+        mean, invstd = _measure(grid, x, running, eps)
+        affine = Affine(mean, invstd, weight, bias)
+        z, xhat = _normalize(grid, x, "x", affine, activation, slopes, residual, keep_xhat)
         return z, mean, invstd, xhat
-    mean, invstd = torch.empty(2, grid.channels, dtype=torch.float32, device=x.device).unbind()
+    mean, invstd = _per_channel(grid, x), _per_channel(grid, x)
     z = torch.empty_like(x)
     xhat = torch.empty_like(x) if keep_xhat else None
     code, a, b = _numbers(activation)
-    constants = (
-        *grid.common, grid.block_rows, grid.block_channels, code, keep_xhat, residual is not None, weight is not None,
-        bias is not None, running.mean is not None, slopes is not None and slopes.numel() == 1,
-    )  # fmt: skip
+    held, var, momentum, batches = running
     _forward_whole_launch(
-        grid.tiles, _key(grid, x, weight, bias, slopes, residual, running.mean, running.var),
-        x, z, xhat, residual, mean, invstd, weight, bias, slopes, running.mean, running.var,
-        grid.channels, grid.rows, eps, running.momentum, a, b,
-        constants=constants, num_warps=8,
+        grid.whole.tiles, grid, (_dtype(weight), _dtype(bias), _dtype(slopes), _dtype(held)),
+        (x, z, xhat, residual, mean, invstd, weight, bias, slopes, held, var, batches),
+        (grid.channels, grid.rows, float(eps), float(momentum), a, b),
+        (*grid.whole.constants, code, keep_xhat, residual is not None, weight is not None, bias is not None,
+         held is not None, batches is not None, slopes is not None and slopes.numel() == 1),
+        num_warps=grid.whole.warps,
     )  # fmt: skip
+    _wrote(held, var, batches)
     return z, mean, invstd, xhat
 
 
 def measure(x: Tensor, running: Running, *, eps: float, streams: int | None = None) -> tuple[Tensor, Tensor]:
     """The mean and 1/σ of each channel; the running statistics follow."""
-    grid = _grid(x, streams)
-    mean, invstd = torch.empty(2, grid.channels, dtype=torch.float32, device=x.device).unbind()
-    partial = torch.empty(3, grid.parts, grid.channels, dtype=torch.float32, device=x.device)
-    constants = (
-        *grid.common, grid.block_rows, grid.block_channels, grid.at_once, _STAGES, running.mean is not None,
-    )  # fmt: skip
+    return _measure(_grid(x, streams), x, running, eps)
+
+
+def _measure(grid: Grid, x: Tensor, running: Running, eps: float) -> tuple[Tensor, Tensor]:
+    mean, invstd = _per_channel(grid, x), _per_channel(grid, x)
+    scratch = _scratch(grid, x)
+    held, var, momentum, batches = running
     _measure_launch(
-        grid.tiles * grid.parts, _key(grid, x, running.mean, running.var),
-        x, mean, invstd, running.mean, running.var, partial, _counters_for(x.device, grid.tiles),
-        grid.channels, grid.rows, grid.parts, grid.part, eps, running.momentum,
-        constants=constants, num_warps=8, maxnreg=_REGISTERS,
+        grid.sums.tiles * grid.parts, grid, (_dtype(held),),
+        (x, mean, invstd, held, var, batches, scratch.sums, scratch.counts),
+        (grid.channels, grid.rows, grid.parts, float(eps), float(momentum)),
+        (*grid.sums.constants, grid.at_once, _STAGES, held is not None, batches is not None),
+        num_warps=grid.sums.warps, maxnreg=_REGISTERS,
     )  # fmt: skip
+    _wrote(held, var, batches)
     return mean, invstd
 
 
@@ -232,19 +283,29 @@ def normalize(
     streams: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The output z from x or x̂ with the statistics given, and x̂ if wanted."""
-    grid = _grid(kept, streams)
+    return _normalize(_grid(kept, streams), kept, keeps, affine, activation, slopes, residual, keep_xhat)
+
+
+def _normalize(
+    grid: Grid,
+    kept: Tensor,
+    keeps: Keeps,
+    affine: Affine,
+    activation: Activation,
+    slopes: Tensor | None,
+    residual: Tensor | None,
+    keep_xhat: bool,
+) -> tuple[Tensor, Tensor | None]:
     z = torch.empty_like(kept)
     xhat = torch.empty_like(kept) if keep_xhat else None
     code, a, b = _numbers(activation)
-    constants = (
-        *grid.common, grid.block_rows, grid.block_channels, code, keep_xhat, keeps == "xhat", residual is not None,
-        affine.weight is not None, affine.bias is not None, slopes is not None and slopes.numel() == 1,
-    )  # fmt: skip
+    mean, invstd, weight, bias = affine
     _normalize_launch(
-        grid.tiles * grid.parts * grid.blocks, _key(grid, kept, affine.weight, affine.bias, slopes, residual),
-        kept, z, xhat, residual, affine.mean, affine.invstd, affine.weight, affine.bias, slopes,
-        grid.channels, grid.rows, grid.parts, grid.blocks, grid.part, a, b,
-        constants=constants, num_warps=grid.warps,
+        grid.map.tiles * grid.map.blocks, grid, (_dtype(weight), _dtype(bias), _dtype(slopes)),
+        (kept, z, xhat, residual, mean, invstd, weight, bias, slopes),
+        (grid.channels, grid.rows, grid.map.tiles, a, b),
+        (*grid.map.constants, code, keep_xhat, keeps == "xhat", residual is not None, weight is not None,
+         bias is not None, slopes is not None and slopes.numel() == 1), num_warps=grid.map.warps,
     )  # fmt: skip
     return z, xhat
 
@@ -270,39 +331,52 @@ def backward(
     """
     grid = _grid(kept, streams)
     code, a, b = _numbers(activation)
-    learns = slopes is not None
-    totals = torch.empty(2 + learns, grid.channels, dtype=torch.float32, device=kept.device)
+    mean, invstd, weight, bias = affine
+    dbias, dweight = _per_channel(grid, kept), _per_channel(grid, kept)
+    dslopes = None if slopes is None else _per_channel(grid, kept)
     dx = torch.empty_like(kept)
     added = residual if joined is None else joined
     dy = torch.empty_like(kept) if added is not None else dz
-    parameters = (affine.mean, affine.invstd, affine.weight, affine.bias, slopes)
     joins = 2 if joined is not None else int(residual is not None)
-    has = (joins, affine.weight is not None, affine.bias is not None, learns and slopes.numel() == 1)
-    key = _key(grid, kept, dz, affine.weight, affine.bias, slopes, added)
+    has = (joins, weight is not None, bias is not None, slopes is not None and slopes.numel() == 1)
+    dtypes = (_dtype(weight), _dtype(bias), _dtype(slopes))
+    parameters = (mean, invstd, weight, bias, slopes)
+    found = (dbias, dweight, dslopes)
     unit = torch.finfo(kept.dtype).eps / 2
-    block = (*grid.common, grid.block_rows, grid.block_channels)
-    if grid.whole and sums is None:
+    if grid.whole is not None and sums is None:
         _backward_whole_launch(
-            grid.tiles, key, dz, kept, added, dx, dy, *parameters, totals, grid.channels, grid.rows, a, b, unit,
-            constants=(*block, code, _KEEPS[keeps], training, *has), num_warps=8,
+            grid.whole.tiles, grid, dtypes, (dz, kept, added, dx, dy, *parameters, *found),
+            (grid.channels, grid.rows, a, b, unit),
+            (*grid.whole.constants, code, _KEEPS[keeps], training, *has), num_warps=grid.whole.warps,
         )  # fmt: skip
     else:
-        partial = torch.empty(2 + learns, grid.parts, grid.channels, dtype=torch.float32, device=kept.device)
-        sum_block = (*grid.common, grid.block_rows, grid.block_channels, grid.at_once, _STAGES)
+        scratch = _scratch(grid, kept)
         _reduce_launch(
-            grid.tiles * grid.parts, key, dz, kept, added, *parameters, totals, partial,
-            _counters_for(kept.device, grid.tiles), grid.channels, grid.rows, grid.parts, grid.part, a, b, unit,
-            constants=(*sum_block, code, _KEEPS[keeps], *has), num_warps=8, maxnreg=_REGISTERS,
+            grid.sums.tiles * grid.parts, grid, dtypes,
+            (dz, kept, added, *parameters, *found, scratch.sums, scratch.counts),
+            (grid.channels, grid.rows, grid.parts, a, b, unit),
+            (*grid.sums.constants, grid.at_once, _STAGES, code, _KEEPS[keeps], *has),
+            num_warps=grid.sums.warps, maxnreg=_REGISTERS,
         )  # fmt: skip
-        means, count = totals, float(grid.rows)
-        if sums is not None:
-            means, count = torch.stack(sums(totals[0], totals[1])), 1.0
+        means, count = ((dbias, dweight), float(grid.rows)) if sums is None else (sums(dbias, dweight), 1.0)
         _apply_launch(
-            grid.tiles * grid.parts * grid.blocks, key, dz, kept, added, dx, dy, *parameters, means,
-            grid.channels, grid.rows, grid.parts, grid.blocks, grid.part, count, a, b, unit,
-            constants=(*block, code, _KEEPS[keeps], training, *has), num_warps=grid.warps,
+            grid.map.tiles * grid.map.blocks, grid, dtypes, (dz, kept, added, dx, dy, *parameters, *means),
+            (grid.channels, grid.rows, grid.map.tiles, count, a, b, unit),
+            (*grid.map.constants, code, _KEEPS[keeps], training, *has), num_warps=grid.map.warps,
         )  # fmt: skip
-    dslopes = None
-    if slopes is not None:
-        dslopes = totals[2].sum().view(slopes.shape) if slopes.numel() == 1 else totals[2]
-    return dx, totals[1], totals[0], dslopes, dy
+    if dslopes is not None and slopes is not None and slopes.numel() == 1:
+        dslopes = dslopes.sum().view(slopes.shape)
+    return dx, dweight, dbias, dslopes, dy
+
+
+def _per_channel(grid: Grid, x: Tensor) -> Tensor:
+    return torch.empty(grid.channels, dtype=torch.float32, device=x.device)
+
+
+def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
+
+
+def _wrote(*buffers: Tensor | None) -> None:
+    """Tell autograd, and whoever asks for versions, what a kernel wrote in place."""
+    torch.autograd.graph.increment_version([buffer for buffer in buffers if buffer is not None])

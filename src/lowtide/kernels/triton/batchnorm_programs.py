@@ -89,8 +89,8 @@ def _merge_lanes(count, mean, squares):
 
 @triton.jit
 def _put_statistics(
-    mean, var, mean_ptr, invstd_ptr, running_mean_ptr, running_var_ptr, channels, mine, ROWS, eps, momentum,
-    RUNNING: tl.constexpr,
+    mean, var, mean_ptr, invstd_ptr, running_mean_ptr, running_var_ptr, batches_ptr, tile, channels, mine, ROWS, eps,
+    momentum, RUNNING: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     tl.store(mean_ptr + channels, mean, mask=mine)
     tl.store(invstd_ptr + channels, 1.0 / tl.sqrt_rn(var + eps), mask=mine)
@@ -100,6 +100,9 @@ def _put_statistics(
         old_var = tl.load(running_var_ptr + channels, mask=mine, other=0.0).to(tl.float32)
         tl.store(running_mean_ptr + channels, old_mean + momentum * (mean - old_mean), mask=mine)
         tl.store(running_var_ptr + channels, old_var + momentum * (unbiased - old_var), mask=mine)
+    if COUNTED:  # noqa: SIM102 - known when compiled, the other not
+        if tile == 0:
+            tl.store(batches_ptr, tl.load(batches_ptr) + 1)
 
 
 @triton.jit
@@ -114,13 +117,10 @@ def _is_last(counters, tile, PARTS):
 
 
 @triton.jit
-def _block(PARTS, BLOCKS, PART, BM: tl.constexpr):
-    """The tile and the first row of a program of the second launch: all parts' last blocks first."""
-    program = tl.program_id(0)
-    spread = tl.num_programs(0) // BLOCKS  # parts of all tiles
-    part = program % spread
-    block = BLOCKS - 1 - program // spread
-    return part // PARTS, (part % PARTS) * PART + block * BM
+def _block(TILES, BM: tl.constexpr):
+    """The tile and the first row of a program of a second sweep: from the end, where the first one came last."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    return program % TILES, (program // TILES) * BM
 
 
 # -- forward -------------------------------------------------------------------------------------------------
@@ -148,10 +148,10 @@ def _activated(
 @triton.jit
 def forward_whole(
     x_ptr, z_ptr, xhat_ptr, residual_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr,
-    running_mean_ptr, running_var_ptr, C, ROWS, eps, momentum, a, b,
+    running_mean_ptr, running_var_ptr, batches_ptr, C, ROWS, eps, momentum, a, b,
     L: tl.constexpr, NHWC: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr,
     KEEP_XHAT: tl.constexpr, RESIDUAL: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, RUNNING: tl.constexpr,
-    ONE_SLOPE: tl.constexpr,
+    COUNTED: tl.constexpr, ONE_SLOPE: tl.constexpr,
 ):  # fmt: skip
     """Z = φ(γ(x - μ)/σ + β + residual), μ and σ measured. 2 passes."""
     channels = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -166,19 +166,9 @@ def forward_whole(
     apart = tl.where(mask, x - mean[None, :], 0.0)
     var = tl.sum(apart * apart, 0) / ROWS
     _put_statistics(
-        mean,
-        var,
-        mean_ptr,
-        invstd_ptr,
-        running_mean_ptr,
-        running_var_ptr,
-        channels,
-        known,
-        ROWS,
-        eps,
-        momentum,
-        RUNNING,
-    )
+        mean, var, mean_ptr, invstd_ptr, running_mean_ptr, running_var_ptr, batches_ptr, tl.program_id(0), channels,
+        known, ROWS, eps, momentum, RUNNING, COUNTED,
+    )  # fmt: skip
     gamma = _per_channel(weight_ptr, channels, known, 1.0, AFFINE)
     beta = _per_channel(bias_ptr, channels, known, 0.0, BIAS)
     a = _learned(slopes_ptr, a, channels, known, ACT, ONE_SLOPE)
@@ -190,73 +180,74 @@ def forward_whole(
 
 @triton.jit
 def measure(
-    x_ptr, mean_ptr, invstd_ptr, running_mean_ptr, running_var_ptr, partial, counters,
-    C, ROWS, PARTS, PART, eps, momentum,
+    x_ptr, mean_ptr, invstd_ptr, running_mean_ptr, running_var_ptr, batches_ptr, partial, counters,
+    C, ROWS, PARTS, eps, momentum,
     L: tl.constexpr, NHWC: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
-    STAGES: tl.constexpr, RUNNING: tl.constexpr,
+    STAGES: tl.constexpr, RUNNING: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """μ and 1/σ. One pass.
 
     All is summed as seen from the mean of a part's first block, so that a mean far from 0 costs nothing, nor does an
-    odd value in that block; lanes and parts are merged by Chan's formula.
+    odd value in that block; parts are merged by Chan's formula.
     """
     tile = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     channels = tile * BC + tl.arange(0, BC)
     known = channels < C
     lanes = tl.arange(0, BM)
-    start = part * PART
-    end = tl.minimum(start + PART, ROWS)
-    whole = (end - start) // BM  # blocks that need no mask along the rows
-    first = (start + lanes < end)[:, None] & known[None, :]
-    x = tl.load(x_ptr + _offsets(start + lanes, channels, C, L, NHWC, WIDE), mask=first, other=0.0).to(tl.float32)
-    origin = (tl.sum(x, 0) / tl.minimum(end - start, BM))[None, :]
+    last = ROWS // BM  # the block that may not be full
+    full = (last - part + PARTS - 1) // PARTS  # blocks of this part that are
+    rows = part * BM + lanes
+    mask = (rows < ROWS)[:, None] & known[None, :]
+    x = tl.load(x_ptr + _offsets(rows, channels, C, L, NHWC, WIDE), mask=mask, other=0.0).to(tl.float32)
+    origin = (tl.sum(x, 0) / tl.minimum(ROWS - part * BM, BM))[None, :]
     sums = tl.zeros([BM, BC], tl.float32)
     squares = tl.zeros([BM, BC], tl.float32)
-    for i in tl.range(0, whole, num_stages=STAGES):
-        at = _offsets(start + i * BM + lanes, channels, C, L, NHWC, WIDE)
+    for i in tl.range(0, full, num_stages=STAGES):
+        at = _offsets((part + i * PARTS) * BM + lanes, channels, C, L, NHWC, WIDE)
         apart = tl.load(x_ptr + at, mask=known[None, :], other=0.0).to(tl.float32) - origin
         sums += apart
         squares += apart * apart
-    rest = start + whole * BM + lanes
-    mask = (rest < end)[:, None] & known[None, :]
-    x = tl.load(x_ptr + _offsets(rest, channels, C, L, NHWC, WIDE), mask=mask, other=0.0).to(tl.float32)
-    apart = tl.where(mask, x - origin, 0.0)
-    sums += apart
-    squares += apart * apart
-    count = whole + mask.to(tl.float32)
-    shift = sums / tl.maximum(count, 1.0)
-    part_mean, part_var = _merge_lanes(count, origin + shift, tl.maximum(squares - sums * shift, 0.0))
+    count = full * BM
+    if last % PARTS == part:
+        rows = last * BM + lanes
+        mask = (rows < ROWS)[:, None] & known[None, :]
+        x = tl.load(x_ptr + _offsets(rows, channels, C, L, NHWC, WIDE), mask=mask, other=0.0).to(tl.float32)
+        apart = tl.where(mask, x - origin, 0.0)
+        sums += apart
+        squares += apart * apart
+        count += ROWS - last * BM
+    total = count.to(tl.float32)
+    shift = tl.sum(sums, 0) / total
     slot = part * C + channels
     size = PARTS * C
-    total = (end - start).to(tl.float32)
     tl.store(partial + slot, tl.zeros([BC], tl.float32) + total, mask=known)
-    tl.store(partial + size + slot, part_mean, mask=known)
-    tl.store(partial + 2 * size + slot, part_var * total, mask=known)
+    tl.store(partial + size + slot, tl.sum(origin, 0) + shift, mask=known)
+    tl.store(partial + 2 * size + slot, tl.maximum(tl.sum(squares, 0) - total * shift * shift, 0.0), mask=known)
     if _is_last(counters, tile, PARTS):
         mean, var = _merge(partial, channels, known, C, PARTS, BP)
         _put_statistics(
-            mean, var, mean_ptr, invstd_ptr, running_mean_ptr, running_var_ptr, channels, known,
-            ROWS, eps, momentum, RUNNING,
+            mean, var, mean_ptr, invstd_ptr, running_mean_ptr, running_var_ptr, batches_ptr, tile, channels, known,
+            ROWS, eps, momentum, RUNNING, COUNTED,
         )  # fmt: skip
 
 
 @triton.jit
 def normalize(
     x_ptr, z_ptr, xhat_ptr, residual_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr,
-    C, ROWS, PARTS, BLOCKS, PART, a, b,
+    C, ROWS, TILES, a, b,
     L: tl.constexpr, NHWC: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr,
     KEEP_XHAT: tl.constexpr, FROM_XHAT: tl.constexpr, RESIDUAL: tl.constexpr, AFFINE: tl.constexpr,
     BIAS: tl.constexpr, ONE_SLOPE: tl.constexpr,
 ):  # fmt: skip
     """Z = φ(γ(x - μ)/σ + β + residual), μ and σ given. 2 passes."""
-    tile, first = _block(PARTS, BLOCKS, PART, BM)
+    tile, first = _block(TILES, BM)
     channels = tile * BC + tl.arange(0, BC)
     known = channels < C
     rows = first + tl.arange(0, BM)
     mask = (rows < ROWS)[:, None] & known[None, :]
     at = _offsets(rows, channels, C, L, NHWC, WIDE)
-    x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     mean = _per_channel(mean_ptr, channels, known, 0.0, True)
     invstd = _per_channel(invstd_ptr, channels, known, 1.0, True)
     gamma = _per_channel(weight_ptr, channels, known, 1.0, AFFINE)
@@ -307,7 +298,8 @@ def _put_dx(
 
 @triton.jit
 def backward_whole(
-    dz_ptr, kept_ptr, residual_ptr, dx_ptr, dy_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr, sums_ptr,
+    dz_ptr, kept_ptr, residual_ptr, dx_ptr, dy_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr,
+    dbias_ptr, dweight_ptr, dslopes_ptr,
     C, ROWS, a, b, unit,
     L: tl.constexpr, NHWC: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr,
     KEEPS: tl.constexpr, TRAINING: tl.constexpr, RESIDUAL: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr,
@@ -331,17 +323,18 @@ def backward_whole(
     )
     sum_dy = tl.sum(dy, 0)
     sum_dy_xhat = tl.sum(dy * xhat, 0)
-    tl.store(sums_ptr + channels, sum_dy, mask=known)
-    tl.store(sums_ptr + C + channels, sum_dy_xhat, mask=known)
+    tl.store(dbias_ptr + channels, sum_dy, mask=known)
+    tl.store(dweight_ptr + channels, sum_dy_xhat, mask=known)
     if ACT == 12:
-        tl.store(sums_ptr + 2 * C + channels, tl.sum(dslope, 0), mask=known)
+        tl.store(dslopes_ptr + channels, tl.sum(dslope, 0), mask=known)
     _put_dx(dy, xhat, at, mask, gamma * invstd, sum_dy / ROWS, sum_dy_xhat / ROWS, dx_ptr, dy_ptr, TRAINING, RESIDUAL)
 
 
 @triton.jit
 def reduce(
-    dz_ptr, kept_ptr, residual_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr, sums_ptr, partial, counters,
-    C, ROWS, PARTS, PART, a, b, unit,
+    dz_ptr, kept_ptr, residual_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr,
+    dbias_ptr, dweight_ptr, dslopes_ptr, partial, counters,
+    C, ROWS, PARTS, a, b, unit,
     L: tl.constexpr, NHWC: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
     STAGES: tl.constexpr, ACT: tl.constexpr, KEEPS: tl.constexpr, RESIDUAL: tl.constexpr, AFFINE: tl.constexpr,
     BIAS: tl.constexpr, ONE_SLOPE: tl.constexpr,
@@ -351,8 +344,6 @@ def reduce(
     part = tl.program_id(0) % PARTS
     channels = tile * BC + tl.arange(0, BC)
     known = channels < C
-    start = part * PART
-    end = tl.minimum(start + PART, ROWS)
     mean = _per_channel(mean_ptr, channels, known, 0.0, True)
     invstd = _per_channel(invstd_ptr, channels, known, 1.0, True)
     gamma = _per_channel(weight_ptr, channels, known, 1.0, AFFINE)
@@ -361,9 +352,9 @@ def reduce(
     sum_dy = tl.zeros([BM, BC], tl.float32)
     sum_dy_xhat = tl.zeros([BM, BC], tl.float32)
     sum_slope = tl.zeros([BM, BC], tl.float32)
-    for first in tl.range(start, end, BM, num_stages=STAGES):
+    for first in tl.range(part * BM, ROWS, PARTS * BM, num_stages=STAGES):
         rows = first + tl.arange(0, BM)
-        mask = (rows < end)[:, None] & known[None, :]
+        mask = (rows < ROWS)[:, None] & known[None, :]
         at = _offsets(rows, channels, C, L, NHWC, WIDE)
         dz = tl.load(dz_ptr + at, mask=mask, other=0.0).to(tl.float32)
         kept = tl.load(kept_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -382,31 +373,32 @@ def reduce(
         tl.store(partial + 2 * size + slot, tl.sum(sum_slope, 0), mask=known)
     if _is_last(counters, tile, PARTS):
         total_dy = _sum_parts(partial, 0, channels, known, C, PARTS, BP)
-        tl.store(sums_ptr + channels, total_dy, mask=known)
+        tl.store(dbias_ptr + channels, total_dy, mask=known)
         total_dy_xhat = _sum_parts(partial, 1, channels, known, C, PARTS, BP)
-        tl.store(sums_ptr + C + channels, total_dy_xhat, mask=known)
+        tl.store(dweight_ptr + channels, total_dy_xhat, mask=known)
         if ACT == 12:
             total_slope = _sum_parts(partial, 2, channels, known, C, PARTS, BP)
-            tl.store(sums_ptr + 2 * C + channels, total_slope, mask=known)
+            tl.store(dslopes_ptr + channels, total_slope, mask=known)
 
 
 @triton.jit
 def apply(
-    dz_ptr, kept_ptr, residual_ptr, dx_ptr, dy_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr, sums_ptr,
-    C, ROWS, PARTS, BLOCKS, PART, count, a, b, unit,
+    dz_ptr, kept_ptr, residual_ptr, dx_ptr, dy_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr,
+    mean_dy_ptr, mean_dy_xhat_ptr,
+    C, ROWS, TILES, count, a, b, unit,
     L: tl.constexpr, NHWC: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr,
     KEEPS: tl.constexpr, TRAINING: tl.constexpr, RESIDUAL: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr,
     ONE_SLOPE: tl.constexpr,
 ):  # fmt: skip
     """Dx = (γ/σ)(dy - Σ dy/m - x̂·Σ dy·x̂/m) with the sums given. 3 passes."""
-    tile, first = _block(PARTS, BLOCKS, PART, BM)
+    tile, first = _block(TILES, BM)
     channels = tile * BC + tl.arange(0, BC)
     known = channels < C
     rows = first + tl.arange(0, BM)
     mask = (rows < ROWS)[:, None] & known[None, :]
     at = _offsets(rows, channels, C, L, NHWC, WIDE)
-    dz = tl.load(dz_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    kept = tl.load(kept_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    dz = tl.load(dz_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    kept = tl.load(kept_ptr + at, mask=mask, other=0.0).to(tl.float32)
     mean = _per_channel(mean_ptr, channels, known, 0.0, True)
     invstd = _per_channel(invstd_ptr, channels, known, 1.0, True)
     gamma = _per_channel(weight_ptr, channels, known, 1.0, AFFINE)
@@ -415,6 +407,6 @@ def apply(
     dy, xhat, _ = _gradients(
         dz, kept, at, mask, mean, invstd, gamma, beta, a, b, unit, residual_ptr, ACT, KEEPS, RESIDUAL
     )
-    mean_dy = _per_channel(sums_ptr, channels, known, 0.0, TRAINING) / count
-    mean_dy_xhat = _per_channel(sums_ptr + C, channels, known, 0.0, TRAINING) / count
+    mean_dy = _per_channel(mean_dy_ptr, channels, known, 0.0, TRAINING) / count
+    mean_dy_xhat = _per_channel(mean_dy_xhat_ptr, channels, known, 0.0, TRAINING) / count
     _put_dx(dy, xhat, at, mask, gamma * invstd, mean_dy, mean_dy_xhat, dx_ptr, dy_ptr, TRAINING, RESIDUAL)

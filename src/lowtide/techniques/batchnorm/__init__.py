@@ -2,5 +2,6 @@
 
 from lowtide.techniques.batchnorm.convert import Change, Conversion, convert
 from lowtide.techniques.batchnorm.find import Left
+from lowtide.techniques.batchnorm.memory import Memory
 
-__all__ = ["Change", "Conversion", "Left", "convert"]
+__all__ = ["Change", "Conversion", "Left", "Memory", "convert"]

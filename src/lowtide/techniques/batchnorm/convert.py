@@ -17,25 +17,32 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lowtide.errors import LowtideError
 from lowtide.kernels.activations import Activation
-from lowtide.nn import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
+from lowtide.nn.batchnorm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, SyncBatchNormAct, _BatchNormAct
 from lowtide.nn.functional import Strategy, resolve
+from lowtide.nn.pooling import can_pool, max_pool
 from lowtide.techniques.batchnorm.behind import behind
 from lowtide.techniques.batchnorm.find import Left, Pair, below, find, is_chain
 from lowtide.techniques.batchnorm.forwards import SETTINGS, Call, Untraceable, trace
+from lowtide.techniques.batchnorm.memory import Memory, predict
 from lowtide.techniques.forward import Forward, replace_forward
 from lowtide.techniques.technique import Undo
+from lowtide.workload import Workload
 
-_LAYERS = {nn.BatchNorm1d: BatchNormAct1d, nn.BatchNorm2d: BatchNormAct2d, nn.BatchNorm3d: BatchNormAct3d}
+_LAYERS = (BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, SyncBatchNormAct)
 
 
-def convert(model: nn.Module, strategy: Strategy = "auto", *, joins: int = 1) -> Conversion:
+def convert(
+    model: nn.Module, strategy: Strategy = "auto", *, joins: int = 1, work: Workload | None = None
+) -> Conversion:
     """Make batch norm and activation one layer, wherever one follows the other; say what was left, and why.
 
     The model is changed in place and keeps its classes, its parameters and its ``state_dict``; optimizers and
     checkpoints stay valid. ``joins`` is about the ends of residual blocks, act(batch_norm(x) + residual): 0 leaves
-    them, 1 makes each one layer, k > 1 also keeps the output of every k-th block only and rebuilds those between from
-    the one before, which takes one more pass each. Convert before ``torch.compile`` and before ``lowtide.apply``.
-    ``undo()`` gives the model back, trained as it is by then.
+    them, 1 makes each one layer, k > 1 also keeps the output of every k-th block of a stage only and rebuilds those
+    between from the one before, which takes one more pass each. Convert before ``torch.compile`` and before
+    ``lowtide.apply``. Max poolings then keep their input alone and find their maxima again. ``undo()`` gives the model
+    back, trained as it is by then. With ``work``, the training step that the model is part of, the step is predicted
+    before and after, without running, and the result has its bytes.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
     >>> print(convert(model))
@@ -48,6 +55,7 @@ def convert(model: nn.Module, strategy: Strategy = "auto", *, joins: int = 1) ->
     if joins < 0:
         raise LowtideError(f"joins={joins} is not a number of blocks", hint="0 leaves joins as they are.")
     _refuse_compiled(model)
+    before = None if work is None else predict(work, model)
     pairs, left = find(model, joins=joins > 0, residuals=joins > 1)
     joined = 0
     with Undo() as undo:
@@ -61,14 +69,18 @@ def convert(model: nn.Module, strategy: Strategy = "auto", *, joins: int = 1) ->
             except LowtideError as error:
                 left.append(Left(pair.path, str(error)))
                 continue
-            joined += join
+            joined = (0 if pair.starts else joined) + join
             undo.add(_fuse(model, pair, strategy, rebuild_joins=joined % max(joins, 1) != 0))
             changed.append(Change(pair.path, str(activation), strategy, join))
             if pair.behind.kind != "kept" and not is_chain(model.get_submodule(pair.owner)):
                 rewritten.setdefault(pair.owner, []).append(pair)
         for owner, its in rewritten.items():
             undo.add(replace_forward(Fused(model.get_submodule(owner), owner, its), path=owner))
-        return Conversion(tuple(changed), tuple(left), undo.keep())
+        pools = _pools(model) if changed and strategy != "standard" else {}
+        for path, pool in pools.items():
+            undo.add(replace_forward(Pooled(pool), path=path))
+        memory = None if work is None or before is None else Memory.of(before, predict(work, model))
+        return Conversion(tuple(changed), tuple(left), tuple(pools), memory, undo.keep())
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +99,18 @@ class Change:
 class Conversion:
     """What ``convert`` did, and the way back: call ``undo()``, or use it as a context manager."""
 
-    def __init__(self, changed: tuple[Change, ...], left: tuple[Left, ...], undo: Undo) -> None:
+    def __init__(
+        self,
+        changed: tuple[Change, ...],
+        left: tuple[Left, ...],
+        pools: tuple[str, ...],
+        memory: Memory | None,
+        undo: Undo,
+    ) -> None:
         self.changed = changed
         self.left = left
+        self.pools = pools  # the paths of max poolings
+        self.memory = memory  # None where no step was given
         self._undo = undo
 
     def undo(self) -> None:
@@ -106,8 +127,12 @@ class Conversion:
         count = len(self.changed)
         lines = [f"{count} of {count + len(self.left)} batch norms are one with what follows"]
         lines += _table([(change.path, str(change)) for change in self.changed])
+        if self.pools:
+            lines += ["max poolings keep their input alone", *_table([(path, "") for path in self.pools])]
         if self.left:
             lines += ["left as they were", *_table([(left.path, left.why) for left in self.left])]
+        if self.memory is not None:
+            lines += ["the step, as predicted", *(f"  {line}" for line in str(self.memory).splitlines())]
         return "\n".join(lines)
 
 
@@ -118,7 +143,12 @@ def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
         groups.setdefault((re.sub(r"\d+", "*", path), text), []).append(path)
     names = [f"{name} ({len(paths)})" if len(paths) > 1 else paths[0] for (name, _), paths in groups.items()]
     width = max(map(len, names), default=0)
-    return [f"  {name or 'the model':{width}}  {text}" for name, (_, text) in zip(names, groups, strict=True)]
+    return [f"  {name or 'the model':{width}}  {text}".rstrip() for name, (_, text) in zip(names, groups, strict=True)]
+
+
+def _pools(model: nn.Module) -> dict[str, nn.Module]:
+    """The max poolings that run as torch wrote them."""
+    return {path: m for path, m in model.named_modules() if can_pool(m) and "forward" not in vars(m)}
 
 
 # -- the layer in the place of the batch norm ------------------------------------------------------------
@@ -136,7 +166,7 @@ def _fuse(model: nn.Module, pair: Pair, strategy: Strategy, *, rebuild_joins: bo
         parent, _, name = pair.path.rpartition(".")
         norm = model.get_submodule(pair.path)
         assert isinstance(norm, _BatchNorm)
-        kind = next(layer for plain, layer in _LAYERS.items() if isinstance(norm, plain))
+        kind = next(layer for layer in _LAYERS if isinstance(norm, layer.plain))
         layer = kind.from_batch_norm(norm, activation, strategy, rebuild_joins=rebuild_joins)
         undo.add(_swap(model.get_submodule(parent), name, layer, path=pair.path))
         if pair.behind.kind == "join":
@@ -194,6 +224,13 @@ class Passed(Forward):
         return input
 
 
+class Pooled(Forward):
+    """The forward of a max pooling that keeps its input alone."""
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return max_pool(cast(Any, self.module), input)
+
+
 class Joined(Forward):
     """The forward of a layer with a residual, for all residuals that can be added to a batch norm.
 
@@ -211,7 +248,7 @@ class Joined(Forward):
             return input
         if isinstance(residual, Tensor) and self._fits(residual, input):
             return self.plain(input, residual.to(input.dtype))
-        out = _BatchNorm.forward(cast(_BatchNorm, self.module), input)
+        out = cast(_BatchNormAct, self.module).batch_norm(input)
         return self.activation(out.add_(residual) if self.in_place else out + residual)
 
     def _fits(self, residual: Tensor, input: Tensor) -> bool:
@@ -247,7 +284,7 @@ class Fused(Forward):
         key = (call, torch.is_grad_enabled(), self._read_settings())
         code = self._codes[key] if key in self._codes else self._learn(key)
         if code is None:
-            with _apart([self.module.get_submodule(site.norm) for site in self.sites]):
+            with _apart([cast(_BatchNormAct, self.module.get_submodule(site.norm)) for site in self.sites]):
                 return self.plain(*args, **kwargs)
         return code(self.module, *values)
 
@@ -319,11 +356,11 @@ class _Site:
 
 
 @contextmanager
-def _apart(layers: Sequence[nn.Module]) -> Generator[None]:
+def _apart(layers: Sequence[_BatchNormAct]) -> Generator[None]:
     """Have layers be plain batch norms, without activation or residual."""
     forwards = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
-        vars(layer)["forward"] = _BatchNorm.forward.__get__(layer)
+        vars(layer)["forward"] = layer.batch_norm
     try:
         yield
     finally:

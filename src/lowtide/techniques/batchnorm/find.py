@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx, nn
@@ -29,6 +29,7 @@ class Pair:
     owner: str  # of the module whose forward runs the activation
     call: str  # what the owner calls: the batch norm, or a module that ends with it
     behind: Behind
+    starts: bool = False  # a join that is rebuilt without the one before: its residual is a layer's too
 
     @property
     def at_the_end(self) -> bool:
@@ -72,9 +73,10 @@ def find(model: nn.Module, *, joins: bool = True, residuals: bool = False) -> tu
             left[path] = f"{NOTHING_TO_SAVE} (it is the residual of {pairs[place].path})"
         else:
             pairs[place] = pair
-    for pair in list(pairs.values()) if residuals else ():
+    for place, pair in list(pairs.items()) if residuals else ():
         path = modules.norm_that_gives(pair.owner, pair.behind.residual)
         if left.get(path, "").startswith(NOTHING_TO_SAVE):
+            pairs[place] = replace(pair, starts=True)
             del left[path]
             parent, _, name = path.rpartition(".")
             pairs[path, ""] = Pair(path, parent, name, Behind("kept", "identity"))
@@ -133,12 +135,10 @@ class _Modules:
             return "it is converted already"
         if isinstance(norm, _LazyNormBase):
             return "it is lazy, and has not seen a batch yet"
-        if isinstance(norm, nn.SyncBatchNorm):
-            return "SyncBatchNorm does not say its dimensions; lowtide.nn.BatchNormAct2d takes a process_group"
         if is_parametrized(norm):
             return "its parameters are parametrized"
-        known = isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
-        if not known or type(norm).forward is not _BatchNorm.forward:
+        known = isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm)
+        if not known or type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
             return f"{type(norm).__name__} has a forward of its own"
         if "forward" in vars(norm):
             return "its forward was replaced"

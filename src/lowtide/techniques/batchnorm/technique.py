@@ -51,6 +51,10 @@ class BatchNorm:
         ]
         added = [interval for pair in pairs for interval in steps.added(pair, needs, spacing)]
         seconds = sum(steps.seconds(pairs, needs, spacing).values())
+        for pool, again in steps.pools():
+            places = pool.outputs[1].storage
+            removed.append(Interval(steps.bytes(places), pool.index + 1, again, f"found again in {pool.module}"))
+            seconds += pool.seconds
         return Price(Fidelity.ROUNDOFF, added=tuple(added), removed=tuple(removed), compute_seconds=seconds)
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Undo:
@@ -99,7 +103,7 @@ class _Pair:
     in_place: bool  # "auto" inverts the activation: z is kept, and x need not be
     residual: int | None
     second: bool  # whether y is the second operand of the sum with the residual
-    join: int = 0  # how many joins there are up to it, itself included
+    join: int = 0  # how many joins there are up to it, itself included, since one whose residual is a batch norm's
 
     @property
     def is_join(self) -> bool:
@@ -215,6 +219,15 @@ class _Pairs:
         is_made = self.graph.storages[storage].category == "activation" and storage in self._on_device
         return is_made and self.death(storage) > self.last_use[storage] + 1
 
+    def pools(self) -> Iterator[tuple[Op, int]]:
+        """The max poolings that ``convert`` changes, each with the op of the backward pass that needs its places."""
+        kinds = dict(self.graph.modules)
+        for op in self.graph.ops:
+            if _base(op) in _POOLS and kinds.get(op.module) in ("MaxPool2d", "MaxPool3d") and op.phase == "forward":
+                again = self.first_need.get(op.outputs[1].storage)
+                if again is not None:
+                    yield op, again
+
     def _numbered(self) -> Iterator[_Pair]:
         """In the order of the model's modules, in which ``convert`` counts the joins."""
         kinds = dict(self.graph.modules)
@@ -232,7 +245,7 @@ class _Pairs:
         joins = 0
         for pair in pairs:
             if by_end[pair.ops[-1]] is pair:
-                joins += pair.is_join
+                joins = (0 if pair.residual in self._norms else joins) + pair.is_join
                 yield replace(pair, join=joins)
 
     def _pair(self, norm: Op) -> _Pair | None:
@@ -275,7 +288,8 @@ class _Pairs:
         return [reader for reader in self._readers.get(storage, []) if reader.index > op.index]
 
 
-_CLASSES = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
+_CLASSES = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
+_POOLS = ("max_pool2d_with_indices", "max_pool3d_with_indices")
 _KEEPERS = ("convolution", "mm", "addmm")  # of what they read
 _ACTIVATIONS = (
     *("relu", "leaky_relu", "elu", "celu", "silu", "gelu", "hardswish", "hardtanh", "hardsigmoid", "tanh"),

@@ -1,0 +1,36 @@
+"""Launches are shown to who watches, and only to them."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowtide.kernels import launches
+from lowtide.kernels.reference.batchnorm import Running
+
+pytest.importorskip("triton")
+from lowtide.kernels.triton import batchnorm as kernels
+
+
+def test_a_watcher_may_leave_a_launch_out():
+    seen = []
+    with launches.watched(lambda name, tensors, launch: seen.append((name, tensors[0].shape))), FakeTensorMode():
+        mean, _ = kernels.measure(torch.ones(4, 3, 5, 5), Running(), eps=1e-5)
+    assert mean.shape == (3,)
+    assert seen == [("measure", (4, 3, 5, 5))]
+    assert launches.watcher is None
+
+
+def test_what_a_watcher_launches_is_not_shown_again():
+    count = 0
+
+    def watch(name, tensors, launch):
+        nonlocal count
+        count += 1
+        launch()
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(4, 3, 5, 5, device=device)
+    with launches.watched(watch):
+        mean, _ = kernels.measure(x, Running(), eps=1e-5)
+    assert count == 1
+    torch.testing.assert_close(mean, x.mean((0, 2, 3)))

@@ -1,0 +1,125 @@
+"""The bytes that ``convert`` reports: right by torch.profiler's count; a step that is not the model's is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide import zoo
+from lowtide.errors import TraceError, WorkloadError
+from lowtide.nn import BatchNormAct2d
+from lowtide.techniques.batchnorm import Memory, convert
+from lowtide.tracing import trace
+from lowtide.workload import Workload
+from tests.tracing.allocator import allocated_peak, kept_bytes
+
+LOSS_BYTES = 4
+
+
+def chain(side: int = 16) -> Workload:
+    """Ops that allocate nothing inside themselves: the allocated peak is that of the tensors."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.BatchNorm2d(8), nn.SiLU())))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return Workload(model, lambda m, x: m(x).square().mean(), torch.randn(16, 8, side, side), optimizer)
+
+
+def held_by_layers(model: nn.Module) -> int:
+    """Each layer holds the mean and 1/σ of its channels in float32."""
+    return sum(2 * 4 * layer.num_features for layer in model.modules() if isinstance(layer, BatchNormAct2d))
+
+
+def kept(work: Workload) -> int:
+    return kept_bytes(work.model, work.loss, work.batch)
+
+
+def memory(work: Workload, joins: int = 1) -> Memory:
+    found = convert(work.model, joins=joins, work=work).memory
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("name", "joins"), [("resnet18", 1), ("resnet18", 4), ("wrn28-2", 1), ("unet", 1)])
+def test_saved_bytes_are_what_the_forward_pass_leaves_allocated(name: str, joins: int) -> None:
+    work = zoo.small(name)
+    plain = kept(work)
+    found = memory(work, joins)
+    assert found.saved_bytes_before == plain - LOSS_BYTES
+    assert found.saved_bytes_after == kept(work) - LOSS_BYTES - held_by_layers(work.model)
+    assert found.saved_bytes_after < found.saved_bytes_before
+
+
+@pytest.mark.parametrize("side", [16, 48])  # a batch in one piece, and in several
+def test_the_peak_is_the_allocators(side: int) -> None:
+    work = chain(side)
+    plain = allocated_peak(work.model, work.loss, work.batch, work.optimizer)
+    found = memory(work)
+    converted = allocated_peak(work.model, work.loss, work.batch, work.optimizer)
+    assert (found.peak_bytes_before, found.peak_bytes_after) == (plain, converted)
+    assert converted < plain
+
+
+def test_the_report_has_the_bytes_of_a_step_where_one_is_given() -> None:
+    work = chain()
+    with convert(work.model, work=work) as done:
+        assert str(done).endswith(
+            "the step, as predicted\n"
+            "  saved for backward  1.50 MiB before, 768 KiB after\n"
+            "  allocated peak      2.13 MiB before, 1.38 MiB after"
+        )
+    with convert(work.model) as done:
+        assert done.memory is None
+        assert "as predicted" not in str(done)
+
+
+def test_a_part_of_the_steps_model_may_be_converted_alone() -> None:
+    work = chain()
+    whole = nn.Sequential(work.model, chain().model)
+    step = Workload(whole, work.loss, work.batch)
+    found = convert(whole[1], work=step).memory
+    assert found is not None
+    full = work.batch.nbytes
+    assert found.saved_bytes_before - found.saved_bytes_after == pytest.approx(6 * full, abs=held_by_layers(whole))
+
+
+def assert_plain(model: nn.Module) -> None:
+    assert {type(layer) for layer in model} == {nn.BatchNorm2d, nn.SiLU}
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_step_of_another_model_is_refused_and_nothing_is_changed() -> None:
+    model = chain().model
+    with pytest.raises(WorkloadError, match=r"not in the step.*convert\(work\.model, work=work\)"):
+        convert(model, work=chain())
+    assert_plain(model)
+
+
+def test_a_step_that_cannot_be_predicted_is_refused_and_nothing_is_changed() -> None:
+    work = chain()
+    by_values = Workload(work.model, lambda m, x: m(x).sum() * float(x.sum()), work.batch)
+    with pytest.raises(TraceError, match="Leave out work="):
+        convert(work.model, work=by_values)
+    assert_plain(work.model)
+
+
+def test_a_step_that_fails_once_converted_leaves_the_model_as_it_was() -> None:
+    work = chain()
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if type(model.get_submodule("0")) is not nn.BatchNorm2d:
+            raise ValueError("not mine")
+        return work.loss(model, batch)
+
+    with pytest.raises(ValueError, match="not mine"):
+        convert(work.model, work=Workload(work.model, loss, work.batch))
+    assert_plain(work.model)
+
+
+@pytest.mark.parametrize("name", ["lenet", "resnet18", "resnet18-1d", "wrn28-2", "densenet121", "unet", "wide"])
+def test_a_fake_step_of_a_converted_model_is_the_real_one_to_the_byte(name: str) -> None:
+    work = chain(side=48) if name == "wide" else zoo.small(name)
+    with convert(work.model):
+        real, fake = trace(work), trace(work, fake=True)
+    assert fake.storage_peak_bytes == real.storage_peak_bytes
+    assert [op.name for op in fake.ops] == [op.name for op in real.ops]
