@@ -1,0 +1,149 @@
+"""How do memory and time of a chain grow with its depth, under each planner? And how long does the best plan take?
+
+Equal stages that save their output alone, backward twice as long as forward: memory in stage outputs, time as a ratio
+to keeping everything. Naive, √n, recursive and reversible are the table of Gomez et al. (2017) in numbers. Reversible
+is a formula, since it is another network: it holds a stage's output, the input rebuilt from it and their
+gradients, and runs each stage forward once more. All else is simulated, and every budget checked. The chart goes to
+docs/images/chains.svg where altair is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import ROOT, Row, record, seconds
+from lowtide.errors import MissingExtra
+from lowtide.planning.chains import Chain, Optimal, Schedule, keep_all, recursive, simulate, sqrt
+
+DEPTHS = [4, 8, 16, 32, 64, 128, 256, 512, 1024]
+DEEPEST_OPTIMAL = 256  # O(n³): 1024 stages take a minute
+STAGES, SLOTS = 200, 500
+LIMIT_SECONDS = 5.0
+
+RULES: dict[str, Callable[[Chain], Schedule]] = {
+    "keep everything": keep_all,
+    "√n segments": sqrt,
+    "recursive": recursive,
+}
+SAME = {"√n": "√n segments", "recursive": "recursive"}  # whose memory the optimum is given too
+COLORS = {
+    "keep everything": "#8a8f98",
+    "optimal in half of all memory": "#cc79a7",
+    "√n segments": "#e69f00",
+    "optimal in √n's memory": "#d55e00",
+    "recursive": "#56b4e9",
+    "optimal in recursive's memory": "#0072b2",
+    "reversible": "#009e73",
+}
+
+
+def main(repeats: int = 3) -> None:
+    rows = [row for depth in DEPTHS for row in growth(depth)]
+    rows += speed(repeats)
+    record("chains", rows)
+    try:
+        print(f"drawn to {draw(rows, ROOT / 'docs' / 'images' / 'chains.svg')}")
+    except MissingExtra as missing:
+        print(missing)
+    slowest = max(row.value for row in rows if row.metric == "time to plan")
+    if slowest > LIMIT_SECONDS:
+        raise SystemExit(f"{STAGES} stages in {SLOTS} slots take {slowest:.1f} s, more than {LIMIT_SECONDS} s")
+
+
+def growth(depth: int) -> list[Row]:
+    """Memory and time of one depth."""
+    chain = Chain.uniform(depth, backward_seconds=2)
+    plain = simulate(chain, keep_all(chain)).seconds
+    found: dict[str, tuple[float, float]] = {}
+    for subject, rule in RULES.items():
+        result = simulate(chain, rule(chain))
+        found[subject] = result.peak_bytes, result.seconds
+    if depth <= DEEPEST_OPTIMAL:
+        planner = Optimal(chain, SLOTS)
+        budgets = {f"{of}'s": int(found[rule][0]) for of, rule in SAME.items()}
+        if (half := int(found["keep everything"][0]) // 2) > planner.smallest_bytes:
+            budgets["half of all"] = half
+        for of, budget in budgets.items():
+            result = simulate(chain, planner.schedule(budget))
+            if result.peak_bytes > budget or (of[:-2] in SAME and result.seconds > found[SAME[of[:-2]]][1]):
+                raise SystemExit(f"depth {depth}: the optimum in {of} memory is none")
+            found[f"optimal in {of} memory"] = result.peak_bytes, result.seconds
+    found["reversible"] = 4, depth * (2 + 2)
+    case = f"{depth} equal stages"
+    return [
+        row
+        for subject, (memory, taken) in found.items()
+        for row in (
+            Row.of(case, subject, "memory", [memory], ""),
+            Row.of(case, subject, "time ratio", [taken / plain], "x"),
+        )
+    ]
+
+
+def speed(repeats: int) -> list[Row]:
+    """Planning of a long chain of unequal stages, and what the plans give."""
+    chain = unequal(STAGES)
+    plain = simulate(chain, keep_all(chain))
+    case = f"{STAGES} unequal stages, {SLOTS} slots"
+    rows: list[Row] = []
+    for share in (0.7, 0.35, 0.1):
+        budget = int(share * plain.peak_bytes)
+        planned: list[Schedule] = []
+        taken = [
+            seconds(lambda b=budget, p=planned: p.append(Optimal(chain, SLOTS).schedule(b))) for _ in range(repeats)
+        ]
+        result = simulate(chain, planned[-1])
+        if result.peak_bytes > budget:
+            raise SystemExit(f"{case}: {result.peak_bytes} bytes are over the budget of {budget}")
+        subject = f"budget {share:.0%} of keeping everything"
+        rows.append(Row.of(case, subject, "time to plan", taken, "s"))
+        rows.append(Row.of(case, subject, "of the budget used", [100 * result.peak_bytes / budget], "%"))
+        rows.append(Row.of(case, subject, "time ratio", [result.seconds / plain.seconds], "x"))
+    return rows
+
+
+def unequal(stages: int) -> Chain:
+    """Sizes and seconds of no pattern, so that rounding shows."""
+    rng = np.random.default_rng(0)
+    values = (rng.random(stages + 1) * 1e8 + 3e7).astype(int)
+    saved = (values[1:] * (1 + 10 * rng.random(stages))).astype(int)
+    forward = rng.random(stages)
+    temporary = (rng.random((2, stages)) * 1e7).astype(int).tolist()
+    return Chain(forward.tolist(), (2 * forward).tolist(), values.tolist(), saved.tolist(), *temporary)
+
+
+def draw(rows: list[Row], path: Path) -> Path:
+    """Memory and time over depth: as the laws are lines, memory and depth in powers of two."""
+    from lowtide.reporting.figures import FONT, _altair, _chart, save_figure
+
+    alt: Any = _altair()
+    points = [
+        {"depth": int(row.case.split()[0]), "planner": row.subject, "metric": row.metric, "value": row.value}
+        for row in rows
+        if row.case.endswith(" equal stages")
+    ]
+    color = alt.Color("planner:N", title=None, scale=alt.Scale(domain=list(COLORS), range=list(COLORS.values())))
+
+    def panel(metric: str, title: str, scale: Any) -> Any:
+        own = [point for point in points if point["metric"] == metric]
+        lines = _chart(alt, own).mark_line(point=True, strokeWidth=2)
+        return lines.encode(
+            x=alt.X("depth:Q", title="stages", scale=alt.Scale(type="log", base=2), axis=alt.Axis(values=DEPTHS)),
+            y=alt.Y("value:Q", title=title, scale=scale),
+            color=color,
+        ).properties(width=340, height=300)
+
+    memory = panel("memory", "peak, in stage outputs", alt.Scale(type="log", base=2))
+    time = panel("time ratio", "time, keeping everything = 1", alt.Scale(zero=False))
+    subtitle = "Each saves its output; backward takes twice as long as forward. Simulated; reversible by its formula."
+    title = alt.TitleParams("Chains of equal stages", subtitle=subtitle, anchor="start")
+    chart = alt.hconcat(memory, time, title=title, background="white", padding=16)
+    return save_figure(chart.configure(font=FONT).configure_view(stroke=None), path)
+
+
+if __name__ == "__main__":
+    main()

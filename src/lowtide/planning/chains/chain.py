@@ -1,0 +1,81 @@
+"""A chain of stages: what each takes and makes, in seconds and bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from lowtide.errors import LowtideError
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """n stages that run one after the other, each on what the one before made. All arrays are per stage.
+
+    Stage i turns value i into value i + 1, so there are n + 1 values: value 0 comes from outside and stays until
+    the end, value n goes out, to the loss or to what follows. A loss that is a stage is the last one. In
+    backward, stage i turns the gradient of value i + 1 into that of value i; the gradient of value n is there
+    when the first backward runs.
+
+    ``saved_bytes[i]`` (Rotor's ā) is what a forward of stage i adds when it keeps everything: all that its backward
+    reads except value i, and value i + 1 itself, whether or not that backward reads it. It is thus never less than
+    ``value_bytes[i + 1]``; what is shared with value i is not in it. Temporaries are what a stage holds beyond
+    its inputs and results while it runs. A gradient is as large as its value unless said otherwise (0 for an
+    input of integers).
+
+    >>> Chain([1, 1], [2, 2], [4, 4, 1], [6, 3]).stages
+    2
+    """
+
+    forward_seconds: Sequence[float]
+    backward_seconds: Sequence[float]
+    value_bytes: Sequence[int]
+    saved_bytes: Sequence[int]
+    forward_temporary_bytes: Sequence[int] = ()
+    backward_temporary_bytes: Sequence[int] = ()
+    gradient_bytes: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        stages = len(self.forward_seconds)
+        if not stages:
+            raise LowtideError("A chain has at least one stage, this one has none")
+        given = {field.name: list(getattr(self, field.name)) for field in fields(self)}
+        for name in ("forward_temporary_bytes", "backward_temporary_bytes"):
+            given[name] = given[name] or [0] * stages
+        given["gradient_bytes"] = given["gradient_bytes"] or given["value_bytes"]
+        for name, numbers in given.items():
+            wanted = stages + (name in ("value_bytes", "gradient_bytes"))
+            if len(numbers) != wanted:
+                raise LowtideError(f"{name} of a chain of {stages} stages has {wanted} numbers, not {len(numbers)}")
+            object.__setattr__(self, name, _checked(name, numbers))
+        for i, (saved, output) in enumerate(zip(self.saved_bytes, self.value_bytes[1:], strict=True)):
+            if saved < output:
+                raise LowtideError(
+                    f"saved_bytes[{i}] is {saved}, less than the stage's output of {output} bytes",
+                    hint="What a stage saves includes its output.",
+                )
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self.forward_seconds)
+
+    @classmethod
+    def uniform(cls, stages: int, *, value_bytes: int = 1, saved_bytes: int = 1, backward_seconds: float = 1) -> Chain:
+        """Equal stages of one second forward.
+
+        >>> Chain.uniform(3, saved_bytes=2).saved_bytes
+        (2, 2, 2)
+        """
+        return cls([1.0] * stages, [backward_seconds] * stages, [value_bytes] * (stages + 1), [saved_bytes] * stages)
+
+
+def _checked(name: str, numbers: Sequence[float]) -> tuple[float, ...]:
+    """Finite and not negative; bytes whole."""
+    whole = name.endswith("bytes")
+    for i, number in enumerate(numbers):
+        if not (math.isfinite(number) and number >= 0 and (not whole or number == int(number))):
+            kind = "a whole number of bytes" if whole else "a number of seconds"
+            raise LowtideError(f"{name}[{i}] is {number}, not {kind}")
+    return tuple(int(number) if whole else float(number) for number in numbers)

@@ -1,0 +1,105 @@
+"""Why a schedule keeps or runs again what it does, stage by stage."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.planning.chains.chain import Chain
+from lowtide.planning.chains.schedule import Kind, Operation, Schedule, simulate
+from lowtide.sizes import format_size
+
+
+@dataclass(frozen=True, slots=True)
+class StageChoice:
+    """What became of one stage's saved tensors: kept from its first run on, or let go and made again."""
+
+    stage: int
+    runs: int  # forward
+    saved_bytes: int
+    seconds_again: float  # of all runs after the first
+    peak_bytes_if_kept: int  # of the schedule, had they been kept from the first run on
+
+    @property
+    def kept(self) -> bool:
+        """Whether the stage runs forward once."""
+        return self.runs == 1
+
+    def why(self, budget_bytes: int) -> str:
+        """Bytes against seconds, in words.
+
+        >>> StageChoice(0, 3, 4096, 0.002, 9000).why(8192)
+        'Runs 2 more times, 2 ms: keeping its 4.00 KiB too would peak at 8.79 KiB, over 8.00 KiB'
+        """
+        size = format_size(self.saved_bytes)
+        if self.kept:
+            return f"Its {size} are kept"
+        times = "1 more time" if self.runs == 2 else f"{self.runs - 1} more times"
+        over = "over" if self.peak_bytes_if_kept > budget_bytes else "within"
+        return (
+            f"Runs {times}, {self.seconds_again * 1e3:.3g} ms: keeping its {size} too would peak at "
+            f"{format_size(self.peak_bytes_if_kept)}, {over} {format_size(budget_bytes)}"
+        )
+
+
+def explain(chain: Chain, schedule: Schedule) -> tuple[StageChoice, ...]:
+    """One line for each stage.
+
+    >>> chain = Chain.uniform(3, saved_bytes=4)
+    >>> for choice in explain(chain, Schedule.parse("F1c, F2e, F3e, B3, B2, F1e, B1")):
+    ...     print(choice.stage + 1, choice.why(budget_bytes=12))
+    1 Runs 1 more time, 1e+03 ms: keeping its 4 B too would peak at 15 B, over 12 B
+    2 Its 4 B are kept
+    3 Its 4 B are kept
+    """
+    during = simulate(chain, schedule).during_bytes
+    peak = int(during.max())
+    places = _Places(schedule)
+    return tuple(
+        StageChoice(
+            stage,
+            runs,
+            chain.saved_bytes[stage],
+            (runs - 1) * chain.forward_seconds[stage],
+            max(peak, _most_if_kept(chain, stage, places, during)),
+        )
+        for stage, runs in enumerate(schedule.runs)
+    )
+
+
+class _Places:
+    """Where the operations of a schedule are, and so when values are there."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._of: dict[Operation, list[int]] = {}
+        for place, op in enumerate(schedule.operations):
+            self._of.setdefault(op, []).append(place)
+
+    def of(self, stage: int, *kinds: Kind) -> list[int]:
+        return sorted(place for kind in kinds for place in self._of.get(Operation(kind, stage), []))
+
+    def copies(self, value: int) -> list[tuple[int, int]]:
+        """From when to when a value is there by itself, apart from what a stage saved."""
+        gone = self.of(value, Kind.NOTHING, Kind.BACKWARD)
+        made = self.of(value - 1, Kind.CHECKPOINT, Kind.NOTHING)
+        return [(place, gone[bisect(gone, place)]) for place in made]
+
+
+def _most_if_kept(chain: Chain, stage: int, places: _Places, during: NDArray[np.int64]) -> int:
+    """The most bytes from the stage's first run to the one that keeps everything, had the first kept everything."""
+    start = places.of(stage, Kind.CHECKPOINT, Kind.NOTHING, Kind.EVERYTHING)[0]
+    end = places.of(stage, Kind.EVERYTHING)[0]
+    if start == end:
+        return 0
+    more = np.full(end - start, chain.saved_bytes[stage])
+    for born, gone in places.copies(stage + 1):  # what is saved has the output in it
+        more[born - start : gone - start + 1] -= chain.value_bytes[stage + 1]
+    if stage > 0:  # its input would stay too
+        more += chain.value_bytes[stage]
+        inside = (places.of(stage - 1, Kind.EVERYTHING)[0], len(during))
+        for born, gone in [*places.copies(stage), inside]:
+            more[max(born - start, 0) : max(gone - start + 1, 0)] -= chain.value_bytes[stage]
+    return int((during[start:end] + more).max())

@@ -1,0 +1,130 @@
+"""Rotor's dynamic programme over a chain's stages and memory (Beaumont et al., 2019), on a grid of slots.
+
+With E(s, t, m) the seconds of running stages again while stages s to t go forward and backward in m bytes beyond
+the input of s, f forward seconds, and a, ā, ``keeping`` and ``passing`` as in ``Chain`` and ``Needs``:
+
+    E(s, s, m) = 0                                                   if m >= keeping(s, s)
+    E(s, t, m) = min( E(s + 1, t, m - ā_s)                           if m >= keeping(s, t): keep everything of s
+                      min over s < j <= t of                         if m >= passing(s, t): keep a_s, go on to j,
+                        f_s + … + f_{j-1} + E(j, t, m - a_j) + E(s, j - 1, m) )                   and come back
+
+and infinity otherwise.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.planning.chains.needs import Needs
+from lowtide.planning.chains.schedule import Schedule, simulate, unroll
+
+
+class Grid:
+    """E for all parts of a chain, at about ``slots`` points of memory up to ``top`` bytes.
+
+    Point i stands for ``i * slot + offset[s]`` bytes in the parts that start with stage s. The offsets are such that
+    keeping everything of a stage leads from one point right to another: only checkpoints are rounded, so that
+    what is left after one is the next point below. With fewer bytes than slots a slot is a byte, and all is exact.
+    """
+
+    def __init__(self, needs: Needs, top: int, slots: int) -> None:
+        self.needs = needs
+        self.slot = slot = max(1, -(-top // slots))
+        self.points = top // slot + 1
+        # Forward seconds before each stage, as a share of a power of two: float32 has whole seconds exactly.
+        self.elapsed = np.ldexp(needs.seconds, -int(np.frexp(needs.seconds[-1])[1]))
+        before = np.concatenate([[0], np.cumsum(needs.saved)])[:-1]
+        self.offset = (top - before) % slot
+        # How many points it goes down: to what is left for s + 1 when s is kept, and for j when a_j is.
+        self.keep_shift = np.append((needs.saved[:-1] - self.offset[:-1] + self.offset[1:]) // slot, 0)
+        self.pass_shift = np.minimum(-(-(needs.values[:-1] + self.offset) // slot), self.points)
+        self.pass_shift[0] = 0
+        self.least_keeping = np.maximum(self._point(needs.keeping), self.keep_shift[:, None])
+        # table[t][s] is E(s, t, ·) behind pass_shift[s] infinities: columns 0 on of all j are E(j, t, m - a_j) for the
+        # same m, so that one sum and one minimum over rows do the inner loop.
+        width = self.points + int(self.pass_shift.max())
+        self.table = [np.full((t + 1, width), np.inf, np.float32) for t in range(needs.chain.stages)]
+        self._fill()
+        self.again = self.table[-1][0, : self.points]  # E of the whole chain, in the same unit
+        self._found: dict[int, tuple[Schedule, int]] = {}
+
+    def fastest(self, room: int) -> Schedule | None:
+        """The fastest schedule in some bytes beyond the chain's input, or none.
+
+        float32 cannot tell schedules apart whose seconds are nearly equal: they are compared in float64, those at
+        lower points too, lest the last digits make a larger room slower.
+        """
+        again = self.again[: self._reach(room) + 1]
+        if not np.isfinite(again[-1:]).any():
+            return None
+        error = self.needs.chain.stages * 2.0**-20
+        near = np.flatnonzero(again <= again[-1] * (1 + error))
+        firsts = near[np.append(True, np.diff(again[near]) != 0)]
+        found = (self._schedule(int(point))[0] for point in firsts)
+        return min(found, key=lambda schedule: schedule.forward_seconds(self.needs.chain))
+
+    def _reach(self, room: int) -> int:
+        """The last point of which the schedule fits, with those of all points below; -1 for none.
+
+        Rounding makes schedules smaller than their points allow: points beyond the room are tried, up to the first
+        that really needs more.
+        """
+        point = max(-1, min((room - int(self.offset[0])) // self.slot, self.points - 1))
+        while point + 1 < self.points and self._need(point + 1) <= room:
+            point += 1
+        return point
+
+    def _need(self, point: int) -> int:
+        """The bytes beyond the chain's input that the schedule at a point really needs."""
+        again = self.again[point]
+        first = self.points - int(np.searchsorted(self.again[::-1], again, side="right"))  # as fast as this one
+        return self._schedule(first)[1] if np.isfinite(again) else 0
+
+    def _schedule(self, point: int) -> tuple[Schedule, int]:
+        if point not in self._found:
+            chain = self.needs.chain
+            schedule = unroll(chain.stages, point, self._decide)
+            self._found[point] = schedule, simulate(chain, schedule).peak_bytes - chain.value_bytes[0]
+        return self._found[point]
+
+    def _fill(self) -> None:
+        needs, stages, points = self.needs, self.needs.chain.stages, self.points
+        passing, whole = self._point(needs.passing), self._point(needs.whole)
+        back = np.empty((stages, points), np.float32)  # [j - 1]: f_s + … + f_{j-1} + E(s, j - 1, ·), for one s
+        ways = np.empty((stages, points), np.float32)
+        for s in range(stages - 1, -1, -1):
+            start = int(self.pass_shift[s])
+            for t in range(s, stages):
+                row = self.table[t][s, start : start + points]
+                low, high = int(passing[s, t]), int(whole[s, t])  # below there is no way, above all can be kept
+                row[high:] = 0.0
+                if t > s and low < high:
+                    some = ways[: t - s, low:high]
+                    np.add(self.table[t][s + 1 :, low:high], back[s:t, low:high], out=some)
+                    np.minimum.reduce(some, axis=0, out=row[low:high])
+                    low = max(low, int(self.least_keeping[s, t]))
+                    if low < high:
+                        np.minimum(row[low:high], self._kept(s, t, low, high), out=row[low:high])
+                np.add(row, np.float32(self.elapsed[t + 1] - self.elapsed[s]), out=back[t])
+
+    def _decide(self, first: int, last: int, point: int) -> tuple[int, int]:
+        """What ``_fill`` took the minimum from, once more: choices would need a table as large as that of seconds."""
+        start = int(self.pass_shift[first])
+        back = np.array([self.table[t][first, start + point] for t in range(first, last)], np.float32)
+        back += (self.elapsed[first + 1 : last + 1] - self.elapsed[first]).astype(np.float32)
+        passed = self.table[last][first + 1 :, point] + back
+        at = int(passed.argmin())
+        if point >= self.least_keeping[first, last] and self._kept(first, last, point, point + 1)[0] <= passed[at]:
+            return first, point - int(self.keep_shift[first])
+        at += first + 1
+        return at, point - int(self.pass_shift[at])
+
+    def _kept(self, s: int, t: int, low: int, high: int) -> NDArray[np.float32]:
+        """E(s + 1, t, m - ā_s) for the points m from ``low`` to ``high``."""
+        move = int(self.pass_shift[s + 1] - self.keep_shift[s])
+        return self.table[t][s + 1, low + move : high + move]
+
+    def _point(self, need: NDArray[np.int64]) -> NDArray[np.int64]:
+        """For needs by first stage, the first point that meets them; one past the last where none does."""
+        return np.clip(-(-(need - self.offset[:, None]) // self.slot), 0, self.points)

@@ -1,0 +1,208 @@
+"""The order in which a chain's stages run forward, again and backward; and what that takes in bytes and seconds."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.errors import PlanError
+from lowtide.planning.chains.chain import Chain
+
+
+class Kind(StrEnum):
+    """What an operation does with a stage, and what it keeps."""
+
+    CHECKPOINT = "c"  # forward; its input is kept
+    NOTHING = "n"  # forward; its input is let go
+    EVERYTHING = "e"  # forward; its input and all that its backward reads are kept
+    BACKWARD = "b"
+
+
+class Operation(NamedTuple):
+    """One stage, run once. Stages count from 0 here, and from 1 in print.
+
+    >>> str(Operation(Kind.CHECKPOINT, 0)), str(Operation(Kind.BACKWARD, 3))
+    ('F1c', 'B4')
+    """
+
+    kind: Kind
+    stage: int
+
+    def __str__(self) -> str:
+        return f"B{self.stage + 1}" if self.kind is Kind.BACKWARD else f"F{self.stage + 1}{self.kind}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Operations in the order in which they run.
+
+    >>> schedule = Schedule.parse("F1c, F2e, B2, F1e, B1")
+    >>> print(schedule)
+    F1c, F2e, B2, F1e, B1
+    >>> schedule.runs
+    (2, 1)
+    """
+
+    operations: tuple[Operation, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Read what ``str`` prints."""
+        return cls(tuple(_operation(word.strip()) for word in text.split(",")))
+
+    @cached_property
+    def runs(self) -> tuple[int, ...]:
+        """How often each stage runs forward."""
+        count = Counter(op.stage for op in self.operations if op.kind is not Kind.BACKWARD)
+        return tuple(count[stage] for stage in range(max(count, default=-1) + 1))
+
+    def forward_seconds(self, chain: Chain) -> float:
+        """All forward runs, the first and those again, of a chain with this many stages."""
+        return math.fsum(runs * seconds for runs, seconds in zip(self.runs, chain.forward_seconds, strict=True))
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.operations))
+
+
+def unroll(stages: int, room: int, decide: Callable[[int, int, int], tuple[int, int]]) -> Schedule:
+    """The schedule of nested decisions, from the whole chain down to single stages.
+
+    ``decide(first, last, room)`` says how stages ``first`` to ``last`` run, backward included, within some room. It
+    gives ``first`` to keep everything of that stage, or a later stage ``j`` to pass on to it, keeping only the inputs
+    of ``first`` and ``j``, and to come back; and the room that is left for the stages from ``first + 1`` or ``j`` on.
+    """
+    operations: list[Operation] = []
+    todo: list[Operation | tuple[int, int, int]] = [(0, stages - 1, room)]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, Operation):
+            operations.append(item)
+            continue
+        first, last, room = item
+        if first == last:
+            operations += Operation(Kind.EVERYTHING, first), Operation(Kind.BACKWARD, first)
+            continue
+        at, left = decide(first, last, room)
+        if at == first:
+            operations.append(Operation(Kind.EVERYTHING, first))
+            todo += Operation(Kind.BACKWARD, first), (first + 1, last, left)
+        else:
+            operations.append(Operation(Kind.CHECKPOINT, first))
+            operations += (Operation(Kind.NOTHING, stage) for stage in range(first + 1, at))
+            todo += (first, at - 1, room), (at, last, left)
+    return Schedule(tuple(operations))
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What a schedule takes, operation by operation. Value 0 of the chain counts from the start to the end."""
+
+    during_bytes: NDArray[np.int64]  # while each operation runs, its temporaries included
+    live_bytes: NDArray[np.int64]  # after each operation
+    seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most at any time."""
+        return int(self.during_bytes.max())
+
+    @property
+    def peak_operation(self) -> int:
+        """The place in the schedule of the first operation that reaches the peak."""
+        return int(self.during_bytes.argmax())
+
+
+def simulate(chain: Chain, schedule: Schedule) -> Simulation:
+    """Run a schedule over byte sizes. Raises where an operation lacks an input or the gradient does not come out.
+
+    >>> found = simulate(Chain.uniform(2, saved_bytes=3), Schedule.parse("F1c, F2e, B2, F1e, B1"))
+    >>> found.peak_bytes, found.seconds, found.live_bytes.tolist()
+    (7, 5.0, [2, 5, 2, 5, 2])
+    """
+    memory = _Memory(chain)
+    during: list[int] = []
+    after: list[int] = []
+    for place, op in enumerate(schedule.operations):
+        if not 0 <= op.stage < chain.stages:
+            raise _wrong(op, place, f"the chain has {chain.stages} stages")
+        run = memory.backward if op.kind is Kind.BACKWARD else memory.forward
+        during.append(run(op, place))
+        after.append(memory.live)
+    if memory.gradient != 0:
+        raise PlanError(f"The schedule ends before the backward of stage {memory.gradient}")
+    seconds = schedule.forward_seconds(chain) + math.fsum(chain.backward_seconds)
+    return Simulation(np.array(during, np.int64), np.array(after, np.int64), seconds)
+
+
+class _Memory:
+    """Which values, saved tensors and gradient of a chain are there."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        self.values = {0}
+        self.saved: set[int] = set()  # stages of which everything is kept
+        self.gradient = chain.stages  # of which value it is, or will be
+        self.live = chain.value_bytes[0]
+
+    def forward(self, op: Operation, place: int) -> int:
+        """Run a stage forward; gives the bytes while it runs."""
+        chain, stage = self.chain, op.stage
+        self._need_input(op, place)
+        everything = op.kind is Kind.EVERYTHING
+        if stage in self.saved or stage + 1 in self.values:
+            raise _wrong(op, place, "its result is there already")
+        if op.kind is Kind.NOTHING and (stage == 0 or stage not in self.values):
+            raise _wrong(op, place, "its input is not its own to let go")
+        self.live += chain.saved_bytes[stage] if everything else chain.value_bytes[stage + 1]
+        (self.saved if everything else self.values).add(stage if everything else stage + 1)
+        during = self.live + chain.forward_temporary_bytes[stage]
+        if op.kind is Kind.NOTHING:
+            self._let_go(stage)
+        return during
+
+    def backward(self, op: Operation, place: int) -> int:
+        """Run a stage backward; gives the bytes while it runs."""
+        chain, stage = self.chain, op.stage
+        self._need_input(op, place)
+        if stage not in self.saved:
+            raise _wrong(op, place, "what it needs of its forward is not kept")
+        if self.gradient != stage + 1:
+            raise _wrong(op, place, f"the gradient there is that of stage {self.gradient}'s output")
+        if self.gradient == chain.stages:
+            self.live += chain.gradient_bytes[-1]
+        self.live += chain.gradient_bytes[stage]
+        during = self.live + chain.backward_temporary_bytes[stage]
+        self.live -= chain.gradient_bytes[stage + 1] + chain.saved_bytes[stage]
+        self.saved.remove(stage)
+        self.gradient = stage
+        if stage > 0 and stage in self.values:
+            self._let_go(stage)
+        return during
+
+    def _let_go(self, value: int) -> None:
+        self.values.remove(value)
+        self.live -= self.chain.value_bytes[value]
+
+    def _need_input(self, op: Operation, place: int) -> None:
+        if op.stage not in self.values and op.stage - 1 not in self.saved:
+            raise _wrong(op, place, f"its input, the output of stage {op.stage}, is not there")
+
+
+def _wrong(op: Operation, place: int, why: str) -> PlanError:
+    return PlanError(f"{op} cannot run as operation {place + 1}: {why}")
+
+
+def _operation(word: str) -> Operation:
+    match = re.fullmatch(r"F([1-9]\d*)([cne])|B([1-9]\d*)", word)
+    if match is None:
+        raise PlanError(f"{word!r} is not an operation", hint="Write F1c, F1n, F1e or B1, stages counted from 1.")
+    return Operation(Kind(match[2] or "b"), int(match[1] or match[3]) - 1)

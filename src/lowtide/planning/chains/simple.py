@@ -1,0 +1,51 @@
+"""Schedules by rule: keep everything, √n segments, halves of halves."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lowtide.planning.chains.chain import Chain
+from lowtide.planning.chains.needs import Needs
+from lowtide.planning.chains.schedule import Schedule, unroll
+
+
+def keep_all(chain: Chain) -> Schedule:
+    """Keep everything: O(n) memory, no stage twice. What PyTorch does by itself.
+
+    >>> print(keep_all(Chain.uniform(3)))
+    F1e, F2e, F3e, B3, B2, B1
+    """
+    return unroll(chain.stages, 0, lambda first, last, room: (first, 0))
+
+
+def sqrt(chain: Chain) -> Schedule:
+    """Segments (Chen et al., 2016): O(√n) memory for at most one more forward pass; the last one is not run again.
+
+    The boundaries are those with the smallest peak in bytes, in O(n²).
+
+    >>> print(sqrt(Chain.uniform(5)))
+    F1c, F2n, F3n, F4e, F5e, B5, B4, F1e, F2e, F3e, B3, B2, B1
+    """
+    needs, end = Needs(chain), chain.stages - 1
+    least = needs.whole[:, end].copy()  # for each stage, what segments from it to the end need at least
+    for s in range(end - 1, -1, -1):
+        segments = np.maximum(needs.whole[s, s:end], needs.values[s + 1 : -1] + least[s + 1 :]).min()
+        least[s] = min(least[s], max(needs.passing[s, end], segments))
+
+    def decide(first: int, last: int, room: int) -> tuple[int, int]:
+        if last != end or needs.whole[first, last] <= room:
+            return first, room - int(needs.saved[first])
+        fits = (needs.whole[first, first:end] <= room) & (needs.values[first + 1 : -1] + least[first + 1 :] <= room)
+        at = first + 1 + int(np.flatnonzero(fits)[-1])  # the longest segment, so that there are few
+        return at, room - int(needs.values[at])
+
+    return unroll(chain.stages, int(least[0]), decide)
+
+
+def recursive(chain: Chain) -> Schedule:
+    """Halves of halves (Chen et al., 2016, section 4.3): O(log n) memory, O(n log n) time.
+
+    >>> print(recursive(Chain.uniform(4)))
+    F1c, F2n, F3c, F4e, B4, F3e, B3, F1c, F2e, B2, F1e, B1
+    """
+    return unroll(chain.stages, 0, lambda first, last, room: ((first + last + 1) // 2, 0))

@@ -1,0 +1,71 @@
+"""The smallest peak that a schedule of a chain can have, and a fast schedule among those that have it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.planning.chains.chain import Chain
+from lowtide.planning.chains.needs import Needs
+from lowtide.planning.chains.schedule import Schedule, unroll
+
+
+class Smallest:
+    """The least bytes in which each part of a chain can run, to the byte, in O(n³) time and O(n²) memory.
+
+    With L(s, t) those of stages s to t beyond the input of s, and a, ā, ``keeping`` and ``passing`` as in ``Chain``
+    and ``Needs``:
+
+        L(s, s) = keeping(s, s)
+        L(s, t) = min( max(keeping(s, t), ā_s + L(s + 1, t)),
+                       max(passing(s, t), min over s < j <= t of max(a_j + L(j, t), L(s, j - 1))) )
+
+    Of ways with the same bytes the fastest is taken. Going down from the whole chain, a part may then take a faster
+    way that needs no more than what is left to it.
+    """
+
+    def __init__(self, chain: Chain, needs: Needs) -> None:
+        self.chain = chain
+        self.needs = needs
+        shape = chain.stages, chain.stages
+        self._least: NDArray[np.int64] = np.zeros(shape, np.int64)  # [s, t]: L
+        self._after: NDArray[np.int64] = np.zeros(shape, np.int64)  # [t, j]: a_j + L(j, t)
+        self._seconds = np.zeros(shape)  # [s, t]: of running stages of this part again
+        self._seconds_after = np.zeros(shape)  # [t, j]: the same
+        for s in range(chain.stages - 1, -1, -1):
+            for t in range(s, chain.stages):
+                least, seconds = int(needs.keeping[s, s]), 0.0
+                if t > s:
+                    need, again = self._ways(s, t)
+                    least = int(need.min())
+                    seconds = again[need == least].min()
+                self._least[s, t] = least
+                self._after[t, s] = needs.values[s] + least
+                self._seconds[s, t] = self._seconds_after[t, s] = seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        """The smallest budget that can be kept."""
+        return int(self._after[-1, 0])
+
+    def schedule(self) -> Schedule:
+        """A schedule with that peak."""
+        return unroll(self.chain.stages, int(self._least[0, -1]), self._decide)
+
+    def _decide(self, first: int, last: int, room: int) -> tuple[int, int]:
+        need, again = self._ways(first, last)
+        at = first + int(np.where(need <= room, again, np.inf).argmin())
+        return at, room - int(self.needs.saved[first] if at == first else self.needs.values[at])
+
+    def _ways(self, s: int, t: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Bytes and seconds of keeping stage s, then of passing on to each later stage up to t."""
+        needs = self.needs
+        need = np.empty(t - s + 1, np.int64)
+        need[0] = max(needs.keeping[s, t], needs.saved[s] + self._least[s + 1, t])
+        np.maximum(self._after[t, s + 1 : t + 1], self._least[s, s:t], out=need[1:])
+        np.maximum(need[1:], needs.passing[s, t], out=need[1:])
+        again = np.empty(t - s + 1)
+        again[0] = self._seconds[s + 1, t]
+        np.add(self._seconds_after[t, s + 1 : t + 1], self._seconds[s, s:t], out=again[1:])
+        again[1:] += needs.seconds[s + 1 : t + 1] - needs.seconds[s]
+        return need, again
