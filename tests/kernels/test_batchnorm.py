@@ -206,3 +206,21 @@ def test_two_streams_do_not_disturb_each_other():
                 found.append(kernels.forward(x, weight, bias, Running(), act, eps=1e-5)[0])
     torch.cuda.synchronize()
     assert all(torch.equal(z, expected) for z in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nhwc", [False, True])
+def test_blocks_are_powers_of_two_whatever_the_channels(dtype, nhwc):
+    for channels in (*range(1, 200), 256, 257, 320, 384, 448, 512, 1000, 2048):
+        for rows in (3, 49, 784, 12544):
+            grid = kernels.grid_of(torch.Size((64, channels, rows)), nhwc, dtype, torch.device("cpu"), 264)
+            blocks = (*grid.sums.constants[-2:], *grid.map.constants[-2:], grid.at_once)
+            assert all(block & (block - 1) == 0 for block in blocks), (channels, rows, blocks)
+            assert grid.parts <= grid.sums.blocks
+
+
+def test_compiled_ops_hold_no_scratch():
+    x = torch.randn(4, 3, 50, 50, device=DEVICE)
+    kernels._scratches.clear()
+    kernels.measure(x, Running(), eps=1e-5, streams=8, fresh=True)
+    assert not any(kernels._scratches.values())

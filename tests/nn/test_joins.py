@@ -200,3 +200,16 @@ def test_the_functional_form_joins():
     x, residual = torch.randn(2, *SMALL)
     found = batch_norm_act(x, norm.weight, norm.bias, norm.running_mean, norm.running_var, residual=residual)
     torch.testing.assert_close(found, plain(x, residual))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1, 1), (), (600,)], ids=str)
+def test_a_broadcast_residual_of_a_large_input(shape):
+    layer, plain = BatchNormAct2d(2), nn.BatchNorm2d(2)
+    x, residual = torch.randn(2, 2, 512, 600), torch.randn(shape)
+    found, expected = [], []
+    for out, module in ((found, lambda x, r: layer(x, r)), (expected, lambda x, r: torch.relu(plain(x) + r))):
+        leaf, added = x.clone().requires_grad_(), residual.clone().requires_grad_()
+        z = module(leaf, added)
+        z.square().sum().backward()
+        out += [z, leaf.grad, added.grad]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)

@@ -80,3 +80,10 @@ def test_what_it_cannot_stand_for():
     assert not can_pool(nn.MaxPool2d(2, return_indices=True))
     assert not can_pool(Own(2))
     assert not can_pool(nn.AvgPool2d(2))
+
+
+def test_forward_mode_runs_torchs_own():
+    pool, x = nn.MaxPool2d(2), torch.randn(1, 2, 4, 4, requires_grad=True)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        assert torch.autograd.forward_ad.unpack_dual(max_pool(pool, dual)).tangent is not None

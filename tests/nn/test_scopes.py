@@ -271,3 +271,86 @@ def test_a_layer_of_a_plain_function_needs_no_scope():
         found.append(leaf.grad)
     torch.testing.assert_close(*found)
     assert isinstance(plain, Plain)
+
+
+# -- what comes after an interruption ------------------------------------------------------------------
+
+
+def interrupted(model):
+    stopping = nn.Sequential(*model, Stop(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        stopping(batch())
+
+
+def test_a_checkpoint_after_an_interruption_leaves_later_steps_right():
+    ours, plain = networks("checkpoint")
+    interrupted(ours)
+    expected = gradients(plain, batch())
+    inside = lambda net, x: checkpoint(net, x, use_reentrant=False)  # noqa: E731
+    for call in (inside, lambda net, x: net(x), lambda net, x: net(x)):
+        torch.testing.assert_close(gradients(ours, batch(), call), expected)
+    assert hooks_now() is None
+
+
+def test_the_step_after_an_interruption_keeps_one_buffer():
+    ours, _ = networks("checkpoint")
+    interrupted(ours)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        ours(batch().requires_grad_())
+    assert kept.count(batch().shape) == 2  # the input and the first convolution's result, but not z
+
+
+def test_no_hook_stays_on_a_module_whose_forward_failed():
+    ours, _ = networks("checkpoint")
+    failing = nn.Sequential(*ours, Stop(RuntimeError("stop")))
+    with pytest.raises(RuntimeError, match="stop"):
+        failing(batch())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in failing.modules())
+    assert not scope.is_open
+
+
+def test_a_graph_that_is_dropped_inside_a_forward_is_let_go():
+    class Stages(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.act = nn.Conv2d(4, 4, 1), BatchNormAct2d(4)
+
+        def forward(self, x):
+            for _ in range(5):
+                x = self.act(self.conv(x)).detach()
+                self.records = len(scope.records)
+            return self.conv(x)
+
+    model = Stages()
+    model(torch.randn(2, 4, 3, 3))
+    assert model.records <= 1
+
+
+def test_a_negative_view_is_not_taken_for_the_output():
+    ours, plain = pair("checkpoint", "silu")
+    weight = torch.randn(5, 4, 6, 3)
+    for layer in (ours, plain):
+        layer.zero_grad()
+    found = []
+    for layer in (ours, plain):
+        leaf, factor = batch().float().requires_grad_(), weight.clone().requires_grad_()
+        with keep_one_buffer():
+            z = layer(leaf).view(5, 4, 6, 3, 2)
+            out = torch.view_as_complex(z).conj().imag * factor
+        out.sum().backward()
+        found.append((leaf.grad, factor.grad))
+    torch.testing.assert_close(*found)
+
+
+def test_another_storage_at_the_same_address_is_not_the_output():
+    ours, _ = pair("checkpoint", "relu")
+    weight = torch.ones(SHAPE, requires_grad=True)
+    with keep_one_buffer():
+        z = ours(batch().float().requires_grad_())
+        same = torch.from_numpy(z.detach().numpy())  # counts its own versions
+        same.mul_(3)
+        out = same * weight
+        expected = same.clone()
+    out.sum().backward()
+    torch.testing.assert_close(weight.grad, expected)

@@ -31,11 +31,11 @@ def forward(
     keep_xhat: bool = False,
 ) -> tuple[Tensor, Affine, Tensor | None]:
     """The output z, what made y of x, and x̂ if wanted. The running statistics follow those of the batch."""
-    fast = _fast_kernels(x, activation)
+    slopes = learned[0] if learned else None
+    fast = _fast_kernels(x, activation, slopes, weight, bias, running.mean, running.var)
     if fast is not None:
         x = fast.dense(x)
         residual = None if residual is None else fast.like(residual, x)
-        slopes = learned[0] if learned else None
         z, mean, invstd, xhat = fast.forward(
             x, weight, bias, running, activation, slopes, residual, eps=eps, keep_xhat=keep_xhat
         )
@@ -48,12 +48,16 @@ def forward(
     return normalize(xhat, "xhat", affine, activation, learned, residual), affine, xhat
 
 
-def statistics(x: Tensor, running: Running | None = None) -> tuple[Tensor, Tensor]:
-    """The mean and the biased variance of each channel; the running statistics follow them."""
-    fast = _fast_kernels(x)
+def statistics(x: Tensor, running: Running | None = None, *, fresh: bool = False) -> tuple[Tensor, Tensor]:
+    """The mean and the biased variance of each channel; the running statistics follow them.
+
+    ``fresh``, here and in ``backward``: hold no memory from one call to the next, as in a graph that is captured.
+    """
+    running = running or Running()
+    fast = _fast_kernels(x, None, None, running.mean, running.var)
     if fast is None:
         return reference.statistics(x, running)
-    mean, inverse = fast.measure(fast.dense(x), running or Running(), eps=0.0)
+    mean, inverse = fast.measure(fast.dense(x), running, eps=0.0, fresh=fresh)
     return mean, inverse.reciprocal().square()
 
 
@@ -72,7 +76,7 @@ def normalize(
 ) -> Tensor:
     """φ(y), y from x or x̂."""
     slopes = learned[0] if learned else None
-    fast = _fast_kernels(kept, activation)
+    fast = _fast_kernels(kept, activation, slopes, affine.weight, affine.bias)
     if fast is not None:
         kept = fast.dense(kept)
         residual = None if residual is None else fast.like(residual, kept)
@@ -96,20 +100,31 @@ def backward(
     training: bool,
     joined: Tensor | None = None,
     sums: Sums | None = None,
+    fresh: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None], Tensor]:
     """dx, dγ, dβ, the gradients of what the activation learns, and dy: that of the residual.
 
     ``joined`` is the z of a join whose residual was not kept, where the sign of z is all that φ' depends on.
     """
-    fast = _fast_kernels(kept, activation)
+    slopes = learned[0] if learned else None
+    fast = _fast_kernels(kept, activation, slopes, affine.weight, affine.bias)
     if fast is not None:
         kept = fast.dense(kept)
         dz = fast.like(dz, kept)
         residual = None if residual is None else fast.like(residual, kept)
         joined = None if joined is None else fast.like(joined, kept)
-        slopes = learned[0] if learned else None
         dx, dweight, dbias, dslopes, dy = fast.backward(
-            dz, kept, keeps, affine, activation, slopes, residual, training=training, joined=joined, sums=sums
+            dz,
+            kept,
+            keeps,
+            affine,
+            activation,
+            slopes,
+            residual,
+            training=training,
+            joined=joined,
+            sums=sums,
+            fresh=fresh,
         )
         return dx, dweight, dbias, [dslopes] if learned else [], dy
     dtype = dz.dtype
@@ -126,13 +141,19 @@ def backward(
     return dx.to(dtype), dweight, dbias, dlearned, dy
 
 
-def _fast_kernels(x: Tensor, activation: Activation | None = None) -> Any:
-    """The kernels in Triton, where they can run."""
+def _fast_kernels(x: Tensor, activation: Activation | None, slopes: Tensor | None, *vectors: Tensor | None) -> Any:
+    """The kernels in Triton, where they can run. They take bare addresses: what does not fit is ATen's to judge."""
     known = activation is None or activation.name != "module"
     runs = launches.watcher is not None or not isinstance(x, FakeTensor)  # a watcher keeps fake tensors from a launch
-    if x.is_cuda and x.dtype in _FAST and known and x.numel() and runs:
-        return _triton_kernels()
-    return None
+    if not (x.is_cuda and x.dtype in _FAST and known and x.numel() and runs):
+        return None
+    channels, device = x.shape[1], x.device
+    for vector in (slopes, *vectors):
+        if vector is not None:
+            fits = vector.numel() == channels or (vector is slopes and vector.numel() == 1)
+            if not fits or not vector.is_contiguous() or vector.device != device:
+                return None
+    return _triton_kernels()
 
 
 @cache

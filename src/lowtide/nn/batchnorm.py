@@ -117,7 +117,7 @@ class _BatchNormAct(_BatchNorm):
             eps=self.eps,
             residual=residual,
             rebuild=residual is None or self.rebuild_joins,
-            group=self._group() if training else None,
+            group=self._group() if self.training else None,
             where=self,
         )
 

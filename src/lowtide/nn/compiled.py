@@ -49,7 +49,7 @@ def normalize_act(
 @torch.library.custom_op("lowtide::batch_statistics", mutates_args=(), tags=_ANY_LAYOUT)
 def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     """The mean and the biased variance of each channel."""
-    return kernels.statistics(x)
+    return kernels.statistics(x, fresh=True)
 
 
 @_statistics.register_fake
@@ -99,7 +99,9 @@ def _normalize_act_backward(
     """dx, dγ, dβ, dslopes and dy, empty where not wanted. An op's result may not be its input: dy is not dz."""
     act, learned = Activation(activation, tuple(numbers)), _learned(slopes)
     affine = Affine(mean, invstd, weight, bias)
-    dx, dweight, dbias, dlearned, dy = kernels.backward(dz, x, "x", affine, act, learned, residual, training=True)
+    dx, dweight, dbias, dlearned, dy = kernels.backward(
+        dz, x, "x", affine, act, learned, residual, training=True, fresh=True
+    )
     layout = suggest_memory_format(x)
     found = (
         dx.contiguous(memory_format=layout),

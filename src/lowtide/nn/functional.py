@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.func import functional_call
 
 from lowtide.errors import LowtideError
@@ -76,7 +77,7 @@ def batch_norm_act(
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or any(t is not None and t.requires_grad for t in others))
     rebuild = rebuild and needs_grad and chosen != "standard"
     spec = _Spec(act, chosen, training, eps, rebuild, group, statistics, where)
-    running = Running(running_mean, running_var, momentum, num_batches_tracked)
+    running = Running(running_mean, running_var, momentum, num_batches_tracked if training else None)
     if _runs_plain(x, residual, spec, needs_grad):
         _count(running)
         return _plain(x, weight, bias, running, residual, spec)
@@ -159,7 +160,7 @@ def _runs_plain(x: Tensor, residual: Tensor | None, spec: _Spec, needs_grad: boo
     """Where there is nothing to gain, or nothing of ours can run: torch's own ops do."""
     if spec.group is not None and spec.training:
         return False
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
     if torch.compiler.is_compiling():
         exporting = torch.compiler._is_exporting_flag  # is_exporting() is true in all that torch 2.11 compiles
@@ -216,7 +217,7 @@ class _BatchNormAct(torch.autograd.Function):
         ctx.affine = affine  # values per channel: hooks that move what is saved would cost more than they save
         ctx.versions = _versions(affine)
         record = None
-        if ctx.keeps != "z" and spec.rebuild and scope.goes_on():
+        if ctx.keeps != "z" and spec.rebuild and scope.is_open:
             copies = _copies_for_rebuild(weight, bias, learned)
             record = scope.register(z, lambda: _rebuild(ctx, copies))
         ctx.record = None if record is None else weakref.ref(record)  # the record holds the node

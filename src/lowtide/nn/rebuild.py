@@ -38,8 +38,8 @@ class Record:
         "_stride", "_version",
     )  # fmt: skip
 
-    def __init__(self, tensor: Tensor, rebuild: Callable[[], Tensor]) -> None:
-        self._storage = weakref.ref(tensor.untyped_storage())
+    def __init__(self, tensor: Tensor, rebuild: Callable[[], Tensor], forget: Callable[[Any], object]) -> None:
+        self._storage = weakref.ref(tensor.untyped_storage(), forget)
         self._version = tensor._version
         self._dtype = tensor.dtype
         self._offset = tensor.storage_offset()
@@ -51,7 +51,8 @@ class Record:
     def covers(self, tensor: Tensor) -> bool:
         """Whether a tensor shows this one's values: the same storage, not written since."""
         alive = self._storage() is not None
-        return alive and tensor._version == self._version and tensor.dtype == self._dtype
+        as_it_is = tensor._version == self._version and tensor.dtype == self._dtype
+        return alive and as_it_is and not tensor.is_neg() and not tensor.is_conj()
 
     def handle(self, tensor: Tensor) -> Handle:
         """A promise to give this tensor, or this view of it, back."""
@@ -82,9 +83,10 @@ class Record:
         self._let_go()
 
     def _hold(self) -> None:
-        self._rebuilt = self._rebuild()
+        rebuilt = self._rebuild()
         self._round += 1
         self._served = 0
+        self._rebuilt = rebuilt
 
     def _let_go(self) -> None:
         if self._served >= self._alive:
@@ -159,44 +161,34 @@ class Scope(threading.local):
 
     def __init__(self) -> None:
         self.owner: Any = None  # the frame that opened it, or "by hand"
-        self.end_hook: Any = None  # of the module whose forward ends it
         self.outer: Any = None  # the hooks that were there
         self.records: dict[int, Record] = {}
         self.rebuilding = 0  # how deep: a join is rebuilt from the join before it
 
     @property
     def is_open(self) -> bool:
-        return self.owner is not None
+        """Whether one is open. One whose forward was interrupted, which no hook saw, is closed now."""
+        if self.owner is None or self.owner == "by hand":
+            return self.owner is not None
+        try:
+            self.owner.clear()  # no running frame can be
+        except RuntimeError:
+            return True
+        self.close()
+        return False
 
     def open(self, owner: Any) -> None:
-        if self.end_hook is not None:
-            self.end_hook.remove()
+        while self._is_on_top:  # left there by a scope that ended below other hooks
+            autograd._pop_saved_tensors_default_hooks()
         self.outer = autograd._top_saved_tensors_default_hooks(True)
         self.owner = owner
         autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
 
     def close(self) -> None:
-        if self.owner != "by hand":
-            _lookout.open_scopes -= 1
-            _lookout.start()
         self.owner = self.outer = None
         self.records.clear()
         if self._is_on_top:
             autograd._pop_saved_tensors_default_hooks()
-
-    def goes_on(self) -> bool:
-        """Whether one is open in this thread; one whose forward was interrupted is closed now."""
-        if self.owner is None:
-            _lookout.was_away()
-            return False
-        if self.owner != "by hand":
-            try:
-                self.owner.clear()  # no running frame can be
-            except RuntimeError:
-                return True
-            self.close()
-            return False
-        return True
 
     @property
     def _is_on_top(self) -> bool:
@@ -209,19 +201,20 @@ class Scope(threading.local):
         Nor where other hooks are on top, as in a user's checkpoint: what the layer keeps is theirs, and they may give
         it back only once.
         """
-        if self.owner is None or not self._is_on_top:
+        if not self.is_open or not self._is_on_top:
             return None
-        record = self.records[_address(tensor)] = Record(tensor, rebuild)
+        key, records = tensor.untyped_storage()._cdata, self.records
+        record = records[key] = Record(tensor, rebuild, lambda _: records.pop(key, None))
         return record
 
     def keep(self, tensor: Tensor) -> None:
         """Have this tensor kept after all, where it is the output of a layer: another one rebuilds from it."""
         if self.records:
-            self.records.pop(_address(tensor), None)
+            self.records.pop(tensor.untyped_storage()._cdata, None)
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.layout is torch.strided:
-            record = self.records.get(_address(tensor))
+            record = self.records.get(tensor.untyped_storage()._cdata)
             if record is not None and record.covers(tensor):
                 return record.handle(tensor)
         # An op's own output, packed as it is, would keep its node alive, and the node it.
@@ -234,17 +227,6 @@ class Scope(threading.local):
     def _unpack(packed: Any) -> Any:
         return packed.unpack()
 
-
-def _address(tensor: Tensor) -> int:
-    """That of a tensor's storage: of its first byte, or of what stands for it where there is none, as in a fake one."""
-    if type(tensor) in _PLAIN:
-        first = tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
-        if first:
-            return first
-    return tensor.untyped_storage()._cdata
-
-
-_PLAIN = (Tensor, nn.Parameter)
 
 scope = Scope()
 
@@ -280,50 +262,11 @@ def may_open() -> bool:
 
 
 # -- the outermost forward -------------------------------------------------------------------------------
-#
-# A global module hook finds it. In every module's call it would cost a little, so while a scope is open the hook is
-# away, and one of the outermost module brings it back. A forward that ends by a KeyboardInterrupt calls no hooks: the
-# next layer sees that the frame that opened the scope has ended.
 
 _layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _holders: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+_hooks: list[Any] = []
 _CALL = nn.Module._call_impl.__code__
-
-
-class _Lookout:
-    """The global hooks, of all threads."""
-
-    def __init__(self) -> None:
-        self.open_scopes = 0
-        self.stays = False  # several threads run models at a time
-        self._hook: Any = None
-        self._growth: Any = None
-
-    def start(self) -> None:
-        if self._hook is None and _layers:
-            self._hook = nn_module.register_module_forward_pre_hook(_before)
-        if self._growth is None and _layers:
-            self._growth = nn_module.register_module_module_registration_hook(lambda *_: _holders.clear())
-
-    def pause(self) -> None:
-        if self._hook is not None and not self.stays:
-            self._hook.remove()
-            self._hook = None
-
-    def end(self) -> None:
-        for hook in (self._hook, self._growth):
-            if hook is not None:
-                hook.remove()
-        self._hook = self._growth = None
-
-    def was_away(self) -> None:
-        """A layer runs outside of any scope: if another thread has one open, stay from now on."""
-        if self.open_scopes:
-            self.stays = True
-            self.start()
-
-
-_lookout = _Lookout()
 
 
 def watch(layer: nn.Module) -> None:
@@ -332,27 +275,29 @@ def watch(layer: nn.Module) -> None:
     _holders.clear()
     # torch.compile(model) warns that global hooks run once more, around its wrapper. Ours do nothing there.
     warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
-    _lookout.start()
+    if not _hooks:
+        _hooks.append(nn_module.register_module_forward_pre_hook(_before))
+        _hooks.append(nn_module.register_module_forward_hook(_after, always_call=True))
+        _hooks.append(nn_module.register_module_module_registration_hook(lambda *_: _holders.clear()))
 
 
 def _before(module: nn.Module, args: Any) -> None:
-    if scope.owner is not None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or scope.is_open:
         return
     if not _layers:
-        _lookout.end()
+        while _hooks:
+            _hooks.pop().remove()
     elif may_open() and not _is_compiled(module) and _holds_layer(module) and not _is_nested(sys._getframe(1)):
         scope.open(sys._getframe(1))
-        scope.end_hook = module.register_forward_hook(_after, always_call=True)
-        _lookout.open_scopes += 1
-        _lookout.pause()
 
 
 def _after(module: nn.Module, args: Any, out: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
     if scope.owner is sys._getframe(1):
         scope.close()
-        scope.end_hook.remove()
-    elif scope.owner is not None:
-        scope.goes_on()  # an exception: torch goes through the module's hooks now, and the next scope takes ours away
+    elif scope.owner is not None and sys._getframe(1).f_code is _CALL:
+        _ = scope.is_open  # after an exception: closed, if the frame that ended is the scope's
 
 
 def _holds_layer(module: nn.Module) -> bool:

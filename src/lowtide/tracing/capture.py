@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -165,6 +166,9 @@ def _launch(
 ) -> None:
     """A kernel of our own as an op that reads and writes these tensors; on fake ones it is not launched."""
     touched: list[Any] = [tensor for tensor in tensors if tensor is not None]
+    if fake and not any(isinstance(tensor, FakeTensor) for tensor in touched):
+        launch()  # another thread's, for real
+        return
     recorder.run_opaque(f"triton.{name}", touched, (lambda: None) if fake else launch)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from lowtide.planning import apply_options, estimate_peak, plan, predict
 from lowtide.profiling import profile
 from lowtide.techniques import Fidelity, Option, techniques
 from lowtide.techniques.batchnorm import convert
-from lowtide.techniques.batchnorm.technique import BatchNorm
+from lowtide.techniques.batchnorm.technique import BatchNorm, _Pairs
 from lowtide.workload import Workload
 
 from ...contract.contract import TechniqueContract, assert_agree, run
@@ -170,3 +172,31 @@ def test_a_spacing_that_is_no_number_of_blocks_is_refused(joins: int | str | flo
     work = residual()
     with pytest.raises(PlanError, match="is not a number of blocks"):
         BatchNorm().apply(work, [Option("batchnorm", ("0.1",), (("joins", joins),))])
+
+
+class InPlace(nn.Module):
+    """A residual block that adds and activates in place, with a shortcut where the width changes."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(width, out, 3, padding=1), nn.BatchNorm2d(out)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut = nn.Sequential(nn.Conv2d(width, out, 1), nn.BatchNorm2d(out)) if width != out else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.norm(self.conv(x))
+        out += x if self.shortcut is None else self.shortcut(x)
+        return self.relu(out)
+
+
+@pytest.mark.parametrize("joins", [2, 4])
+def test_joins_in_place_are_counted_as_convert_counts_them(joins: int) -> None:
+    widths = [4, 4, 4, 4, 6, 6, 6, 6, 6, 6]
+    blocks = [InPlace(width, out) for width, out in itertools.pairwise(widths)]
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), *blocks)
+    work = Workload(model, lambda m, x: m(x).square().mean(), torch.randn(2, 3, 8, 8))
+    counted = {p.path: p.rebuilds(joins) for p in _Pairs(profile(work).graph).pairs if p.is_join}
+    with convert(model, joins=joins) as done:
+        layers = {c.path: model.get_submodule(c.path) for c in done.changed if c.join}
+        assert counted == {path: layer.rebuild_joins for path, layer in layers.items()}
+    assert False in counted.values()

@@ -82,6 +82,7 @@ def normalize(
     if len(pieces) == 1:
         return activation.write(preactivation(kept, keeps, affine, residual), slopes)
     z = torch.empty_like(kept)
+    residual = None if residual is None else residual.expand_as(kept)
     for piece in pieces:
         y = preactivation(kept[piece], keeps, affine, None if residual is None else residual[piece], out=z[piece])
         _put(y, activation.write(y, slopes))
@@ -96,6 +97,7 @@ def activation_backward(
     if len(pieces) == 1:
         return activation.backward(dz, preactivation(kept, keeps, affine, residual), write=True)[0]
     dy = torch.empty_like(kept)
+    residual = None if residual is None else residual.expand_as(kept)
     for piece in pieces:
         y = preactivation(kept[piece], keeps, affine, None if residual is None else residual[piece], out=dy[piece])
         _put(y, activation.backward(dz[piece], y, write=True)[0])

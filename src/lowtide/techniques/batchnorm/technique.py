@@ -102,6 +102,7 @@ class _Pair:
     activation: str  # "" where a convolution follows
     in_place: bool  # "auto" inverts the activation: z is kept, and x need not be
     residual: int | None
+    shortcut: int | None  # the op of the batch norm that gives the residual
     second: bool  # whether y is the second operand of the sum with the residual
     join: int = 0  # how many joins there are up to it, itself included, since one whose residual is a batch norm's
 
@@ -140,10 +141,13 @@ class _Pairs:
         self._readers: dict[int, list[Op]] = {}
         self._backward: dict[str, int] = {}
         self._norms: dict[int, int] = {}  # by the storage of y: the op of the forward pass
+        self._writes: dict[int, list[int]] = {}  # by storage: the ops of the forward pass that give it
         for op in graph.ops:
             if op.phase == "forward":
                 for value in (*op.inputs, *op.outputs):
                     self.last_use[value.storage] = op.index
+                for value in op.outputs:
+                    self._writes.setdefault(value.storage, []).append(op.index)
                 for storage in dict.fromkeys(value.storage for value in op.inputs):
                     self._readers.setdefault(storage, []).append(op)
             elif op.phase == "backward":
@@ -186,7 +190,7 @@ class _Pairs:
             size, alone = self.bytes(storage), self.death(storage)
             if storage not in needs and alone <= pair.backward:
                 # A batch norm that gives the residual of a join that is rebuilt is one of the layers too.
-                first = self._start(pair) if spacing > 1 and storage in self._norms else alone
+                first = self._start(pair) if spacing > 1 and pair.shortcut is not None else alone
                 yield Interval(size, first, pair.backward + 1, f"the residual of {pair.path}")
             if pair.made[-1] in needs and storage in needs:
                 first = needs[pair.made[-1]][1]
@@ -201,7 +205,7 @@ class _Pairs:
         took: dict[str, float] = {}
         for pair in sorted(pairs, key=lambda pair: pair.ops[0]):
             before = needs[pair.residual][0] if pair.rebuilds(spacing) and pair.residual in needs else ""
-            ops = [*pair.ops, *([self._norms[pair.residual]] if spacing > 1 and pair.residual in self._norms else [])]
+            ops = [*pair.ops, *([pair.shortcut] if spacing > 1 and pair.shortcut is not None else [])]
             took[pair.path] = sum(self.graph.ops[i].seconds for i in ops) + took.get(before, 0.0)
         return took
 
@@ -245,7 +249,7 @@ class _Pairs:
         joins = 0
         for pair in pairs:
             if by_end[pair.ops[-1]] is pair:
-                joins = (0 if pair.residual in self._norms else joins) + pair.is_join
+                joins = (0 if pair.shortcut is not None else joins) + pair.is_join
                 yield replace(pair, join=joins)
 
     def _pair(self, norm: Op) -> _Pair | None:
@@ -278,8 +282,14 @@ class _Pairs:
             # As "auto" decides: nn.functional.resolve.
             in_place=self._is_fast(x.dtype) and activation == "leaky_relu" and residual is None,
             residual=residual,
+            shortcut=None if residual is None else self._norm_that_gives(residual, ops[1].index),
             second=residual is not None and ops[1].inputs[0].storage != y,
         )
+
+    def _norm_that_gives(self, storage: int, before: int) -> int | None:
+        """The batch norm that was the last to write a storage; a sum in place may have written over its result."""
+        last = max((index for index in self._writes.get(storage, []) if index < before), default=None)
+        return last if last is not None and last == self._norms.get(storage) else None
 
     def _is_fast(self, dtype: str) -> bool:
         return self.graph.tensor_device == "cuda" and dtype == "float32"

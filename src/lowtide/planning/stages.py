@@ -1,0 +1,122 @@
+"""A joint graph as a chain: forward is cut wherever one value alone goes on.
+
+Such a value is a cut vertex of the graph; so chains are found in any model, whatever its modules are. Values that are
+small, such as a mask that all layers read, do not count, and are always kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+from torch import fx
+
+from lowtide.planning.chains import Chain
+from lowtide.tracing.joint import Joint, bytes_of, is_item
+
+_SMALL = 0.02  # of the largest value of the forward pass
+
+
+class Stages:
+    """The ops of each stage, forward and backward, and what goes between."""
+
+    def __init__(self, joint: Joint) -> None:
+        self.joint = joint
+        cuts = _cuts(joint)
+        ends = [position + 1 for position, _ in cuts] + [len(joint.forward)]
+        starts = [0, *ends[:-1]]
+        self.forward = [joint.forward[start:end] for start, end in zip(starts, ends, strict=True)]
+        self.given = [value for _, value in cuts]  # by each stage but the last, to the next
+        self.of = {node: stage for stage, nodes in enumerate(self.forward) for node in nodes}
+        self.backward: list[list[fx.Node]] = [[] for _ in self.forward]
+        self.reads: list[set[fx.Node]] = [set() for _ in self.forward]  # of forward's results, by each stage's backward
+        self._share_out_backward()
+
+    def __len__(self) -> int:
+        return len(self.forward)
+
+    @cached_property
+    def always_kept(self) -> frozenset[fx.Node]:
+        """Results that are read further away than by the next stage."""
+        far: set[fx.Node] = set()
+        for stage in range(len(self)):
+            read = {value for node in self.forward[stage] for value in node.all_input_nodes} | self.reads[stage]
+            far |= {value for value in read if self.joint.is_forward(value) and not self._is_near(value, stage)}
+        return frozenset(far)
+
+    @cached_property
+    def inputs(self) -> list[frozenset[fx.Node]]:
+        """The results through which each stage reads what the one before it gives."""
+        found: list[frozenset[fx.Node]] = [frozenset()]
+        for stage in range(1, len(self)):
+            read = {value for node in self.forward[stage] for value in node.all_input_nodes} | self.reads[stage]
+            found.append(frozenset(v for v in read if self.of.get(v) == stage - 1 and v not in self.always_kept))
+        return found
+
+    def kept_by(self, stage: int) -> set[fx.Node]:
+        """What a stage's backward reads of its own results."""
+        return {value for value in self.reads[stage] if self.of[value] == stage}
+
+    def chain(self, seconds: Callable[[fx.Node], float]) -> Chain:
+        """The chain's bytes, and its seconds by those of each op."""
+        given = [1, *(bytes_of(value) for value in self.given), 1]  # the batch and the loss are there anyway
+        saved: list[int] = []
+        for stage in range(len(self)):
+            storages = {self.joint.storages[value] for value in self.kept_by(stage) - self.always_kept}
+            storages |= set(self.given[stage : stage + 1])
+            mine = sum(bytes_of(storage) for storage in storages if self.joint.is_forward(storage))
+            saved.append(max(mine, given[stage + 1]))
+        forward, backward = ([sum(map(seconds, nodes)) for nodes in stages] for stages in (self.forward, self.backward))
+        return Chain(forward, backward, given, saved)
+
+    def read_by(self, node: fx.Node) -> set[fx.Node]:
+        """Forward's results that an op of the backward pass reads, also through what is prepared for it."""
+        found: set[fx.Node] = set()
+        waiting = list(node.all_input_nodes)
+        while waiting:
+            value = waiting.pop()
+            if self.joint.is_forward(value):
+                found.add(value)
+            elif value in self.joint.prepared:
+                waiting += value.all_input_nodes
+        return found
+
+    def _share_out_backward(self) -> None:
+        """Backward goes from the last stage to the first: an op that reads a stage's results is of that stage."""
+        stage = len(self) - 1
+        for node in self.joint.backward:
+            if node in self.joint.prepared:
+                continue
+            values = self.read_by(node)
+            for value in values:
+                made = self.of[value]
+                stage = min(stage, made + 1 if self._is_given(value, made) else made)
+            self.backward[stage].append(node)
+            self.reads[stage] |= values
+
+    def _is_given(self, value: fx.Node, stage: int) -> bool:
+        return stage < len(self.given) and self.joint.storages[value] is self.given[stage]
+
+    def _is_near(self, value: fx.Node, stage: int) -> bool:
+        made = self.of[value]
+        return made == stage or (made == stage - 1 and self._is_given(value, made))
+
+
+def _cuts(joint: Joint) -> list[tuple[int, fx.Node]]:
+    """After which op one storage alone goes on, and which; for each storage the first such place."""
+    last: dict[fx.Node, int] = {}
+    for position, node in enumerate(joint.forward):
+        for value in node.all_input_nodes:
+            last[joint.storages[value]] = position
+    large = _SMALL * max(map(bytes_of, joint.forward), default=0)
+    live: set[fx.Node] = set()
+    found: dict[fx.Node, int] = {}
+    following = [*joint.forward[1:], None]
+    for position, (node, after) in enumerate(zip(joint.forward, following, strict=True)):
+        storage = joint.storages[node]
+        if joint.is_forward(storage) and bytes_of(storage) > large:
+            live.add(storage)
+        live = {storage for storage in live if last.get(storage, -1) > position}
+        if len(live) == 1 and after is not None and not is_item(after):
+            found.setdefault(next(iter(live)), position)
+    return sorted((position, storage) for storage, position in found.items())

@@ -1,0 +1,203 @@
+"""Programs on the graph engine: the plain step's bits, and the simulator's bytes."""
+
+from __future__ import annotations
+
+import copy
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide import Workload, zoo
+from lowtide.engines import graph
+from lowtide.planning.chains import Optimal, Schedule, keep_all, recursive, sqrt
+from lowtide.planning.chains import simulate as run_chain
+from lowtide.planning.program import Kind, Program, program_of, simulate
+from lowtide.planning.stages import Stages
+from lowtide.tracing.joint import Joint, bytes_of
+
+MODELS = ["lenet", "resnet18", "wrn28-2", "densenet121", "unet", "gpt2", "roberta-base"]
+PLANS: dict[str, Callable[[Optimal], Schedule]] = {
+    "all": lambda plans: keep_all(plans.chain),
+    "sqrt": lambda plans: sqrt(plans.chain),
+    "recursive": lambda plans: recursive(plans.chain),
+    "smallest": lambda plans: plans.schedule(plans.smallest_bytes),
+    "middle": lambda plans: plans.schedule((plans.smallest_bytes + _whole(plans)) // 2),
+}
+
+
+def _whole(plans: Optimal) -> int:
+    return run_chain(plans.chain, keep_all(plans.chain)).peak_bytes
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Planner:
+    """Plans by one of the ways above, and shows what it planned."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+        self.programs: list[Program] = []
+
+    def __call__(self, joint: Joint) -> Program:
+        stages = Stages(joint)
+        plans = Optimal(stages.chain(lambda node: 1e-9 * (1 + bytes_of(node))))
+        self.programs.append(program_of(stages, PLANS[self.way](plans)))
+        return self.programs[-1]
+
+
+def results(work: Workload, loss: Callable[[Any], Tensor]) -> list[Tensor]:
+    """Loss, gradients, buffers and the generator after a step, from the same state each time."""
+    model = work.model
+    start = copy.deepcopy(model.state_dict())
+    model.zero_grad()
+    torch.manual_seed(3)
+    value = loss(work.batch)
+    value.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    found = [value.detach(), *gradients, *(b.clone() for b in model.buffers()), torch.get_rng_state()]
+    model.load_state_dict(start)
+    return found
+
+
+@pytest.mark.parametrize("way", PLANS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_planned_step_gives_the_plain_steps_bits(name: str, way: str) -> None:
+    work = zoo.small(name)
+    planner = Planner(way)
+    planned = graph.planned_loss(work, planner)
+    plain = results(work, lambda batch: work.compute_loss(batch=batch))
+    for _ in range(2):
+        for found, expected in zip(results(work, planned), plain, strict=True):
+            assert torch.equal(found, expected)
+    assert len(planner.programs) == 1
+    assert (planner.programs[0].recomputed > 0) == (way != "all")
+
+
+@pytest.mark.parametrize("way", ["all", "middle", "smallest"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_simulated_peak_is_the_executed_one(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = Counter()
+    boxed = graph._boxed
+
+    def counted(module: Any, inputs: Any) -> Any:
+        run = boxed(module, inputs)
+
+        def run_and_count(args: list[Any]) -> Any:
+            with counter:
+                return run(args)
+
+        run_and_count._boxed_call = True  # type: ignore[attr-defined]
+        return run_and_count
+
+    monkeypatch.setattr(graph, "_boxed", counted)
+    work = zoo.small(name)
+    planner = Planner(way)
+    graph.planned_loss(work, planner)(work.batch).backward()
+    assert simulate(planner.programs[0]).peak_bytes == counter.peak_bytes
+
+
+class Counter(TorchDispatchMode):
+    """The bytes of storages that ops made and that live; nothing of lowtide is in it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[Any, int]] = {}
+        self.bytes = self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given and storage._cdata not in self.live:
+                    self._born(storage)
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        return out
+
+    def _born(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+
+        def died(_: Any) -> None:
+            del self.live[key]
+            self.bytes -= size
+
+        self.live[key] = weakref.ref(storage, died), size
+        self.bytes += size
+
+
+def test_a_smaller_budget_runs_more_and_needs_less() -> None:
+    peaks, again = [], []
+    for way in ("all", "middle", "smallest"):
+        torch._dynamo.reset()
+        planner = Planner(way)
+        work = zoo.small("resnet18")
+        graph.planned_loss(work, planner)(work.batch)
+        peaks.append(simulate(planner.programs[0]).peak_bytes)
+        again.append(planner.programs[0].recomputed)
+    assert peaks[0] > peaks[1] >= peaks[2]
+    assert again[0] == 0 < again[1] <= again[2]
+
+
+def test_chains_are_found_across_modules() -> None:
+    class Odd(nn.Module):
+        """One forward, no blocks: six steps with a skip over two."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                y = torch.tanh(x @ self.weight)
+                x = torch.tanh(y @ self.weight) + x
+            return x
+
+    work = Workload(Odd(), lambda model, x: model(x).square().mean(), torch.randn(64, 8))
+    planner = Planner("sqrt")
+    plain = results(work, lambda batch: work.compute_loss(batch=batch))
+    for found, expected in zip(results(work, graph.planned_loss(work, planner)), plain, strict=True):
+        assert torch.equal(found, expected)
+    assert planner.programs[0].recomputed
+
+
+def test_gradients_accumulate_and_a_new_shape_is_planned_anew() -> None:
+    work = zoo.small("lenet")
+    planner = Planner("smallest")
+    planned = graph.planned_loss(work, planner)
+    images, labels = work.batch
+    for loss in (planned, lambda batch: work.compute_loss(batch=batch)):
+        work.model.zero_grad()
+        for piece in (slice(0, 2), slice(2, 4)):
+            loss((images[piece], labels[piece])).backward()
+        grads = [p.grad.clone() for p in work.model.parameters() if p.grad is not None]
+        if loss is planned:
+            ours = grads
+    assert all(map(torch.equal, ours, grads))
+    planned((images[:3], labels[:3])).backward()
+    assert len(planner.programs) == 2
+
+
+def test_a_program_prints_what_runs_again() -> None:
+    planner = Planner("smallest")
+    work = zoo.small("gpt2")
+    graph.planned_loss(work, planner)(work.batch)
+    text = str(planner.programs[0])
+    assert re.search(r"recompute native_dropout\w* \(run \d\) from", text)
+    assert "(generator)" in text
+    assert "go to backward --" in text
+    assert any(i.kind is Kind.FREE for i in planner.programs[0].backward)
