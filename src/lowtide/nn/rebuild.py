@@ -264,6 +264,7 @@ def may_open() -> bool:
 # -- the outermost forward -------------------------------------------------------------------------------
 
 _layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_kinds: set[type[nn.Module]] = set()  # of layers: replicas of nn.DataParallel are made without a constructor
 _holders: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 _hooks: list[Any] = []
 _CALL = nn.Module._call_impl.__code__
@@ -272,6 +273,7 @@ _CALL = nn.Module._call_impl.__code__
 def watch(layer: nn.Module) -> None:
     """Open a scope around every outermost forward while a layer lives that makes use of it."""
     _layers.add(layer)
+    _kinds.add(type(layer))
     _holders.clear()
     # torch.compile(model) warns that global hooks run once more, around its wrapper. Ours do nothing there.
     warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
@@ -303,7 +305,7 @@ def _after(module: nn.Module, args: Any, out: Any) -> None:
 def _holds_layer(module: nn.Module) -> bool:
     """Whether a watched layer is somewhere in the module; other models in the process pay nothing."""
     if module not in _holders:
-        _holders[module] = any(part in _layers for part in module.modules())
+        _holders[module] = any(type(part) in _kinds for part in module.modules())
     return _holders[module]
 
 
