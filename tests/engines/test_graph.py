@@ -49,9 +49,11 @@ class Planner:
     def __init__(self, way: str) -> None:
         self.way = way
         self.programs: list[Program] = []
+        self.stages: list[Stages] = []
 
     def __call__(self, joint: Joint) -> Program:
         stages = Stages(joint)
+        self.stages.append(stages)
         plans = Optimal(stages.chain(lambda node: 1e-9 * (1 + bytes_of(node))))
         self.programs.append(program_of(stages, PLANS[self.way](plans)))
         return self.programs[-1]
@@ -151,6 +153,15 @@ def test_a_smaller_budget_runs_more_and_needs_less() -> None:
         again.append(planner.programs[0].recomputed)
     assert peaks[0] > peaks[1] >= peaks[2]
     assert again[0] == 0 < again[1] <= again[2]
+
+
+def test_no_stage_is_made_again_for_nothing() -> None:
+    planner = Planner("smallest")
+    work = zoo.small("gpt2")
+    graph.planned_loss(work, planner)(work.batch)
+    (stages,) = planner.stages
+    assert len(stages) > 4
+    assert all(stages.backward[:-1])
 
 
 def test_chains_are_found_across_modules() -> None:

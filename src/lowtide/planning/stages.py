@@ -23,9 +23,14 @@ class Stages:
     def __init__(self, joint: Joint) -> None:
         self.joint = joint
         cuts = _cuts(joint)
-        ends = [position + 1 for position, _ in cuts] + [len(joint.forward)]
+        self._divide(cuts)
+        # A stage whose backward does nothing would be made again for nothing: it becomes part of the next.
+        self._divide([cut for cut, backward in zip(cuts, self.backward, strict=False) if backward])
+
+    def _divide(self, cuts: list[tuple[int, fx.Node]]) -> None:
+        ends = [position + 1 for position, _ in cuts] + [len(self.joint.forward)]
         starts = [0, *ends[:-1]]
-        self.forward = [joint.forward[start:end] for start, end in zip(starts, ends, strict=True)]
+        self.forward = [self.joint.forward[start:end] for start, end in zip(starts, ends, strict=True)]
         self.given = [value for _, value in cuts]  # by each stage but the last, to the next
         self.of = {node: stage for stage, nodes in enumerate(self.forward) for node in nodes}
         self.backward: list[list[fx.Node]] = [[] for _ in self.forward]
