@@ -212,3 +212,87 @@ def test_a_program_prints_what_runs_again() -> None:
     assert "(generator)" in text
     assert "go to backward --" in text
     assert any(i.kind is Kind.FREE for i in planner.programs[0].backward)
+
+
+def layers(count: int = 6) -> nn.Sequential:
+    return nn.Sequential(*(m for _ in range(count) for m in (nn.Linear(32, 32), nn.GELU())))
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def half_frozen() -> Workload:
+    work = zoo.small("resnet18")
+    for parameter in list(work.model.parameters())[:12]:
+        parameter.requires_grad_(False)
+    return work
+
+
+def tied() -> Workload:
+    model = layers()
+    model[4].weight = model[0].weight
+    return Workload(model, squares, torch.randn(64, 32))
+
+
+class Noisy(nn.Module):
+    """Draws by two kinds of op, and has a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear in self.linears:
+            x = nn.functional.dropout(linear(x), 0.3) + torch.rand_like(x)
+        return x
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(32, 4, dropout=0.1, batch_first=True) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, x, x, need_weights=False)[0]
+        return x
+
+
+STEPS: dict[str, Callable[[], Workload]] = {
+    "half frozen": half_frozen,
+    "tied weights": tied,
+    "autocast": lambda: Workload(layers(), squares, torch.randn(64, 32), autocast=torch.bfloat16),
+    "float64": lambda: Workload(layers().double(), squares, torch.randn(64, 32, dtype=torch.float64)),
+    "a batch with gradients": lambda: Workload(layers(), squares, torch.randn(64, 32, requires_grad=True)),
+    "noise": lambda: Workload(Noisy(), squares, torch.randn(64, 32)),
+    "attention": lambda: Workload(Attending(), squares, torch.randn(2, 8, 32)),
+    "one op": lambda: Workload(nn.Linear(4, 4), lambda model, x: model(x).sum(), torch.randn(2, 4)),
+}
+
+
+@pytest.mark.parametrize("way", ["sqrt", "smallest"])
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_of_all_kinds_give_the_plain_steps_bits(name: str, way: str) -> None:
+    work = STEPS[name]()
+    plain = results(work, lambda batch: work.compute_loss(batch=batch))
+    for found, expected in zip(results(work, graph.planned_loss(work, Planner(way))), plain, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_training_goes_as_without_a_plan() -> None:
+    work = zoo.small("gpt2")
+    start = copy.deepcopy(work.model.state_dict())
+    ends: list[list[Tensor]] = []
+    for loss in (graph.planned_loss(work, Planner("middle")), lambda batch: work.compute_loss(batch=batch)):
+        work.model.load_state_dict(start)
+        torch.manual_seed(0)
+        optimizer = torch.optim.AdamW(work.model.parameters(), 1e-3)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss(work.batch).backward()
+            nn.utils.clip_grad_norm_(work.model.parameters(), 1.0)
+            optimizer.step()
+        ends.append([parameter.detach().clone() for parameter in work.model.parameters()])
+    assert all(map(torch.equal, *ends))
