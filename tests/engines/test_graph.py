@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import weakref
@@ -16,8 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide import Workload, zoo
 from lowtide.engines import graph
+from lowtide.errors import BudgetError
 from lowtide.planning.chains import Optimal, Schedule, keep_all, recursive, sqrt
 from lowtide.planning.chains import simulate as run_chain
+from lowtide.planning.fastest import fastest_program
 from lowtide.planning.program import Kind, Program, program_of, simulate
 from lowtide.planning.stages import Stages
 from lowtide.tracing.joint import Joint, bytes_of
@@ -87,13 +90,13 @@ def test_a_planned_step_gives_the_plain_steps_bits(name: str, way: str) -> None:
     assert (planner.programs[0].recomputed > 0) == (way != "all")
 
 
-@pytest.mark.parametrize("way", ["all", "middle", "smallest"])
-@pytest.mark.parametrize("name", MODELS)
-def test_the_simulated_peak_is_the_executed_one(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    """Counts what planned steps make."""
     counter = Counter()
     boxed = graph._boxed
 
-    def counted(module: Any, inputs: Any) -> Any:
+    def boxed_and_counted(module: Any, inputs: Any) -> Any:
         run = boxed(module, inputs)
 
         def run_and_count(args: list[Any]) -> Any:
@@ -103,11 +106,17 @@ def test_the_simulated_peak_is_the_executed_one(name: str, way: str, monkeypatch
         run_and_count._boxed_call = True  # type: ignore[attr-defined]
         return run_and_count
 
-    monkeypatch.setattr(graph, "_boxed", counted)
+    monkeypatch.setattr(graph, "_boxed", boxed_and_counted)
+    return counter
+
+
+@pytest.mark.parametrize("way", ["all", "middle", "smallest"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_simulated_peak_is_the_executed_one(name: str, way: str, counted: Counter) -> None:
     work = zoo.small(name)
     planner = Planner(way)
     graph.planned_loss(work, planner)(work.batch).backward()
-    assert simulate(planner.programs[0]).peak_bytes == counter.peak_bytes
+    assert simulate(planner.programs[0]).peak_bytes == counted.peak_bytes
 
 
 class Counter(TorchDispatchMode):
@@ -296,3 +305,50 @@ def test_training_goes_as_without_a_plan() -> None:
             optimizer.step()
         ends.append([parameter.detach().clone() for parameter in work.model.parameters()])
     assert all(map(torch.equal, *ends))
+
+
+# -- budgets -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5, 0.35])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_budget_is_kept_to_the_byte_or_refused_with_the_smallest(name: str, share: float, counted: Counter) -> None:
+    work = zoo.small(name)
+    promised: list[tuple[int, Program]] = []
+
+    def planner(joint: Joint) -> Program:
+        budget = int(share * simulate(fastest_program(joint, 2**60)).peak_bytes)
+        try:
+            program = fastest_program(joint, budget)
+        except BudgetError as error:
+            found = re.search(r"(\d+) bytes", str(error))
+            assert found is not None
+            budget = int(found[1])
+            program = fastest_program(joint, budget)
+        promised.append((budget, program))
+        return program
+
+    loss = graph.planned_loss(work, planner)
+    plain = results(work, lambda batch: work.compute_loss(batch=batch))
+    for found, expected in zip(results(work, loss), plain, strict=True):
+        assert torch.equal(found, expected)
+    (budget, program), *_ = promised
+    assert simulate(program).peak_bytes == counted.peak_bytes <= budget
+
+
+def test_a_larger_budget_never_runs_more_again() -> None:
+    seen: list[list[int]] = []
+
+    def planner(joint: Joint) -> Program:
+        whole = simulate(fastest_program(joint, 2**60)).peak_bytes
+        programs = []
+        for share in (1.0, 0.95, 0.9, 0.8, 0.7, 0.6):
+            with contextlib.suppress(BudgetError):
+                programs.append(fastest_program(joint, int(share * whole)))
+        seen.append([program.recomputed for program in programs])
+        return programs[-1]
+
+    work = zoo.small("unet")
+    graph.planned_loss(work, planner)(work.batch)
+    assert seen[0][0] == 0
+    assert seen[0] == sorted(seen[0])
