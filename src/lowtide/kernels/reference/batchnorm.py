@@ -10,7 +10,7 @@ A layer keeps x, x̂ or z for backward. ATen's batch-norm kernels serve all thre
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -82,9 +82,7 @@ def normalize(
     if len(pieces) == 1:
         return activation.write(preactivation(kept, keeps, affine, residual), slopes)
     z = torch.empty_like(kept)
-    residual = None if residual is None else residual.expand_as(kept)
-    for piece in pieces:
-        y = preactivation(kept[piece], keeps, affine, None if residual is None else residual[piece], out=z[piece])
+    for _, y in _in_pieces(kept, keeps, affine, residual, pieces, z):
         _put(y, activation.write(y, slopes))
     return z
 
@@ -97,28 +95,36 @@ def activation_backward(
     if len(pieces) == 1:
         return activation.backward(dz, preactivation(kept, keeps, affine, residual), write=True)[0]
     dy = torch.empty_like(kept)
-    residual = None if residual is None else residual.expand_as(kept)
-    for piece in pieces:
-        y = preactivation(kept[piece], keeps, affine, None if residual is None else residual[piece], out=dy[piece])
+    for piece, y in _in_pieces(kept, keeps, affine, residual, pieces, dy):
         _put(y, activation.backward(dz[piece], y, write=True)[0])
     return dy
 
 
-def preactivation(
-    kept: Tensor, keeps: Keeps, affine: Affine, residual: Tensor | None = None, *, out: Tensor | None = None
-) -> Tensor:
+def preactivation(kept: Tensor, keeps: Keeps, affine: Affine, residual: Tensor | None = None) -> Tensor:
     """The value before the activation, from x or x̂, by ATen's inference kernel: on a CPU there is none faster."""
-    a = affine.of_kept(keeps)
-    bias = None if a.bias is None else a.beta
-    # γ/σ as the weight, over a variance of one: the bits of torch's own training step, and 1/σ is not rounded again.
-    args = (kept, a.gamma * a.invstd, bias, a.mean, torch.ones_like(a.mean), False, 0.0, 0.0)
-    if out is None:
-        y = _aten.native_batch_norm(*args)[0]
-    else:
-        none = a.mean.new_empty(0)
-        y = out
-        _aten.native_batch_norm.out(*args, out=y, save_mean=none, save_invstd=none)
+    y = _aten.native_batch_norm(kept, *_vectors(keeps, affine), False, 0.0, 0.0)[0]
     return y if residual is None else y.add_(residual)
+
+
+def _vectors(keeps: Keeps, affine: Affine) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Weight, bias, mean and variance for it.
+
+    γ/σ as the weight, over a variance of one: the bits of torch's own training step, and 1/σ is not rounded again.
+    """
+    a = affine.of_kept(keeps)
+    return a.gamma * a.invstd, None if a.bias is None else a.beta, a.mean, torch.ones_like(a.mean)
+
+
+def _in_pieces(
+    kept: Tensor, keeps: Keeps, affine: Affine, residual: Tensor | None, pieces: list[slice], out: Tensor
+) -> Iterator[tuple[slice, Tensor]]:
+    """The value before the activation, written to ``out`` piece by piece."""
+    vectors, none = _vectors(keeps, affine), affine.mean.new_empty(0)
+    residual = None if residual is None else residual.expand_as(kept)
+    for piece in pieces:
+        y = out[piece]
+        _aten.native_batch_norm.out(kept[piece], *vectors, False, 0.0, 0.0, out=y, save_mean=none, save_invstd=none)
+        yield piece, y if residual is None else y.add_(residual[piece])
 
 
 def _put(target: Tensor, values: Tensor) -> None:
