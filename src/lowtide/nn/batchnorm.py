@@ -92,10 +92,8 @@ class _BatchNormAct(_BatchNorm):
 
     def _run(self, input: Tensor, residual: Tensor | None, activation: Activation, strategy: Strategy) -> Tensor:
         self._check_input_dim(input)
-        # As attributes, each would take a search through all that a module has.
-        parameters, buffers, momentum = self._parameters, self._buffers, self.momentum
-        mean, var = buffers["running_mean"], buffers["running_var"]
-        batches = buffers["num_batches_tracked"] if self.training and self.track_running_stats else None
+        mean, var, momentum = self.running_mean, self.running_var, self.momentum
+        batches = self.num_batches_tracked if self.training and self.track_running_stats else None
         if momentum is None:
             momentum = 0.0
             if batches is not None:
@@ -105,8 +103,8 @@ class _BatchNormAct(_BatchNorm):
         tracked = not self.training or self.track_running_stats
         return batch_norm_act(
             input,
-            parameters["weight"] if "weight" in parameters else self.weight,  # noqa: SIM401 - the search again
-            parameters["bias"] if "bias" in parameters else self.bias,  # noqa: SIM401
+            self.weight,
+            self.bias,
             mean if tracked else None,
             var if tracked else None,
             batches,

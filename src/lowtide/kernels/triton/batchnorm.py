@@ -123,11 +123,13 @@ class _Launcher:
         """Start ``count`` programs. The grid and the ``dtypes`` of the parameters say what Triton specialises on."""
         if launches.watcher is not None:
             again = partial(self, count, grid, dtypes, tensors, numbers, constants, **options)
-            return launches.show(self._kernel.__name__, tensors, again)
+            launches.show(self._kernel.__name__, tensors, again)
+            return
         device = grid.device
         if device is not None and device != _current_device():
             with torch.cuda.device(device):
-                return self(count, grid, dtypes, tensors, numbers, constants, **options)
+                self(count, grid, dtypes, tensors, numbers, constants, **options)
+            return
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         bits = 0
         for address in addresses:
@@ -137,11 +139,10 @@ class _Launcher:
             run, function, metadata = handle
             stream = _current_stream(device)
             run(count, 1, 1, stream, function, metadata, None, None, None, *addresses, *numbers, *constants)
-            return None
+            return
         compiled = self._kernel[(count,)](*tensors, *numbers, *constants, **options)
         if compiled is not None and bits & 15 == 0:  # the interpreter compiles nothing
             self._handles[grid, dtypes, constants] = compiled.run, compiled.function, compiled.packed_metadata
-        return None
 
 
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # none where torch has no CUDA
