@@ -6,6 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.kernels import launches
 from lowtide.kernels.reference.batchnorm import Running
+from lowtide.tracing.capture import _launch
 
 pytest.importorskip("triton")
 from lowtide.kernels.triton import batchnorm as kernels
@@ -34,3 +35,9 @@ def test_what_a_watcher_launches_is_not_shown_again():
         mean, _ = kernels.measure(x, Running(), eps=1e-5)
     assert count == 1
     torch.testing.assert_close(mean, x.mean((0, 2, 3)))
+
+
+def test_a_fake_trace_leaves_real_launches_of_others_alone():
+    launched = []
+    _launch(None, "measure", [torch.ones(2)], lambda: launched.append(True), fake=True)
+    assert launched
