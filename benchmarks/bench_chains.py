@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import ROOT, Row, record, seconds
+from lowtide.chains import Chain, Optimal, Schedule, keep_all, recursive, simulate, sqrt
 from lowtide.errors import MissingExtra
-from lowtide.planning.chains import Chain, Optimal, Schedule, keep_all, recursive, simulate, sqrt
 
 DEPTHS = [4, 8, 16, 32, 64, 128, 256, 512, 1024]
 DEEPEST_OPTIMAL = 256  # O(n³): 1024 stages take a minute

@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide import Workload, zoo
+from lowtide.chains import Optimal, Schedule, keep_all, recursive, sqrt
+from lowtide.chains import simulate as run_chain
 from lowtide.engines import graph
 from lowtide.errors import BudgetError
-from lowtide.planning.chains import Optimal, Schedule, keep_all, recursive, sqrt
-from lowtide.planning.chains import simulate as run_chain
 from lowtide.planning.fastest import fastest_program
 from lowtide.planning.program import Kind, Program, program_of, simulate
 from lowtide.planning.stages import Stages

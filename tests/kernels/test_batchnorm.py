@@ -224,3 +224,18 @@ def test_compiled_ops_hold_no_scratch():
     kernels._scratches.clear()
     kernels.measure(x, Running(), eps=1e-5, streams=8, fresh=True)
     assert not any(kernels._scratches.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [65, 72, 96, 144, 192])
+def test_any_number_of_channels_in_NHWC(channels):
+    x = (torch.randn(16, channels, 14, 14, device=DEVICE) + 3).to(memory_format=torch.channels_last)
+    dz = torch.randn_like(x)
+    weight, bias = torch.rand(channels, device=DEVICE) + 0.5, torch.randn(channels, device=DEVICE)
+    act = Activation.of("silu")
+    z, mean, invstd, _ = kernels.forward(x, weight, bias, Running(), act, eps=1e-5)
+    found = kernels.backward(dz, x, "x", Affine(mean, invstd, weight, bias), act, training=True)
+    expected, _, gradients = reference(x, dz, weight, bias, act)
+    close(z, expected, 2e-6)
+    for ours, theirs in zip(found[:3], gradients, strict=True):
+        close(ours, theirs, 2e-6)

@@ -153,6 +153,25 @@ def test_inductor_trains_channels_last_with_a_cumulative_average():
     assert_same_steps(model, plain, torch.compile(model, fullgraph=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # inductor's own first one
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_inductor_and_cuda_graphs_train_with_the_triton_kernels(mode):
+    model, plain = (net.float().cuda() for net in nets("relu", joined=True))
+    call = torch.compile(model, fullgraph=True, mode=mode)
+    torch.manual_seed(1)
+    for _ in range(6):  # a CUDA graph is recorded in the second call and replayed from the third
+        x = torch.randn(BATCH, device="cuda")
+        for net, run in ((model, call), (plain, plain)):
+            net.zero_grad()
+            torch.compiler.cudagraph_mark_step_begin()
+            run(x).square().sum().backward()
+        for ours, theirs in zip(parameters(model), parameters(plain), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+        for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
 def test_bfloat16_with_float32_parameters_is_as_exact_as_plain_torch():
     model, plain = (net.float() for net in nets("relu"))
     exact = nets("relu")[1]

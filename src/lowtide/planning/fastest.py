@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from torch import Tensor, fx
 
+from lowtide.chains import Optimal, keep_all
+from lowtide.chains import simulate as simulate_chain
 from lowtide.errors import BudgetError
-from lowtide.planning.chains import Optimal, keep_all
-from lowtide.planning.chains import simulate as simulate_chain
 from lowtide.planning.program import Program, program_of, simulate
 from lowtide.planning.stages import Stages
 from lowtide.profiling.devices import find_device

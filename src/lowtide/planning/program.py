@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from lowtide.planning.chains import Kind as Step
-from lowtide.planning.chains import Schedule
+from lowtide.chains import Kind as Step
+from lowtide.chains import Schedule
 from lowtide.planning.stages import Stages
 from lowtide.sizes import format_size
 from lowtide.tracing.joint import bytes_of, is_batch_norm, is_item, is_random, size_of

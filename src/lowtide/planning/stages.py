@@ -11,7 +11,7 @@ from functools import cached_property
 
 from torch import fx
 
-from lowtide.planning.chains import Chain
+from lowtide.chains import Chain
 from lowtide.tracing.joint import Joint, bytes_of, is_item
 
 _SMALL = 0.02  # of the largest value of the forward pass

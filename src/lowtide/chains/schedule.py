@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtide.chains.chain import Chain
 from lowtide.errors import PlanError
-from lowtide.planning.chains.chain import Chain
 
 
 class Kind(StrEnum):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.planning.chains.chain import Chain
-from lowtide.planning.chains.schedule import Kind, Operation, Schedule, simulate
+from lowtide.chains.chain import Chain
+from lowtide.chains.schedule import Kind, Operation, Schedule, simulate
 from lowtide.sizes import format_size
 
 

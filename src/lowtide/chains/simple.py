@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtide.planning.chains.chain import Chain
-from lowtide.planning.chains.needs import Needs
-from lowtide.planning.chains.schedule import Schedule, unroll
+from lowtide.chains.chain import Chain
+from lowtide.chains.needs import Needs
+from lowtide.chains.schedule import Schedule, unroll
 
 
 def keep_all(chain: Chain) -> Schedule:

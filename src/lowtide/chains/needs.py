@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtide.planning.chains.chain import Chain
+from lowtide.chains.chain import Chain
 
 
 class Needs:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.planning.chains.needs import Needs
-from lowtide.planning.chains.schedule import Schedule, simulate, unroll
+from lowtide.chains.needs import Needs
+from lowtide.chains.schedule import Schedule, simulate, unroll
 
 
 class Grid:

@@ -6,13 +6,13 @@ from functools import cached_property
 
 import numpy as np
 
+from lowtide.chains.chain import Chain
+from lowtide.chains.grid import Grid
+from lowtide.chains.needs import Needs
+from lowtide.chains.schedule import Schedule
+from lowtide.chains.simple import keep_all
+from lowtide.chains.smallest import Smallest
 from lowtide.errors import BudgetError, LowtideError
-from lowtide.planning.chains.chain import Chain
-from lowtide.planning.chains.grid import Grid
-from lowtide.planning.chains.needs import Needs
-from lowtide.planning.chains.schedule import Schedule
-from lowtide.planning.chains.simple import keep_all
-from lowtide.planning.chains.smallest import Smallest
 from lowtide.sizes import format_size
 
 

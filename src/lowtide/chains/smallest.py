@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.planning.chains.chain import Chain
-from lowtide.planning.chains.needs import Needs
-from lowtide.planning.chains.schedule import Schedule, unroll
+from lowtide.chains.chain import Chain
+from lowtide.chains.needs import Needs
+from lowtide.chains.schedule import Schedule, unroll
 
 
 class Smallest:

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowtide.errors import BudgetError, LowtideError, PlanError
-from lowtide.planning.chains import (
+from lowtide.chains import (
     Chain,
     Kind,
     Operation,
@@ -25,7 +24,8 @@ from lowtide.planning.chains import (
     simulate,
     sqrt,
 )
-from lowtide.planning.chains.schedule import unroll
+from lowtide.chains.schedule import unroll
+from lowtide.errors import BudgetError, LowtideError, PlanError
 
 SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
 

@@ -1,0 +1,23 @@
+"""Schedules for a chain of stages: what to keep and what to run again, so that it fits and is fast."""
+
+from lowtide.chains.chain import Chain
+from lowtide.chains.explain import StageChoice, explain
+from lowtide.chains.optimal import Optimal, optimal
+from lowtide.chains.schedule import Kind, Operation, Schedule, Simulation, simulate
+from lowtide.chains.simple import keep_all, recursive, sqrt
+
+__all__ = [
+    "Chain",
+    "Kind",
+    "Operation",
+    "Optimal",
+    "Schedule",
+    "Simulation",
+    "StageChoice",
+    "explain",
+    "keep_all",
+    "optimal",
+    "recursive",
+    "simulate",
+    "sqrt",
+]
