@@ -425,12 +425,15 @@ def _panel(alt: Any, points: Any, title: str) -> Any:
         legend=alt.Legend(orient="bottom", columns=1, labelLimit=320),  # the browser's font may be wider than ours
     )
     lines = points.mark_line(strokeWidth=1.8).encode(
-        x=alt.X("step:Q", title="step", scale=alt.Scale(nice=False)),
-        y=alt.Y("loss:Q", title="loss", scale=alt.Scale(zero=False)),
+        x=alt.X("step:Q", title="step", scale=alt.Scale(nice=False), axis=alt.Axis(tickCount=8)),
+        # A logarithm, since LeNet's falls to a thirtieth.
+        y=alt.Y(
+            "loss:Q", title="loss (log scale)", scale=alt.Scale(type="log", nice=False), axis=alt.Axis(tickCount=5)
+        ),
         color=color,
     )
     heading = alt.TitleParams(title, anchor="start", fontSize=11, fontWeight=500)
-    return lines.properties(width=520, height=280, title=heading)
+    return lines.properties(width=400, height=280, title=heading)
 
 
 def _points(results: Path) -> dict[str, list[dict[str, Any]]]:
