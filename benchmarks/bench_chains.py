@@ -4,18 +4,20 @@ Equal stages that save their output alone, backward twice as long as forward: me
 to keeping everything. Naive, √n, recursive and reversible are the table of Gomez et al. (2017) in numbers. Reversible
 is a formula, since it is another network: it holds a stage's output, the input rebuilt from it and their
 gradients, and runs each stage forward once more. All else is simulated, and every budget checked. The chart goes to
-docs/images/chains.svg where altair is installed.
+docs/images/chains.svg where altair is installed; --draw draws the rows that are there.
 """
 
 from __future__ import annotations
 
+import argparse
+import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import ROOT, Row, record, seconds
+from benchmarks.harness import RESULTS, ROOT, Row, record, seconds
 from lowtide.chains import Chain, Optimal, Schedule, keep_all, recursive, simulate, sqrt
 from lowtide.errors import MissingExtra
 
@@ -41,14 +43,18 @@ COLORS = {
 }
 
 
-def main(repeats: int = 3) -> None:
-    rows = [row for depth in DEPTHS for row in growth(depth)]
-    rows += speed(repeats)
-    record("chains", rows)
+def main(repeats: int = 3, draw: bool = False) -> None:
+    rows: list[Row] = []
+    if not draw:
+        rows = [row for depth in DEPTHS for row in growth(depth)]
+        rows += speed(repeats)
+        record("chains", rows)
     try:
-        print(f"drawn to {draw(rows, ROOT / 'docs' / 'images' / 'chains.svg')}")
+        print(f"drawn to {draw_laws(RESULTS / 'chains.csv', ROOT / 'docs' / 'images' / 'chains.svg')}")
     except MissingExtra as missing:
         print(missing)
+    if draw:
+        return
     slowest = max(row.value for row in rows if row.metric == "time to plan")
     if slowest > LIMIT_SECONDS:
         raise SystemExit(f"{STAGES} stages in {SLOTS} slots take {slowest:.1f} s, more than {LIMIT_SECONDS} s")
@@ -116,26 +122,37 @@ def unequal(stages: int) -> Chain:
     return Chain(forward.tolist(), (2 * forward).tolist(), values.tolist(), saved.tolist(), *temporary)
 
 
-def draw(rows: list[Row], path: Path) -> Path:
+def draw_laws(rows: Path, path: Path) -> Path:
     """Memory and time over depth: as the laws are lines, memory and depth in powers of two."""
     from lowtide.reporting.figures import FONT, _altair, _chart, save_figure
 
     alt: Any = _altair()
+    with rows.open(newline="") as file:
+        latest = {(row["case"], row["subject"], row["metric"]): float(row["value"]) for row in csv.DictReader(file)}
     points = [
-        {"depth": int(row.case.split()[0]), "planner": row.subject, "metric": row.metric, "value": row.value}
-        for row in rows
-        if row.case.endswith(" equal stages")
+        {"depth": int(case.split()[0]), "planner": subject, "metric": metric, "value": value}
+        for (case, subject, metric), value in latest.items()
+        if case.endswith(" equal stages")
     ]
-    color = alt.Color("planner:N", title=None, scale=alt.Scale(domain=list(COLORS), range=list(COLORS.values())))
+    naive = "datum.label == 'keep everything' ? 'keep everything (naive)' : datum.label"
+    color = alt.Color(
+        "planner:N",
+        title=None,
+        scale=alt.Scale(domain=list(COLORS), range=list(COLORS.values())),
+        # Fonts may be wider than ours.
+        legend=alt.Legend(orient="bottom", columns=4, columnPadding=48, labelLimit=320, labelExpr=naive),
+    )
 
     def panel(metric: str, title: str, scale: Any) -> Any:
         own = [point for point in points if point["metric"] == metric]
         lines = _chart(alt, own).mark_line(point=True, strokeWidth=2)
         return lines.encode(
-            x=alt.X("depth:Q", title="stages", scale=alt.Scale(type="log", base=2), axis=alt.Axis(values=DEPTHS)),
+            x=alt.X(
+                "depth:Q", title="stages", scale=alt.Scale(type="log", base=2), axis=alt.Axis(values=DEPTHS, format="d")
+            ),
             y=alt.Y("value:Q", title=title, scale=scale),
             color=color,
-        ).properties(width=340, height=300)
+        ).properties(width=400, height=300)
 
     memory = panel("memory", "peak, in stage outputs", alt.Scale(type="log", base=2))
     time = panel("time ratio", "time, keeping everything = 1", alt.Scale(zero=False))
@@ -146,4 +163,6 @@ def draw(rows: list[Row], path: Path) -> Path:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--draw", action="store_true", help="draw the rows that are there")
+    main(**vars(parser.parse_args()))

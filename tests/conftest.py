@@ -5,6 +5,8 @@ import os
 import pytest
 import torch
 
+from lowtide.errors import TraceError
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
@@ -21,6 +23,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _own_kernel_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def no_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans have no recomputation to choose."""
+    for technique in ("sqrt.Sqrt", "optimal.Optimal"):
+        monkeypatch.setattr(f"lowtide.techniques.{technique}.options", lambda self, profile: [])
+    monkeypatch.setattr("lowtide.planning.budget.capture_joint", _no_capture)
+
+
+def _no_capture(work: object) -> None:
+    raise TraceError("Nothing is captured here")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -37,7 +37,7 @@ class Loose:
 
     kind = "saved"
     needs = "a chain"
-    conflicts = frozenset({"sqrt"})
+    conflicts = frozenset({"sqrt", "optimal"})
 
     def __init__(self, fidelity: Fidelity = Fidelity.CHANGED, *, name: str = "loose", fails: bool = False) -> None:
         self.name = name

@@ -39,7 +39,7 @@ def test_explain_says_what_it_saves_costs_and_why(found: Plan) -> None:
         "plain step",
         "planned step",
         "bitwise",
-        "sqrt on",
+        " on the model (segments ",
         "saves",
         "longer",
         "The fastest that fits",

@@ -16,7 +16,8 @@ from lowtide.errors import LowtideError, PlanError
 from lowtide.planning import estimate_peak, predict
 from lowtide.profiling import profile
 from lowtide.techniques import Check, Option
-from lowtide.techniques.sqrt import Segments, Sqrt, checkpoint_segments
+from lowtide.techniques.segments import Segments
+from lowtide.techniques.sqrt import Sqrt, checkpoint_segments
 from lowtide.workload import Workload
 
 from ..contract.contract import Residual, assert_agree, assert_restored, run

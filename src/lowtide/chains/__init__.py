@@ -2,6 +2,7 @@
 
 from lowtide.chains.chain import Chain
 from lowtide.chains.explain import StageChoice, explain
+from lowtide.chains.nested import Tree, nested
 from lowtide.chains.optimal import Optimal, optimal
 from lowtide.chains.schedule import Kind, Operation, Schedule, Simulation, simulate
 from lowtide.chains.simple import keep_all, recursive, sqrt
@@ -14,8 +15,10 @@ __all__ = [
     "Schedule",
     "Simulation",
     "StageChoice",
+    "Tree",
     "explain",
     "keep_all",
+    "nested",
     "optimal",
     "recursive",
     "simulate",

@@ -24,6 +24,9 @@ class Chain:
     its inputs and results while it runs. A gradient is as large as its value unless said otherwise (0 for an
     input of integers).
 
+    ``tail_seconds`` is the end of a stage's forward, after the last that its backward reads. Stages that run again stop
+    there: the last of them leaves its tail out.
+
     >>> Chain([1, 1], [2, 2], [4, 4, 1], [6, 3]).stages
     2
     """
@@ -35,13 +38,14 @@ class Chain:
     forward_temporary_bytes: Sequence[int] = ()
     backward_temporary_bytes: Sequence[int] = ()
     gradient_bytes: Sequence[int] = ()
+    tail_seconds: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.forward_seconds)
         if not stages:
             raise LowtideError("A chain has at least one stage, this one has none")
         given = {field.name: list(getattr(self, field.name)) for field in fields(self)}
-        for name in ("forward_temporary_bytes", "backward_temporary_bytes"):
+        for name in ("forward_temporary_bytes", "backward_temporary_bytes", "tail_seconds"):
             given[name] = given[name] or [0] * stages
         given["gradient_bytes"] = given["gradient_bytes"] or given["value_bytes"]
         for name, numbers in given.items():
@@ -55,6 +59,10 @@ class Chain:
                     f"saved_bytes[{i}] is {saved}, less than the stage's output of {output} bytes",
                     hint="What a stage saves includes its output.",
                 )
+
+        for i, (tail, forward) in enumerate(zip(self.tail_seconds, self.forward_seconds, strict=True)):
+            if tail > forward:
+                raise LowtideError(f"tail_seconds[{i}] is {tail}, more than the {forward} of the stage's forward")
 
     @property
     def stages(self) -> int:

@@ -63,7 +63,7 @@ def explain(chain: Chain, schedule: Schedule) -> tuple[StageChoice, ...]:
             stage,
             runs,
             chain.saved_bytes[stage],
-            (runs - 1) * chain.forward_seconds[stage],
+            (runs - 1) * chain.forward_seconds[stage] - (stage in schedule.stopped) * chain.tail_seconds[stage],
             max(peak, _most_if_kept(chain, stage, places, during)),
         )
         for stage, runs in enumerate(schedule.runs)

@@ -1,14 +1,14 @@
 """Rotor's dynamic programme over a chain's stages and memory (Beaumont et al., 2019), on a grid of slots.
 
 With E(s, t, m) the seconds of running stages again while stages s to t go forward and backward in m bytes beyond
-the input of s, f forward seconds, and a, ā, ``keeping`` and ``passing`` as in ``Chain`` and ``Needs``:
+the input of s, f forward seconds, r their tail, and a, ā, ``keeping`` and ``passing`` as in ``Chain`` and ``Needs``:
 
     E(s, s, m) = 0                                                   if m >= keeping(s, s)
     E(s, t, m) = min( E(s + 1, t, m - ā_s)                           if m >= keeping(s, t): keep everything of s
                       min over s < j <= t of                         if m >= passing(s, t): keep a_s, go on to j,
-                        f_s + … + f_{j-1} + E(j, t, m - a_j) + E(s, j - 1, m) )                   and come back
+                        f_s + … + f_{j-1} - r_{j-1} + E(j, t, m - a_j) + E(s, j - 1, m) )         and come back
 
-and infinity otherwise.
+and infinity otherwise. Where segments may only end so far, j goes so far.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Grid:
         self.slot = slot = max(1, -(-top // slots))
         self.points = top // slot + 1
         # Forward seconds before each stage, as a share of a power of two: float32 has whole seconds exactly.
-        self.elapsed = np.ldexp(needs.seconds, -int(np.frexp(needs.seconds[-1])[1]))
+        scale = -int(np.frexp(needs.seconds[-1])[1])
+        self.elapsed, self.tails = np.ldexp(needs.seconds, scale), np.ldexp(needs.tails, scale)
         before = np.concatenate([[0], np.cumsum(needs.saved)])[:-1]
         self.offset = (top - before) % slot
         # How many points it goes down: to what is left for s + 1 when s is kept, and for j when a_j is.
@@ -91,7 +92,7 @@ class Grid:
     def _fill(self) -> None:
         needs, stages, points = self.needs, self.needs.chain.stages, self.points
         passing, whole = self._point(needs.passing), self._point(needs.whole)
-        back = np.empty((stages, points), np.float32)  # [j - 1]: f_s + … + f_{j-1} + E(s, j - 1, ·), for one s
+        back = np.empty((stages, points), np.float32)  # [j - 1]: f_s + … + f_{j-1} - r_{j-1} + E(s, j - 1, ·), of s
         ways = np.empty((stages, points), np.float32)
         for s in range(stages - 1, -1, -1):
             start = int(self.pass_shift[s])
@@ -100,24 +101,26 @@ class Grid:
                 low, high = int(passing[s, t]), int(whole[s, t])  # below there is no way, above all can be kept
                 row[high:] = 0.0
                 if t > s and low < high:
-                    some = ways[: t - s, low:high]
-                    np.add(self.table[t][s + 1 :, low:high], back[s:t, low:high], out=some)
-                    np.minimum.reduce(some, axis=0, out=row[low:high])
+                    end = min(t, needs.segment_ends[s])
+                    some = ways[: end - s, low:high]
+                    np.add(self.table[t][s + 1 : end + 1, low:high], back[s:end, low:high], out=some)
+                    np.minimum.reduce(some, axis=0, initial=np.inf, out=row[low:high])
                     low = max(low, int(self.least_keeping[s, t]))
                     if low < high:
                         np.minimum(row[low:high], self._kept(s, t, low, high), out=row[low:high])
-                np.add(row, np.float32(self.elapsed[t + 1] - self.elapsed[s]), out=back[t])
+                np.add(row, np.float32(self.elapsed[t + 1] - self.elapsed[s] - self.tails[t]), out=back[t])
 
     def _decide(self, first: int, last: int, point: int) -> tuple[int, int]:
         """What ``_fill`` took the minimum from, once more: choices would need a table as large as that of seconds."""
         start = int(self.pass_shift[first])
-        back = np.array([self.table[t][first, start + point] for t in range(first, last)], np.float32)
-        back += (self.elapsed[first + 1 : last + 1] - self.elapsed[first]).astype(np.float32)
-        passed = self.table[last][first + 1 :, point] + back
-        at = int(passed.argmin())
-        if point >= self.least_keeping[first, last] and self._kept(first, last, point, point + 1)[0] <= passed[at]:
+        end = min(last, self.needs.segment_ends[first])
+        back = np.array([self.table[t][first, start + point] for t in range(first, end)], np.float32)
+        back += (self.elapsed[first + 1 : end + 1] - self.elapsed[first] - self.tails[first:end]).astype(np.float32)
+        passed = self.table[last][first + 1 : end + 1, point] + back
+        least = passed.min(initial=np.inf)
+        if point >= self.least_keeping[first, last] and self._kept(first, last, point, point + 1)[0] <= least:
             return first, point - int(self.keep_shift[first])
-        at += first + 1
+        at = first + 1 + int(passed.argmin())
         return at, point - int(self.pass_shift[at])
 
     def _kept(self, s: int, t: int, low: int, high: int) -> NDArray[np.float32]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -40,14 +41,17 @@ class Optimal:
 
     A grid of n stages takes O(n³ · slots) time and 2 · n² · slots bytes. It is made when a budget first needs it:
     for most budgets that is one grid or two.
+
+    ``segment_ends[s]``, if given, is one past the last stage that can be passed over together with stage s, which is
+    the first: s itself where everything of s must be kept. Schedules are then the best of those that keep to it.
     """
 
-    def __init__(self, chain: Chain, slots: int = 500) -> None:
+    def __init__(self, chain: Chain, slots: int = 500, segment_ends: Sequence[int] = ()) -> None:
         if slots < 1:
             raise LowtideError(f"Memory is divided into at least one slot, not {slots}")
         self.chain = chain
         self.slots = slots
-        self._needs = Needs(chain)
+        self._needs = Needs(chain, segment_ends)
         self._grids: dict[int, Grid] = {}
 
     @property
@@ -91,13 +95,14 @@ class Optimal:
     def _least_seconds(self, room: int) -> float:
         """Less than the forward seconds of any schedule in a room.
 
-        Before the first backward, what is kept of stages fits into the room; the other stages run once more. The
-        bound is that of the knapsack in which stages may be kept in part.
+        Before the first backward, what is kept of stages fits into the room; the other stages run once more, but for
+        their tails. The bound is that of the knapsack in which stages may be kept in part.
         """
         seconds, saved = np.array(self.chain.forward_seconds), self._needs.saved.astype(float)
-        order = np.argsort(-seconds / np.maximum(saved, 1e-9))
+        again = seconds - self._needs.tails
+        order = np.argsort(-again / np.maximum(saved, 1e-9))
         kept = np.clip((room - np.cumsum(saved[order])) / np.maximum(saved[order], 1) + 1, 0, 1)
-        return float((seconds[order] * (2 - kept)).sum()) * (1 - 1e-9)
+        return float(seconds.sum() + (again[order] * (1 - kept)).sum()) * (1 - 1e-9)
 
     def _seconds(self, schedule: Schedule) -> float:
         return schedule.forward_seconds(self.chain)

@@ -65,9 +65,17 @@ class Schedule:
         count = Counter(op.stage for op in self.operations if op.kind is not Kind.BACKWARD)
         return tuple(count[stage] for stage in range(max(count, default=-1) + 1))
 
+    @cached_property
+    def stopped(self) -> frozenset[int]:
+        """Stages that are the last of some that run again: their backward is next, so that their tail is not needed."""
+        pairs = zip(self.operations, self.operations[1:], strict=False)
+        ends = {op.stage for op, after in pairs if after == (Kind.BACKWARD, op.stage)}
+        return frozenset(stage for stage in ends if self.runs[stage] > 1)
+
     def forward_seconds(self, chain: Chain) -> float:
         """All forward runs, the first and those again, of a chain with this many stages."""
-        return math.fsum(runs * seconds for runs, seconds in zip(self.runs, chain.forward_seconds, strict=True))
+        runs = (count * seconds for count, seconds in zip(self.runs, chain.forward_seconds, strict=True))
+        return math.fsum([*runs, *(-chain.tail_seconds[stage] for stage in self.stopped)])
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.operations))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from lowtide.chains.chain import Chain
@@ -42,10 +44,13 @@ def sqrt(chain: Chain) -> Schedule:
     return unroll(chain.stages, int(least[0]), decide)
 
 
-def recursive(chain: Chain) -> Schedule:
+def recursive(chain: Chain, segment_ends: Sequence[int] = ()) -> Schedule:
     """Halves of halves (Chen et al., 2016, section 4.3): O(log n) memory, O(n log n) time.
+
+    ``segment_ends`` is as for ``Optimal``: a half that may not be so long is cut off there.
 
     >>> print(recursive(Chain.uniform(4)))
     F1c, F2n, F3c, F4e, B4, F3e, B3, F1c, F2e, B2, F1e, B1
     """
-    return unroll(chain.stages, 0, lambda first, last, room: ((first + last + 1) // 2, 0))
+    ends = Needs(chain, segment_ends).segment_ends
+    return unroll(chain.stages, 0, lambda first, last, room: (min((first + last + 1) // 2, ends[first]), 0))

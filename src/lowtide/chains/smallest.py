@@ -20,6 +20,7 @@ class Smallest:
         L(s, t) = min( max(keeping(s, t), ā_s + L(s + 1, t)),
                        max(passing(s, t), min over s < j <= t of max(a_j + L(j, t), L(s, j - 1))) )
 
+    with j no further than where a segment that starts with s may end.
     Of ways with the same bytes the fastest is taken. Going down from the whole chain, a part may then take a faster
     way that needs no more than what is left to it.
     """
@@ -60,12 +61,13 @@ class Smallest:
     def _ways(self, s: int, t: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Bytes and seconds of keeping stage s, then of passing on to each later stage up to t."""
         needs = self.needs
-        need = np.empty(t - s + 1, np.int64)
+        end = min(t, needs.segment_ends[s])
+        need = np.empty(end - s + 1, np.int64)
         need[0] = max(needs.keeping[s, t], needs.saved[s] + self._least[s + 1, t])
-        np.maximum(self._after[t, s + 1 : t + 1], self._least[s, s:t], out=need[1:])
+        np.maximum(self._after[t, s + 1 : end + 1], self._least[s, s:end], out=need[1:])
         np.maximum(need[1:], needs.passing[s, t], out=need[1:])
-        again = np.empty(t - s + 1)
+        again = np.empty(end - s + 1)
         again[0] = self._seconds[s + 1, t]
-        np.add(self._seconds_after[t, s + 1 : t + 1], self._seconds[s, s:t], out=again[1:])
-        again[1:] += needs.seconds[s + 1 : t + 1] - needs.seconds[s]
+        np.add(self._seconds_after[t, s + 1 : end + 1], self._seconds[s, s:end], out=again[1:])
+        again[1:] += needs.seconds[s + 1 : end + 1] - needs.seconds[s] - needs.tails[s:end]
         return need, again

@@ -6,7 +6,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
@@ -18,6 +17,7 @@ from lowtide.cli.options import (
     AsJson,
     Budget,
     Device,
+    Engine,
     Fake,
     Here,
     Html,
@@ -33,7 +33,8 @@ from lowtide.loading.arguments import parse_pairs
 from lowtide.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
-    from lowtide.profiling import Comparison, Profile, Sweep
+    from lowtide.planning import Prediction
+    from lowtide.profiling import Profile, Sweep
     from lowtide.workload import Workload
 
 __all__ = ["app"]
@@ -105,7 +106,12 @@ def plan(
     target: Target,
     budget: Budget,
     allow: Allow = None,
+    engine: Engine = "auto",
     out: Annotated[Path | None, typer.Option(help="Write the plan there, as JSON.")] = None,
+    program: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write what runs when there, as text; of a plan on the graph engine."),
+    ] = None,
     html: Html = None,
     fake: Fake = False,
     device: Device = None,
@@ -123,15 +129,24 @@ def plan(
     with working("Profiling the plain step"):
         before = baseline_profile(work, fake=fake, device=device)
     with working("Planning"):
-        found = planning.plan(work, budget, allow=allow or (), profile=before)
+        found = planning.plan(work, budget, allow=allow or (), profile=before, engine=engine)
     if not as_json:
         typer.echo(found.explain())
     if out is not None:
         _parent(out).write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
         typer.echo(f"wrote {out}")
-    if html is not None:
-        after = planning.predict(work, found.options, before)
-        _write(before.compare(replace(after, name=f"{after.name}, planned")), html)
+    if program is None and html is None:
+        return Outcome(found.to_json())
+    if program is not None and found.engine == "eager":
+        plain = "The plain step fits" if not found.choices else "The plan runs eagerly"
+        hint = "Name a smaller budget." if not found.choices else "Add --engine graph."
+        raise PlanError(f"{plain}, so there is no program to write to {program}", hint=hint)
+    with working("Predicting the planned step"):
+        prediction = planning.predict_plan(work, found, before)
+    if program is not None:
+        _parent(program).write_text(f"{prediction.program}\n", encoding="utf-8")
+        typer.echo(f"wrote {program}")
+    _write(prediction, html)
     return Outcome(found.to_json())
 
 
@@ -141,6 +156,7 @@ def train(
     budget: Budget,
     steps: Annotated[int, typer.Option(min=1, help="How many steps to train.")] = 10,
     allow: Allow = None,
+    engine: Engine = "auto",
     device: Here = None,
     as_json: AsJson = False,
     **settings: Unpack[TargetOptions],
@@ -158,7 +174,7 @@ def train(
     with working("Planning the step, and checking it against the plain one"):
         step = engines.fit(
             work.model, work.loss, work.batch, work.optimizer,
-            budget=budget, autocast=work.autocast, allow=allow or (),
+            budget=budget, autocast=work.autocast, allow=allow or (), engine=engine,
         )  # fmt: skip
     losses: list[float] = []
     start = time.perf_counter()
@@ -242,7 +258,7 @@ def demo(
     folder: Annotated[Path, typer.Option("--out", help="Where the report goes.")] = Path("lowtide-demo"),
     as_json: AsJson = False,
 ) -> Outcome:
-    """Train a small ResNet on real digits, plain and in less memory, with equal losses; under 90 seconds."""
+    """Train a small ResNet on real digits, plain and under three budgets, with equal losses; under 90 seconds."""
     from lowtide.demo import run
 
     found = run(folder, console=Console(stderr=as_json))
@@ -288,7 +304,7 @@ def _numbers(axis: str, text: str) -> list[int]:
 
 
 def _write(
-    subject: Profile | Comparison | Sweep,
+    subject: Profile | Prediction | Sweep,
     html: Path | None,
     folder: Path | None = None,
     charts: Mapping[str, Callable[[Any], Any]] | None = None,

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, TypedDict, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
 import typer
 from rich.console import Console
@@ -47,6 +47,10 @@ Budget = Annotated[str, typer.Option(help="The peak of a whole step: 6GiB, 800MB
 Allow = Annotated[
     list[str] | None,
     typer.Option(help="Allow more than bitwise and roundoff: a fidelity class or a technique. Repeatable."),
+]
+Engine = Annotated[
+    Literal["auto", "eager", "graph"],
+    typer.Option(help="What may run the step: the model's own code, a captured graph, or the faster of both."),
 ]
 Html = Annotated[Path | None, typer.Option(help="Write a report: one HTML file that works offline.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]

@@ -1,7 +1,7 @@
 """Engines: a plan in, the step that runs it out, and the proof that it does what was said."""
 
-from lowtide.engines.eager import Measured, Step, apply
 from lowtide.engines.fit import fit
+from lowtide.engines.step import Measured, Step, apply
 from lowtide.engines.verify import Agreement, Verification, verify
 
 __all__ = ["Agreement", "Measured", "Step", "Verification", "apply", "fit", "verify"]

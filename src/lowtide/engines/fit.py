@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.engines.eager import Step, apply
+from lowtide.engines.step import Step, apply
 from lowtide.engines.verify import verify as verify_plan
 from lowtide.errors import PlanError
-from lowtide.planning.budget import plan
+from lowtide.planning.budget import Engine, plan
 from lowtide.workload import Workload
 
 
@@ -25,11 +25,12 @@ def fit(
     budget: int | str,
     autocast: torch.dtype | None = None,
     allow: str | Collection[str] = (),
+    engine: Engine = "auto",
     verify: bool = True,
 ) -> Step:
     """Plan the step for a budget, check it against the plain one, and apply it: ``step(batch)`` trains.
 
-    The budget is as in ``plan``. A plan that does not give the promised results is refused with
+    The budget and the engine are as in ``plan``. A plan that does not give the promised results is refused with
     ``PlanError``; a measured peak above the budget is warned about. Until it returns, the model is as it was.
 
     >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
@@ -38,7 +39,7 @@ def fit(
     ('bitwise', True)
     """
     work = Workload(model, loss, batch, optimizer, autocast)
-    chosen = plan(work, budget, allow=allow)
+    chosen = plan(work, budget, allow=allow, engine=engine)
     if verify:
         found = verify_plan(work, chosen)
         if not found.results_agree:

@@ -2,16 +2,18 @@
 
 from lowtide.planning.budget import Budget, plan, resolve_budget
 from lowtide.planning.plan import Baseline, Choice, Plan
-from lowtide.planning.prediction import apply_options, estimate_peak, predict
+from lowtide.planning.prediction import Prediction, apply_options, estimate_peak, predict, predict_plan
 
 __all__ = [
     "Baseline",
     "Budget",
     "Choice",
     "Plan",
+    "Prediction",
     "apply_options",
     "estimate_peak",
     "plan",
     "predict",
+    "predict_plan",
     "resolve_budget",
 ]

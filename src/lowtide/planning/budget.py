@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from lowtide.errors import BudgetError, LowtideError, PlanError
-from lowtide.planning.plan import Baseline, Choice, Fingerprint, Plan
+from lowtide.chains import Schedule
+from lowtide.errors import BudgetError, LowtideError, PlanError, TraceError
+from lowtide.planning.plan import Baseline, Choice, Fingerprint, Plan, Recomputation
 from lowtide.planning.prediction import estimate_peak, predict
+from lowtide.planning.recomputation import Recomputations
 from lowtide.profiling import Profile
 from lowtide.profiling import profile as profile_step
 from lowtide.profiling.devices import find_device
 from lowtide.sizes import format_size, parse_size
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Fidelity, Option, Price
+from lowtide.tracing.joint import capture_joint
+from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
+
+Engine = Literal["auto", "eager", "graph"]
 
 _SLACK = 1.01  # an estimate this much above the budget is still looked at: estimates err by less
 _SMALLEST = 3  # of the smallest estimates, how many are looked at whatever they say
@@ -33,6 +40,7 @@ def plan(
     profile: Profile | None = None,
     fake: bool = False,
     device: str | None = None,
+    engine: Engine = "auto",
 ) -> Plan:
     """Find the fastest step whose peak of allocated bytes, everything included, is at most ``budget``.
 
@@ -42,13 +50,18 @@ def plan(
     that is not here, it is predicted, and so it is where the plain step does not fit. The model is left as it
     was.
 
+    ``engine`` says what may run the step: "eager" leaves the model's own code to run, with techniques in its modules;
+    "graph" captures the loss, forward and backward, and plans op by op; "auto" takes the faster plan of both.
+
     For one profile, a larger budget never gives a slower plan. If nothing fits, ``BudgetError`` says which
     budget would be the smallest, and what to allow for less.
     """
+    if engine not in ("auto", "eager", "graph"):
+        raise PlanError(f"There is no engine {engine!r}", hint="Write engine='auto', 'eager' or 'graph'.")
     baseline = profile or baseline_profile(work, fake=fake, device=device)
     wanted = resolve_budget(budget, baseline.peak_bytes, baseline.graph.device)
     permitted = _Permission.of(allow)
-    search = _Search(work, baseline)
+    search = _Search(work, baseline, engine if baseline.peak_bytes > wanted.bytes else "eager")
     found = search.fastest(wanted.bytes, permitted)
     if found is None:
         raise _no_plan(search, wanted.bytes, permitted)
@@ -64,6 +77,7 @@ def plan(
         fingerprint=Fingerprint.of(work),
         device=baseline.graph.device,
         notes=tuple(note for note in (wanted.said, *search.notes) if note),
+        program=search.recomputation(found, wanted.bytes),
     )
 
 
@@ -100,11 +114,15 @@ def resolve_budget(budget: int | str, baseline_peak: int, device: str) -> Budget
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """One option with its price. No option: the plain step."""
+    """One option, or one schedule for the graph engine, with its price. Neither: the plain step."""
 
-    option: Option | None
+    option: Option | Schedule | None
     price: Price
     estimate: int
+
+    @property
+    def technique(self) -> str:
+        return self.option.technique if isinstance(self.option, Option) else ""
 
     @property
     def order(self) -> tuple[float, int, str]:
@@ -126,24 +144,53 @@ class _Search:
     So a larger budget finds the same option or an earlier, faster one.
     """
 
-    def __init__(self, work: Workload, baseline: Profile) -> None:
+    def __init__(self, work: Workload, baseline: Profile, engine: Engine) -> None:
         self.work = work
         self.baseline = baseline
         self.notes: list[str] = []
         self.idle: list[str] = []  # techniques that offer nothing here
         plain = _Candidate(None, Price(Fidelity.BITWISE), baseline.peak_bytes)
         self.candidates = [plain]
+        self.recomputations: Recomputations | None = None
+        if engine != "graph":
+            self.candidates += self._options()
+        if engine != "eager":
+            self.candidates += self._schedules(required=engine == "graph")
+        self.candidates.sort(key=lambda candidate: candidate.order)
+        self._exact: dict[Option | Schedule | None, _Found | None] = {
+            None: _Found(plain, baseline.peak_bytes, baseline.storage_peak_bytes)
+        }
+
+    def _options(self) -> Iterator[_Candidate]:
         for technique in techniques().values():
-            options = technique.options(baseline)
+            options = technique.options(self.baseline)
             if not options:
                 self.idle.append(f"{technique.name} needs {technique.needs}")
             for option in options:
-                price = technique.price(option, baseline)
-                self.candidates.append(_Candidate(option, price, estimate_peak(baseline.graph, [price])))
-        self.candidates.sort(key=lambda candidate: candidate.order)
-        self._exact: dict[Option | None, _Found | None] = {
-            None: _Found(plain, baseline.peak_bytes, baseline.storage_peak_bytes)
-        }
+                price = technique.price(option, self.baseline)
+                yield _Candidate(option, price, estimate_peak(self.baseline.graph, [price]))
+
+    def _schedules(self, *, required: bool) -> Iterator[_Candidate]:
+        try:
+            if self.baseline.graph.fake:
+                raise TraceError("A step that is only predicted is not captured")
+            self.recomputations = _recomputations(self.work, self.baseline)
+        except TraceError as error:
+            if required:
+                raise PlanError(f"There is no plan on the graph engine: {error}") from error
+            self.idle.append(f"the graph engine needs one graph of the whole loss ({error})")
+            return
+        for schedule in self.recomputations.schedules:
+            seconds = self.recomputations.seconds(schedule)
+            price = Price(self.recomputations.fidelity, compute_seconds=seconds)
+            yield _Candidate(schedule, price, self.recomputations.estimate(schedule))
+
+    def recomputation(self, found: _Found, budget: int) -> Recomputation | None:
+        """What a plan keeps of a schedule, where one was found."""
+        schedule = found.candidate.option
+        if not isinstance(schedule, Schedule) or self.recomputations is None:
+            return None
+        return self.recomputations.chosen(schedule, found.peak_bytes, budget)
 
     def fastest(self, budget: int, permitted: _Permission) -> _Found | None:
         """The first option, by seconds, that fits.
@@ -153,7 +200,7 @@ class _Search:
         smallest = {candidate.option for candidate in self._smallest(permitted)}
         failed: dict[str, int] = {}
         for candidate in filter(permitted, self.candidates):
-            name = candidate.option.technique if candidate.option else ""
+            name = candidate.technique
             worth = candidate.estimate <= min(budget * _SLACK, failed.get(name, math.inf) - 1)
             if worth or candidate.option in smallest:
                 found = self.exact(candidate)
@@ -189,6 +236,10 @@ class _Search:
         return sorted(filter(permitted, self.candidates), key=lambda c: (c.estimate, c.order))[:_SMALLEST]
 
     def _trace(self, candidate: _Candidate) -> _Found | None:
+        if isinstance(candidate.option, Schedule):
+            assert self.recomputations is not None
+            found = self.recomputations.profile(candidate.option)
+            return _Found(candidate, found.peak_bytes, found.storage_peak_bytes)
         assert candidate.option is not None
         try:
             found = predict(self.work, [candidate.option], self.baseline)
@@ -196,6 +247,15 @@ class _Search:
             self.notes.append(f"{candidate.option} was left out: {error}")
             return None
         return _Found(candidate, found.peak_bytes, found.storage_peak_bytes)
+
+
+_last: list[Recomputations] = []  # capturing takes seconds, and budgets are often tried one after the other
+
+
+def _recomputations(work: Workload, baseline: Profile) -> Recomputations:
+    if not _last or _last[0].plain is not baseline:
+        _last[:] = [Recomputations(capture_joint(work), baseline)]
+    return _last[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +279,15 @@ class _Permission:
         return cls(max([Fidelity.ROUNDOFF, *classes]), names)
 
     def __call__(self, candidate: _Candidate) -> bool:
-        named = candidate.option is not None and candidate.option.technique in self.names
-        return named or candidate.price.fidelity <= self.loosest
+        return candidate.technique in self.names or candidate.price.fidelity <= self.loosest
 
 
 def baseline_profile(work: Workload, *, fake: bool, device: str | None) -> Profile:
+    """The plain step, traced; the second one of two that run, since the first fills caches and chooses kernels."""
     try:
+        if not fake and device in (None, work.device.type) and work.device.type != "meta":
+            with unchanged(work):
+                work.compute_loss().backward()
         return profile_step(work, fake=fake, device=device)
     except torch.OutOfMemoryError:  # the very reason to plan: predict what cannot be run
         return profile_step(work, fake=True, device=device)
@@ -232,7 +295,7 @@ def baseline_profile(work: Workload, *, fake: bool, device: str | None) -> Profi
 
 def _choices(found: _Found, faster_peak: int, base: Baseline, budget: int) -> tuple[Choice, ...]:
     option, price = found.candidate.option, found.candidate.price
-    if option is None:
+    if not isinstance(option, Option):
         return ()
     fits, above = format_size(budget), format_size(faster_peak)
     why = f"The fastest that fits {fits}: what is faster peaks at {above} or more."
@@ -247,8 +310,7 @@ def _no_plan(search: _Search, wanted: int, permitted: _Permission) -> BudgetErro
     everything = search.least(_Permission(Fidelity.CHANGED))
     if everything.peak_bytes < least.peak_bytes:
         chosen = everything.candidate
-        assert chosen.option is not None
-        what = f"{chosen.option.technique} ({chosen.price.fidelity})"
+        what = f"{chosen.technique} ({chosen.price.fidelity})"
         hints.append(f"Allow {what} to reach {format_size(everything.peak_bytes)}.")
     smallest = f"{format_size(least.peak_bytes)}, {least.peak_bytes} bytes"
     return BudgetError(

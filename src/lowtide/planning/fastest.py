@@ -1,77 +1,73 @@
-"""The fastest program over a joint graph whose storages fit a budget."""
+"""The programs over a joint graph that are worth a look, and the fastest of them that fits a budget."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cached_property
 
-from torch import Tensor, fx
+from torch import fx
 
-from lowtide.chains import Optimal, keep_all
+from lowtide.chains import Chain, Optimal, Schedule, keep_all
 from lowtide.chains import simulate as simulate_chain
 from lowtide.errors import BudgetError
 from lowtide.planning.program import Program, program_of, simulate
 from lowtide.planning.stages import Stages
-from lowtide.profiling.devices import find_device
-from lowtide.profiling.roofline import op_seconds
 from lowtide.sizes import format_size
-from lowtide.tracing.graph import Op, Value
-from lowtide.tracing.joint import Joint, is_item
+from lowtide.tracing.joint import Joint, bytes_of
 
-_CLOSE = 0.005  # of what a chain may take: how near the search goes to the largest that fits
+_STEPS = 40  # how finely the memory of a chain is gone through
 
 
-def fastest_program(joint: Joint, budget_bytes: int, *, device: str = "cpu") -> Program:
+class Programs:
+    """The programs of a joint graph's optimal schedules, from the fastest to the smallest.
+
+    A chain counts what its stages keep, a program all that lives. So the chain is planned at many budgets of its own,
+    which depend on the chain alone: for a larger budget the same programs are there, and none that fitted is lost.
+    """
+
+    def __init__(self, joint: Joint, seconds: Callable[[fx.Node], float]) -> None:
+        self.joint = joint
+        self.stages = Stages(joint)
+        self.chain: Chain = self.stages.chain(seconds)
+        self._programs: dict[Schedule, Program] = {}
+
+    @cached_property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """Each once, the fastest first."""
+        plans = Optimal(self.chain)
+        whole = keep_all(self.chain)
+        low, high = plans.smallest_bytes, simulate_chain(self.chain, whole).peak_bytes
+        sizes = [low + (high - low) * step // _STEPS for step in range(_STEPS)]
+        found = dict.fromkeys([whole, *map(plans.schedule, reversed(sizes))])
+        return tuple(sorted(found, key=self.seconds_again))
+
+    def program(self, schedule: Schedule) -> Program:
+        """The program of a schedule."""
+        if schedule not in self._programs:
+            self._programs[schedule] = program_of(self.stages, schedule)
+        return self._programs[schedule]
+
+    def seconds_again(self, schedule: Schedule) -> float:
+        """What running ops again takes."""
+        return schedule.forward_seconds(self.chain) - sum(self.chain.forward_seconds)
+
+    def __iter__(self) -> Iterator[tuple[Schedule, Program]]:
+        return ((schedule, self.program(schedule)) for schedule in self.schedules)
+
+
+def fastest_program(joint: Joint, budget_bytes: int, *, seconds: Callable[[fx.Node], float] = bytes_of) -> Program:
     """The program whose simulated peak, above parameters, inputs and gradients at rest, is at most ``budget_bytes``.
 
-    A chain counts what its stages keep; a program counts all that lives. So the chain gets as much as leaves the
-    program within the budget, found by halving. Raises ``BudgetError`` with the smallest budget.
+    By default the seconds of ops go by the bytes that they make. Raises ``BudgetError`` with the smallest budget.
     """
-    stages = Stages(joint)
-    chain = stages.chain(node_seconds(joint, device))
-    whole = program_of(stages, keep_all(chain))
-    if simulate(whole).peak_bytes <= budget_bytes:
-        return whole
-    plans = Optimal(chain)
-    low, high = plans.smallest_bytes, simulate_chain(chain, keep_all(chain)).peak_bytes
-    best = program_of(stages, plans.schedule(low))
-    smallest = simulate(best).peak_bytes
-    if smallest > budget_bytes:
-        raise BudgetError(
-            f"{format_size(budget_bytes)} is below the smallest program of these {len(stages)} stages "
-            f"({format_size(smallest)}, {smallest} bytes)"
-        )
-    while high - low > _CLOSE * high:
-        middle = (low + high) // 2
-        program = program_of(stages, plans.schedule(middle))
-        if simulate(program).peak_bytes <= budget_bytes:
-            low, best = middle, program
-        else:
-            high = middle
-    return best
-
-
-def node_seconds(joint: Joint, device: str) -> Callable[[fx.Node], float]:
-    """What each op takes by the roofline of a device; views and taking one of several results take nothing."""
-    described = find_device(device)
-
-    def seconds(node: fx.Node) -> float:
-        if is_item(node) or joint.storages[node] is not node:
-            return 0.0
-        return op_seconds(_op(node), described)
-
-    return seconds
-
-
-def _op(node: fx.Node) -> Op:
-    read = [value.meta.get("val") for value in node.all_input_nodes]
-    given = node.meta.get("val")
-    inputs, outputs = (
-        tuple(_value(value) for value in values if isinstance(value, Tensor))
-        for values in (read, given if isinstance(given, (tuple, list)) else [given])
+    smallest: int | None = None
+    for _, program in Programs(joint, seconds):
+        peak = simulate(program).peak_bytes
+        if peak <= budget_bytes:
+            return program
+        smallest = peak if smallest is None else min(smallest, peak)
+    assert smallest is not None
+    raise BudgetError(
+        f"{format_size(budget_bytes)} is below the smallest program of these stages "
+        f"({format_size(smallest)}, {smallest} bytes)"
     )
-    return Op(0, str(node.target), "forward", "", "", inputs, outputs, "", False, math.nan, 0)
-
-
-def _value(tensor: Tensor) -> Value:
-    return Value(0, tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch."))

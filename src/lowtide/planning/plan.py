@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lowtide.chains import Schedule
 from lowtide.errors import PlanError, WorkloadError
 from lowtide.sizes import format_size
 from lowtide.techniques.technique import Fidelity, Knob, Option
 from lowtide.version import __version__
 from lowtide.workload import Workload
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,26 @@ class Choice:
     saved_bytes: int  # of the allocated peak
     seconds: float  # that the step takes longer
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """What the graph engine runs: a schedule over the stages of the step's joint graph, and why it is this one.
+
+    ``schedule`` is as ``lowtide.chains`` prints it: "F1c, F2n, F3e, B3, …".
+    """
+
+    schedule: str
+    graph: str  # digest of the joint graph
+    room_bytes: int  # that the program may take beside what stays: for batches of other shapes
+    ops_again: int
+    seconds: float  # that the step takes longer
+    fidelity: Fidelity
+    why: tuple[str, ...]  # by stage, for those that matter
+
+    def __str__(self) -> str:
+        stages = self.schedule.count("B")
+        return f"recompute {self.ops_again} ops, by a schedule of {stages} stages on the graph engine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +101,18 @@ class Plan:
     fingerprint: Fingerprint
     device: str
     notes: tuple[str, ...] = ()
+    program: Recomputation | None = None  # on the graph engine; otherwise the step runs eagerly
+
+    @property
+    def engine(self) -> Literal["eager", "graph"]:
+        """What runs the step."""
+        return "eager" if self.program is None else "graph"
 
     @property
     def fidelity(self) -> Fidelity:
         """The loosest class among the choices; bitwise where nothing is changed."""
-        return max((choice.fidelity for choice in self.choices), default=Fidelity.BITWISE)
+        programs = [] if self.program is None else [self.program.fidelity]
+        return max([Fidelity.BITWISE, *programs, *(choice.fidelity for choice in self.choices)])
 
     @property
     def options(self) -> tuple[Option, ...]:
@@ -116,12 +144,17 @@ class Plan:
             f"  planned step  {format_size(self.peak_bytes):>10}  {_duration(self.seconds)}"
             f"  ({self.fidelity}; seconds {self.seconds_source})",
         ]
-        if not self.choices:
+        if not self.choices and self.program is None:
             lines.append("  the plain step fits: nothing is changed")
         for choice in self.choices:
             lines.append(f"  {choice.option}")
             saved, longer = format_size(choice.saved_bytes), _duration(choice.seconds)
             lines.append(f"    saves {saved} at the peak, takes {longer} longer. {choice.why}")
+        if self.program is not None:
+            saved = format_size(base.peak_bytes - self.peak_bytes)
+            lines.append(f"  {self.program}")
+            lines.append(f"    saves {saved} at the peak, takes {_duration(self.program.seconds)} longer.")
+            lines += [f"    {line}" for line in self.program.why]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
     def __str__(self) -> str:
@@ -132,6 +165,7 @@ class Plan:
         data = {
             "version": PLAN_VERSION,
             "lowtide": __version__,
+            "engine": self.engine,
             "fidelity": self.fidelity.value,
             **asdict(self),
         }
@@ -216,6 +250,23 @@ def _read(data: Mapping[str, Any]) -> Plan:
         fingerprint=Fingerprint(**{key: _text(value) for key, value in data["fingerprint"].items()}),
         device=_text(data["device"]),
         notes=tuple(_text(note) for note in data["notes"]),
+        program=None if data["program"] is None else _recomputation(data["program"]),
+    )
+
+
+def _recomputation(data: Mapping[str, Any]) -> Recomputation:
+    schedule = Schedule.parse(_text(data["schedule"]))
+    backward = [op.stage for op in schedule.operations if op.kind == "b"]
+    if backward != list(reversed(range(len(schedule.runs)))):
+        raise ValueError("its schedule does not go backward through all stages")
+    return Recomputation(
+        str(schedule),
+        _text(data["graph"]),
+        _size(data, "room_bytes"),
+        _size(data, "ops_again"),
+        _seconds(data),
+        Fidelity(data["fidelity"]),
+        tuple(_text(line) for line in data["why"]),
     )
 
 

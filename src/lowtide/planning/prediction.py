@@ -1,17 +1,21 @@
-"""What a step becomes under some options: estimated from prices, or exact by tracing it without running."""
+"""What a step becomes under options or a plan: estimated from prices, or exact by tracing it without running."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lowtide.chains import Schedule, StageChoice
 from lowtide.errors import PlanError, TraceError
-from lowtide.profiling import Profile, profile
+from lowtide.planning.plan import Plan
+from lowtide.planning.program import Program
+from lowtide.planning.recomputation import recomputations
+from lowtide.profiling import Comparison, Profile, profile
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Option, Price, Technique, Undo
-from lowtide.tracing.graph import Graph, Op, signature
+from lowtide.tracing.graph import Graph, Op, Saved, signature
 from lowtide.workload import Workload
 
 
@@ -47,12 +51,53 @@ def predict(work: Workload, options: Sequence[Option], baseline: Profile) -> Pro
     return replace(found, graph=_with_workspaces(found.graph, baseline.graph), workspace_source="measured")
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """A plan with the step before it and after it; on the graph engine also what runs when, and why."""
+
+    plan: Plan
+    before: Profile
+    after: Profile
+    program: Program | None = None
+    stages: tuple[tuple[str, StageChoice], ...] = ()  # by its heavy ops: kept, or made again
+
+    @property
+    def comparison(self) -> Comparison:
+        """Both steps, side by side."""
+        return self.before.compare(self.after)
+
+
+def predict_plan(work: Workload, plan: Plan, baseline: Profile) -> Prediction:
+    """What a plan makes of a step, on either engine, without running it; the model is afterwards as it was."""
+    plan.check(work)
+    if plan.program is None:
+        after = predict(work, plan.options, baseline)
+        return Prediction(plan, baseline, replace(after, name=f"{after.name}, planned"))
+    made = recomputations(work, baseline)
+    if made.joint.digest != plan.program.graph:
+        raise PlanError("The plan is of another graph than this step's", hint="Plan again.")
+    schedule = Schedule.parse(plan.program.schedule)
+    after = made.profile(schedule)
+    after = replace(after, name=f"{after.name}, planned", graph=replace(after.graph, saved=_saved(after.graph)))
+    stages = tuple((made.outline(choice.stage), choice) for choice in made.choices(schedule))
+    return Prediction(plan, baseline, after, made.program(schedule), stages)
+
+
 def apply_options(work: Workload, options: Sequence[Option]) -> Undo:
     """Apply options to the model, technique by technique; if one fails, none is applied."""
     with Undo() as undo:
         for technique, mine in _by_technique(options):
             undo.add(technique.apply(work, mine))
         return undo.keep()
+
+
+def _saved(graph: Graph) -> tuple[Saved, ...]:
+    """What a program's forward pass hands to its backward pass."""
+    return tuple(
+        Saved(s.id, (), s.dtype, s.bytes, s.category, s.label.split(" ")[0], s.module, "", "", s.source)
+        for s in graph.storages
+        if s.category == "activation"
+    )
 
 
 def _by_technique(options: Sequence[Option]) -> list[tuple[Technique, list[Option]]]:

@@ -5,13 +5,14 @@ A program is data: names, bytes and an order. ``simulate`` works on it alone; an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from lowtide.chains import Kind as Step
 from lowtide.chains import Schedule
@@ -19,12 +20,16 @@ from lowtide.planning.stages import Stages
 from lowtide.sizes import format_size
 from lowtide.tracing.joint import bytes_of, is_batch_norm, is_item, is_random, size_of
 
+_aten: Any = torch.ops.aten
+_PIECES = 32  # gradients leave when they make this part of all
+
 
 class Kind(StrEnum):
     """What an instruction does."""
 
     COMPUTE = "compute"
     RECOMPUTE = "recompute"
+    GIVE = "give"  # a gradient to autograd, which takes it as it is or copies it
     FREE = "free"
 
 
@@ -41,15 +46,17 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One op that runs, with what it reads; or one cell that is let go."""
+    """One op that runs, with what it reads; one gradient that is complete; or one cell that is let go."""
 
     kind: Kind
     cell: Cell
     reads: tuple[Cell, ...] = ()
+    into: Cell | None = None  # one of those it reads, for the last time, and writes over
 
     def __str__(self) -> str:
         what = f"{self.kind:9} {self.cell}"
-        return f"{what} from {', '.join(map(str, self.reads))}" if self.reads else what
+        what += f" from {', '.join(map(str, self.reads))}" if self.reads else ""
+        return what if self.into is None else f"{what}, in place of {self.into}"
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,7 @@ class _Writer:
 
     def __init__(self, stages: Stages, schedule: Schedule) -> None:
         self.stages, self.joint = stages, stages.joint
+        self.nodes = {node.name: node for node in self.joint.module.graph.nodes}
         first = next(i for i, step in enumerate(schedule.operations) if step.kind is Step.BACKWARD)
         self.sweep, self.rest = schedule.operations[:first], schedule.operations[first:]
         again = {step.stage for step in self.rest if step.kind is not Step.BACKWARD}
@@ -134,26 +142,110 @@ class _Writer:
         backward = list(self._backward())
         gradients = tuple(self.now[g] if isinstance(g, fx.Node) else None for g in self.joint.gradients)
         backward = _needed(backward, {cell for cell in gradients if cell is not None})
-        read = {cell for instruction in backward for cell in instruction.reads} | set(gradients)
+        backward = list(self._given(backward, gradients))
+        read = {cell for instruction in backward for cell in instruction.reads}
         handed = [cell for cell in kept if cell in read]
         states = [Cell(node.name, is_state=True) for node in self.joint.forward if node in self.replayed]
+        states = [state for state in states if state in read]
         for state in states:
-            self.bytes[state] = _STATE_BYTES
+            self.bytes[state] = STATE_BYTES
+        tangents = [Cell(node.name) for node in self.joint.tangents]  # the engine holds them to the end
+        self.bytes.update((Cell(node.name), bytes_of(node)) for node in self.joint.tangents)
+        given = [cell for cell in (*handed, *states) if cell in self.bytes or cell in self.storages]
+        held = {instruction.cell for instruction in backward if instruction.kind is Kind.GIVE} | set(tangents)
+        over: dict[Cell, Cell] = {}
+        forward = self._in_place(forward, over, held={loss, *moved, *handed})
+        backward = self._in_place(backward, over, held=held, given=given)
+        for cell in {*self.storages, *over}:
+            self.storages[cell] = tuple(over.get(storage, storage) for storage in self.storages.get(cell, (cell,)))
         return Program(
             # New values of buffers go into them at the end, and are let go.
             forward=(*_freed(forward, held={loss, *moved, *handed}, states=states), *_let_go(moved, handed)),
-            backward=tuple(
-                _freed(
-                    backward,
-                    given=[cell for cell in (*handed, *states) if cell in self.bytes or cell in self.storages],
-                    held={cell for cell in gradients if cell is not None},
-                )
+            backward=(
+                *(Instruction(Kind.GIVE, cell) for cell in tangents),
+                *_freed(backward, given=given, held=held),
+                *_let_go(tangents, ()),
             ),
             kept=tuple(handed + states),
             gradients=gradients,
             storages=self.storages,
             bytes=self.bytes,
         )
+
+    def _given(self, backward: list[Instruction], gradients: tuple[Cell | None, ...]) -> Iterator[Instruction]:
+        """The backward pass with each gradient given away, some at a time, when they make enough of all."""
+        inputs: dict[Cell, list[fx.Node]] = {}
+        for node, cell in zip(self.joint.primals, gradients, strict=True):
+            if cell is not None:
+                inputs.setdefault(cell, []).append(node)
+        last = {cell: position for position, each in enumerate(backward) for cell in each.reads}
+        made = {each.cell for each in backward}
+        enough = sum(bytes_of(node) for nodes in inputs.values() for node in nodes) / _PIECES
+        waiting = [cell for cell in inputs if cell not in made]  # a gradient that nothing computes
+        for position, each in enumerate(backward):
+            yield each
+            waiting += [each.cell] if each.cell in inputs else []
+            following = self.nodes[backward[position + 1].cell.op] if position + 1 < len(backward) else None
+            complete = sum(bytes_of(node) for cell in waiting for node in inputs[cell]) >= enough
+            if waiting and (following is None or (complete and not is_item(following))):
+                for cell in waiting:
+                    own = cell in made and last.get(cell, -1) <= position and len(inputs[cell]) == 1
+                    yield from (self._give(cell, node, own=own) for node in inputs[cell])
+                waiting = []
+        yield from (self._give(cell, node, own=False) for cell in waiting for node in inputs[cell])
+
+    def _give(self, gradient: Cell, node: fx.Node, *, own: bool) -> Instruction:
+        """Autograd takes a gradient that nobody else holds and that lies in memory as its parameter does."""
+        cell = Cell(f"{node.name}.grad")
+        if own and _lies_like(self.nodes[gradient.op].meta.get("val"), node.meta.get("val")):
+            self.storages[cell] = self.storages.get(gradient, (gradient,))
+        else:
+            self.bytes[cell] = bytes_of(node)
+        return Instruction(Kind.GIVE, cell, (gradient,))
+
+    def _in_place(
+        self, instructions: list[Instruction], over: dict[Cell, Cell], *, held: set[Cell], given: Iterable[Cell] = ()
+    ) -> list[Instruction]:
+        """The instructions, where an op writes over what it is the last to read if that is as large as its result.
+
+        ``over`` gets, by storage that is then not made, the one that is written over instead.
+        """
+        last: dict[Cell, int] = {}  # by storage: where it is last of use
+        for position, each in enumerate(instructions):
+            for cell in (each.cell, *each.reads):
+                last.update(dict.fromkeys(self.storages.get(cell, (cell,)), position))
+        for cell in held:
+            last.update(dict.fromkeys(self.storages.get(cell, (cell,)), len(instructions)))
+        ours = {storage for cell in given for storage in self.storages.get(cell, (cell,))}
+        found: list[Instruction] = []
+        for position, each in enumerate(instructions):
+            read = {storage for cell in each.reads for storage in self.storages.get(cell, (cell,))}
+            target = self._target(each, {storage for storage in read & ours if last[storage] == position})
+            if target is not None:
+                (storage,) = self.storages.get(target, (target,))
+                over[each.cell] = over.get(storage, storage)
+            ours.update(self.storages.get(each.cell, (each.cell,)))
+            found.append(replace(each, into=target))
+        return found
+
+    def _target(self, each: Instruction, dying: set[Cell]) -> Cell | None:
+        """Which of the cells that an op reads it may write over, if any."""
+        node = self.nodes.get(each.cell.op)
+        if each.kind is Kind.GIVE or node is None or each.cell not in self.bytes or node in self.replayed:
+            return None
+        read = dict(zip(inputs_of(node, again=each.kind is Kind.RECOMPUTE), each.reads, strict=False))
+        shown = Counter(storage for cell in read.values() for storage in self.storages.get(cell, (cell,)))
+        for value in written_over(node):
+            storages = self.storages.get(read[value], (read[value],))
+            alike = _lies_like(value.meta.get("val"), node.meta.get("val"))
+            if (
+                alike
+                and shown[storages[0]] == 1
+                and set(storages) <= dying
+                and self.bytes[storages[0]] == self.bytes[each.cell]
+            ):
+                return read[value]
+        return None
 
     def _kept(self) -> list[Cell]:
         """What the forward sweep keeps: all parameters and inputs, checkpoints, and what backward reads of stages."""
@@ -208,8 +300,11 @@ class _Writer:
         return Instruction(kind, cell, reads)
 
     def _note_storages(self, node: fx.Node, cell: Cell, *, again: bool) -> None:
-        values = node.meta.get("val")
-        if isinstance(values, (tuple, list)):
+        values, made = node.meta.get("val"), self.joint.storages[node]
+        if made is not node:
+            if made in self.now:
+                self.storages[cell] = self.storages.get(self.now[made], (self.now[made],))
+        elif isinstance(values, (tuple, list)):
             given = values[:3] if again and is_batch_norm(node) else values
             parts = tuple(Cell(f"{node.name}[{i}]", cell.run) for i in range(len(given)))
             self.storages[cell] = parts
@@ -218,10 +313,8 @@ class _Writer:
             op, index = node.args
             source = self.now[op]  # pyright: ignore[reportArgumentType]
             self.storages[cell] = (Cell(f"{source.op}[{index}]", source.run),)
-        elif (made := self.joint.storages[node]) is node:
+        else:
             self.bytes[cell] = bytes_of(node)
-        elif made in self.now:
-            self.storages[cell] = self.storages.get(self.now[made], (self.now[made],))
 
 
 def inputs_of(node: fx.Node, *, again: bool) -> list[fx.Node]:
@@ -231,11 +324,41 @@ def inputs_of(node: fx.Node, *, again: bool) -> list[fx.Node]:
     return list(node.all_input_nodes)
 
 
+def written_over(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an op could write its result over, element by element: the first, or either of a sum."""
+    if in_place_form(node) is None:
+        return []
+    commutes = node.target in (_aten.add.Tensor, _aten.mul.Tensor) and not node.kwargs
+    values = [value for value in node.args[: 2 if commutes else 1] if isinstance(value, fx.Node)]
+    return [value for value in dict.fromkeys(values) if node.args.count(value) == 1]
+
+
+def in_place_form(node: fx.Node) -> Any:
+    """The form of a pointwise op that writes into one of its arguments, or None."""
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+        return None
+    packet, overload = node.target._schema.name.removeprefix("aten::"), node.target._overloadname  # pyright: ignore
+    into = getattr(getattr(_aten, f"{packet}_", None), overload, None)
+    return into if into is not None else getattr(getattr(_aten, packet, None), "grad_input", None)
+
+
+def _lies_like(value: Any, other: Any) -> bool:
+    """Whether two tensors have the same dtype, sizes and strides; those of single elements do not count."""
+    if not isinstance(value, Tensor) or not isinstance(other, Tensor):
+        return False
+    strides = zip(value.shape, value.stride(), other.stride(), strict=False)
+    return (
+        value.dtype == other.dtype
+        and value.shape == other.shape
+        and all(mine == theirs for size, mine, theirs in strides if size != 1)
+    )
+
+
 def _let_go(cells: Iterable[Cell], held: Iterable[Cell]) -> Iterator[Instruction]:
     return (Instruction(Kind.FREE, cell) for cell in dict.fromkeys(cells) if cell not in held)
 
 
-_STATE_BYTES = torch.get_rng_state().nbytes
+STATE_BYTES = torch.get_rng_state().nbytes
 
 
 def _needed(instructions: Sequence[Instruction], wanted: set[Cell]) -> list[Instruction]:

@@ -1,7 +1,7 @@
 """A joint graph as a chain: forward is cut wherever one value alone goes on.
 
 Such a value is a cut vertex of the graph; so chains are found in any model, whatever its modules are. Values that are
-small, such as a mask that all layers read, do not count, and are always kept.
+small beside it, such as a mask that all layers read, do not count, and are always kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import fx
 from lowtide.chains import Chain
 from lowtide.tracing.joint import Joint, bytes_of, is_item
 
-_SMALL = 0.02  # of the largest value of the forward pass
+_SMALL = 0.05  # of the value that goes on: what goes on beside it may be as large as this together
 
 
 class Stages:
@@ -113,15 +113,17 @@ def _cuts(joint: Joint) -> list[tuple[int, fx.Node]]:
     for position, node in enumerate(joint.forward):
         for value in node.all_input_nodes:
             last[joint.storages[value]] = position
-    large = _SMALL * max(map(bytes_of, joint.forward), default=0)
-    live: set[fx.Node] = set()
+    live: dict[fx.Node, int] = {}
     found: dict[fx.Node, int] = {}
     following = [*joint.forward[1:], None]
     for position, (node, after) in enumerate(zip(joint.forward, following, strict=True)):
         storage = joint.storages[node]
-        if joint.is_forward(storage) and bytes_of(storage) > large:
-            live.add(storage)
-        live = {storage for storage in live if last.get(storage, -1) > position}
-        if len(live) == 1 and after is not None and not is_item(after):
-            found.setdefault(next(iter(live)), position)
+        if joint.is_forward(storage) and bytes_of(storage):
+            live[storage] = bytes_of(storage)
+        live = {storage: size for storage, size in live.items() if last.get(storage, -1) > position}
+        if not live or after is None or is_item(after):
+            continue
+        largest = max(live, key=lambda storage: live[storage])
+        if sum(live.values()) <= (1 + _SMALL) * live[largest]:
+            found.setdefault(largest, position)
     return sorted((position, storage) for storage, position in found.items())

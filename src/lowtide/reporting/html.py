@@ -9,13 +9,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.engines.eager import Step
+from lowtide.engines.step import Step
 from lowtide.errors import LowtideError, MissingExtra
 from lowtide.planning.plan import Plan
+from lowtide.planning.prediction import Prediction
 from lowtide.profiling.profile import Comparison, Profile
 from lowtide.profiling.sweep import Sweep
 from lowtide.reporting.embed import embed
-from lowtide.reporting.palette import COLORS, STACK, heat, ink
+from lowtide.reporting.inline import inline
+from lowtide.reporting.lives import Overlay, lives_chart, overlay_chart
+from lowtide.reporting.palette import AGAIN, COLORS, RUNS, STACK, heat, ink
 from lowtide.reporting.tables import (
     format_seconds,
     format_shape,
@@ -57,7 +60,8 @@ class Page:
 def report(subject: object, path: str | Path) -> Path:
     """Write a profile, a comparison, a sweep, a plan or a step as one self-contained HTML file; return its path.
 
-    Folders on the way are made. A step is traced once for it.
+    A ``Prediction`` of a plan, from ``lowtide.planning.predict_plan``, has both timelines and, on the graph engine, the
+    program. Folders on the way are made. A step is traced once for it.
     """
     path = check_name(Path(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,13 +199,57 @@ def _plan_page(plan: Plan) -> Page:
     return Page(
         template="plan.html",
         title=f"A step in {format_size(plan.budget_bytes)}",
-        tags=(plan.device, str(plan.fidelity), f"seconds {plan.seconds_source}"),
+        tags=(plan.device, f"{plan.engine} engine", str(plan.fidelity), f"seconds {plan.seconds_source}"),
         figures=(
             Figure("Budget", format_size(plan.budget_bytes), "the most that may be allocated"),
             Figure("Planned peak", format_size(plan.peak_bytes), f"plain {format_size(plain.peak_bytes)}"),
             Figure("Planned time", format_seconds(plan.seconds), f"plain {format_seconds(plain.seconds)}"),
         ),
         context={"plan": plan},
+    )
+
+
+@page.register
+def _prediction_page(prediction: Prediction) -> Page:
+    plan, compared = prediction.plan, page(prediction.comparison)
+    budget = Figure("Budget", format_size(plan.budget_bytes), "the most that may be allocated")
+    return replace(
+        compared,
+        template="prediction.html",
+        title=f"{prediction.before.name or 'A step'} in {format_size(plan.budget_bytes)}",
+        tags=(*compared.tags, f"{plan.engine} engine", str(plan.fidelity)),
+        figures=(budget, *compared.figures),
+        context={
+            **compared.context,
+            "plan": plan,
+            "stages": prediction.stages,
+            "again": AGAIN,
+            "lives": inline(lives_chart(prediction.after)) if prediction.program is not None else "",
+        },
+    )
+
+
+@page.register
+def _overlay_page(overlay: Overlay) -> Page:
+    first, *rest = overlay.profiles
+    return Page(
+        template="overlay.html",
+        title=overlay.title,
+        tags=_tags(first),
+        figures=(
+            Figure("Plain peak", format_size(first.peak_bytes), "allocated"),
+            *(
+                Figure(profile.name, format_size(profile.peak_bytes), _share(profile, first, budget))
+                for profile, budget in zip(rest, overlay.budgets[1:], strict=True)
+            ),
+        ),
+        context={
+            "overlay": overlay,
+            "chart": inline(overlay_chart(overlay)),
+            "runs": RUNS,
+            "top": max(profile.peak_bytes for profile in overlay.profiles),
+        },
+        profiles=overlay.profiles,
     )
 
 
@@ -240,6 +288,11 @@ def _tags(profile: Profile) -> tuple[str, ...]:
     how = "predicted without running" if profile.graph.fake else "measured"
     versions = (f"{name} {version}" for name, version in profile.versions.items())
     return (profile.hardware, how, *versions)
+
+
+def _share(profile: Profile, plain: Profile, budget: int | None) -> str:
+    share = f"{profile.peak_bytes / max(plain.peak_bytes, 1):.0%} of the plain peak"
+    return share if budget is None else f"{share}, budget {format_size(budget)}"
 
 
 def _seconds_figure(profile: Profile) -> tuple[Figure, ...]:

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtide.chains import Tree
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.technique import Interval
 from lowtide.tracing.graph import Graph
-
-Tree: TypeAlias = "tuple[int | Tree, ...]"
-"""Which children of a container are recomputed together: ``((1, 2), ((3,), (4, 5)))`` has 1 and 2 in one
-segment, and 3 to 5 in one with two more inside. Children that it does not name run as they are."""
 
 Span = tuple[int, int]  # the blocks of a segment: the first, and one past the last
 
@@ -62,7 +58,8 @@ class Chains:
             ops.setdefault(home[op.module], []).append(op.index)
         found = sorted((c for c in found if any(p in ops for p in c.children)), key=lambda c: c.first_op(ops))
         number = {path: i for i, path in enumerate(path for chain in found for path in chain.children)}
-        self._made = _Made(graph, [number.get(home[op.module], -1) for op in graph.ops])
+        self.block_of_op = [number.get(home[op.module], -1) for op in graph.ops]
+        self._made = Made(graph, self.block_of_op)
         self.chains = tuple(
             Chain(
                 chain.container,
@@ -125,7 +122,7 @@ class Chains:
                 if made.last_use[i] + 1 < again
             ]
             # A checkpoint stops running again as soon as it has made the last thing that is needed.
-            stop = int(made.birth[own].max()) + 1
+            stop = int(made.written[own].max()) + 1
             inside = [i for i, (a, b) in enumerate(spans) if i > index and low <= a and b <= high]
             peak = made.peak_while_running(low, high, stop, np.isin(owner, inside))
             more = peak - int(made.bytes[own].sum()) - self._born[again]  # that op's outputs come after
@@ -135,15 +132,20 @@ class Chains:
         return added, removed, seconds
 
 
-class _Made:
-    """Storages that blocks make in the forward pass, as arrays: when they live, and which blocks use them."""
+class Made:
+    """Storages that blocks make in the forward pass, as arrays: when they live, and which blocks use them.
 
-    def __init__(self, graph: Graph, block: list[int]) -> None:
+    ``block`` has each op's, -1 for those of none.
+    """
+
+    def __init__(self, graph: Graph, block: Sequence[int]) -> None:
         users: dict[int, list[int]] = {}
+        written: dict[int, int] = {}  # by which op last: a dropout mask is made empty and then filled
         for op in graph.ops:
             if op.phase == "forward":
                 for value in (*op.inputs, *op.outputs):
                     users.setdefault(value.storage, []).append(op.index)
+                written |= dict.fromkeys((value.storage for value in op.outputs), op.index)
         made = [
             s
             for s in graph.on_device
@@ -152,6 +154,7 @@ class _Made:
         self.bytes = np.array([s.bytes for s in made], np.int64)
         self.birth = np.array([s.birth for s in made], np.int64)
         self.death = np.array([s.death for s in made], np.int64)
+        self.written = np.array([written.get(s.id, s.birth) for s in made], np.int64)
         self.last_use = np.array([users[s.id][-1] for s in made], np.int64)
         self.low = np.array([min(block[i] for i in users[s.id]) for s in made], np.int64)
         self.high = np.array([max(block[i] for i in users[s.id]) for s in made], np.int64)
@@ -159,7 +162,12 @@ class _Made:
 
     def saved_bytes(self, block: int) -> int:
         """What a block makes and no other block reads: what is gained if it runs again."""
-        return int(self.bytes[(self.low == block) & (self.high == block) & (self.death > self.last_use + 1)].sum())
+        return int(self.bytes[(self.low == block) & (self.high == block) & self.saved].sum())
+
+    @property
+    def saved(self) -> NDArray[np.bool_]:
+        """Which stay after the last op of the forward pass that uses them."""
+        return self.death > self.last_use + 1
 
     def owner(self, spans: Sequence[Span]) -> NDArray[np.int64]:
         """For each storage, the innermost span that it does not leave; -1 where it leaves all."""
@@ -171,6 +179,8 @@ class _Made:
     def peak_while_running(self, low: int, high: int, stop: int, dropped: NDArray[np.bool_]) -> int:
         """The most that blocks' own storages hold in forward up to an op; some go after their last use."""
         mine = (self.maker >= low) & (self.maker < high) & (self.birth < stop)
+        if not mine.any():
+            return 0
         death = np.where(dropped, np.minimum(self.death, self.last_use + 1), self.death)[mine]
         birth, size = self.birth[mine], self.bytes[mine]
         start, end = int(birth.min()), stop

@@ -12,7 +12,11 @@ from lowtide.techniques.technique import Technique, Undo
 GROUP = "lowtide.techniques"
 
 # Listed here too, so that they are found in a source tree that was never installed.
-BUILT_IN = ("lowtide.techniques.sqrt:Sqrt", "lowtide.techniques.batchnorm.technique:BatchNorm")
+BUILT_IN = (
+    "lowtide.techniques.sqrt:Sqrt",
+    "lowtide.techniques.optimal:Optimal",
+    "lowtide.techniques.batchnorm.technique:BatchNorm",
+)
 
 _registered: dict[str, Technique] = {}
 

@@ -8,19 +8,16 @@ without.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 from torch import nn
 
-from lowtide.errors import LowtideError, PlanError
+from lowtide.chains import Tree
+from lowtide.errors import LowtideError
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.chain import Chain, Chains, Tree, leaves, split
-from lowtide.techniques.forward import Forward, replace_forward
-from lowtide.techniques.recompute import recompute
-from lowtide.techniques.technique import Check, Fidelity, Kind, Knob, Option, Price, Undo
-from lowtide.workload import Workload
+from lowtide.techniques.chain import Chain, split
+from lowtide.techniques.segments import Recomputation, apply_tree, chain_units, sequential_units
+from lowtide.techniques.technique import Knob, Option, Undo
 
 
 def checkpoint_segments(
@@ -36,14 +33,7 @@ def checkpoint_segments(
     ...     print(model.forward)
     Segments((0, 1, 2), (3, 4, 5), (6, 7, 8))
     """
-    if not _is_called(sequential):
-        raise LowtideError(
-            f"A {type(sequential).__name__} with its own forward cannot be cut into segments",
-            hint="Pass a nn.Sequential of blocks.",
-        )
-    units = _units([(i, _starts_in_place(block)) for i, block in enumerate(sequential)], joined=True)
-    if not units:
-        raise LowtideError("There is no block to recompute in this nn.Sequential")
+    units = sequential_units(sequential)
     segments = round(math.sqrt(len(units))) if segments is None else segments
     if not 1 <= segments <= len(units) or levels not in (1, 2) or not 0 <= kept < segments:
         raise LowtideError(
@@ -51,23 +41,17 @@ def checkpoint_segments(
             hint=f"segments is 1 to {len(units)}, levels is 1 or 2, kept is less than segments.",
         )
     tree = _segments(units, [1] * len(units), segments, levels)
-    return _apply(sequential, tree[: segments - kept], path="")
+    return apply_tree(sequential, tree[: segments - kept], path="")
 
 
-class Sqrt:
+class Sqrt(Recomputation):
     """Recomputation in segments over the chains of blocks of a model."""
 
     name = "sqrt"
-    kind: Kind = "saved"
-    needs = "a nn.Sequential or nn.ModuleList of two or more blocks"
-    conflicts: frozenset[str] = frozenset()
-
-    def __init__(self) -> None:
-        self._last: Chains | None = None
 
     def options(self, profile: Profile) -> list[Option]:
         """From one segment per chain to one per block, in one or two levels, the last few kept or not."""
-        links = [_Link.of(chain) for chain in self._chains(profile).chains]
+        links = [_Link.of(chain) for chain in self.chains(profile).chains]
         links = [link for link in links if link.units]
         if not links:
             return []
@@ -86,132 +70,6 @@ class Sqrt:
                     found.setdefault(tuple(trees.items()), Option(self.name, tuple(trees), knobs))
         return list(found.values())
 
-    def price(self, option: Option, profile: Profile) -> Price:
-        """What segments let go, from its last use until it is made again; one more forward pass of them."""
-        chains = self._chains(profile)
-        added, removed, seconds = chains.recompute(chains.spans(_option_trees(option)))
-        return Price(
-            Fidelity.BITWISE,
-            added=tuple(added),
-            removed=tuple(removed),
-            compute_seconds=seconds,
-            source="measured" if profile.seconds_source == "measured" else "modelled",
-        )
-
-    def apply(self, work: Workload, options: Sequence[Option]) -> Undo:
-        """Put a segmented forward on every container; the model is untouched if one cannot take it."""
-        with Undo() as undo:
-            for option in options:
-                for path, tree in _option_trees(option).items():
-                    undo.add(_apply(_find(work.model, path), tree, path=path))
-            return undo.keep()
-
-    def check(self, option: Option) -> Check:
-        """Everything equal, bit for bit."""
-        return Check.EXACT
-
-    def _chains(self, profile: Profile) -> Chains:
-        if self._last is None or self._last.profile is not profile:
-            self._last = Chains(profile)
-        return self._last
-
-
-class Segments(Forward):
-    """The forward of a ``nn.Sequential`` whose blocks are recomputed as a tree says."""
-
-    def __init__(self, module: nn.Sequential, tree: Tree, path: str = "") -> None:
-        super().__init__(module)
-        self.tree = tree
-        self.path = path
-        named = {next(leaves(node)): node for node in tree}
-        inside = set(leaves(tree)) - set(named)
-        self.order: Tree = tuple(named.get(i, i) for i in range(len(module)) if i not in inside)
-
-    def __call__(self, input: Any) -> Any:
-        return self._run(self.order, input)
-
-    def _run(self, tree: Tree, value: Any) -> Any:
-        blocks = children(self.module)
-        for node in tree:
-            if isinstance(node, int):
-                value = blocks[node](value)
-            else:
-                positions = list(leaves(node))
-                value = recompute(
-                    lambda x, node=node: self._run(node, x),
-                    value,
-                    modules=[blocks[i] for i in positions],
-                    path=f"{self.path or 'nn.Sequential'}, blocks {positions[0]} to {positions[-1]}",
-                )
-        return value
-
-    def __repr__(self) -> str:
-        return f"Segments({', '.join(map(str, self.tree))})"
-
-
-class Again(Forward):
-    """The forward of one block that is recomputed by itself, whoever calls it."""
-
-    def __init__(self, module: nn.Module, path: str = "") -> None:
-        super().__init__(module)
-        self.path = path
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return recompute(self.plain, *args, modules=[self.module], path=self.path, **kwargs)
-
-
-def _apply(container: nn.Module, tree: Tree, *, path: str) -> Undo:
-    """Segments on a container that is called; on any other, its named children one by one."""
-    _check_tree(container, tree, path)
-    if _is_called(container):
-        return replace_forward(Segments(cast(nn.Sequential, container), tree, path), path=path)
-    blocks = children(container)
-    with Undo() as undo:
-        for node in tree:
-            if not isinstance(node, tuple) or len(node) != 1 or not isinstance(node[0], int):
-                raise PlanError(
-                    f"Blocks of a {type(container).__name__} are recomputed one by one, not as {node}",
-                    where=path,
-                )
-            own = f"{path}.{node[0]}" if path else str(node[0])
-            undo.add(replace_forward(Again(blocks[node[0]], own), path=own))
-        return undo.keep()
-
-
-def children(container: nn.Module) -> list[nn.Module]:
-    """The blocks in their order; one that is there twice counts twice."""
-    return [block for block in container._modules.values() if block is not None]
-
-
-def _check_tree(container: nn.Module, tree: Tree, path: str) -> None:
-    named = list(leaves(tree))
-    segments = [list(leaves(node)) for node in tree if isinstance(node, tuple)]
-    whole = all(s and s == list(range(s[0], s[0] + len(s))) for s in segments)
-    count = len(children(container))
-    if not whole or named != sorted(set(named)) or (named and not 0 <= named[0] <= named[-1] < count):
-        raise PlanError(f"{tree} are not segments of {count} blocks in order", where=path or "the model")
-
-
-def _find(model: nn.Module, path: str) -> nn.Module:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        raise PlanError(f"The model has no module {path!r}", hint="The plan is of another model.") from None
-
-
-def _is_called(module: nn.Module) -> bool:
-    """Whether running the children in turn is all that the module's forward does."""
-    own = module.__dict__.get("forward")
-    return type(module).forward is nn.Sequential.forward and (own is None or isinstance(own, Segments))
-
-
-def _starts_in_place(block: nn.Module) -> bool:
-    """Whether a block's first layer writes into its input."""
-    for layer in block.modules():
-        if not any(True for _ in layer.children()):
-            return bool(getattr(layer, "inplace", False))
-    return False
-
 
 # -- where to cut ----------------------------------------------------------------------------------------
 
@@ -227,23 +85,13 @@ class _Link:
 
     @classmethod
     def of(cls, chain: Chain) -> _Link:
-        units = _units([(block.position, block.glued) for block in chain.blocks], joined=chain.joined)
+        units = chain_units(chain)
         saved = {block.position: block.saved_bytes for block in chain.blocks}
         return cls(chain.container, chain.joined, units, [sum(saved[i] for i in unit) for unit in units])
 
     @property
     def least(self) -> int:
         return 1 if self.joined else len(self.units)
-
-
-def _units(blocks: Sequence[tuple[int, bool]], *, joined: bool) -> list[tuple[int, ...]]:
-    units: list[tuple[int, ...]] = []
-    for position, glued in blocks:
-        if not glued:
-            units.append((position,))
-        elif joined and units:
-            units[-1] += (position,)
-    return units
 
 
 def _segments(units: list[tuple[int, ...]], weights: list[int], parts: int, levels: int) -> Tree:
@@ -286,10 +134,3 @@ def _counts(low: int, high: int) -> list[int]:
         return list(range(low, high + 1))
     spread = {low + round((high - low) ** (i / 10)) for i in range(11)}
     return sorted({low, *spread, *({round(math.sqrt(high))} if high >= low**2 else ())})
-
-
-def _option_trees(option: Option) -> dict[str, Tree]:
-    trees = option.knob("trees", ())
-    if not isinstance(trees, tuple) or len(trees) != len(option.site):
-        raise PlanError(f"{option} has no tree for each of its sites")
-    return {path: cast(Tree, tree) for path, tree in zip(option.site, trees, strict=True)}

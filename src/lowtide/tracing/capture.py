@@ -24,7 +24,7 @@ from lowtide.kernels.launches import watched
 from lowtide.tracing.answers import Answers
 from lowtide.tracing.backward import backward
 from lowtide.tracing.calls import Call
-from lowtide.tracing.compiled import compiled_modules, opaque_compiled_graphs
+from lowtide.tracing.compiled import compiled_modules, is_compiled, opaque_compiled_graphs
 from lowtide.tracing.fake import fake_workload, known_value, second_step
 from lowtide.tracing.fixes import FIXES, SUBSTITUTES
 from lowtide.tracing.gpu import ANSWERS, GPU_FIXES, emulated_gpu
@@ -115,7 +115,7 @@ def _run(work: Workload, meter: Meter, *, fake: bool, device: str, calls: dict[s
     recorder.start("forward")
     owners = _own_everything(recorder, work)
     modules: dict[str, str] = {}
-    compiled = compiled_modules(work.model)
+    compiled = compiled_modules(work)
     if compiled and not fake:
         work.compute_loss().backward()  # compiling is not part of the step
         for parameter in owners:
@@ -132,7 +132,7 @@ def _run(work: Workload, meter: Meter, *, fake: bool, device: str, calls: dict[s
         stack.enter_context(meter.step())
         stack.enter_context(fake_kernels)
         stack.enter_context(recorder)
-        with recorder.saved_tensor_hooks:
+        with nullcontext() if is_compiled(work.loss) and not fake else recorder.saved_tensor_hooks:
             losses = [work.compute_loss()]
         value = losses[0].detach()  # a plain loop holds the loss while it steps
         recorder.start("backward")

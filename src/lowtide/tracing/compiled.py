@@ -13,17 +13,25 @@ import torch
 from torch import nn
 
 from lowtide.tracing.recorder import Recorder
+from lowtide.workload import Workload
 
 
-def compiled_modules(model: nn.Module) -> set[int]:
+def compiled_modules(work: Workload) -> set[int]:
     """Ids of the modules whose forward runs inside a compiled one: hooks there would make Dynamo recompile."""
     inside: set[int] = set()
-    for module in model.modules():
+    if is_compiled(work.loss):
+        inside.update(map(id, work.model.modules()))
+    for module in work.model.modules():
         if isinstance(module, torch._dynamo.OptimizedModule):
             inside.update(id(child) for child in module._orig_mod.modules())
         elif module._compiled_call_impl is not None:
             inside.update(id(child) for child in module.modules())
     return inside
+
+
+def is_compiled(loss: Any) -> bool:
+    """Whether a loss function is captured as a whole, as that of a planned step is."""
+    return bool(getattr(loss, "is_compiled", False))
 
 
 @contextmanager

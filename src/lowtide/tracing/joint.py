@@ -7,15 +7,81 @@ batch norm no longer reads the running statistics, which it does not use, and wh
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from lowtide.errors import TraceError
+from lowtide.tracing.unchanged import unchanged
+from lowtide.workload import Workload
+
 _aten: Any = torch.ops.aten
+_BATCH_NORM = _aten._native_batch_norm_legit_functional.default
+
+
+def capture_joint(work: Workload) -> Joint:
+    """The joint graph of a step's loss, captured by Dynamo and AOTAutograd. Nothing runs, and nothing is changed.
+
+    Raises ``TraceError`` where there is no one graph: the forward pass looks at values, or calls what Dynamo does not
+    follow.
+    """
+    # Dynamo takes a second to import, and brings much along.
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.partitioners import default_partition
+
+    if work.device.type == "meta":
+        raise TraceError("A model on the meta device is not captured", hint="Build it on its device.")
+    found: list[Joint] = []
+
+    def partition(module: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[Any, Any]:
+        graphs = default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs)
+        found.append(Joint(module, num_fwd_outputs))
+        return graphs
+
+    def no_compiler(*_: Any) -> Any:
+        return make_boxed_func(_stop)
+
+    backend = aot_autograd(fw_compiler=no_compiler, bw_compiler=no_compiler, partition_fn=partition)
+    with unchanged(work), contextlib.suppress(_CapturedError):
+        try:
+            compiled_loss(work, backend)(work.batch)
+        except _CapturedError:
+            raise
+        except Exception as error:
+            what = next(iter(str(error).splitlines()), type(error).__name__)
+            raise TraceError(
+                f"The loss is not captured as one graph ({what})", hint="The eager engine needs no capture."
+            ) from error
+    if not found:
+        raise TraceError("The loss is not captured as one graph", hint="The eager engine needs no capture.")
+    return found[0]
+
+
+def compiled_loss(work: Workload, backend: Callable[..., Any]) -> Callable[[Any], Tensor]:
+    """The loss as a function of the batch, captured as one graph for a backend of Dynamo's."""
+
+    def loss(batch: Any) -> Tensor:
+        return work.compute_loss(batch=batch)
+
+    # Dynamo counts compilations by code object, and refuses the ninth: each call here gets one of its own.
+    own = FunctionType(loss.__code__.replace(), loss.__globals__, "loss", closure=loss.__closure__)
+    return torch.compile(own, backend=backend, dynamic=False, fullgraph=True)
+
+
+class _CapturedError(Exception):
+    """The graph is there: the step need not run."""
+
+
+def _stop(*_: Any) -> Any:
+    raise _CapturedError
 
 
 class Joint:
@@ -49,6 +115,12 @@ class Joint:
                 waiting.add(node)
         return frozenset(node for node in self.backward if node not in waiting)
 
+    @cached_property
+    def digest(self) -> str:
+        """A short name of the graph: the same ops on the same shapes give the same."""
+        lines = [f"{node.name} {node.target} {_described(node.meta.get('val'))}" for node in self.module.graph.nodes]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
     def is_forward(self, node: fx.Node) -> bool:
         return node in self._forward
 
@@ -79,7 +151,7 @@ def is_random(node: fx.Node) -> bool:
 
 def is_batch_norm(node: fx.Node) -> bool:
     """Whether the op also gives new running statistics."""
-    return node.target is _aten._native_batch_norm_legit_functional.default
+    return node.target is _BATCH_NORM
 
 
 def _forget_running_statistics(module: fx.GraphModule) -> None:
@@ -109,16 +181,18 @@ def _ancestors(nodes: Sequence[Any]) -> set[fx.Node]:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """The argument whose storage a result shows, by the op's schema; None for a storage of its own."""
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None or not schema.returns or schema.returns[0].alias_info is None:
+    """The argument whose storage a result shows; None for a storage of its own."""
+    if is_item(node) and getattr(node.args[0].target, "is_view", False):  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        return node.args[0]  # pyright: ignore[reportReturnType]
+    if node.op != "call_function" or not getattr(node.target, "is_view", False):
         return None
-    shown = schema.returns[0].alias_info.before_set
-    for argument, value in zip(schema.arguments, node.args, strict=False):
-        alias = argument.alias_info
-        if isinstance(value, fx.Node) and alias is not None and alias.before_set & shown:
-            return value
-    return None
+    return next((value for value in node.args if isinstance(value, fx.Node)), None)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(_described, value))
+    return f"{value.dtype}{list(value.shape)}{list(value.stride())}" if isinstance(value, Tensor) else ""
 
 
 def _as_list(outputs: Any) -> list[Any]:

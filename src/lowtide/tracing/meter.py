@@ -139,6 +139,9 @@ class _MeteredOp:
             self._meter.put(self._key, seconds, threads)
 
 
+_AHEAD_CYCLES = 300_000  # of a GPU's clock, some 150 µs: longer than it takes to launch most ops
+
+
 class CudaMeter:
     """Reads the caching allocator's counters around each op, and times by device events.
 
@@ -166,6 +169,7 @@ class CudaMeter:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before = self._allocated()["current"]
         torch._C._cuda_resetPeakMemoryStats(self._device)
+        torch.cuda._sleep(_AHEAD_CYCLES)  # the op is queued by its end: what is timed is the GPU alone
         start.record()
         yield
         end.record()

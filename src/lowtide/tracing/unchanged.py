@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -71,8 +72,9 @@ def _restore_values(backups: list[_Backup]) -> None:
 
 def modules_of(work: Workload) -> list[nn.Module]:
     """The modules of the model, and of what the loss function holds."""
-    held = [cell.cell_contents for cell in getattr(work.loss, "__closure__", None) or () if _is_set(cell)]
-    tops = [work.model, work.loss, getattr(work.loss, "__self__", None), *held]
+    loss = inspect.unwrap(work.loss)
+    held = [cell.cell_contents for cell in getattr(loss, "__closure__", None) or () if _is_set(cell)]
+    tops = [work.model, loss, getattr(loss, "__self__", None), *held]
     return list(dict.fromkeys(m for top in tops if isinstance(top, nn.Module) for m in top.modules()))
 
 

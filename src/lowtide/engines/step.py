@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lowtide.engines.graph import PlannedLoss, Replanner
 from lowtide.planning.plan import Plan, batch_shapes, check_plan
 from lowtide.planning.prediction import apply_options
 from lowtide.profiling import Profile, profile
@@ -28,7 +29,15 @@ def apply(plan: Plan, work: Workload) -> Step:
     untouched, if the plan is of another model or batch, or if one of its techniques is not installed.
     """
     check_plan(plan, work, call="lowtide.apply(plan, work)")
-    return Step(work, plan, apply_options(work, plan.options))
+    return Step(work, plan)
+
+
+def planned(work: Workload, plan: Plan) -> tuple[Workload, Undo]:
+    """The planned step, and what takes the plan's changes of the model back."""
+    undo = apply_options(work, plan.options)
+    if plan.program is None:
+        return work, undo
+    return replace(work, loss=PlannedLoss(work, Replanner(plan, work)), autocast=None), undo
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +55,11 @@ class Step:
     The first three calls are measured; on a GPU that resets PyTorch's peak counter.
     """
 
-    def __init__(self, work: Workload, plan: Plan, undo: Undo) -> None:
-        self.work = work
+    def __init__(self, work: Workload, plan: Plan) -> None:
         self.plan = plan
         self.measured: Measured | None = None
-        self._undo = undo
+        self._plain = work
+        self.work, self._undo = planned(work, plan)
         self._warned = False
 
     @property
@@ -86,6 +95,7 @@ class Step:
     def undo(self) -> None:
         """Take the plan's changes back. A second call does nothing."""
         self._undo()
+        self.work = self._plain
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +130,7 @@ class Step:
             )
 
     def _warn_if_larger(self, batch: Any) -> None:
-        if self._warned:
+        if self._warned or self.plan.program is not None:  # a program is made for each shape
             return
         if _count(batch) > _count(self.work.batch):
             self._warned = True

@@ -1,0 +1,203 @@
+"""Does a plan keep its budget, and is it faster than checkpointing by hand? Ten budgets each. Needs a GPU.
+
+    PYTHONPATH=src:. python -m benchmarks.bench_budgets [--only NAME] [--results DIR]
+
+Peaks are all bytes that torch's allocator gives out during a step, parameters and optimizer state included. A step is
+zero_grad, loss, backward, optimizer. Checkpointing by hand is ``torch.utils.checkpoint`` over every block, over √n
+segments of blocks, and ``checkpoint_sequential``. Plans are of the graph engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from benchmarks.harness import RESULTS, Row, record, skip
+from lowtide import Workload, apply, plan, zoo
+from lowtide.errors import BudgetError
+from lowtide.planning.budget import baseline_profile
+
+BF16 = {"autocast": torch.bfloat16}
+CASES: dict[str, dict[str, Any]] = {
+    "GPT-2 medium, batch 16 x 1024, bf16, dropout": {"name": "gpt2-medium", "batch": 16, "seq": 1024, **BF16},
+    "ResNeXt-101, batch 64, bf16 NHWC": {"name": "resnext101", "batch": 64, "channels_last": True, **BF16},
+}
+BUDGETS = 10
+
+
+def main(*, only: str = "", device: str = "cuda", results: Path = RESULTS) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        skip("it measures a GPU's memory and time")
+    failed: list[str] = []
+    for case, options in CASES.items():
+        if only in case:
+            failed += measure_case(case, zoo.workload(device=device, **options), results)
+            gc.collect()
+    if failed:
+        raise SystemExit("\n".join(failed))
+
+
+def measure_case(case: str, work: Workload, results: Path) -> list[str]:
+    failed: list[str] = []
+    plain_seconds, plain_peak = measure(work)
+    rows = _rows(case, "PyTorch eager", plain_peak, plain_seconds)
+    record("budgets", rows, device=work.device.type, results=results)
+    for name, by_hand in CHECKPOINTS.items():
+        with by_hand(work.model):
+            seconds, peak = measure(work)
+        record("budgets", _rows(case, name, peak, seconds), device=work.device.type, results=results)
+    profile = baseline_profile(work, fake=False, device=None)
+    try:
+        plan(work, 1, profile=profile, engine="graph")
+    except BudgetError as error:
+        smallest = int(str(error).split(", ")[1].split()[0])
+    else:
+        raise AssertionError("a step in one byte")
+    for share in range(BUDGETS):
+        budget = smallest + (profile.peak_bytes - 1 - smallest) * share // (BUDGETS - 1)
+        start = time.perf_counter()
+        found = plan(work, budget, profile=profile, engine="graph")
+        planning = time.perf_counter() - start
+        with apply(found, work) as step:
+            seconds, peak = measure(step.work)
+        name = f"lowtide, budget {share + 1} of {BUDGETS}"
+        again = found.program.ops_again if found.program else 0
+        rows = [
+            Row.of(case, name, "budget", [budget], "B"),
+            *_rows(case, name, peak, seconds),
+            Row.of(case, name, "peak, predicted", [found.peak_bytes], "B"),
+            Row.of(case, name, "step, predicted", [found.seconds], "s"),
+            Row.of(case, name, "ops again", [again], ""),
+            Row.of(case, name, "planning", [planning], "s"),
+        ]
+        record("budgets", rows, device=work.device.type, results=results)
+        if peak > budget:
+            failed.append(f"{case}, {name}: {peak} bytes of {budget}")
+    return failed
+
+
+def _rows(case: str, subject: str, peak: int, seconds: Sequence[float]) -> list[Row]:
+    return [Row.of(case, subject, "peak", [peak], "B"), Row.of(case, subject, "step", seconds, "s")]
+
+
+def measure(work: Workload) -> tuple[list[float], int]:
+    """Seconds of some steps, and the peak of one."""
+    for _ in range(3):
+        _step(work)
+    _synchronize()
+    if work.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    _step(work)
+    _synchronize()
+    peak = torch.cuda.max_memory_allocated() if work.device.type == "cuda" else 0
+    times: list[float] = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(3):
+            _step(work)
+        _synchronize()
+        times.append((time.perf_counter() - start) / 3)
+    return times, peak
+
+
+def _step(work: Workload) -> None:
+    assert work.optimizer is not None
+    work.optimizer.zero_grad()
+    work.compute_loss().backward()
+    work.optimizer.step()
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+# -- checkpointing by hand -----------------------------------------------------------------------------
+
+
+def _blocks(model: nn.Module) -> list[tuple[nn.Module, str, list[nn.Module]]]:
+    """The chains of blocks: their owner, name and modules."""
+    return [
+        (owner, name, list(child))
+        for owner in model.modules()
+        for name, child in owner.named_children()
+        if isinstance(child, (nn.ModuleList, nn.Sequential))
+        and len(child) > 2
+        and len({type(block) for block in child}) == 1
+        and any(True for _ in child[0].children())
+    ]
+
+
+@contextmanager
+def every_block(model: nn.Module) -> Generator[None]:
+    with ExitStack() as stack:
+        for _, _, blocks in _blocks(model):
+            for block in blocks:
+                stack.enter_context(mock.patch.object(block, "forward", _checkpointed(block.forward)))
+        yield
+
+
+def _checkpointed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(x: Tensor) -> Tensor:
+        return checkpoint(forward, x, use_reentrant=False)
+
+    return run
+
+
+@contextmanager
+def in_segments(model: nn.Module, run: Callable[[list[nn.Module], Tensor], Tensor]) -> Generator[None]:
+    """The first block of each chain runs the whole chain; the others pass on."""
+    with ExitStack() as stack:
+        for _, _, blocks in _blocks(model):
+            forwards = [block.forward for block in blocks]
+
+            def first(x: Tensor, forwards: list[Any] = forwards) -> Tensor:
+                return run(forwards, x)
+
+            stack.enter_context(mock.patch.object(blocks[0], "forward", first))
+            for block in blocks[1:]:
+                stack.enter_context(mock.patch.object(block, "forward", lambda x: x))
+        yield
+
+
+def _sqrt_segments(forwards: list[Any], x: Tensor) -> Tensor:
+    size = math.ceil(len(forwards) / round(math.sqrt(len(forwards))))
+    for start in range(0, len(forwards), size):
+        x = checkpoint(_chain, forwards[start : start + size], x, use_reentrant=False)
+    return x
+
+
+def _chain(forwards: list[Any], x: Tensor) -> Tensor:
+    for forward in forwards:
+        x = forward(x)
+    return x
+
+
+def _checkpoint_sequential(forwards: list[Any], x: Tensor) -> Tensor:
+    return checkpoint_sequential(forwards, round(math.sqrt(len(forwards))), x, use_reentrant=False)
+
+
+CHECKPOINTS: dict[str, Callable[[nn.Module], Any]] = {
+    "checkpoint, every block": every_block,
+    "checkpoint, √n segments": lambda model: in_segments(model, _sqrt_segments),
+    "checkpoint_sequential, √n": lambda model: in_segments(model, _checkpoint_sequential),
+}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the rows go")
+    options = parser.parse_args()
+    main(only=options.only, results=options.results)

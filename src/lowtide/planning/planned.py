@@ -1,0 +1,249 @@
+"""A program as a traced step: the ops and storages that it will have, so that all that reads a trace can read it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lowtide.planning.program import STATE_BYTES, Cell, Instruction, Kind, Program, in_place_form
+from lowtide.profiling import Profile
+from lowtide.profiling.devices import find_device
+from lowtide.profiling.kernels import kernel_key, known_kernels, measure, modelled_workspace
+from lowtide.profiling.roofline import op_seconds
+from lowtide.tracing.calls import Call
+from lowtide.tracing.graph import Graph, Op, Storage, Value, signature
+from lowtide.tracing.joint import Joint, is_item, is_random
+from lowtide.tracing.parts import dtype_name, flatten, leaves
+
+
+class Forecast:
+    """What programs over one joint graph become: traced steps, with bytes and seconds by those of the plain step.
+
+    An op that the plain step ran has its seconds and workspace; one that it did not is measured, where it can run here,
+    or modelled.
+    """
+
+    def __init__(self, joint: Joint, plain: Profile) -> None:
+        self.joint, self.plain = joint, plain
+        self.nodes: dict[str, fx.Node] = {node.name: node for node in joint.module.graph.nodes}
+        self._first = plain.graph.phase_starts().get("optimizer", len(plain.graph.ops))
+
+    def profile(self, program: Program) -> Profile:
+        """The planned step, as if it had been traced."""
+        return replace(self.plain, graph=self.graph(program), workspace_source=self.plain.workspace_source)
+
+    def graph(self, program: Program) -> Graph:
+        """The ops and storages of a planned step; the optimizer's are the plain step's."""
+        return _Planned(self, program).graph()
+
+    def seconds(self, node: fx.Node) -> float:
+        """What one op of the joint graph takes."""
+        return 0.0 if is_free(self.joint, node) else self.costs[node.name].seconds
+
+    @cached_property
+    def costs(self) -> Mapping[str, _Cost]:
+        """Seconds and workspace of each op, by its node's name."""
+        ops = {node.name: _op(node) for node in self.nodes.values() if not is_free(self.joint, node)}
+        known = _Known(self.plain)
+        calls = {op.signature: _call(self.nodes[name]) for name, op in ops.items() if known.workspace(op) is None}
+        return {name: known.cost(op) for name, op in ops.items()} if not calls else known.all(ops, calls)
+
+
+def node_seconds(joint: Joint, device: str) -> Callable[[fx.Node], float]:
+    """What each op of a joint graph takes by the roofline of a device."""
+    described = find_device(device)
+    return lambda node: 0.0 if is_free(joint, node) else op_seconds(_op(node), described)
+
+
+def is_free(joint: Joint, node: fx.Node) -> bool:
+    """Whether it is a view or one of several results: no kernel runs, and nothing is made."""
+    return is_item(node) or node.op != "call_function" or joint.storages[node] is not node
+
+
+def _op(node: fx.Node) -> Op:
+    """An op of a joint graph as a trace would show it."""
+    args, kwargs = _arguments(node)
+    tensors, arguments = flatten(tuple(args), dict(kwargs))
+    outputs = tuple(map(_value, leaves(node.meta.get("val"))))
+    return Op(0, str(node.target), "forward", "", "", tuple(map(_value, tensors)), outputs, arguments, False, 0.0, 0)
+
+
+def _arguments(node: fx.Node) -> Any:
+    return fx.map_arg((node.args, node.kwargs), lambda value: value.meta.get("val"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    op: Op
+    seconds: float
+    workspace_bytes: int
+
+
+class _Known:
+    """Seconds and workspaces of the plain step's ops."""
+
+    def __init__(self, plain: Profile) -> None:
+        graph = plain.graph
+        self.device = find_device(graph.device)
+        self.hardware = graph.device
+        self.here = graph.tensor_device == "cpu" or torch.cuda.is_available()
+        self.tensor_device = graph.tensor_device
+        self._seconds: dict[str, list[float]] = {}
+        self._workspace: dict[str, int] = {}
+        for op in graph.ops:
+            for key in _keys(op):
+                self._seconds.setdefault(key, []).append(op.seconds)
+                self._workspace[key] = max(op.workspace_bytes, self._workspace.get(key, 0))
+        self._table = known_kernels(graph.device) if plain.workspace_source != "none" else {}
+        modelled = sum(op_seconds(op, self.device) for op in graph.ops)
+        self._scale = plain.seconds / modelled if modelled and math.isfinite(plain.seconds) else 1.0
+
+    def workspace(self, op: Op) -> int | None:
+        for key in _keys(op)[:1]:
+            if key in self._workspace:
+                return self._workspace[key]
+        return self._table.get(kernel_key(op.signature))
+
+    def seconds(self, op: Op) -> float:
+        for key in _keys(op):
+            if key in self._seconds:
+                found = sorted(self._seconds[key])
+                return found[len(found) // 2]
+        return op_seconds(op, self.device) * self._scale
+
+    def cost(self, op: Op) -> _Cost:
+        size = self.workspace(op)
+        if size is None:
+            size = next((self._workspace[key] for key in _keys(op) if key in self._workspace), None)
+        if size is None:
+            size = 0 if self.tensor_device == "cpu" else modelled_workspace(op)
+        return _Cost(op, self.seconds(op), size)
+
+    def all(self, ops: Mapping[str, Op], calls: Mapping[str, Call]) -> dict[str, _Cost]:
+        """The costs of all ops, after running those alone that the plain step did not have."""
+        if self.here:
+            alone = {key: call for key, call in calls.items() if call.runs_alone}
+            self._table = {**self._table, **measure(alone, torch.device(self.tensor_device), self.hardware)}
+        return {name: self.cost(op) for name, op in ops.items()}
+
+
+def _keys(op: Op) -> tuple[str, str]:
+    """By signature; or by name and results, whether in place or not, since a captured graph writes nothing in place."""
+    name = op.name.split(".")[1].rstrip("_") if "." in op.name else op.name
+    return op.signature, signature(name, op.outputs, "results")
+
+
+def _call(node: fx.Node) -> Call:
+    return Call.of(node.target, *_arguments(node))
+
+
+@dataclass
+class _Planned:
+    """Walks through a program and notes ops and storages."""
+
+    forecast: Forecast
+    program: Program
+    ops: list[Op] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+    index: dict[Cell, int] = field(default_factory=dict)  # by storage: its place in ``storages``
+    holders: dict[Cell, int] = field(default_factory=dict)
+
+    def graph(self) -> Graph:
+        plain, first = self.forecast.plain.graph, self.forecast._first
+        statics = [s for s in plain.storages if s.birth == 0 and s.death == len(plain.ops) and s.category != "gradient"]
+        self.storages = list(statics)
+        for phase in ("forward", "backward"):
+            for instruction in getattr(self.program, phase):
+                self._walk(instruction, phase)
+            if phase == "forward":
+                self._name(range(len(statics), len(self.storages)), "activation")
+        given = [each.cell for each in self.program.backward if each.kind is Kind.GIVE and each.reads]
+        gradients = {self.index[s] for cell in given for s in self.program.held(cell) if s in self.index}
+        self._name(gradients, "gradient")
+        shift = len(self.ops) - first
+        end = shift + len(plain.ops)
+        renumbered = {s.id: place for place, s in enumerate(statics)}
+        for s in plain.storages:
+            if s.birth >= first and s.birth:
+                renumbered[s.id] = len(self.storages)
+                self.storages.append(replace(s, birth=s.birth + shift, death=s.death + shift))
+        stepping = [replace(op, index=op.index + shift) for op in plain.ops[first:]]
+        stepping = [
+            replace(op, inputs=_moved(op.inputs, renumbered), outputs=_moved(op.outputs, renumbered)) for op in stepping
+        ]
+        closed = [replace(s, death=end) if s.death < 0 or place < len(statics) else s
+                  for place, s in enumerate(self.storages)]  # fmt: skip
+        return replace(
+            plain,
+            ops=(*self.ops, *stepping),
+            storages=tuple(replace(s, id=place) for place, s in enumerate(closed)),
+            saved=(),
+        )
+
+    def _walk(self, each: Instruction, phase: Any) -> None:
+        node = self.forecast.nodes.get(each.cell.op)
+        runs = each.kind in (Kind.COMPUTE, Kind.RECOMPUTE) and not each.cell.is_state
+        if runs and node is not None and not is_free(self.forecast.joint, node):
+            cost = self.forecast.costs[node.name]
+            self.ops.append(
+                replace(
+                    cost.op,
+                    index=len(self.ops),
+                    name=str(in_place_form(node)) if each.into is not None else cost.op.name,
+                    phase=phase,
+                    inputs=(),
+                    outputs=(),
+                    recompute=each.kind is Kind.RECOMPUTE,
+                    seconds=cost.seconds,
+                    workspace_bytes=cost.workspace_bytes + self._state_bytes(each, node),
+                )
+            )
+        elif each.kind is Kind.GIVE and each.cell in self.program.bytes and each.reads:
+            self.ops.append(Op(len(self.ops), "aten.clone.default", phase, "", "", (), (), "", False, 0.0, 0))
+        for storage in self.program.held(each.cell):
+            self._hold(storage, each, node)
+
+    def _state_bytes(self, each: Instruction, node: fx.Node) -> int:
+        """An op that draws the same numbers again: its generator's present state waits, in the host's memory."""
+        on_host = self.forecast.plain.graph.tensor_device == "cpu"
+        return STATE_BYTES if on_host and each.kind is Kind.RECOMPUTE and is_random(node) else 0
+
+    def _hold(self, storage: Cell, each: Instruction, node: fx.Node | None) -> None:
+        size = self.program.bytes.get(storage, 0)
+        count = self.holders.get(storage, 0) + (-1 if each.kind is Kind.FREE else 1)
+        self.holders[storage] = count
+        if not size:
+            return
+        if count and storage not in self.index:
+            made = node.meta.get("val") if node is not None else None
+            shape = list(made.shape) if isinstance(made, Tensor) else []
+            dtype = dtype_name(made) if isinstance(made, Tensor) else "uint8"
+            device = "cpu" if storage.is_state else self.forecast.plain.graph.tensor_device
+            self.index[storage] = len(self.storages)
+            birth = max(0, len(self.ops) - 1)
+            label = f"{each.cell.op} {shape}"
+            self.storages.append(
+                Storage(len(self.storages), size, device, dtype, "temporary", birth, -1, label, "", "")
+            )
+        elif not count:
+            place = self.index.pop(storage)
+            self.storages[place] = replace(self.storages[place], death=len(self.ops))
+
+    def _name(self, places: Any, category: Any) -> None:
+        for place in places:
+            if self.storages[place].death < 0:
+                self.storages[place] = replace(self.storages[place], category=category)
+
+
+def _value(tensor: Tensor) -> Value:
+    return Value(0, tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor))
+
+
+def _moved(values: tuple[Value, ...], places: Mapping[int, int]) -> tuple[Value, ...]:
+    return tuple(replace(v, storage=places[v.storage]) for v in values if v.storage in places)

@@ -1,0 +1,103 @@
+"""Programs for the graph engine: which there are for a step, what each would take, and why it keeps what it keeps."""
+
+from __future__ import annotations
+
+from lowtide.chains import Schedule, StageChoice, explain
+from lowtide.chains import simulate as simulate_chain
+from lowtide.planning.fastest import Programs
+from lowtide.planning.plan import Recomputation
+from lowtide.planning.planned import Forecast
+from lowtide.planning.program import Program, simulate
+from lowtide.profiling import Profile
+from lowtide.sizes import format_size
+from lowtide.techniques.technique import Fidelity
+from lowtide.tracing.joint import Joint, capture_joint, is_batch_norm
+from lowtide.workload import Workload
+
+_SHOWN = 12  # stages that a plan gives reasons for: the largest
+
+
+class Recomputations:
+    """The schedules of a captured step, from the fastest to the smallest, and what each becomes."""
+
+    def __init__(self, joint: Joint, plain: Profile) -> None:
+        self.joint = joint
+        self.plain = plain
+        self.forecast = Forecast(joint, plain)
+        self.programs = Programs(joint, self.forecast.seconds)
+        self.schedules = self.programs.schedules
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """Bitwise, but for batch norm on a GPU: where the plain step calls cuDNN's, a captured graph has PyTorch's."""
+        on_gpu = self.plain.graph.tensor_device == "cuda"
+        return Fidelity.ROUNDOFF if on_gpu and any(map(is_batch_norm, self.joint.forward)) else Fidelity.BITWISE
+
+    def seconds(self, schedule: Schedule) -> float:
+        """What a schedule takes longer than the plain step."""
+        return self.programs.seconds_again(schedule)
+
+    def estimate(self, schedule: Schedule) -> int:
+        """What stays and what the chain's stages keep: near the allocated peak, mostly below it, and quickly found."""
+        return self.plain.static_bytes + simulate_chain(self.programs.chain, schedule).peak_bytes
+
+    def profile(self, schedule: Schedule) -> Profile:
+        """The planned step, as if it had been traced."""
+        return self.forecast.profile(self.program(schedule))
+
+    def program(self, schedule: Schedule) -> Program:
+        """What the graph engine runs."""
+        return self.programs.program(schedule)
+
+    def chosen(self, schedule: Schedule, peak_bytes: int, budget_bytes: int) -> Recomputation:
+        """A schedule as a plan keeps it."""
+        program = self.program(schedule)
+        return Recomputation(
+            schedule=str(schedule),
+            graph=self.joint.digest,
+            room_bytes=simulate(program).peak_bytes + budget_bytes - peak_bytes,
+            ops_again=program.recomputed,
+            seconds=self.seconds(schedule),
+            fidelity=self.fidelity,
+            why=self._reasons(schedule, budget_bytes),
+        )
+
+    def choices(self, schedule: Schedule) -> tuple[StageChoice, ...]:
+        """What becomes of each stage, in a chain's own bytes: those that its stages keep."""
+        return explain(self.programs.chain, schedule)
+
+    def outline(self, stage: int) -> str:
+        """A stage by its heavy ops."""
+        nodes = self.programs.stages.forward[stage]
+        return _outline([str(node.target).split(".")[1] for node in nodes if "." in str(node.target)])
+
+    def _reasons(self, schedule: Schedule, budget_bytes: int) -> tuple[str, ...]:
+        """Why each large value is kept or made again."""
+        peak = simulate_chain(self.programs.chain, schedule).peak_bytes
+        choices = self.choices(schedule)
+        largest = sorted(choices, key=lambda choice: -choice.saved_bytes)[:_SHOWN]
+        lines: list[str] = []
+        for choice in sorted(largest, key=lambda choice: choice.stage):
+            lines.append(f"stage {choice.stage + 1} ({self.outline(choice.stage)}): {choice.why(peak)}")
+        if len(choices) > _SHOWN:
+            rest = [choice for choice in choices if choice not in largest]
+            kept, size = sum(choice.kept for choice in rest), format_size(sum(choice.saved_bytes for choice in rest))
+            lines.append(f"{len(rest)} smaller stages, {size}: {kept} kept, {len(rest) - kept} made again")
+        return tuple(lines)
+
+
+_last: list[Recomputations] = []  # capturing takes seconds, and one step is often looked at several times
+
+
+def recomputations(work: Workload, plain: Profile) -> Recomputations:
+    """The schedules of a step; captured once for one profile of it."""
+    if not _last or _last[0].plain is not plain:
+        _last[:] = [Recomputations(capture_joint(work), plain)]
+    return _last[0]
+
+
+def _outline(ops: list[str]) -> str:
+    """The heavy ops of a stage, or the first ones."""
+    heavy = [op for op in ops if op.endswith(("mm", "convolution")) or "attention" in op]
+    shown = list(dict.fromkeys(heavy or ops))
+    return ", ".join(shown[:2]) + (", …" if len(ops) > 2 else "")

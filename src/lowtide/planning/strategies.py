@@ -1,0 +1,100 @@
+"""What each way of planning memory by liveness takes for one step: nothing reused, in place, shared, made again.
+
+    for usage in compare_strategies(capture_joint(work)):
+        print(usage.strategy, format_size(usage.bytes))
+
+Counted are the results of ops; parameters, inputs and gradients of parameters have their own places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from lowtide.chains import Chain, keep_all, sqrt
+from lowtide.planning.arena import arena, pool, share
+from lowtide.planning.cheap import cheap_results, drop_cheap
+from lowtide.planning.liveness import Life, Order, lives, lives_in_place, order_of, peak_bytes
+from lowtide.planning.program import Program, program_of
+from lowtide.planning.stages import Stages
+from lowtide.tracing.joint import Joint, bytes_of
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The bytes of one strategy: in an arena with static offsets, and what other ways to give out memory take."""
+
+    strategy: str
+    bytes: int
+    live_bytes: int  # the most that lives at once: no arena is smaller
+    tagged_bytes: int  # in buffers that are passed on whole
+    pooled_bytes: int  # in a pool that knows no future
+    recomputed: int  # ops that run again
+
+    @property
+    def fragmentation(self) -> float:
+        """The share of the pool that is lost to gaps when most of it is in use."""
+        return 1 - self.live_bytes / self.pooled_bytes if self.pooled_bytes else 0.0
+
+
+def compare_strategies(joint: Joint) -> tuple[Usage, ...]:
+    """None, in place, sharing, both; then also without cheap results; then also with √n segments."""
+    stages = Stages(joint)
+    order = order_of(joint, plain(joint, stages)).without_kept()
+    apart = sum(order.bytes)
+    merged = sum(life.bytes for life in lives_in_place(order))
+    usages = [
+        Usage("none", apart, apart, apart, apart, 0),
+        Usage("in place", merged, merged, merged, merged, 0),
+        _usage("sharing", [lives(order)], 0),
+        _usage("in place and sharing", _both(order), 0),
+    ]
+    for name, program in (
+        ("+ cheap results again", without_cheap(joint, stages)),
+        ("+ √n segments", sqrt_without_cheap(joint, stages)),
+    ):
+        usages.append(_usage(name, _both(order_of(joint, program).without_kept()), program.recomputed))
+    return tuple(usages)
+
+
+def plain(joint: Joint, stages: Stages | None = None) -> Program:
+    """The program that keeps everything, for the engine."""
+    stages = stages or Stages(joint)
+    return program_of(stages, keep_all(_chain(stages)))
+
+
+def without_cheap(joint: Joint, stages: Stages | None = None) -> Program:
+    """The program that keeps everything but cheap results."""
+    stages = stages or Stages(joint)
+    return drop_cheap(stages, keep_all(_chain(stages)))
+
+
+def sqrt_without_cheap(joint: Joint, stages: Stages | None = None) -> Program:
+    """The program of √n segments, which keep no cheap results when they run again."""
+    stages = stages or Stages(joint)
+    return drop_cheap(stages, sqrt(_chain(stages, cheap_results(stages))))
+
+
+def _chain(stages: Stages, dropped: frozenset[fx.Node] = frozenset()) -> Chain:
+    chain = stages.chain(lambda node: 1.0)
+    saved: list[int] = []
+    for stage, size in enumerate(chain.saved_bytes):
+        storages = {stages.joint.storages[node] for node in stages.kept_by(stage) & dropped}
+        saved.append(max(size - sum(map(bytes_of, storages)), chain.value_bytes[stage + 1]))
+    return replace(chain, saved_bytes=saved)
+
+
+def _both(order: Order) -> list[list[Life]]:
+    """In place where that helps: a result in place of its input cannot be moved, and sometimes that would be better."""
+    return [lives_in_place(order), lives(order)]
+
+
+def _usage(name: str, ways: Sequence[Sequence[Life]], recomputed: int) -> Usage:
+    live = min(map(peak_bytes, ways))
+    placed = arena(ways[0]).bytes
+    if placed > live:
+        placed = min(arena(way).bytes for way in ways)
+    tagged, pooled = min(share(way).bytes for way in ways), min(pool(way).bytes for way in ways)
+    return Usage(name, placed, live, tagged, pooled, recomputed)

@@ -1,0 +1,98 @@
+"""Optimal recomputation of chains (Beaumont et al., 2019): the fastest schedule for a budget, as nested checkpoints.
+
+For each stretch of blocks a schedule keeps all of the first block, or passes over some blocks, keeping only what enters
+them, and comes back. Passing over is a checkpoint; how blocks then run is a plan of its own inside it, to any depth.
+Bitwise: the same losses, gradients, buffers and random numbers as without.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+from lowtide import chains
+from lowtide.chains import Schedule, Tree, keep_all, recursive, simulate
+from lowtide.errors import LowtideError
+from lowtide.profiling.profile import Profile
+from lowtide.techniques.segments import Recomputation, apply_tree, sequential_units
+from lowtide.techniques.stages import Stages, in_blocks
+from lowtide.techniques.technique import Option, Undo
+
+_BUDGETS = 28
+_WORK = 1e8  # of n³ · slots: half a second
+
+
+def checkpoint_schedule(sequential: nn.Sequential, schedule: Schedule) -> Undo:
+    """Run a ``nn.Sequential`` by a schedule of ``lowtide.chains``, as nested checkpoints.
+
+    A block is a stage, together with those behind it that start by writing into their input. The class, the
+    parameters and the ``state_dict`` stay; ``undo()`` takes it back.
+
+    >>> model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    >>> with checkpoint_schedule(model, recursive(chains.Chain.uniform(4))):
+    ...     print(model.forward)
+    Segments(((0,), 1), (2,), 3)
+    """
+    units = sequential_units(sequential)
+    tree = chains.nested(schedule)
+    if len(schedule.runs) != len(units):
+        raise LowtideError(
+            f"A schedule of {len(schedule.runs)} stages does not fit {len(units)} blocks",
+            hint="Blocks that start by writing into their input count with the one before.",
+        )
+    return apply_tree(sequential, in_blocks(tree, units), path="")
+
+
+class Optimal(Recomputation):
+    """The fastest recomputation for some bytes, over all chains of blocks of a model.
+
+    Several chains share one budget: they are one chain, in the order in which they run, with what runs between them as
+    stages that are always kept. A segment stays inside its container; the blocks of a ``nn.ModuleList`` are called by
+    the model's own code, so each is a segment by itself.
+    """
+
+    name = "optimal"
+    conflicts: frozenset[str] = frozenset({"sqrt"})
+
+    def options(self, profile: Profile) -> list[Option]:
+        """The best schedules at budgets from the smallest to where all is kept, and halves of halves."""
+        stages = Stages(self.chains(profile))
+        ends = stages.segment_ends
+        if ends == list(range(len(ends))):
+            return []
+        found: dict[tuple[tuple[str, Tree], ...], Option] = {}
+        for schedule in _schedules(stages.chain, ends):
+            trees = stages.trees(schedule)
+            if trees:
+                found.setdefault(tuple(trees.items()), self._option(trees))
+        return list(found.values())
+
+    def _option(self, trees: dict[str, Tree]) -> Option:
+        knobs = (
+            ("segments", sum(map(len, trees.values()))),
+            ("levels", max(map(_levels, trees.values()))),
+            ("trees", tuple(trees.values())),
+        )
+        return Option(self.name, tuple(trees), knobs)
+
+
+def _schedules(chain: chains.Chain, ends: list[int]) -> list[Schedule]:
+    """From the least memory to the most.
+
+    The least of all may take O(n²) runs to save a last few bytes; what runs more than O(n log n) is left out.
+    """
+    slots = int(min(500, max(100, _WORK / chain.stages**3)))
+    plans = chains.Optimal(chain, slots, ends)
+    halves = recursive(chain, ends)
+    most = max(sum(halves.runs), chain.stages * (1 + math.log2(chain.stages)))
+    low, high = plans.smallest_bytes, simulate(chain, keep_all(chain)).peak_bytes
+    # Closer together where they are small: there a little memory more saves the most time.
+    budgets = [low + int((high - low) * (i / _BUDGETS) ** 1.5) for i in range(_BUDGETS)]
+    found = [schedule for schedule in map(plans.schedule, budgets) if sum(schedule.runs) <= most]
+    return [halves, *found]
+
+
+def _levels(tree: Tree) -> int:
+    """How many checkpoints there are around the block that has the most around it."""
+    return max((1 + _levels(node) for node in tree if isinstance(node, tuple)), default=0)

@@ -1,0 +1,194 @@
+"""A profiled model's chains of blocks as one chain of stages, for which schedules are found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.chains import Chain, Schedule, Tree, nested
+from lowtide.techniques.chain import Chains, Made, leaves, split
+from lowtide.techniques.segments import chain_units
+
+_MOST = 96  # stages of blocks: more are joined with their neighbours, since schedules take O(n³) to find
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Blocks of a container that stay together; none for what runs between chains, which is always kept."""
+
+    container: str = ""
+    positions: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()  # their numbers in ``Chains.blocks``
+    group: int = -1  # stages of one group can be in one segment
+
+
+class Stages:
+    """Every chain of a model, one after the other as they run, with what runs between: one chain for one budget.
+
+    Its bytes are those of the profiled step: what blocks make, keep and hand on, what backward holds. Values that are
+    read further away than by the next stage, as over a U-Net's skips, count nowhere: they stay whatever the schedule.
+    """
+
+    def __init__(self, chains: Chains) -> None:
+        self.chains = chains
+        self.graph = chains.profile.graph
+        self.stages = self._stages()
+
+    @property
+    def segment_ends(self) -> list[int]:
+        """For each stage, one past the last that can be in one segment with it as the first; itself if always kept."""
+        ends: list[int] = []
+        for index, stage in reversed(list(enumerate(self.stages))):
+            following = self.stages[index + 1 : index + 2]
+            joined = stage.group >= 0 and [s.group for s in following] == [stage.group]
+            ends.append(ends[-1] if joined else index + (stage.group >= 0))
+        return ends[::-1]
+
+    def trees(self, schedule: Schedule) -> dict[str, Tree]:
+        """What each container recomputes when it runs its stages of a schedule."""
+        blocks = [stage.positions for stage in self.stages]
+        found: dict[str, list[Tree]] = {}
+        for node in nested(schedule):
+            if not isinstance(node, int):
+                container = self.stages[next(leaves(node))].container
+                found.setdefault(container, []).append(in_blocks(node, blocks))
+        return {container: tuple(sorted(nodes, key=_first)) for container, nodes in found.items()}
+
+    def _stages(self) -> list[Stage]:
+        """Blocks in the order in which they run, with a stage wherever other ops run between."""
+        blocks = self._units()
+        order = {number: i for i, stage in enumerate(blocks) for number in stage.blocks}
+        gaps: set[int] = set()  # after which stage of blocks; -1 for before the first
+        reached = -1
+        for op, number in zip(self.graph.ops, self.chains.block_of_op, strict=True):
+            if op.phase == "forward":
+                if number in order:
+                    reached = max(reached, order[number])
+                else:
+                    gaps.add(reached)
+        found = [Stage()] if -1 in gaps else []
+        for i, stage in enumerate(blocks):
+            found += [stage, Stage()] if i in gaps else [stage]
+        return found
+
+    def _units(self) -> list[Stage]:
+        found: list[Stage] = []
+        group = start = 0
+        share = _MOST / max(len(self.chains.blocks), _MOST)
+        for chain in self.chains.chains:
+            number = {block.position: start + i for i, block in enumerate(chain.blocks)}
+            start += len(chain.blocks)
+            units = chain_units(chain)
+            if chain.joined and share < 1 and units:
+                cuts = split([len(unit) for unit in units], max(1, round(len(units) * share)))
+                units = [tuple(i for unit in units[low:high] for i in unit) for low, high in cuts]
+            before = -1
+            for unit in units:
+                group += not chain.joined or unit[0] != before + 1
+                found.append(Stage(chain.container, unit, tuple(number[i] for i in unit), group))
+                before = unit[-1]
+            group += 1
+        blocks = self.chains.blocks
+        return sorted(found, key=lambda stage: min(blocks[number].first for number in stage.blocks))
+
+    @cached_property
+    def stage_of_op(self) -> list[int]:
+        """Of each op, -1 for the optimizer's; those that run between stages of blocks are of the stage there."""
+        at = {number: i for i, stage in enumerate(self.stages) for number in stage.blocks}
+        free = [stage.group < 0 for stage in self.stages]
+        found: list[int] = []
+        forward, backward = -1, len(free)
+        for op, number in zip(self.graph.ops, self.chains.block_of_op, strict=True):
+            if op.phase == "forward":
+                forward = max(forward, at.get(number, -1))
+                between = forward + (forward + 1 < len(free) and free[forward + 1])
+                found.append(at.get(number, max(between, 0)))
+            elif op.phase == "backward":
+                backward = min(backward, at.get(number, len(free)))
+                between = backward - (backward > 0 and (free[backward - 1] or backward == len(free)))
+                found.append(at.get(number, between))
+            else:
+                found.append(-1)
+        return found
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The stages in bytes and seconds."""
+        graph, count = self.graph, len(self.stages)
+        made = Made(graph, self.stage_of_op)
+        handed = (made.low == made.maker) & (made.high == made.maker + 1)
+        own = made.saved & (made.low == made.maker) & (made.high == made.maker)
+        value = np.bincount(made.maker[handed], made.bytes[handed], count).astype(np.int64)
+        saved = value + np.bincount(made.maker[own], made.bytes[own], count).astype(np.int64)
+        values = np.append(0, value)
+        # One past the op that makes the last that a stage's backward reads: stages that run again stop there. Where
+        # there is none, nothing is to be had from running again.
+        stop = np.zeros(count, np.int64)
+        np.maximum.at(stop, made.maker[own], made.written[own] + 1)
+        stop[stop == 0] = graph.phase_starts().get("backward", len(graph.ops))
+        kept = np.zeros(len(made.bytes), np.bool_)
+        running = np.array([made.peak_while_running(i, i + 1, int(stop[i]), kept) for i in range(count)])
+        inside = np.array([op.workspace_bytes for op in graph.ops], np.int64)
+        gradients = graph.live_bytes("gradient", "temporary") + inside + self._held(made, handed | own)
+        return Chain(
+            forward_seconds=self._seconds("forward"),
+            backward_seconds=self._seconds("backward"),
+            value_bytes=values.tolist(),
+            saved_bytes=saved.tolist(),
+            forward_temporary_bytes=np.maximum(running - saved + self._most("forward", inside), 0).tolist(),
+            backward_temporary_bytes=np.maximum(
+                self._most("backward", gradients) - saved - values[1:] - values[:-1], 0
+            ).tolist(),
+            tail_seconds=self._seconds("forward", stop),
+        )
+
+    def _held(self, made: Made, which: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """While each op of the backward pass runs, the bytes of its own stage's storages that are still there."""
+        found = np.zeros(len(self.graph.ops), np.int64)
+        for stage in range(len(self.stages)):
+            ops = self._ops("backward", stage)
+            mine = np.flatnonzero(which & (made.maker == stage))
+            mine = mine[np.argsort(made.death[mine])]
+            left = np.append(np.cumsum(made.bytes[mine][::-1])[::-1], 0)
+            found[ops] = left[np.searchsorted(made.death[mine], ops, side="right")]
+        return found
+
+    def _most(self, phase: str, live: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The most of some bytes while ops of each stage run."""
+        return np.array([live[self._ops(phase, stage)].max(initial=0) for stage in range(len(self.stages))])
+
+    def _seconds(self, phase: str, start: Sequence[int] | NDArray[np.int64] = ()) -> list[float]:
+        """Of each stage's ops, or of those from one on; where they are not known, all ops take as long."""
+        took = np.nan_to_num(np.array([op.seconds for op in self.graph.ops], float), nan=1e-6)
+        ops = [self._ops(phase, stage) for stage in range(len(self.stages))]
+        return [float(took[mine[mine >= start[i]] if len(start) else mine].sum()) for i, mine in enumerate(ops)]
+
+    def _ops(self, phase: str, stage: int) -> NDArray[np.int64]:
+        return self._ops_of.get((phase, stage), np.zeros(0, np.int64))
+
+    @cached_property
+    def _ops_of(self) -> dict[tuple[str, int], NDArray[np.int64]]:
+        found: dict[tuple[str, int], list[int]] = {}
+        for op, stage in zip(self.graph.ops, self.stage_of_op, strict=True):
+            found.setdefault((op.phase, stage), []).append(op.index)
+        return {key: np.array(ops, np.int64) for key, ops in found.items()}
+
+
+def in_blocks(tree: Tree, stages: Sequence[tuple[int, ...]]) -> Tree:
+    """A tree of stages as one of the blocks that each stage is.
+
+    >>> in_blocks(((0, 1), 2), [(0,), (1, 2), (3, 4)])
+    ((0, 1, 2), 3, 4)
+    """
+    inside: list[int | Tree] = []
+    for node in tree:
+        inside += stages[node] if isinstance(node, int) else (in_blocks(node, stages),)
+    return tuple(inside)
+
+
+def _first(node: Tree) -> int:
+    return next(leaves(node))
