@@ -398,11 +398,12 @@ COLORS = dict(zip(VARIANTS, ("#8a8f98", "#e69f00", "#009e73", "#0072b2"), strict
 
 def draw_curves(results: Path, path: Path = ROOT / "docs" / "images" / f"{NAME}_losses.svg") -> None:
     """Draw the loss curves of the latest rows, a panel for each experiment; without altair, say so."""
-    from lowtide.reporting.figures import FONT, _altair, _chart, save_figure
+    from lowtide.reporting.charts import FONT, altair_module, chart_of
+    from lowtide.reporting.figures import save_figure
 
     try:
-        alt: Any = _altair()
-        panels = [_panel(alt, _chart(alt, points), title) for title, points in _points(results).items()]
+        alt: Any = altair_module()
+        panels = [_panel(alt, chart_of(alt, points), title) for title, points in _points(results).items()]
         title = alt.TitleParams(
             "Training loss",
             subtitle="Median over the runs; each point is the mean of some steps.",

@@ -1,6 +1,6 @@
 """Does a plan keep its budget, and is it faster than checkpointing by hand? Ten budgets each. Needs a GPU.
 
-    PYTHONPATH=src:. python -m benchmarks.bench_budgets [--only NAME] [--results DIR]
+    PYTHONPATH=src:. python -m benchmarks.bench_budgets [--only NAME] [--results DIR] [--draw]
 
 Peaks are all bytes that torch's allocator gives out during a step, parameters and optimizer state included. A step is
 zero_grad, loss, backward, optimizer. Checkpointing by hand is ``torch.utils.checkpoint`` over every block, over √n
@@ -10,6 +10,7 @@ segments of blocks, and ``checkpoint_sequential``. Plans are of the graph engine
 from __future__ import annotations
 
 import argparse
+import csv
 import gc
 import math
 import time
@@ -34,6 +35,14 @@ CASES: dict[str, dict[str, Any]] = {
     "ResNeXt-101, batch 64, bf16 NHWC": {"name": "resnext101", "batch": 64, "channels_last": True, **BF16},
 }
 BUDGETS = 10
+COLORS = {
+    "lowtide.plan, graph engine": "#2a78d6",
+    "PyTorch eager": "#52514e",
+    "checkpoint, every block": "#eb6834",
+    "checkpoint, √n segments": "#1baf7a",
+    "checkpoint_sequential, √n": "#eda100",
+}
+DRAWING = Path(__file__).parent.parent / "docs" / "images" / "budgets.svg"
 
 
 def main(*, only: str = "", device: str = "cuda", results: Path = RESULTS) -> None:
@@ -85,6 +94,46 @@ def measure_case(case: str, work: Workload, results: Path) -> list[str]:
         if peak > budget:
             failed.append(f"{case}, {name}: {peak} bytes of {budget}")
     return failed
+
+
+def draw(rows: Path, path: Path) -> Path:
+    """Seconds of a step over its measured peak: plans as a line, checkpointing by hand as points."""
+    from lowtide.reporting.charts import FONT, altair_module, chart_of
+    from lowtide.reporting.figures import save_figure
+
+    alt: Any = altair_module()
+    with rows.open(newline="") as file:
+        latest = {(row["case"], row["subject"], row["metric"]): float(row["value"]) for row in csv.DictReader(file)}
+    points = [
+        {
+            "case": case,
+            "how": "lowtide.plan, graph engine" if subject.startswith("lowtide") else subject,
+            "peak": value / 2**30,
+            "step": 1e3 * latest[case, subject, "step"],
+        }
+        for (case, subject, metric), value in latest.items()
+        if metric == "peak"
+    ]
+
+    def panel(case: str) -> Any:
+        own = [point for point in points if point["case"] == case]
+        shared = {
+            "x": alt.X("peak:Q", title="measured peak, GiB", scale=alt.Scale(zero=False, padding=20)),
+            "y": alt.Y("step:Q", title="step, ms", scale=alt.Scale(zero=False, padding=20)),
+            "color": alt.Color(
+                "how:N",
+                title=None,
+                scale=alt.Scale(domain=list(COLORS), range=list(COLORS.values())),
+                legend=alt.Legend(orient="bottom", columns=3, columnPadding=48, labelLimit=320),
+            ),
+        }
+        line = chart_of(alt, [p for p in own if p["how"].startswith("lowtide")]).mark_line(point=True, strokeWidth=2)
+        marks = chart_of(alt, [p for p in own if not p["how"].startswith("lowtide")]).mark_point(size=90, filled=True)
+        layers = alt.layer(line.encode(**shared), marks.encode(**shared))
+        return layers.properties(width=400, height=300, title=alt.TitleParams(case, anchor="start", fontSize=12))
+
+    chart = alt.hconcat(*map(panel, dict.fromkeys(point["case"] for point in points)), background="white", padding=16)
+    return save_figure(chart.configure(font=FONT).configure_view(stroke=None), path)
 
 
 def _rows(case: str, subject: str, peak: int, seconds: Sequence[float]) -> list[Row]:
@@ -199,5 +248,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the rows go")
+    parser.add_argument("--draw", action="store_true", help="draw the rows that are there")
     options = parser.parse_args()
-    main(only=options.only, results=options.results)
+    if options.draw:
+        print(f"drew {draw(options.results / 'budgets.csv', DRAWING)}")
+    else:
+        main(only=options.only, results=options.results)

@@ -124,9 +124,10 @@ def unequal(stages: int) -> Chain:
 
 def draw_laws(rows: Path, path: Path) -> Path:
     """Memory and time over depth: as the laws are lines, memory and depth in powers of two."""
-    from lowtide.reporting.figures import FONT, _altair, _chart, save_figure
+    from lowtide.reporting.charts import FONT, altair_module, chart_of
+    from lowtide.reporting.figures import save_figure
 
-    alt: Any = _altair()
+    alt: Any = altair_module()
     with rows.open(newline="") as file:
         latest = {(row["case"], row["subject"], row["metric"]): float(row["value"]) for row in csv.DictReader(file)}
     points = [
@@ -145,7 +146,7 @@ def draw_laws(rows: Path, path: Path) -> Path:
 
     def panel(metric: str, title: str, scale: Any) -> Any:
         own = [point for point in points if point["metric"] == metric]
-        lines = _chart(alt, own).mark_line(point=True, strokeWidth=2)
+        lines = chart_of(alt, own).mark_line(point=True, strokeWidth=2)
         return lines.encode(
             x=alt.X(
                 "depth:Q", title="stages", scale=alt.Scale(type="log", base=2), axis=alt.Axis(values=DEPTHS, format="d")

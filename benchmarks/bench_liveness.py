@@ -158,9 +158,10 @@ def gradients(work: Workload, loss: Callable[[Any], Tensor]) -> list[Tensor]:
 
 def draw_curves(rows: Path, path: Path) -> Path:
     """Bytes over depth, a panel for each network, both in powers of two: what grows with a power is a line."""
-    from lowtide.reporting.figures import FONT, _altair, _chart, save_figure
+    from lowtide.reporting.charts import FONT, altair_module, chart_of
+    from lowtide.reporting.figures import save_figure
 
-    alt: Any = _altair()
+    alt: Any = altair_module()
     with rows.open(newline="") as file:
         latest = {(row["case"], row["subject"]): float(row["value"]) / 2**20 for row in csv.DictReader(file)}
     panels: list[Any] = []
@@ -170,7 +171,7 @@ def draw_curves(rows: Path, path: Path) -> Path:
             for (case, strategy), size in latest.items()
             if case.startswith(f"{network}, ") and case.endswith(what)
         ]
-        panels.append(_panel(alt, _chart(alt, points + _law(points)), f"{network}: {what}", points))
+        panels.append(_panel(alt, chart_of(alt, points + _law(points)), f"{network}: {what}", points))
     title = alt.TitleParams(
         "Results of a step, by how memory is planned",
         subtitle="One arena with static offsets; parameters and their gradients are apart. Bytes by the joint graph.",

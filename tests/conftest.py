@@ -30,7 +30,7 @@ def no_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans have no recomputation to choose."""
     for technique in ("sqrt.Sqrt", "optimal.Optimal"):
         monkeypatch.setattr(f"lowtide.techniques.{technique}.options", lambda self, profile: [])
-    monkeypatch.setattr("lowtide.planning.budget.capture_joint", _no_capture)
+    monkeypatch.setattr("lowtide.planning.recomputation.capture_joint", _no_capture)
 
 
 def _no_capture(work: object) -> None:

@@ -137,6 +137,29 @@ def test_a_plan_is_written_verified_and_trained_with(deep: str, tmp_path: Path) 
     assert trained["peak_bytes"] <= trained["plan"]["budget_bytes"]
 
 
+def test_a_plan_on_the_graph_engine_has_a_program_and_a_page(deep: str, tmp_path: Path) -> None:
+    files = ("--out", "plan.json", "--program", "new/program.txt", "--html", "plan.html")
+    planned = lowtide("plan", deep, "--budget", "50%", "--engine", "graph", *files, "--json").json()
+    assert planned["engine"] == "graph"
+    assert planned["program"]["schedule"].startswith("F1")
+    text = (tmp_path / "new/program.txt").read_text()
+    assert text.count("recompute ") == planned["program"]["ops_again"] > 0
+    assert "go to backward" in text
+    page = (tmp_path / "plan.html").read_text()
+    assert "What lives when" in page
+    assert page.count("made again") > 2
+    assert lowtide("verify", deep, "plan.json", "--json").json()["ok"]
+
+    trained = lowtide("train", deep, "--budget", "50%", "--engine", "graph", "--steps", "2", "--json").json()
+    assert trained["plan"]["engine"] == "graph"
+    assert trained["peak_bytes"] <= trained["plan"]["budget_bytes"]
+
+
+def test_an_eager_plan_has_no_program(deep: str) -> None:
+    planned = lowtide("plan", deep, "--budget", "60%", "--engine", "eager", "--json").json()
+    assert (planned["engine"], planned["program"]) == ("eager", None)
+
+
 def test_a_broken_promise_is_exit_code_one(deep: str, tmp_path: Path) -> None:
     lowtide("plan", deep, "--budget", "60%", "--out", "plan.json")
     data = json.loads((tmp_path / "plan.json").read_text())
@@ -160,6 +183,9 @@ def test_a_broken_promise_is_exit_code_one(deep: str, tmp_path: Path) -> None:
         ("profile deep.py:workload --html report.pdf", ("'report.pdf'", ".html")),
         ("plan deep.py:workload --budget 1KB", ("below the smallest plan",)),
         ("plan deep.py:workload --budget much", ("Not a size: 'much'",)),
+        ("plan deep.py:workload --budget 60% --engine eager --program p.txt", ("runs eagerly", "--engine graph")),
+        ("plan deep.py:workload --budget 1GB --engine graph --program p.txt", ("plain step fits", "smaller budget")),
+        ("plan deep.py:workload --budget 60% --engine graph --fake", ("no plan on the graph engine",)),
         ("plan deep.py:workload --budget 60% --allow anything", ("anything", "approximate")),
         ("train deep.py:workload --budget 60% --device h200", ("cannot run on 'h200'", "cpu or cuda")),
         ("train deep.py:workload --budget 60% --arg optimizer=no", ("no optimizer",)),

@@ -1,4 +1,4 @@
-"""The demo keeps its two promises, and says so when it does not."""
+"""The demo keeps its promises, and says so when it does not."""
 
 from __future__ import annotations
 
@@ -13,22 +13,33 @@ from rich.console import Console
 
 from lowtide import demo
 from lowtide.errors import MissingExtra
+from lowtide.sizes import format_size
 
 
-def test_the_demo_trains_equally_within_the_budget_and_writes_a_report(tmp_path: Path) -> None:
+def test_the_demo_trains_equally_within_three_budgets_and_writes_a_report(tmp_path: Path) -> None:
     shown = io.StringIO()
-    found = demo.run(tmp_path / "out", Console(file=shown, width=120), steps=3)
+    found = demo.run(tmp_path / "out", Console(file=shown, width=80), steps=3)
     assert found.ok
-    assert found.plain_losses == found.planned_losses
-    assert found.planned_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
-    assert found.plain_accuracy == found.planned_accuracy
-    assert "<html" in (tmp_path / "out/report.html").read_text()
+    plain, *planned = found.runs
+    assert [run.name for run in planned] == list(demo.BUDGETS)
+    assert plain.losses[0] > plain.losses[2]
+    budgets = [run.budget_bytes for run in planned]
+    assert [plain.peak_bytes, *budgets] == sorted([plain.peak_bytes, *budgets], reverse=True)
+    for run in planned:
+        assert run.losses == plain.losses
+        assert run.accuracy == plain.accuracy
+        assert run.peak_bytes == run.predicted_bytes <= run.budget_bytes
+        assert format_size(run.budget_bytes) in shown.getvalue()
+    page = (tmp_path / "out/report.html").read_text()
+    assert page.count(">budget ") >= len(planned)  # the labels of the dashed lines
     assert str(tmp_path / "out/report.html") in shown.getvalue()
     assert "equal bit for bit" in shown.getvalue()
+    assert "…" not in shown.getvalue().partition("4. The result")[2]  # the table fits a narrow terminal
 
-    for broken in (replace(found, equal=False), replace(found, budget_bytes=1)):
-        assert not broken.ok
-        demo._show(broken, Console(file=shown, width=120))
+    for broken in (replace(planned[0], equal=False), replace(planned[0], budget_bytes=1)):
+        wrong = replace(found, runs=[plain, broken, *planned[1:]])
+        assert not wrong.ok
+        demo._show(wrong, Console(file=shown, width=120))
     assert "NOT EQUAL" in shown.getvalue()
     assert "OVER THE BUDGET" in shown.getvalue()
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -117,9 +117,11 @@ def test_every_field_of_a_sweep_is_documented() -> None:
     assert undocumented("Sweep", grid.to_json(), free={"axes", "point"}) == []
 
 
-def test_every_field_of_a_plan_and_of_its_verification_is_documented() -> None:
+@pytest.mark.parametrize("engine", ["eager", "graph"])
+def test_every_field_of_a_plan_and_of_its_verification_is_documented(engine: Literal["eager", "graph"]) -> None:
     work = zoo.small("gpt2", layers=6, optimizer="sgd")
-    plan = lowtide.plan(work, "95%")
-    assert plan.choices
+    plan = lowtide.plan(work, "95%", engine=engine)
+    assert plan.engine == engine
+    assert plan.choices or plan.program
     assert undocumented("Plan", plan.to_json()) == []
     assert undocumented("Verification", lowtide.verify(work, plan).to_json()) == []

@@ -8,6 +8,7 @@ are the bits.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import _BoxedCodeGen
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.chains import Schedule
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, PlanError
 from lowtide.planning.fastest import Programs
 from lowtide.planning.plan import Plan, batch_shapes
 from lowtide.planning.planned import node_seconds
@@ -32,6 +34,7 @@ from lowtide.tracing.joint import Joint, compiled_loss, is_batch_norm
 from lowtide.workload import Workload
 
 _aten: Any = torch.ops.aten
+_SAME = (_aten.detach.default, _aten.alias.default)
 Planner = Callable[[Joint], Program]
 
 
@@ -54,7 +57,21 @@ class PlannedLoss:
         key = _shape_of(batch)
         if key not in self._compiled:
             self._compiled[key] = compiled_loss(self.work, _Backend(self.planner_for(batch)))
-        return self._compiled[key](batch)
+        try:
+            with _whole_graphs():
+                return self._compiled[key](batch)
+        except RuntimeError as error:
+            inner = getattr(error, "inner_exception", None)  # of Dynamo's error
+            if isinstance(inner, (LowtideError, Warning)):  # what the planner says
+                raise inner from None
+            raise
+
+
+def _whole_graphs() -> contextlib.AbstractContextManager[None]:
+    """Inside a DDP module's forward Dynamo would cut graphs at DDP's buckets; gradients leave early without that."""
+    if DistributedDataParallel._get_active_ddp_module() is None:
+        return contextlib.nullcontext()
+    return torch._dynamo.config.patch(optimize_ddp=False)
 
 
 def planned_loss(work: Workload, planner: Planner) -> Callable[[Any], Tensor]:
@@ -79,7 +96,13 @@ class Replanner:
         chosen = self.plan.program
         assert chosen is not None
         if joint.digest == chosen.graph:
-            return program_of(Stages(joint), Schedule.parse(chosen.schedule))
+            stages, schedule = Stages(joint), Schedule.parse(chosen.schedule)
+            if len(stages) != len(schedule.runs):
+                raise PlanError(
+                    f"The plan's schedule has {len(schedule.runs)} stages, and the step's graph {len(stages)}",
+                    hint="Plan again.",
+                )
+            return program_of(stages, schedule)
         room = chosen.room_bytes - more_bytes
         programs = Programs(joint, node_seconds(joint, self.plan.device))
         found = [(simulate(program).peak_bytes, program) for _, program in programs]
@@ -157,7 +180,7 @@ class _Runner:
         run = _Run(loss, dict(zip(self.kept, results[len(self.mutated) :], strict=True)))
         before: Any = None
         for code in reversed(self.pieces):
-            read = [inputs[place] for place in code.inputs_read]
+            read = [inputs[place] for place in (*code.inputs_read, *code.inputs_seen)]
             before = _Piece.apply(run, code, read, before, *(inputs[place] for place in code.inputs))
         return (before,)
 
@@ -169,7 +192,7 @@ class _Runner:
             into.append(inputs[place])
             given.append(value)
         for into, given in groups.values():
-            torch._foreach_copy_(into, given)
+            _aten._foreach_copy_(into, given)
 
     def _run_forward(self, inputs: list[Any]) -> list[Tensor]:
         """New values of buffers, what is kept, and the loss."""
@@ -201,6 +224,7 @@ class _Code:
     cells: tuple[tuple[Cell, bool], ...]  # that it reads, and whether it is the last to do so
     made: tuple[Cell, ...]  # that later pieces read
     inputs_read: tuple[int, ...]
+    inputs_seen: tuple[int, ...]  # of which it reads views
     inputs: tuple[int, ...]  # whose gradients it completes
 
 
@@ -229,7 +253,7 @@ class _Piece(torch.autograd.Function):
             )
         run.done.add(code.index)
         values = [run.cells.pop(cell) if is_last else run.cells[cell] for cell, is_last in code.cells]
-        values += ctx.saved_tensors
+        values += ctx.saved_tensors[: len(code.inputs_read)]
         if code.index == 0:
             values += gradients
         with torch._C._DisableAutocast():
@@ -286,6 +310,7 @@ def _pieces(joint: Joint, program: Program) -> list[_Code]:
         read = dict.fromkeys(cell for each in piece for cell in each.reads if cell not in here)
         cells = [cell for cell in read if cell not in primals and cell not in tangents]
         inputs_read = [cell for cell in read if cell in primals]
+        bases = dict.fromkeys(Cell(joint.storages[nodes[cell.op]].name) for cell in cells)
         made = [cell for cell in here if last_read.get(cell, -1) > index]
         graph = _Graph(joint)
         for cell in (*cells, *inputs_read, *(tangents if index == 0 else ())):
@@ -301,6 +326,7 @@ def _pieces(joint: Joint, program: Program) -> list[_Code]:
                 tuple((cell, last_read[cell] == index) for cell in cells),
                 tuple(made),
                 tuple(primals[cell] for cell in inputs_read),
+                tuple(primals[cell] for cell in bases if cell in primals and cell not in inputs_read),
                 tuple(primals[Cell(cell.op.removesuffix(".grad"))] for cell in given),
             )
         )
@@ -331,6 +357,9 @@ class _Graph:
             for value, found in zip(inputs_of(node, again=again), instruction.reads, strict=False)
         }
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda value: read.get(value))
+        if node.target in _SAME:  # autograd is off here
+            self.now[cell] = args[0]
+            return
         if saves_state:
             both = self.graph.call_function(_run_and_save_state, (node.target, *args), kwargs)
             state = self.graph.call_function(operator.getitem, (both, 0))

@@ -17,7 +17,7 @@ from lowtide.planning.prediction import apply_options
 from lowtide.profiling import Profile, profile
 from lowtide.sizes import format_size
 from lowtide.techniques.technique import Undo
-from lowtide.workload import Workload
+from lowtide.workload import Workload, autocast
 
 _MEASURED_STEPS = 3
 
@@ -84,7 +84,10 @@ class Step:
         return loss
 
     def loss(self, batch: Any) -> Tensor:
-        """The planned loss with its graph, for a loop of your own."""
+        """The planned loss with its graph, for a loop of your own; under ``torch.no_grad()`` the loss alone."""
+        if not torch.is_grad_enabled():  # nothing is kept for backward, so there is nothing to plan
+            with autocast(self.work.device.type, self._plain.autocast):
+                return self._plain.loss(self.model, batch)
         self._warn_if_larger(batch)
         return self.work.compute_loss(batch=batch)
 

@@ -13,14 +13,13 @@ from lowtide.chains import Schedule
 from lowtide.errors import BudgetError, LowtideError, PlanError, TraceError
 from lowtide.planning.plan import Baseline, Choice, Fingerprint, Plan, Recomputation
 from lowtide.planning.prediction import estimate_peak, predict
-from lowtide.planning.recomputation import Recomputations
+from lowtide.planning.recomputation import Recomputations, recomputations
 from lowtide.profiling import Profile
 from lowtide.profiling import profile as profile_step
 from lowtide.profiling.devices import find_device
 from lowtide.sizes import format_size, parse_size
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Fidelity, Option, Price
-from lowtide.tracing.joint import capture_joint
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
@@ -174,7 +173,7 @@ class _Search:
         try:
             if self.baseline.graph.fake:
                 raise TraceError("A step that is only predicted is not captured")
-            self.recomputations = _recomputations(self.work, self.baseline)
+            self.recomputations = recomputations(self.work, self.baseline)
         except TraceError as error:
             if required:
                 raise PlanError(f"There is no plan on the graph engine: {error}") from error
@@ -247,15 +246,6 @@ class _Search:
             self.notes.append(f"{candidate.option} was left out: {error}")
             return None
         return _Found(candidate, found.peak_bytes, found.storage_peak_bytes)
-
-
-_last: list[Recomputations] = []  # capturing takes seconds, and budgets are often tried one after the other
-
-
-def _recomputations(work: Workload, baseline: Profile) -> Recomputations:
-    if not _last or _last[0].plain is not baseline:
-        _last[:] = [Recomputations(capture_joint(work), baseline)]
-    return _last[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,18 +160,16 @@ class _Reader:
             return self._new([self.program.bytes[each.cell]])
         node = self.nodes[each.cell.op]
         given = dict(zip(inputs_of(node, again=each.kind is Kind.RECOMPUTE), each.reads, strict=False))
+        viewed = _viewed(node)
+        if viewed is not None:
+            return self.shown.get(given[viewed], ())
         if is_item(node):
             (source,) = given.values()
             shown, index = self.shown.get(source, ()), node.args[1]
             return (shown[index],) if isinstance(index, int) and index < len(shown) else ()
-        viewed = _viewed(node)
-        if viewed is not None:
-            return self.shown.get(given[viewed], ())
         made = node.meta.get("val")
         if not isinstance(made, (tuple, list)):
             return self._new([size_of(made)])
-        if _gives_views(node):
-            return tuple(value for value in self.shown.get(each.reads[0], ()) for _ in made)
         return self._new(
             [size_of(value) for value in (made[:3] if is_batch_norm(node) and each.kind is Kind.RECOMPUTE else made)]
         )
@@ -195,13 +193,6 @@ class _Reader:
 def is_elementwise(node: fx.Node) -> bool:
     """Whether each element of the result is made of the inputs' elements at its place alone."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
-def _gives_views(node: fx.Node) -> bool:
-    """Whether the several results of an op show its argument, such as those of a split."""
-    schema = getattr(node.target, "_schema", None)
-    alias = schema.arguments[0].alias_info if schema is not None and schema.arguments else None
-    return alias is not None and not alias.is_write
 
 
 def _is_laid_out_alike(source: fx.Node, result: fx.Node) -> bool:

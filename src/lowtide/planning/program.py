@@ -21,7 +21,7 @@ from lowtide.sizes import format_size
 from lowtide.tracing.joint import bytes_of, is_batch_norm, is_item, is_random, size_of
 
 _aten: Any = torch.ops.aten
-_PIECES = 32  # gradients leave when they make this part of all
+_PIECES = 16  # gradients leave when they make this part of all
 
 
 class Kind(StrEnum):
@@ -173,25 +173,32 @@ class _Writer:
         )
 
     def _given(self, backward: list[Instruction], gradients: tuple[Cell | None, ...]) -> Iterator[Instruction]:
-        """The backward pass with each gradient given away, some at a time, when they make enough of all."""
+        """The backward pass with each gradient given away, some at a time, when they make enough of all.
+
+        Whoever gets one may step its parameter at once: so not before the parameter is read for the last time.
+        """
         inputs: dict[Cell, list[fx.Node]] = {}
         for node, cell in zip(self.joint.primals, gradients, strict=True):
             if cell is not None:
                 inputs.setdefault(cell, []).append(node)
         last = {cell: position for position, each in enumerate(backward) for cell in each.reads}
         made = {each.cell for each in backward}
+        in_use: dict[fx.Node, int] = {}
+        for position, each in enumerate(backward):
+            in_use.update(dict.fromkeys((self.joint.storages[self.nodes[cell.op]] for cell in each.reads), position))
         enough = sum(bytes_of(node) for nodes in inputs.values() for node in nodes) / _PIECES
         waiting = [cell for cell in inputs if cell not in made]  # a gradient that nothing computes
         for position, each in enumerate(backward):
             yield each
             waiting += [each.cell] if each.cell in inputs else []
             following = self.nodes[backward[position + 1].cell.op] if position + 1 < len(backward) else None
-            complete = sum(bytes_of(node) for cell in waiting for node in inputs[cell]) >= enough
-            if waiting and (following is None or (complete and not is_item(following))):
-                for cell in waiting:
+            ready = [cell for cell in waiting if all(in_use.get(node, -1) <= position for node in inputs[cell])]
+            complete = sum(bytes_of(node) for cell in ready for node in inputs[cell]) >= enough
+            if ready and (following is None or (complete and not is_item(following))):
+                for cell in ready:
                     own = cell in made and last.get(cell, -1) <= position and len(inputs[cell]) == 1
                     yield from (self._give(cell, node, own=own) for node in inputs[cell])
-                waiting = []
+                waiting = [cell for cell in waiting if cell not in ready]
         yield from (self._give(cell, node, own=False) for cell in waiting for node in inputs[cell])
 
     def _give(self, gradient: Cell, node: fx.Node, *, own: bool) -> Instruction:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import fx
+
 from lowtide.chains import Schedule, StageChoice, explain
 from lowtide.chains import simulate as simulate_chain
 from lowtide.planning.fastest import Programs
@@ -29,9 +32,14 @@ class Recomputations:
 
     @property
     def fidelity(self) -> Fidelity:
-        """Bitwise, but for batch norm on a GPU: where the plain step calls cuDNN's, a captured graph has PyTorch's."""
+        """Bitwise, but where a captured graph has another op than the plain step.
+
+        For batch norm on a GPU PyTorch's instead of cuDNN's; for dropout in half precision on a CPU the one that scales
+        by itself, where the plain step multiplies by a mask whose scale is rounded.
+        """
         on_gpu = self.plain.graph.tensor_device == "cuda"
-        return Fidelity.ROUNDOFF if on_gpu and any(map(is_batch_norm, self.joint.forward)) else Fidelity.BITWISE
+        other = is_batch_norm if on_gpu else _is_half_dropout
+        return Fidelity.ROUNDOFF if any(map(other, self.joint.forward)) else Fidelity.BITWISE
 
     def seconds(self, schedule: Schedule) -> float:
         """What a schedule takes longer than the plain step."""
@@ -94,6 +102,10 @@ def recomputations(work: Workload, plain: Profile) -> Recomputations:
     if not _last or _last[0].plain is not plain:
         _last[:] = [Recomputations(capture_joint(work), plain)]
     return _last[0]
+
+
+def _is_half_dropout(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.native_dropout.default and node.meta["val"][0].itemsize < 4
 
 
 def _outline(ops: list[str]) -> str:

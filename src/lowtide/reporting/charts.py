@@ -67,13 +67,15 @@ def steps_of(live: NDArray[np.int64]) -> list[tuple[int, int]]:
 
 def op_axis(alt: Any, count: int) -> Any:
     """An axis over the ops of a step."""
-    return alt.X("op:Q", title="op", scale=alt.Scale(domain=[0, count], nice=False), axis=alt.Axis(grid=False))
+    return alt.X(
+        "op:Q", title="op", scale=alt.Scale(domain=[0, count], nice=False), axis=alt.Axis(grid=False, tickCount=10)
+    )
 
 
-def phase_marks(alt: Any, profile: Profile) -> list[Any]:
-    """Where each phase starts."""
-    runs = phase_runs(profile.graph)
-    count = len(profile.graph.ops)
+def phase_marks(alt: Any, profile: Profile, end: int | None = None) -> list[Any]:
+    """Where each phase starts, of those before op ``end``."""
+    count = len(profile.graph.ops) if end is None else end
+    runs = [run for run in phase_runs(profile.graph) if run.start < count]
     rows: list[Row] = [
         # a phase too short for its name is marked by its line alone
         {"op": run.start, "phase": run.phase if (run.end - run.start) * WIDTH > 56 * count else ""}

@@ -211,20 +211,30 @@ def _plan_page(plan: Plan) -> Page:
 
 @page.register
 def _prediction_page(prediction: Prediction) -> Page:
-    plan, compared = prediction.plan, page(prediction.comparison)
-    budget = Figure("Budget", format_size(plan.budget_bytes), "the most that may be allocated")
+    plan, before, after = prediction.plan, prediction.before, prediction.after
+    compared = page(prediction.comparison)
+    seconds = ()
+    if plan.seconds_source != "none":
+        # by the plan: the ops' own seconds were measured in one step and forecast for the other
+        cost = f"{format_seconds(plan.baseline.seconds)} plain; {plan.seconds_source}"
+        seconds = (Figure("Planned time", format_seconds(plan.seconds), cost),)
     return replace(
         compared,
         template="prediction.html",
-        title=f"{prediction.before.name or 'A step'} in {format_size(plan.budget_bytes)}",
-        tags=(*compared.tags, f"{plan.engine} engine", str(plan.fidelity)),
-        figures=(budget, *compared.figures),
+        title=f"{before.name or 'A step'} in {format_size(plan.budget_bytes)}",
+        tags=(*_tags(before), f"{plan.engine} engine", str(plan.fidelity)),
+        figures=(
+            Figure("Budget", format_size(plan.budget_bytes), "the most that may be allocated"),
+            Figure("Planned peak", format_size(after.peak_bytes), f"plain {format_size(before.peak_bytes)}"),
+            Figure("Saved for backward", format_size(after.saved_bytes), f"plain {format_size(before.saved_bytes)}"),
+            *seconds,
+        ),
         context={
             **compared.context,
             "plan": plan,
             "stages": prediction.stages,
             "again": AGAIN,
-            "lives": inline(lives_chart(prediction.after)) if prediction.program is not None else "",
+            "lives": inline(lives_chart(after)) if prediction.program is not None else "",
         },
     )
 

@@ -56,7 +56,8 @@ def capture_joint(work: Workload) -> Joint:
         except _CapturedError:
             raise
         except Exception as error:
-            what = next(iter(str(error).splitlines()), type(error).__name__)
+            cause = getattr(error, "inner_exception", error)  # what Dynamo's error is about
+            what = next(iter(str(cause).splitlines()), type(cause).__name__)
             raise TraceError(
                 f"The loss is not captured as one graph ({what})", hint="The eager engine needs no capture."
             ) from error
