@@ -12,6 +12,7 @@ from lowtide.nn import BatchNormAct2d
 from lowtide.tracing import trace
 from lowtide.tracing.fixes import SUBSTITUTES
 from lowtide.tracing.gpu import emulated_gpu
+from lowtide.tracing.internals import evaluate_frames_by_default
 
 
 def loss(model, batch):
@@ -221,3 +222,14 @@ def test_tracing_changes_nothing_on_the_gpu(name):
     assert all(torch.equal(value, before[key]) for key, value in work.model.state_dict().items())
     assert all(torch.equal(p.grad, g) for p, g in zip(work.model.parameters(), gradients, strict=True))
     assert torch.equal(torch.cuda.get_rng_state(), generator)
+
+
+def test_a_compilation_that_failed_elsewhere_changes_no_op():
+    """Dynamo goes on evaluating Python's frames after it failed, and calls then hold their arguments once more."""
+    work = zoo.small("gpt2", device="meta")
+    before = trace(work, fake=True, device="h200")
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(lambda x: x + 1 if x.sum() > 0 else x, backend="eager", fullgraph=True)(torch.ones(2))
+    after = trace(work, fake=True, device="h200")
+    evaluate_frames_by_default()
+    assert [op.name for op in after.ops] == [op.name for op in before.ops]

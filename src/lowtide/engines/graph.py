@@ -12,7 +12,7 @@ import contextlib
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,13 +24,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.chains import Schedule
 from lowtide.errors import LowtideError, PlanError
-from lowtide.planning.fastest import Programs
-from lowtide.planning.plan import Plan, batch_shapes
+from lowtide.planning.fastest import fastest_program
+from lowtide.planning.plan import Plan, Recomputation, batch_shapes
 from lowtide.planning.planned import node_seconds
-from lowtide.planning.program import Cell, Instruction, Kind, Program, in_place_form, inputs_of, program_of, simulate
+from lowtide.planning.program import Cell, Instruction, Kind, Program, in_place_form, inputs_of, program_of
+from lowtide.planning.recomputation import Recomputations
 from lowtide.planning.stages import Stages
+from lowtide.profiling import profile
 from lowtide.sizes import format_size
-from lowtide.tracing.joint import Joint, compiled_loss, is_batch_norm
+from lowtide.tracing.joint import Joint, capture_joint, compiled_loss, is_batch_norm
 from lowtide.workload import Workload
 
 _aten: Any = torch.ops.aten
@@ -81,46 +83,47 @@ def planned_loss(work: Workload, planner: Planner) -> Callable[[Any], Tensor]:
 
 
 class Replanner:
-    """A plan's own program for the graph that it was made of; for another one the fastest that fits the same room."""
+    """A plan's own program for batches like the planned one; for others the fastest that fits the same budget."""
 
     def __init__(self, plan: Plan, work: Workload) -> None:
-        self.plan = plan
-        self.planned_bytes = _batch_bytes(work.batch)
+        self.plan, self.work = plan, work
 
     def __call__(self, batch: Any) -> Planner:
-        """The planner for batches of this shape: what they take more themselves, the program has less."""
-        more = _batch_bytes(batch) - self.planned_bytes
-        return lambda joint: self._program(joint, more, batch_shapes(batch))
-
-    def _program(self, joint: Joint, more_bytes: int, shapes: str) -> Program:
+        """The planner for batches of this shape."""
         chosen = self.plan.program
-        assert chosen is not None
-        if joint.digest == chosen.graph:
-            stages, schedule = Stages(joint), Schedule.parse(chosen.schedule)
-            if len(stages) != len(schedule.runs):
-                raise PlanError(
-                    f"The plan's schedule has {len(schedule.runs)} stages, and the step's graph {len(stages)}",
-                    hint="Plan again.",
-                )
-            return program_of(stages, schedule)
-        room = chosen.room_bytes - more_bytes
-        programs = Programs(joint, node_seconds(joint, self.plan.device))
-        found = [(simulate(program).peak_bytes, program) for _, program in programs]
-        fitting = [program for peak, program in found if peak <= room]
-        if fitting:
-            return fitting[0]
-        peak, smallest = min(found, key=lambda each: each[0])
+        if chosen is None or batch_shapes(batch) != self.plan.fingerprint.batch:
+            chosen = self._plan_again(replace(self.work, batch=batch))
+        return lambda joint: self._program(joint, chosen)
+
+    def _plan_again(self, work: Workload) -> Recomputation:
+        """The fastest schedule for another batch. Its step is predicted, with each new kernel measured alone."""
+        budget = self.plan.budget_bytes
+        plain = profile(work, fake=True, device=self.plan.device, measure=True)
+        found = Recomputations(capture_joint(work), plain)
+        peaks: dict[Schedule, int] = {}
+        for schedule in found.schedules:
+            peaks[schedule] = found.profile(schedule).peak_bytes
+            if peaks[schedule] <= budget:
+                return found.chosen(schedule, peaks[schedule], budget)
+        smallest = min(peaks, key=lambda schedule: peaks[schedule])
         warnings.warn(
-            f"A batch of {shapes} does not fit the budget of {format_size(self.plan.budget_bytes)}, which was planned "
-            f"for {self.plan.fingerprint.batch}: the smallest program takes {format_size(peak - room)} more",
+            f"A batch of {batch_shapes(work.batch)} does not fit the budget of {format_size(budget)}, which was "
+            f"planned for {self.plan.fingerprint.batch}: the smallest program takes {format_size(peaks[smallest])}",
             RuntimeWarning,
             stacklevel=2,
         )
-        return smallest
+        return found.chosen(smallest, peaks[smallest], peaks[smallest])
 
-
-def _batch_bytes(batch: Any) -> int:
-    return sum(leaf.untyped_storage().nbytes() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+    def _program(self, joint: Joint, chosen: Recomputation) -> Program:
+        if joint.digest != chosen.graph:  # such as of the model in evaluation mode
+            return fastest_program(joint, chosen.room_bytes, seconds=node_seconds(joint, self.plan.device))
+        stages, schedule = Stages(joint), Schedule.parse(chosen.schedule)
+        if len(stages) != len(schedule.runs):
+            raise PlanError(
+                f"The plan's schedule has {len(schedule.runs)} stages, and the step's graph {len(stages)}",
+                hint="Plan again.",
+            )
+        return program_of(stages, schedule)
 
 
 class _Backend:
@@ -403,7 +406,8 @@ def _run_and_save_state(op: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any
 def _run_with_state(state: Tensor, op: Any, *args: Any, **kwargs: Any) -> Any:
     """What an op gave the first time; the generator stays as it is."""
     device = _drawn_on(args, kwargs)
-    now = torch.get_rng_state() if device is None else torch.cuda.get_rng_state(device)
+    # Not by torch.get_rng_state, which traces watch: this one is the kernel's own, as it were.
+    now = torch.default_generator.get_state() if device is None else torch.cuda.get_rng_state(device)
     _set_state(state, device)
     try:
         return op(*args, **kwargs)

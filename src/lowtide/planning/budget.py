@@ -200,17 +200,21 @@ class _Search:
         failed: dict[str, int] = {}
         for candidate in filter(permitted, self.candidates):
             name = candidate.technique
-            worth = candidate.estimate <= min(budget * _SLACK, failed.get(name, math.inf) - 1)
+            worth = candidate.estimate <= budget * _SLACK
+            if not isinstance(candidate.option, Schedule):  # their estimates say less of each other
+                worth = worth and candidate.estimate < failed.get(name, math.inf)
             if worth or candidate.option in smallest:
                 found = self.exact(candidate)
                 if found is not None and found.peak_bytes <= budget:
                     return found
                 failed[name] = min(candidate.estimate, failed.get(name, candidate.estimate))
-        return None
+        least = self.least(permitted)
+        return least if least.peak_bytes <= budget else None
 
     def least(self, permitted: _Permission) -> _Found:
-        """The option with the smallest peak."""
-        looked_at = [found for found in map(self.exact, self._smallest(permitted)) if found is not None]
+        """The option with the smallest peak: of the smallest estimates, and of all schedules."""
+        schedules = [c for c in filter(permitted, self.candidates) if isinstance(c.option, Schedule)]
+        looked_at = [found for found in map(self.exact, [*self._smallest(permitted), *schedules]) if found is not None]
         return min([self._plain, *looked_at], key=lambda found: found.peak_bytes)
 
     def exact(self, candidate: _Candidate) -> _Found | None:

@@ -52,7 +52,7 @@ class Recomputation:
 
     schedule: str
     graph: str  # digest of the joint graph
-    room_bytes: int  # that the program may take beside what stays: for batches of other shapes
+    room_bytes: int  # that a program may take beside what stays: for other graphs of the same shapes
     ops_again: int
     seconds: float  # that the step takes longer
     fidelity: Fidelity

@@ -17,7 +17,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from lowtide.tracing.accumulation import fits, held_once
+from lowtide.tracing.accumulation import fits, held_by_call, held_once
 
 _LEAF = -1  # leaves come first: torch gives them the highest sequence number
 
@@ -124,7 +124,7 @@ def _accumulate(variable: Tensor, gradient: Tensor) -> None:
     fits = gradient.stride() == variable.stride() if dense else gradient.is_contiguous()
     # Two names here, the caller's and getrefcount's own: more means that another node holds it.
     held: Any = gradient
-    if fits and sys.getrefcount(gradient) <= 4 and held._use_count() <= 1:
+    if fits and sys.getrefcount(gradient) <= 4 + held_by_call() and held._use_count() <= 1:
         variable.grad = gradient.detach()
     elif dense:
         variable.grad = gradient.new_empty_strided(variable.shape, variable.stride()).copy_(gradient)

@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
 
 autograd: Any = vars(torch._C)["_autograd"]  # saved-tensor hooks, sequence numbers, version counters, the profiler
+
+
+def evaluate_frames_by_default() -> None:
+    """Have Python evaluate its own frames again.
+
+    Dynamo leaves its evaluator in place when it fails. Calls then hold their arguments until they return, so that every
+    later step of the process, compiled or not, would take more memory. It is put in place anew when Dynamo next runs.
+    """
+    api = ctypes.pythonapi
+    try:
+        interpreter, use = api.PyInterpreterState_Get, api._PyInterpreterState_SetEvalFrameFunc
+        default = ctypes.cast(api._PyEval_EvalFrameDefault, ctypes.c_void_p)
+    except AttributeError:  # another Python: steps only take a little more
+        return
+    interpreter.restype = ctypes.c_void_p
+    use.argtypes, use.restype = [ctypes.c_void_p, ctypes.c_void_p], None
+    use(interpreter(), default)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from lowtide.errors import TraceError
+from lowtide.tracing.internals import evaluate_frames_by_default
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
@@ -50,7 +51,7 @@ def capture_joint(work: Workload) -> Joint:
         return make_boxed_func(_stop)
 
     backend = aot_autograd(fw_compiler=no_compiler, bw_compiler=no_compiler, partition_fn=partition)
-    with unchanged(work), contextlib.suppress(_CapturedError):
+    with unchanged(work, fake=True), contextlib.suppress(_CapturedError):
         try:
             compiled_loss(work, backend)(work.batch)
         except _CapturedError:
@@ -74,7 +75,16 @@ def compiled_loss(work: Workload, backend: Callable[..., Any]) -> Callable[[Any]
 
     # Dynamo counts compilations by code object, and refuses the ninth: each call here gets one of its own.
     own = FunctionType(loss.__code__.replace(), loss.__globals__, "loss", closure=loss.__closure__)
-    return torch.compile(own, backend=backend, dynamic=False, fullgraph=True)
+    compiled = torch.compile(own, backend=backend, dynamic=False, fullgraph=True)
+
+    def run(batch: Any) -> Tensor:
+        try:
+            return compiled(batch)
+        except BaseException:
+            evaluate_frames_by_default()
+            raise
+
+    return run
 
 
 class _CapturedError(Exception):
