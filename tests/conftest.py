@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lowtide.errors import TraceError
+from lowtide.tracing.internals import evaluate_frames_by_default
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
@@ -23,6 +24,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _own_kernel_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _own_frame_evaluation():
+    """Dynamo, once it has failed in one test, would make calls hold their arguments longer in all others."""
+    yield
+    evaluate_frames_by_default()
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ autograd: Any = vars(torch._C)["_autograd"]  # saved-tensor hooks, sequence numb
 def evaluate_frames_by_default() -> None:
     """Have Python evaluate its own frames again.
 
-    Dynamo leaves its evaluator in place when it fails. Calls then hold their arguments until they return, so that every
-    later step of the process, compiled or not, would take more memory. It is put in place anew when Dynamo next runs.
+    Once it has failed, Dynamo leaves its evaluator in place. Calls then hold their arguments until they return, so that
+    every later step of the process, compiled or not, takes more memory. It is put in place anew when Dynamo next runs.
     """
     api = ctypes.pythonapi
     try:

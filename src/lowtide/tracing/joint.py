@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from lowtide.errors import TraceError
+from lowtide.tracing.accumulation import held_by_call
 from lowtide.tracing.internals import evaluate_frames_by_default
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
@@ -78,11 +79,12 @@ def compiled_loss(work: Workload, backend: Callable[..., Any]) -> Callable[[Any]
     compiled = torch.compile(own, backend=backend, dynamic=False, fullgraph=True)
 
     def run(batch: Any) -> Tensor:
+        held = held_by_call()
         try:
             return compiled(batch)
-        except BaseException:
-            evaluate_frames_by_default()
-            raise
+        finally:
+            if held_by_call() > held:  # Dynamo failed, now or earlier, and has left its evaluator behind
+                evaluate_frames_by_default()
 
     return run
 
