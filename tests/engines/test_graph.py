@@ -265,6 +265,19 @@ class Noisy(nn.Module):
         return x
 
 
+class Returning(nn.Module):
+    """Views of the batch live long, and sums could be written over it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -300,6 +313,7 @@ STEPS: dict[str, Callable[[], Workload]] = {
     "float64": lambda: Workload(layers().double(), squares, torch.randn(64, 32, dtype=torch.float64)),
     "a batch with gradients": lambda: Workload(layers(), squares, torch.randn(64, 32, requires_grad=True)),
     "noise": lambda: Workload(Noisy(), squares, torch.randn(64, 32)),
+    "views of the batch": lambda: Workload(Returning(), squares, torch.randn(16, 8, 32)),
     "attention": lambda: Workload(Attending(), squares, torch.randn(2, 8, 32)),
     "one op": lambda: Workload(nn.Linear(4, 4), lambda model, x: model(x).sum(), torch.randn(2, 4)),
 }

@@ -227,7 +227,8 @@ class _Writer:
         found: list[Instruction] = []
         for position, each in enumerate(instructions):
             read = {storage for cell in each.reads for storage in self.storages.get(cell, (cell,))}
-            target = self._target(each, {storage for storage in read & ours if last[storage] == position})
+            dying = {storage for storage in read & ours if last[storage] == position}
+            target = self._target(each, dying & self.bytes.keys())  # an input's has no bytes here, and is not ours
             if target is not None:
                 (storage,) = self.storages.get(target, (target,))
                 over[each.cell] = over.get(storage, storage)
