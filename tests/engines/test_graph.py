@@ -25,8 +25,9 @@ from lowtide.chains import simulate as run_chain
 from lowtide.engines import graph
 from lowtide.errors import BudgetError
 from lowtide.planning.fastest import fastest_program
-from lowtide.planning.program import Kind, Program, program_of, simulate
+from lowtide.planning.program import Kind, Program, simulate
 from lowtide.planning.stages import Stages
+from lowtide.planning.writer import program_of
 from lowtide.tracing.joint import Joint, bytes_of
 
 SOAK = bool(os.environ.get("LOWTIDE_SOAK"))

@@ -20,9 +20,9 @@ from lowtide.techniques import Check, Option, techniques
 from lowtide.techniques import optimal as module
 from lowtide.techniques.chain import Chains, leaves
 from lowtide.techniques.optimal import checkpoint_schedule
-from lowtide.techniques.segments import Recomputation
+from lowtide.techniques.segments import SegmentTechnique
 from lowtide.techniques.sqrt import Sqrt
-from lowtide.techniques.stages import Stages
+from lowtide.techniques.stages import BlockStages
 from lowtide.workload import Workload
 
 from ..contract.contract import Residual, assert_agree, assert_restored, run
@@ -139,7 +139,7 @@ def test_a_schedule_of_another_chain_is_refused() -> None:
 # -- as a technique --------------------------------------------------------------------------------------
 
 
-def technique() -> Recomputation:
+def technique() -> SegmentTechnique:
     return module.Optimal()
 
 
@@ -224,7 +224,7 @@ def test_the_priced_seconds_are_those_of_the_ops_that_run_again() -> None:
 def test_the_chain_says_of_its_schedules_what_their_price_says() -> None:
     work = chain(8, batch=64)
     plain = profile(work, fake=True)
-    stages = Stages(Chains(plain))
+    stages = BlockStages(Chains(plain))
     made = stages.chain
     assert [stage.positions for stage in stages.stages] == [*((i,) for i in range(8)), ()]
     whole = simulate(made, keep_all(made)).peak_bytes

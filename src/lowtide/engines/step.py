@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lowtide.engines.graph import PlannedLoss, Replanner
+from lowtide.engines.graph import PlannedLoss
+from lowtide.engines.replan import Replanner
 from lowtide.planning.plan import Plan, batch_shapes, check_plan
 from lowtide.planning.prediction import apply_options
 from lowtide.profiling import Profile, profile

@@ -12,9 +12,10 @@ from torch import fx
 
 from lowtide.chains import Kind as Step
 from lowtide.chains import Operation, Schedule
-from lowtide.planning.liveness import is_elementwise
-from lowtide.planning.program import Cell, Instruction, Kind, Program, _Writer, inputs_of
+from lowtide.planning.in_place import is_elementwise
+from lowtide.planning.program import Cell, Instruction, Kind, Program
 from lowtide.planning.stages import Stages
+from lowtide.planning.writer import Writer, inputs_of
 from lowtide.tracing.joint import Joint, bytes_of, is_item, is_random
 
 _LONGEST = 8  # ops that run again for one result; else all sums of a residual network would be made from the first
@@ -37,7 +38,7 @@ def cheap_results(stages: Stages) -> frozenset[fx.Node]:
     return frozenset(_Choice(stages).dropped)
 
 
-class _CheapWriter(_Writer):
+class _CheapWriter(Writer):
     """Writes the schedule's program, but before an op of backward the runs of what it reads and was dropped."""
 
     def __init__(self, stages: Stages, schedule: Schedule) -> None:

@@ -10,8 +10,9 @@ from torch import fx
 from lowtide.chains import Chain, Optimal, Schedule, keep_all
 from lowtide.chains import simulate as simulate_chain
 from lowtide.errors import BudgetError
-from lowtide.planning.program import Program, program_of, simulate
+from lowtide.planning.program import Program, simulate
 from lowtide.planning.stages import Stages
+from lowtide.planning.writer import program_of
 from lowtide.sizes import format_size
 from lowtide.tracing.joint import Joint, bytes_of
 

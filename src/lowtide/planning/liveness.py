@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from lowtide.errors import LowtideError
-from lowtide.planning.program import Cell, Instruction, Kind, Program, inputs_of
-from lowtide.tracing.joint import Joint, _viewed, is_batch_norm, is_item, size_of
+from lowtide.planning.in_place import is_elementwise, lies_like
+from lowtide.planning.program import Cell, Instruction, Kind, Program
+from lowtide.planning.writer import inputs_of
+from lowtide.tracing.joint import Joint, bytes_of, is_batch_norm, is_item, size_of, viewed
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,6 @@ class _Reader:
 
     def __init__(self, joint: Joint, program: Program) -> None:
         self.joint, self.program = joint, program
-        self.nodes: dict[str, fx.Node] = {node.name: node for node in joint.module.graph.nodes}
         self.shown: dict[Cell, tuple[int, ...]] = {}  # by result; none for parameters and inputs
         self.sizes: list[int] = []
 
@@ -158,11 +158,11 @@ class _Reader:
     def _shows(self, each: Instruction) -> tuple[int, ...]:
         if each.cell.is_state:
             return self._new([self.program.bytes[each.cell]])
-        node = self.nodes[each.cell.op]
+        node = self.joint.nodes[each.cell.op]
         given = dict(zip(inputs_of(node, again=each.kind is Kind.RECOMPUTE), each.reads, strict=False))
-        viewed = _viewed(node)
-        if viewed is not None:
-            return self.shown.get(given[viewed], ())
+        source = viewed(node)
+        if source is not None:
+            return self.shown.get(given[source], ())
         if is_item(node):
             (source,) = given.values()
             shown, index = self.shown.get(source, ()), node.args[1]
@@ -180,29 +180,16 @@ class _Reader:
         return tuple(range(known, len(self.sizes)))
 
     def _over(self, each: Instruction) -> tuple[int, ...]:
-        node = self.nodes[each.cell.op]
+        node = self.joint.nodes[each.cell.op]
         if each.cell.is_state or not is_elementwise(node):
             return ()
         alike: set[int] = set()
         other: set[int] = set()
         for source, cell in zip(inputs_of(node, again=each.kind is Kind.RECOMPUTE), each.reads, strict=False):
-            (alike if _is_laid_out_alike(source, node) else other).update(self.shown.get(cell, ()))
+            (alike if _takes_its_place(source, node) else other).update(self.shown.get(cell, ()))
         return tuple(sorted(alike - other))
 
 
-def is_elementwise(node: fx.Node) -> bool:
-    """Whether each element of the result is made of the inputs' elements at its place alone."""
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
-def _is_laid_out_alike(source: fx.Node, result: fx.Node) -> bool:
+def _takes_its_place(source: fx.Node, result: fx.Node) -> bool:
     """Whether each element of a result could lie where the input's element was, and nothing else lies there."""
-    one, other = source.meta.get("val"), result.meta.get("val")
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return False
-    return (
-        one.dtype == other.dtype
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
-    )
+    return lies_like(source.meta.get("val"), result.meta.get("val")) and bytes_of(source) == bytes_of(result)

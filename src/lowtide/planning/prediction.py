@@ -15,7 +15,7 @@ from lowtide.planning.recomputation import recomputations
 from lowtide.profiling import Comparison, Profile, profile
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Option, Price, Technique, Undo
-from lowtide.tracing.graph import Graph, Op, Saved, signature
+from lowtide.tracing.graph import Graph, Op, signature
 from lowtide.workload import Workload
 
 
@@ -78,7 +78,7 @@ def predict_plan(work: Workload, plan: Plan, baseline: Profile) -> Prediction:
         raise PlanError("The plan is of another graph than this step's", hint="Plan again.")
     schedule = Schedule.parse(plan.program.schedule)
     after = made.profile(schedule)
-    after = replace(after, name=f"{after.name}, planned", graph=replace(after.graph, saved=_saved(after.graph)))
+    after = replace(after, name=f"{after.name}, planned")
     stages = tuple((made.outline(choice.stage), choice) for choice in made.choices(schedule))
     return Prediction(plan, baseline, after, made.program(schedule), stages)
 
@@ -89,15 +89,6 @@ def apply_options(work: Workload, options: Sequence[Option]) -> Undo:
         for technique, mine in _by_technique(options):
             undo.add(technique.apply(work, mine))
         return undo.keep()
-
-
-def _saved(graph: Graph) -> tuple[Saved, ...]:
-    """What a program's forward pass hands to its backward pass."""
-    return tuple(
-        Saved(s.id, (), s.dtype, s.bytes, s.category, s.label.split(" ")[0], s.module, "", "", s.source)
-        for s in graph.storages
-        if s.category == "activation"
-    )
 
 
 def _by_technique(options: Sequence[Option]) -> list[tuple[Technique, list[Option]]]:

@@ -8,8 +8,8 @@ from torch import fx
 from lowtide.chains import Schedule, StageChoice, explain
 from lowtide.chains import simulate as simulate_chain
 from lowtide.planning.fastest import Programs
+from lowtide.planning.forecast import Forecast
 from lowtide.planning.plan import Recomputation
-from lowtide.planning.planned import Forecast
 from lowtide.planning.program import Program, simulate
 from lowtide.profiling import Profile
 from lowtide.sizes import format_size

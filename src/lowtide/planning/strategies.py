@@ -17,8 +17,9 @@ from lowtide.chains import Chain, keep_all, sqrt
 from lowtide.planning.arena import arena, pool, share
 from lowtide.planning.cheap import cheap_results, drop_cheap
 from lowtide.planning.liveness import Life, Order, lives, lives_in_place, order_of, peak_bytes
-from lowtide.planning.program import Program, program_of
+from lowtide.planning.program import Program
 from lowtide.planning.stages import Stages
+from lowtide.planning.writer import program_of
 from lowtide.tracing.joint import Joint, bytes_of
 
 

@@ -15,8 +15,8 @@ from lowtide import chains
 from lowtide.chains import Schedule, Tree, keep_all, recursive, simulate
 from lowtide.errors import LowtideError
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.segments import Recomputation, apply_tree, sequential_units
-from lowtide.techniques.stages import Stages, in_blocks
+from lowtide.techniques.segments import SegmentTechnique, apply_tree, sequential_units
+from lowtide.techniques.stages import BlockStages, in_blocks
 from lowtide.techniques.technique import Option, Undo
 
 _BUDGETS = 28
@@ -44,7 +44,7 @@ def checkpoint_schedule(sequential: nn.Sequential, schedule: Schedule) -> Undo:
     return apply_tree(sequential, in_blocks(tree, units), path="")
 
 
-class Optimal(Recomputation):
+class Optimal(SegmentTechnique):
     """The fastest recomputation for some bytes, over all chains of blocks of a model.
 
     Several chains share one budget: they are one chain, in the order in which they run, with what runs between them as
@@ -57,7 +57,7 @@ class Optimal(Recomputation):
 
     def options(self, profile: Profile) -> list[Option]:
         """The best schedules at budgets from the smallest to where all is kept, and halves of halves."""
-        stages = Stages(self.chains(profile))
+        stages = BlockStages(self.chains(profile))
         ends = stages.segment_ends
         if ends == list(range(len(ends))):
             return []

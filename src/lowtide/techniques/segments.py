@@ -17,7 +17,7 @@ from lowtide.techniques.technique import Check, Fidelity, Kind, Option, Price, U
 from lowtide.workload import Workload
 
 
-class Recomputation:
+class SegmentTechnique:
     """What techniques share that recompute segments: all but their options, whose knob ``trees`` has one per site."""
 
     kind: Kind = "saved"

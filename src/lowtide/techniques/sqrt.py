@@ -16,7 +16,7 @@ from lowtide.chains import Tree
 from lowtide.errors import LowtideError
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.chain import Chain, split
-from lowtide.techniques.segments import Recomputation, apply_tree, chain_units, sequential_units
+from lowtide.techniques.segments import SegmentTechnique, apply_tree, chain_units, sequential_units
 from lowtide.techniques.technique import Knob, Option, Undo
 
 
@@ -44,7 +44,7 @@ def checkpoint_segments(
     return apply_tree(sequential, tree[: segments - kept], path="")
 
 
-class Sqrt(Recomputation):
+class Sqrt(SegmentTechnique):
     """Recomputation in segments over the chains of blocks of a model."""
 
     name = "sqrt"

@@ -26,7 +26,7 @@ class Stage:
     group: int = -1  # stages of one group can be in one segment
 
 
-class Stages:
+class BlockStages:
     """Every chain of a model, one after the other as they run, with what runs between: one chain for one budget.
 
     Its bytes are those of the profiled step: what blocks make, keep and hand on, what backward holds. Values that are

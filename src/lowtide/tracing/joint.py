@@ -116,8 +116,8 @@ class Joint:
         self.backward = [node for node in ops if node not in needed]
         self.storages: dict[fx.Node, fx.Node] = {}  # the op that made the storage of a result
         for node in nodes:
-            viewed = _viewed(node)
-            self.storages[node] = node if viewed is None else self.storages[viewed]
+            shown = viewed(node)
+            self.storages[node] = node if shown is None else self.storages[shown]
 
     @cached_property
     def prepared(self) -> frozenset[fx.Node]:
@@ -127,6 +127,11 @@ class Joint:
             if any(value in waiting for value in node.all_input_nodes):
                 waiting.add(node)
         return frozenset(node for node in self.backward if node not in waiting)
+
+    @cached_property
+    def nodes(self) -> dict[str, fx.Node]:
+        """By name."""
+        return {node.name: node for node in self.module.graph.nodes}
 
     @cached_property
     def digest(self) -> str:
@@ -193,7 +198,7 @@ def _ancestors(nodes: Sequence[Any]) -> set[fx.Node]:
     return found
 
 
-def _viewed(node: fx.Node) -> fx.Node | None:
+def viewed(node: fx.Node) -> fx.Node | None:
     """The argument whose storage a result shows; None for a storage of its own."""
     if is_item(node) and getattr(node.args[0].target, "is_view", False):  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
         return node.args[0]  # pyright: ignore[reportReturnType]

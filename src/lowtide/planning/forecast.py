@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lowtide.planning.program import STATE_BYTES, Cell, Instruction, Kind, Program, in_place_form
+from lowtide.planning.in_place import in_place_form
+from lowtide.planning.program import Cell, Instruction, Kind, Program
+from lowtide.planning.writer import STATE_BYTES
 from lowtide.profiling import Profile
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.kernels import kernel_key, known_kernels, measure, modelled_workspace
 from lowtide.profiling.roofline import op_seconds
 from lowtide.tracing.calls import Call
-from lowtide.tracing.graph import Graph, Op, Storage, Value, signature
+from lowtide.tracing.graph import Graph, Op, Saved, Storage, Value, signature
 from lowtide.tracing.joint import Joint, is_item, is_random
 from lowtide.tracing.parts import dtype_name, flatten, leaves
 
@@ -31,12 +33,11 @@ class Forecast:
 
     def __init__(self, joint: Joint, plain: Profile) -> None:
         self.joint, self.plain = joint, plain
-        self.nodes: dict[str, fx.Node] = {node.name: node for node in joint.module.graph.nodes}
-        self._first = plain.graph.phase_starts().get("optimizer", len(plain.graph.ops))
+        self.optimizer_start = plain.graph.phase_starts().get("optimizer", len(plain.graph.ops))
 
     def profile(self, program: Program) -> Profile:
         """The planned step, as if it had been traced."""
-        return replace(self.plain, graph=self.graph(program), workspace_source=self.plain.workspace_source)
+        return replace(self.plain, graph=self.graph(program))
 
     def graph(self, program: Program) -> Graph:
         """The ops and storages of a planned step; the optimizer's are the plain step's."""
@@ -49,10 +50,11 @@ class Forecast:
     @cached_property
     def costs(self) -> Mapping[str, _Cost]:
         """Seconds and workspace of each op, by its node's name."""
-        ops = {node.name: _op(node) for node in self.nodes.values() if not is_free(self.joint, node)}
+        ops = {name: _op(node) for name, node in self.joint.nodes.items() if not is_free(self.joint, node)}
         known = _Known(self.plain)
-        calls = {op.signature: _call(self.nodes[name]) for name, op in ops.items() if known.workspace(op) is None}
-        return {name: known.cost(op) for name, op in ops.items()} if not calls else known.all(ops, calls)
+        unknown = {op.signature: name for name, op in ops.items() if not known.knows(op)}
+        known.measure({key: _call(self.joint.nodes[name]) for key, name in unknown.items()})
+        return {name: known.cost(op) for name, op in ops.items()}
 
 
 def node_seconds(joint: Joint, device: str) -> Callable[[fx.Node], float]:
@@ -104,33 +106,32 @@ class _Known:
         modelled = sum(op_seconds(op, self.device) for op in graph.ops)
         self._scale = plain.seconds / modelled if modelled and math.isfinite(plain.seconds) else 1.0
 
-    def workspace(self, op: Op) -> int | None:
-        for key in _keys(op)[:1]:
-            if key in self._workspace:
-                return self._workspace[key]
-        return self._table.get(kernel_key(op.signature))
+    def knows(self, op: Op) -> bool:
+        """Whether an op's workspace is known: the plain step ran the same, or a table has it."""
+        return op.signature in self._workspace or kernel_key(op.signature) in self._table
 
-    def seconds(self, op: Op) -> float:
+    def measure(self, calls: Mapping[str, Call]) -> None:
+        """Run ops alone, by signature, where they can run here."""
+        if self.here:
+            alone = {key: call for key, call in calls.items() if call.runs_alone}
+            self._table = {**self._table, **measure(alone, torch.device(self.tensor_device), self.hardware)}
+
+    def cost(self, op: Op) -> _Cost:
+        return _Cost(op, self._seconds_of(op), self._workspace_of(op))
+
+    def _workspace_of(self, op: Op) -> int:
+        exact, alike = _keys(op)
+        for found in (self._workspace.get(exact), self._table.get(kernel_key(exact)), self._workspace.get(alike)):
+            if found is not None:
+                return found
+        return 0 if self.tensor_device == "cpu" else modelled_workspace(op)
+
+    def _seconds_of(self, op: Op) -> float:
         for key in _keys(op):
             if key in self._seconds:
                 found = sorted(self._seconds[key])
                 return found[len(found) // 2]
         return op_seconds(op, self.device) * self._scale
-
-    def cost(self, op: Op) -> _Cost:
-        size = self.workspace(op)
-        if size is None:
-            size = next((self._workspace[key] for key in _keys(op) if key in self._workspace), None)
-        if size is None:
-            size = 0 if self.tensor_device == "cpu" else modelled_workspace(op)
-        return _Cost(op, self.seconds(op), size)
-
-    def all(self, ops: Mapping[str, Op], calls: Mapping[str, Call]) -> dict[str, _Cost]:
-        """The costs of all ops, after running those alone that the plain step did not have."""
-        if self.here:
-            alone = {key: call for key, call in calls.items() if call.runs_alone}
-            self._table = {**self._table, **measure(alone, torch.device(self.tensor_device), self.hardware)}
-        return {name: self.cost(op) for name, op in ops.items()}
 
 
 def _keys(op: Op) -> tuple[str, str]:
@@ -155,7 +156,7 @@ class _Planned:
     holders: dict[Cell, int] = field(default_factory=dict)
 
     def graph(self) -> Graph:
-        plain, first = self.forecast.plain.graph, self.forecast._first
+        plain, first = self.forecast.plain.graph, self.forecast.optimizer_start
         statics = [s for s in plain.storages if s.birth == 0 and s.death == len(plain.ops) and s.category != "gradient"]
         self.storages = list(statics)
         for phase in ("forward", "backward"):
@@ -179,15 +180,11 @@ class _Planned:
         ]
         closed = [replace(s, death=end) if s.death < 0 or place < len(statics) else s
                   for place, s in enumerate(self.storages)]  # fmt: skip
-        return replace(
-            plain,
-            ops=(*self.ops, *stepping),
-            storages=tuple(replace(s, id=place) for place, s in enumerate(closed)),
-            saved=(),
-        )
+        storages = tuple(replace(s, id=place) for place, s in enumerate(closed))
+        return replace(plain, ops=(*self.ops, *stepping), storages=storages, saved=_saved(storages))
 
     def _walk(self, each: Instruction, phase: Any) -> None:
-        node = self.forecast.nodes.get(each.cell.op)
+        node = self.forecast.joint.nodes.get(each.cell.op)
         runs = each.kind in (Kind.COMPUTE, Kind.RECOMPUTE) and not each.cell.is_state
         if runs and node is not None and not is_free(self.forecast.joint, node):
             cost = self.forecast.costs[node.name]
@@ -239,6 +236,15 @@ class _Planned:
         for place in places:
             if self.storages[place].death < 0:
                 self.storages[place] = replace(self.storages[place], category=category)
+
+
+def _saved(storages: Sequence[Storage]) -> tuple[Saved, ...]:
+    """What a program's forward pass hands to its backward pass."""
+    return tuple(
+        Saved(s.id, (), s.dtype, s.bytes, s.category, s.label.split(" ")[0], s.module, "", "", s.source)
+        for s in storages
+        if s.category == "activation"
+    )
 
 
 def _value(tensor: Tensor) -> Value:

@@ -1,0 +1,205 @@
+"""A program as code: graphs of ATen ops that let go of each result after its last use."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowtide.planning.in_place import in_place_form
+from lowtide.planning.program import Cell, Instruction, Kind, Program
+from lowtide.planning.writer import inputs_of
+from lowtide.tracing.joint import Joint, is_batch_norm
+
+_aten: Any = torch.ops.aten
+_SAME = (_aten.detach.default, _aten.alias.default)  # where autograd is off
+
+
+def graphs_of(joint: Joint, program: Program) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward graph of a program, as AOTAutograd wants them."""
+    forward = forward_graph(joint, program, program.kept)
+    backward = _Graph(joint)
+    for cell in program.kept:
+        backward.take(cell, f"kept_{cell.op}{'_state' * cell.is_state}", joint.nodes[cell.op].meta)
+    for node in joint.tangents:
+        backward.take(Cell(node.name), node.name, node.meta)
+    for instruction in program.backward:
+        backward.write(instruction)
+    backward.graph.output(tuple(None if cell is None else backward.now[cell] for cell in program.gradients))
+    return forward, fx.GraphModule(joint.module, backward.graph)
+
+
+def forward_graph(joint: Joint, program: Program, kept: Iterable[Cell]) -> fx.GraphModule:
+    forward = _Graph(joint)
+    for node in joint.primals:
+        forward.take(Cell(node.name), node.name, node.meta)
+    states = {cell.op for cell in program.kept if cell.is_state}
+    for instruction in program.forward:
+        forward.write(instruction, saves_state=instruction.cell.op in states)
+    outputs = [forward.now[Cell(node.name)] if isinstance(node, fx.Node) else node for node in joint.outputs]
+    forward.graph.output((*outputs, *(forward.now[cell] for cell in kept)))
+    return fx.GraphModule(joint.module, forward.graph)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One piece of the backward pass."""
+
+    index: int
+    run: Callable[[list[Any]], Any]
+    cells: tuple[tuple[Cell, bool], ...]  # that it reads, and whether it is the last to do so
+    made: tuple[Cell, ...]  # that later pieces read
+    inputs_read: tuple[int, ...]
+    inputs_seen: tuple[int, ...]  # of which it reads views
+    inputs: tuple[int, ...]  # whose gradients it completes
+
+
+def pieces_of(joint: Joint, program: Program) -> list[Piece]:
+    """The backward pass, cut where it gives gradients away."""
+    pieces: list[list[Instruction]] = [[]]
+    for each in program.backward:
+        if each.kind is not Kind.FREE and (each.kind is not Kind.GIVE or each.reads):
+            if each.kind is not Kind.GIVE and pieces[-1] and pieces[-1][-1].kind is Kind.GIVE:
+                pieces.append([])
+            pieces[-1].append(each)
+    last_read = {cell: index for index, piece in enumerate(pieces) for each in piece for cell in each.reads}
+    primals = {Cell(node.name): place for place, node in enumerate(joint.primals)}
+    tangents = [Cell(node.name) for node in joint.tangents]
+    written: list[Piece] = []
+    for index, piece in enumerate(pieces):
+        here = dict.fromkeys(each.cell for each in piece)
+        read = dict.fromkeys(cell for each in piece for cell in each.reads if cell not in here)
+        cells = [cell for cell in read if cell not in primals and cell not in tangents]
+        inputs_read = [cell for cell in read if cell in primals]
+        bases = dict.fromkeys(Cell(joint.storages[joint.nodes[cell.op]].name) for cell in cells)
+        made = [cell for cell in here if last_read.get(cell, -1) > index]
+        graph = _Graph(joint)
+        for cell in (*cells, *inputs_read, *(tangents if index == 0 else ())):
+            graph.take(cell, f"given_{cell.op}_{cell.run}{'_state' * cell.is_state}", joint.nodes[cell.op].meta)
+        for each in piece:
+            graph.write(each)
+        given = {each.cell: graph.now[each.reads[0]] for each in piece if each.kind is Kind.GIVE}
+        graph.graph.output((*given.values(), [graph.now[cell] for cell in made]))
+        written.append(
+            Piece(
+                index,
+                boxed(fx.GraphModule(joint.module, graph.graph)),
+                tuple((cell, last_read[cell] == index) for cell in cells),
+                tuple(made),
+                tuple(primals[cell] for cell in inputs_read),
+                tuple(primals[cell] for cell in bases if cell in primals and cell not in inputs_read),
+                tuple(primals[Cell(cell.op.removesuffix(".grad"))] for cell in given),
+            )
+        )
+    return written
+
+
+class _Graph:
+    """Writes instructions as nodes. fx lets go of each result after its last use, which is where a program frees."""
+
+    def __init__(self, joint: Joint) -> None:
+        self.graph = fx.Graph()
+        self.now: dict[Cell, fx.Node] = {}
+        self._nodes: dict[str, Any] = joint.nodes  # pyright: ignore[reportAttributeAccessIssue]
+        self._fake = next((node.meta["val"].fake_mode for node in joint.primals if "val" in node.meta), None)
+
+    def take(self, cell: Cell, name: str, meta: dict[str, Any]) -> None:
+        self.now[cell] = self.graph.placeholder(name)
+        self.now[cell].meta = {**meta, "val": self._fake_state()} if cell.is_state else dict(meta)
+
+    def write(self, instruction: Instruction, *, saves_state: bool = False) -> None:
+        cell = instruction.cell
+        if instruction.kind in (Kind.FREE, Kind.GIVE) or cell.is_state:
+            return
+        node = self._nodes[cell.op]
+        again = instruction.kind is Kind.RECOMPUTE
+        read = {
+            value: self.now[found]
+            for value, found in zip(inputs_of(node, again=again), instruction.reads, strict=False)
+        }
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda value: read.get(value))
+        if node.target in _SAME:
+            self.now[cell] = args[0]
+            return
+        if saves_state:
+            both = self.graph.call_function(_run_and_save_state, (node.target, *args), kwargs)
+            state = self.graph.call_function(operator.getitem, (both, 0))
+            state.meta["val"] = self._fake_state()
+            self.now[Cell(cell.op, is_state=True)] = state
+            made = self.graph.call_function(operator.getitem, (both, 1))
+        elif instruction.reads and instruction.reads[-1].is_state:
+            made = self.graph.call_function(
+                _run_with_state, (self.now[instruction.reads[-1]], node.target, *args), kwargs
+            )
+        elif again and is_batch_norm(node):
+            made = self.graph.call_function(_aten._native_batch_norm_legit.no_stats, (*args[:3], *args[5:]))
+        elif instruction.into is not None:
+            made = self._write_over(node, args, kwargs, self.now[instruction.into])
+        else:
+            made = self.graph.node_copy(node, lambda value: read[value])
+        made.meta = dict(node.meta)
+        self.now[cell] = made
+
+    def _write_over(self, node: fx.Node, args: Any, kwargs: Any, into: fx.Node) -> fx.Node:
+        form = in_place_form(node)
+        if form._overloadname == "grad_input":
+            return self.graph.call_function(form, args, {**kwargs, "grad_input": into})
+        first, *rest = args
+        args = (first, *rest) if first is into else (into, first)  # a sum or a product of two
+        return self.graph.call_function(form, args, kwargs)
+
+    def _fake_state(self) -> Any:
+        with _disable_current_modes():
+            state = torch.get_rng_state()
+        return self._fake.from_tensor(state) if self._fake is not None else state
+
+
+def _run_and_save_state(op: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    """The state of the generator that an op draws from, and what it gives."""
+    device = _drawn_on(args, kwargs)
+    state = torch.get_rng_state() if device is None else torch.cuda.get_rng_state(device)
+    return state, op(*args, **kwargs)
+
+
+def _run_with_state(state: Tensor, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """What an op gave the first time; the generator stays as it is."""
+    device = _drawn_on(args, kwargs)
+    # Not by torch.get_rng_state, which traces watch: this one is the kernel's own, as it were.
+    now = torch.default_generator.get_state() if device is None else torch.cuda.get_rng_state(device)
+    _set_state(state, device)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        _set_state(now, device)
+
+
+def _set_state(state: Tensor, device: torch.device | None) -> None:
+    if device is None:
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state, device)
+
+
+def _drawn_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device | None:
+    """The GPU that an op runs on; None for the CPU."""
+    devices = [arg.device for arg in args if isinstance(arg, Tensor)]
+    devices += [torch.device(kwargs["device"])] if kwargs.get("device") is not None else []
+    return next((device for device in devices if device.type == "cuda"), None)
+
+
+def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """Takes its arguments in a list, which it empties: they too are let go after their last use."""
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+
+    def run(args: list[Any]) -> Any:
+        return module.forward(args)
+
+    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return run

@@ -1,0 +1,66 @@
+"""Programs for the graphs that a planned step meets: the planned one, and those of other shapes."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+from lowtide.chains import Schedule
+from lowtide.engines.graph import Planner
+from lowtide.errors import PlanError
+from lowtide.planning.fastest import fastest_program
+from lowtide.planning.forecast import node_seconds
+from lowtide.planning.plan import Plan, Recomputation, batch_shapes
+from lowtide.planning.program import Program
+from lowtide.planning.recomputation import Recomputations
+from lowtide.planning.stages import Stages
+from lowtide.planning.writer import program_of
+from lowtide.profiling import profile
+from lowtide.sizes import format_size
+from lowtide.tracing.joint import Joint, capture_joint
+from lowtide.workload import Workload
+
+
+class Replanner:
+    """A plan's own program for batches like the planned one; for others the fastest that fits the same budget."""
+
+    def __init__(self, plan: Plan, work: Workload) -> None:
+        self.plan, self.work = plan, work
+
+    def __call__(self, batch: Any) -> Planner:
+        """The planner for batches of this shape."""
+        chosen = self.plan.program
+        if chosen is None or batch_shapes(batch) != self.plan.fingerprint.batch:
+            chosen = self._plan_again(replace(self.work, batch=batch))
+        return lambda joint: self._program(joint, chosen)
+
+    def _plan_again(self, work: Workload) -> Recomputation:
+        """The fastest schedule for another batch. Its step is predicted, with each new kernel measured alone."""
+        budget = self.plan.budget_bytes
+        plain = profile(work, fake=True, device=self.plan.device, measure=True)
+        found = Recomputations(capture_joint(work), plain)
+        peaks: dict[Schedule, int] = {}
+        for schedule in found.schedules:
+            peaks[schedule] = found.profile(schedule).peak_bytes
+            if peaks[schedule] <= budget:
+                return found.chosen(schedule, peaks[schedule], budget)
+        smallest = min(peaks, key=lambda schedule: peaks[schedule])
+        warnings.warn(
+            f"A batch of {batch_shapes(work.batch)} does not fit the budget of {format_size(budget)}, which was "
+            f"planned for {self.plan.fingerprint.batch}: the smallest program takes {format_size(peaks[smallest])}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return found.chosen(smallest, peaks[smallest], peaks[smallest])
+
+    def _program(self, joint: Joint, chosen: Recomputation) -> Program:
+        if joint.digest != chosen.graph:  # such as of the model in evaluation mode
+            return fastest_program(joint, chosen.room_bytes, seconds=node_seconds(joint, self.plan.device))
+        stages, schedule = Stages(joint), Schedule.parse(chosen.schedule)
+        if len(stages) != len(schedule.runs):
+            raise PlanError(
+                f"The plan's schedule has {len(schedule.runs)} stages, and the step's graph {len(stages)}",
+                hint="Plan again.",
+            )
+        return program_of(stages, schedule)

@@ -1,0 +1,45 @@
+"""Ops that can write their result over one of their arguments, element by element."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+_aten: Any = torch.ops.aten
+
+
+def written_over(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an op could write its result over, element by element: the first, or either of a sum."""
+    if in_place_form(node) is None:
+        return []
+    commutes = node.target in (_aten.add.Tensor, _aten.mul.Tensor) and not node.kwargs
+    values = [value for value in node.args[: 2 if commutes else 1] if isinstance(value, fx.Node)]
+    return [value for value in dict.fromkeys(values) if node.args.count(value) == 1]
+
+
+def in_place_form(node: fx.Node) -> Any:
+    """The form of a pointwise op that writes into one of its arguments, or None."""
+    if not is_elementwise(node):
+        return None
+    packet, overload = node.target._schema.name.removeprefix("aten::"), node.target._overloadname  # pyright: ignore
+    into = getattr(getattr(_aten, f"{packet}_", None), overload, None)
+    return into if into is not None else getattr(getattr(_aten, packet, None), "grad_input", None)
+
+
+def lies_like(value: Any, other: Any) -> bool:
+    """Whether two tensors have the same dtype, sizes and strides; those of single elements do not count."""
+    if not isinstance(value, Tensor) or not isinstance(other, Tensor):
+        return False
+    strides = zip(value.shape, value.stride(), other.stride(), strict=False)
+    return (
+        value.dtype == other.dtype
+        and value.shape == other.shape
+        and all(mine == theirs for size, mine, theirs in strides if size != 1)
+    )
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether each element of the result is made of the inputs' elements at its place alone."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())

@@ -1,0 +1,284 @@
+"""Writes programs: the ops of a schedule in their order, gradients given away, results written over and let go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from lowtide.chains import Kind as Step
+from lowtide.chains import Schedule
+from lowtide.planning.in_place import lies_like, written_over
+from lowtide.planning.program import Cell, Instruction, Kind, Program
+from lowtide.planning.stages import Stages
+from lowtide.tracing.joint import bytes_of, is_batch_norm, is_item, is_random, size_of
+
+STATE_BYTES = torch.get_rng_state().nbytes
+_PIECES = 16  # gradients leave when they make this part of all
+
+
+def program_of(stages: Stages, schedule: Schedule) -> Program:
+    """The program of a chain's schedule."""
+    return Writer(stages, schedule).program()
+
+
+class Writer:
+    """Writes instructions in the order of a schedule; then frees each cell after its last use."""
+
+    def __init__(self, stages: Stages, schedule: Schedule) -> None:
+        self.stages, self.joint = stages, stages.joint
+        first = next(i for i, step in enumerate(schedule.operations) if step.kind is Step.BACKWARD)
+        self.sweep, self.rest = schedule.operations[:first], schedule.operations[first:]
+        again = {step.stage for step in self.rest if step.kind is not Step.BACKWARD}
+        self.replayed = {node for stage in again for node in stages.forward[stage] if is_random(node)}
+        self.now = {node: Cell(node.name) for node in (*self.joint.primals, *self.joint.tangents)}
+        self.runs: dict[fx.Node, int] = {}
+        self.storages: dict[Cell, tuple[Cell, ...]] = {}
+        self.bytes: dict[Cell, int] = {}
+
+    def held(self, cell: Cell) -> tuple[Cell, ...]:
+        """The storages that live as long as a cell does."""
+        return self.storages.get(cell, (cell,))
+
+    def program(self) -> Program:
+        forward = [self._run(node, Kind.COMPUTE) for node in self.joint.forward]
+        *moved, loss = [self.now[node] for node in self.joint.outputs if isinstance(node, fx.Node)]
+        kept = self._kept()
+        self.now = {node: cell for node, cell in self.now.items() if cell in kept or node in self.joint.tangents}
+        backward = list(self._backward())
+        gradients = tuple(self.now[g] if isinstance(g, fx.Node) else None for g in self.joint.gradients)
+        backward = _needed(backward, {cell for cell in gradients if cell is not None})
+        backward = list(self._given(backward, gradients))
+        read = {cell for instruction in backward for cell in instruction.reads}
+        handed = [cell for cell in kept if cell in read]
+        states = [Cell(node.name, is_state=True) for node in self.joint.forward if node in self.replayed]
+        states = [state for state in states if state in read]
+        for state in states:
+            self.bytes[state] = STATE_BYTES
+        tangents = [Cell(node.name) for node in self.joint.tangents]  # the engine holds them to the end
+        self.bytes.update((Cell(node.name), bytes_of(node)) for node in self.joint.tangents)
+        given = [cell for cell in (*handed, *states) if cell in self.bytes or cell in self.storages]
+        held = {instruction.cell for instruction in backward if instruction.kind is Kind.GIVE} | set(tangents)
+        over: dict[Cell, Cell] = {}
+        forward = self._in_place(forward, over, held={loss, *moved, *handed})
+        backward = self._in_place(backward, over, held=held, given=given)
+        for cell in {*self.storages, *over}:
+            self.storages[cell] = tuple(over.get(storage, storage) for storage in self.held(cell))
+        return Program(
+            # New values of buffers go into them at the end, and are let go.
+            forward=(*_freed(forward, held={loss, *moved, *handed}, states=states), *_let_go(moved, handed)),
+            backward=(
+                *(Instruction(Kind.GIVE, cell) for cell in tangents),
+                *_freed(backward, given=given, held=held),
+                *_let_go(tangents, ()),
+            ),
+            kept=tuple(handed + states),
+            gradients=gradients,
+            storages=self.storages,
+            bytes=self.bytes,
+        )
+
+    def _given(self, backward: list[Instruction], gradients: tuple[Cell | None, ...]) -> Iterator[Instruction]:
+        """The backward pass with each gradient given away, some at a time, when they make enough of all.
+
+        Whoever gets one may step its parameter at once: so not before the parameter is read for the last time.
+        """
+        inputs: dict[Cell, list[fx.Node]] = {}
+        for node, cell in zip(self.joint.primals, gradients, strict=True):
+            if cell is not None:
+                inputs.setdefault(cell, []).append(node)
+        last = {cell: position for position, each in enumerate(backward) for cell in each.reads}
+        made = {each.cell for each in backward}
+        in_use: dict[fx.Node, int] = {}
+        for position, each in enumerate(backward):
+            in_use.update(
+                dict.fromkeys((self.joint.storages[self.joint.nodes[cell.op]] for cell in each.reads), position)
+            )
+        enough = sum(bytes_of(node) for nodes in inputs.values() for node in nodes) / _PIECES
+        waiting = [cell for cell in inputs if cell not in made]  # a gradient that nothing computes
+        for position, each in enumerate(backward):
+            yield each
+            waiting += [each.cell] if each.cell in inputs else []
+            following = self.joint.nodes[backward[position + 1].cell.op] if position + 1 < len(backward) else None
+            ready = [cell for cell in waiting if all(in_use.get(node, -1) <= position for node in inputs[cell])]
+            complete = sum(bytes_of(node) for cell in ready for node in inputs[cell]) >= enough
+            if ready and (following is None or (complete and not is_item(following))):
+                for cell in ready:
+                    own = cell in made and last.get(cell, -1) <= position and len(inputs[cell]) == 1
+                    yield from (self._give(cell, node, own=own) for node in inputs[cell])
+                waiting = [cell for cell in waiting if cell not in ready]
+        yield from (self._give(cell, node, own=False) for cell in waiting for node in inputs[cell])
+
+    def _give(self, gradient: Cell, node: fx.Node, *, own: bool) -> Instruction:
+        """Autograd takes a gradient that nobody else holds and that lies in memory as its parameter does."""
+        cell = Cell(f"{node.name}.grad")
+        if own and lies_like(self.joint.nodes[gradient.op].meta.get("val"), node.meta.get("val")):
+            self.storages[cell] = self.held(gradient)
+        else:
+            self.bytes[cell] = bytes_of(node)
+        return Instruction(Kind.GIVE, cell, (gradient,))
+
+    def _in_place(
+        self, instructions: list[Instruction], over: dict[Cell, Cell], *, held: set[Cell], given: Iterable[Cell] = ()
+    ) -> list[Instruction]:
+        """The instructions, where an op writes over what it is the last to read if that is as large as its result.
+
+        ``over`` gets, by storage that is then not made, the one that is written over instead.
+        """
+        last: dict[Cell, int] = {}  # by storage: where it is last of use
+        for position, each in enumerate(instructions):
+            for cell in (each.cell, *each.reads):
+                last.update(dict.fromkeys(self.held(cell), position))
+        for cell in held:
+            last.update(dict.fromkeys(self.held(cell), len(instructions)))
+        ours = {storage for cell in given for storage in self.held(cell)}
+        found: list[Instruction] = []
+        for position, each in enumerate(instructions):
+            read = {storage for cell in each.reads for storage in self.held(cell)}
+            dying = {storage for storage in read & ours if last[storage] == position}
+            target = self._target(each, dying & self.bytes.keys())  # an input's has no bytes here, and is not ours
+            if target is not None:
+                (storage,) = self.held(target)
+                over[each.cell] = over.get(storage, storage)
+            ours.update(self.held(each.cell))
+            found.append(replace(each, into=target))
+        return found
+
+    def _target(self, each: Instruction, dying: set[Cell]) -> Cell | None:
+        """Which of the cells that an op reads it may write over, if any."""
+        node = self.joint.nodes.get(each.cell.op)
+        if each.kind is Kind.GIVE or node is None or each.cell not in self.bytes or node in self.replayed:
+            return None
+        read = dict(zip(inputs_of(node, again=each.kind is Kind.RECOMPUTE), each.reads, strict=False))
+        shown = Counter(storage for cell in read.values() for storage in self.held(cell))
+        for value in written_over(node):
+            storages = self.held(read[value])
+            alike = lies_like(value.meta.get("val"), node.meta.get("val"))
+            if (
+                alike
+                and shown[storages[0]] == 1
+                and set(storages) <= dying
+                and self.bytes[storages[0]] == self.bytes[each.cell]
+            ):
+                return read[value]
+        return None
+
+    def _kept(self) -> list[Cell]:
+        """What the forward sweep keeps: all parameters and inputs, checkpoints, and what backward reads of stages."""
+        keep = set(self.stages.always_kept)
+        for step in self.sweep:
+            if step.kind is not Step.NOTHING:
+                keep |= self.stages.inputs[step.stage]
+            if step.kind is Step.EVERYTHING:
+                keep |= self.stages.kept_by(step.stage)
+        nodes = [*self.joint.primals, *(node for node in self.joint.forward if node in keep)]
+        return [self.now[node] for node in nodes]
+
+    def _backward(self) -> Iterator[Instruction]:
+        for step in self.rest:
+            if step.kind is Step.BACKWARD:
+                prepared: set[fx.Node] = set()
+                for node in self.stages.backward[step.stage]:
+                    yield from self._prepare(node, prepared)
+                    yield self._run(node, Kind.COMPUTE)
+                for node in prepared:
+                    self.now.pop(node)  # made of results that another run may replace
+            else:
+                for node in self.stages.forward[step.stage]:
+                    if not (is_item(node) and is_batch_norm(node.args[0]) and node.args[1] > 2):  # pyright: ignore
+                        yield self._run(node, Kind.RECOMPUTE)
+        for node in self.joint.gradients:
+            if isinstance(node, fx.Node) and node not in self.now:
+                yield from self._prepare_all([node], set())
+
+    def _prepare(self, node: fx.Node, prepared: set[fx.Node]) -> Iterator[Instruction]:
+        yield from self._prepare_all([v for v in node.all_input_nodes if v in self.joint.prepared], prepared)
+
+    def _prepare_all(self, waiting: list[fx.Node], prepared: set[fx.Node]) -> Iterator[Instruction]:
+        while waiting:
+            node = waiting[-1]
+            missing = [v for v in node.all_input_nodes if v not in self.now and v in self.joint.prepared]
+            waiting += missing
+            if not missing:
+                waiting.pop()
+                if node not in self.now:
+                    prepared.add(node)
+                    yield self._run(node, Kind.COMPUTE)
+
+    def _run(self, node: fx.Node, kind: Kind) -> Instruction:
+        reads = tuple(self.now[value] for value in inputs_of(node, again=kind is Kind.RECOMPUTE))
+        if kind is Kind.RECOMPUTE and node in self.replayed:
+            reads = (*reads, Cell(node.name, is_state=True))
+        run = self.runs.get(node, -1) + 1
+        cell = self.now[node] = Cell(node.name, run)
+        self.runs[node] = run
+        self._note_storages(node, cell, again=kind is Kind.RECOMPUTE)
+        return Instruction(kind, cell, reads)
+
+    def _note_storages(self, node: fx.Node, cell: Cell, *, again: bool) -> None:
+        values, made = node.meta.get("val"), self.joint.storages[node]
+        if made is not node:
+            if made in self.now:
+                self.storages[cell] = self.held(self.now[made])
+        elif isinstance(values, (tuple, list)):
+            given = values[:3] if again and is_batch_norm(node) else values
+            parts = tuple(Cell(f"{node.name}[{i}]", cell.run) for i in range(len(given)))
+            self.storages[cell] = parts
+            self.bytes.update(zip(parts, map(size_of, given), strict=True))
+        elif is_item(node):
+            op, index = node.args
+            source = self.now[op]  # pyright: ignore[reportArgumentType]
+            self.storages[cell] = (Cell(f"{source.op}[{index}]", source.run),)
+        else:
+            self.bytes[cell] = bytes_of(node)
+
+
+def inputs_of(node: fx.Node, *, again: bool) -> list[fx.Node]:
+    """What an op reads. A batch norm that runs again leaves the running statistics alone."""
+    if again and is_batch_norm(node):
+        return [value for value in node.args[:3] if isinstance(value, fx.Node)]
+    return list(node.all_input_nodes)
+
+
+def _let_go(cells: Iterable[Cell], held: Iterable[Cell]) -> Iterator[Instruction]:
+    return (Instruction(Kind.FREE, cell) for cell in dict.fromkeys(cells) if cell not in held)
+
+
+def _needed(instructions: Sequence[Instruction], wanted: set[Cell]) -> list[Instruction]:
+    """Without what nobody reads."""
+    found: list[Instruction] = []
+    for instruction in reversed(instructions):
+        if instruction.cell in wanted:
+            found.append(instruction)
+            wanted |= set(instruction.reads)
+    return found[::-1]
+
+
+def _freed(
+    instructions: Sequence[Instruction],
+    *,
+    given: Iterable[Cell] = (),
+    held: set[Cell],
+    states: Iterable[Cell] = (),
+) -> Iterator[Instruction]:
+    """The instructions, each followed by letting go of what it was the last to use. ``states`` appear where made."""
+    last: dict[Cell, int] = dict.fromkeys(given, -1)
+    made = {state.op: state for state in states}
+    for position, instruction in enumerate(instructions):
+        last[instruction.cell] = position
+        for cell in instruction.reads:
+            if cell in last:
+                last[cell] = position
+    ends: dict[int, list[Cell]] = {}
+    for cell, position in last.items():
+        if cell not in held:
+            ends.setdefault(position, []).append(cell)
+    yield from _let_go(ends.get(-1, []), ())
+    for position, instruction in enumerate(instructions):
+        yield instruction
+        if instruction.cell.op in made and instruction.kind is Kind.COMPUTE:
+            yield Instruction(Kind.COMPUTE, made[instruction.cell.op])
+        yield from _let_go(ends.get(position, []), ())
