@@ -4,7 +4,8 @@
 
 Peaks are all bytes that torch's allocator gives out during a step, parameters and optimizer state included. A step is
 zero_grad, loss, backward, optimizer. Checkpointing by hand is ``torch.utils.checkpoint`` over every block, over √n
-segments of blocks, and ``checkpoint_sequential``. Plans are of the graph engine.
+segments of blocks, and ``checkpoint_sequential``. Plans are of the graph engine; three of the ten budgets are just what
+checkpointing by hand takes, the others lie evenly between the smallest and the plain step's.
 """
 
 from __future__ import annotations
@@ -62,9 +63,11 @@ def measure_case(case: str, work: Workload, results: Path) -> list[str]:
     plain_seconds, plain_peak = measure(work)
     rows = _rows(case, "PyTorch eager", plain_peak, plain_seconds)
     record("budgets", rows, device=work.device.type, results=results)
+    peaks: list[int] = []
     for name, by_hand in CHECKPOINTS.items():
         with by_hand(work.model):
             seconds, peak = measure(work)
+        peaks.append(peak)
         record("budgets", _rows(case, name, peak, seconds), device=work.device.type, results=results)
     profile = baseline_profile(work, fake=False, device=None)
     try:
@@ -73,14 +76,13 @@ def measure_case(case: str, work: Workload, results: Path) -> list[str]:
         smallest = int(str(error).split(", ")[1].split()[0])
     else:
         raise AssertionError("a step in one byte")
-    for share in range(BUDGETS):
-        budget = smallest + (profile.peak_bytes - 1 - smallest) * share // (BUDGETS - 1)
+    for number, budget in enumerate(budgets_between(smallest, profile.peak_bytes - 1, peaks), 1):
         start = time.perf_counter()
         found = plan(work, budget, profile=profile, engine="graph")
         planning = time.perf_counter() - start
         with apply(found, work) as step:
             seconds, peak = measure(step.work)
-        name = f"lowtide, budget {share + 1} of {BUDGETS}"
+        name = f"lowtide, budget {number} of {BUDGETS}"
         again = found.program.ops_again if found.program else 0
         rows = [
             Row.of(case, name, "budget", [budget], "B"),
@@ -94,6 +96,13 @@ def measure_case(case: str, work: Workload, results: Path) -> list[str]:
         if peak > budget:
             failed.append(f"{case}, {name}: {peak} bytes of {budget}")
     return failed
+
+
+def budgets_between(smallest: int, largest: int, peers: Sequence[int]) -> list[int]:
+    """The peers' own that can be kept, and others evenly."""
+    same = [peak for peak in peers if smallest < peak < largest]
+    even = BUDGETS - len(same)
+    return sorted([*same, *(smallest + (largest - smallest) * share // (even - 1) for share in range(even))])
 
 
 def draw(rows: Path, path: Path) -> Path:
@@ -151,7 +160,7 @@ def measure(work: Workload) -> tuple[list[float], int]:
     _synchronize()
     peak = torch.cuda.max_memory_allocated() if work.device.type == "cuda" else 0
     times: list[float] = []
-    for _ in range(5):
+    for _ in range(9):
         start = time.perf_counter()
         for _ in range(3):
             _step(work)

@@ -8,26 +8,42 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
-Check = Callable[[int], None]  # of the rank; a function of a module, since processes are told its name
+_Check = Callable[[int], None]  # of the rank; a function of a module, since processes are told its name
 
 
-def run_on_two_ranks(checks: Sequence[Check], folder: Path) -> None:
+def on_two_ranks(*checks: _Check) -> Callable[..., None]:
+    """A test of each check: ``test_on_two_ranks = on_two_ranks(one, another)``. The first of them runs them all."""
+    folder: Path | None = None
+
+    @pytest.mark.parametrize("check", checks, ids=lambda check: check.__name__)
+    def test_on_two_ranks(check: _Check, tmp_path_factory: pytest.TempPathFactory) -> None:
+        nonlocal folder
+        if folder is None:
+            folder = tmp_path_factory.mktemp("ranks")
+            _run(checks, folder)
+        _assert_passed(check, folder)
+
+    return test_on_two_ranks
+
+
+def _run(checks: Sequence[_Check], folder: Path) -> None:
     """Leave in the folder a file per check and rank, which says what went wrong."""
     with suppress(ProcessRaisedException, ProcessExitedException):  # the check that failed says so
         spawn(_rank, args=(checks, str(folder)), nprocs=2)
 
 
-def assert_passed(check: Check, folder: Path) -> None:
+def _assert_passed(check: _Check, folder: Path) -> None:
     files = [folder / f"{check.__name__}.{rank}" for rank in (0, 1)]
     said = [file.read_text() if file.exists() else "not run" for file in files]
     assert said == ["", ""], "\n".join(said)
 
 
-def _rank(rank: int, checks: Sequence[Check], folder: str) -> None:
+def _rank(rank: int, checks: Sequence[_Check], folder: str) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))

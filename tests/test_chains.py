@@ -29,7 +29,7 @@ from lowtide.chains import (
     simulate,
     sqrt,
 )
-from lowtide.chains.schedule import unroll
+from lowtide.chains.schedule import Way, unroll
 from lowtide.errors import BudgetError, LowtideError, PlanError
 
 SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
@@ -58,8 +58,19 @@ def chains(draw, most=12, scale=10**6):
     gradients = draw(st.sampled_from([values, [value // 2 for value in values], [0, *values[1:]]]))
     none = [0] * n
     temporary = draw(st.booleans())
-    return Chain(
+    chain = Chain(
         seconds(), seconds(), values, saved, sizes(n) if temporary else none, sizes(n) if temporary else none, gradients
+    )
+    if not draw(st.booleans()):
+        return chain
+    light = [draw(st.integers(value, most)) for value, most in zip(values[1:], saved, strict=True)]
+    return replace(
+        chain,
+        light_bytes=light,
+        light_seconds=seconds(),
+        light_temporary_bytes=sizes(n),
+        passing_temporary_bytes=sizes(n),
+        left_bytes=sizes(n),
     )
 
 
@@ -71,15 +82,31 @@ def random_chain(rng: random.Random, stages: int) -> Chain:
 
     values = pick(0, 7, stages + 1)
     temporary = rng.choice([0, 5])
-    return Chain(
+    saved = [value + more for value, more in zip(values[1:], pick(0, 9), strict=True)]
+    chain = Chain(
         pick(0, 5),
         pick(0, 5),
         values,
-        [value + more for value, more in zip(values[1:], pick(0, 9), strict=True)],
+        saved,
         pick(0, temporary),
         pick(0, temporary),
         rng.choice([values, [rng.randint(0, value) for value in values]]),
     )
+    if rng.random() < 0.5:
+        return chain
+    light = [rng.randint(value, most) for value, most in zip(values[1:], saved, strict=True)]
+    return replace(
+        chain,
+        light_bytes=light,
+        light_seconds=pick(0, 3),
+        light_temporary_bytes=pick(-3, 2 * temporary),
+        passing_temporary_bytes=pick(0, 9),
+        left_bytes=pick(0, 4),
+    )
+
+
+def without_light(chain: Chain) -> Chain:
+    return replace(chain, light_bytes=(), light_seconds=(), light_temporary_bytes=())
 
 
 def shrinking_chain(stages: int, seed: int = 0) -> Chain:
@@ -192,7 +219,7 @@ def test_sqrt_has_the_best_boundaries():
     def segments(cuts, end):
         def decide(first, last, room):
             after = [cut for cut in cuts if cut > first]
-            return (after[0] if last == end and after else first), 0
+            return Way(after[0] if last == end and after else first, 0)
 
         return unroll(end + 1, 0, decide)
 
@@ -228,7 +255,7 @@ def test_a_thousand_stages_need_no_recursion():
     chain = Chain.uniform(1000)
     for rule in (keep_all, sqrt, recursive):
         simulate(chain, rule(chain))
-    all_over_again = unroll(1000, 0, lambda first, last, room: (last, 0))
+    all_over_again = unroll(1000, 0, lambda first, last, room: Way(last, 0))
     assert sum(all_over_again.runs) == 1000 * 1001 // 2
     if SOAK:
         schedule = optimal(chain, 60, slots=100)
@@ -365,20 +392,22 @@ def test_what_the_optimum_runs_again_would_not_have_fitted():
 def fastest_of_all(chain: Chain, budget: int, *, persistent: bool = True) -> float:
     """Seconds of running stages again in the fastest schedule that fits; infinity if there is none.
 
-    Dijkstra's search. A state is how far backward has come, which values are there, which of them may not go, and of
-    which stages everything is saved. In persistent schedules what was kept stays until its backward; in others it may
-    go at any time. Every stage must run with everything saved once: only what is more than that costs.
+    Dijkstra's search. A state is how far backward has come, which values are there, which of them may not go, of which
+    stages everything is saved, and of which of them lightly. In persistent schedules what was kept stays until its
+    backward; in others it may go at any time. Every stage must run with everything saved once: only what is more than
+    that costs.
     """
     n, f = chain.stages, chain.forward_seconds
     a, saved_bytes, gradient = chain.value_bytes, chain.saved_bytes, chain.gradient_bytes
-    start = (n, 1, 1, 0)
+    light_bytes, light_seconds = chain.light_bytes, chain.light_seconds
+    start = (n, 1, 1, 0, 0)
     best = {start: 0.0}
     queue = [(0.0, start, a[0])]
     while queue:
         cost, state, live = heapq.heappop(queue)
         if cost > best[state]:
             continue
-        g, values, fixed, saved = state
+        g, values, fixed, saved, light = state
         if g == 0:
             return cost
         moves = []  # (state, bytes after, bytes during, seconds)
@@ -388,27 +417,34 @@ def fastest_of_all(chain: Chain, budget: int, *, persistent: bool = True) -> flo
                 continue
             kept = fixed | (1 << i) if persistent and plain else fixed
             if not saved >> i & 1:
-                more = live + saved_bytes[i]
-                moves.append(((g, values, kept, saved | 1 << i), more, more + chain.forward_temporary_bytes[i], 0.0))
+                for lightly, size, extra in ((0, saved_bytes[i], 0.0), (1 << i, light_bytes[i], light_seconds[i])):
+                    more = live + size
+                    after = (g, values, kept, saved | 1 << i, light | lightly)
+                    moves.append((after, more, more + chain.forward_temporary_bytes[i], extra))
                 if i + 1 < g and not values >> (i + 1) & 1:
                     more, now = live + a[i + 1], values | 1 << (i + 1)
-                    during = more + chain.forward_temporary_bytes[i]
-                    moves.append(((g, now, kept, saved), more, during, f[i]))
+                    during = more + chain.passing_temporary_bytes[i]
+                    moves.append(((g, now, kept, saved, light), more, during, f[i]))
                     if i and plain and not fixed >> i & 1:
-                        moves.append(((g, now ^ 1 << i, fixed, saved), more - a[i], during, f[i]))
+                        moves.append(((g, now ^ 1 << i, fixed, saved, light), more - a[i], during, f[i]))
             elif i == g - 1:
                 more = live + gradient[i] + (gradient[n] if g == n else 0)
-                less = saved_bytes[i] + gradient[i + 1] + (a[i] if i and plain else 0)
+                lightly = light >> i & 1
+                less = (light_bytes if lightly else saved_bytes)[i] + gradient[i + 1] + (a[i] if i and plain else 0)
                 less += a[g] if values >> g & 1 else 0  # of no more use
                 mask = 1 | ((1 << i) - 1)
-                after = (i, values & mask, fixed & mask, saved ^ 1 << i)
-                moves.append((after, more - less, more + chain.backward_temporary_bytes[i], 0.0))
+                after = (i, values & mask, fixed & mask, saved ^ 1 << i, light & ~(1 << i))
+                more += chain.left_bytes[i]
+                temporary = (chain.light_temporary_bytes if lightly else chain.backward_temporary_bytes)[i]
+                moves.append((after, more - less, more + temporary, 0.0))
         if not persistent:
             for i in range(g):
                 if i and values >> i & 1:
-                    moves.append(((g, values ^ 1 << i, fixed, saved), live - a[i], 0, 0.0))
+                    moves.append(((g, values ^ 1 << i, fixed, saved, light), live - a[i], 0, 0.0))
                 if saved >> i & 1:  # to be made once more
-                    moves.append(((g, values, fixed, saved ^ 1 << i), live - saved_bytes[i], 0, f[i]))
+                    size = (light_bytes if light >> i & 1 else saved_bytes)[i]
+                    after = (g, values, fixed, saved ^ 1 << i, light & ~(1 << i))
+                    moves.append((after, live - size, 0, f[i]))
         for after, live_after, during, seconds in moves:
             if during <= budget and cost + seconds < best.get(after, math.inf):
                 best[after] = cost + seconds
@@ -451,6 +487,7 @@ def trees(first: int, last: int, ends: list[int]) -> list[Tree]:
 @given(chain=chains(), share=st.floats(0, 1))
 @settings(max_examples=100, deadline=None)
 def test_every_schedule_is_its_nested_checkpoints(chain: Chain, share: float):
+    chain = without_light(chain)
     plans = Optimal(chain, slots=60)
     most = peak(chain, keep_all(chain))
     budget = plans.smallest_bytes + int(share * (most - plans.smallest_bytes))
@@ -465,6 +502,7 @@ def test_every_schedule_is_its_nested_checkpoints(chain: Chain, share: float):
     [
         "F1e, F2e, B2",
         "F1e, F2e, B2, B1, B1",
+        "F1l, F2e, B2, B1",
         "F1c, F2e, B2, F1n, F1e, B1",
         "F1e, F1e, B1",
         "F1c, F2c, F3e, B3, F1c, F2e, B2, F1e, B1",  # the second checkpoint is let go and made again
@@ -479,7 +517,7 @@ def test_segments_end_where_they_may_and_tails_are_left_out_and_the_rest_is_the_
     rng = random.Random(7)
     for _ in range(40):
         stages = rng.randint(2, 6)
-        small = random_chain(rng, stages)
+        small = without_light(random_chain(rng, stages))
         tails = [rng.randint(0, int(seconds)) for seconds in small.forward_seconds]
         chain = replace(small, tail_seconds=tails, gradient_bytes=small.value_bytes)
         ends = [rng.randint(stage, stages) for stage in range(stages)]

@@ -72,8 +72,9 @@ class Workload:
     @property
     def device(self) -> torch.device:
         """The device of the model's parameters (of the batch, if it has none)."""
-        for tensor in (*self.model.parameters(), *self.model.buffers(), *self.tensors()):
-            return tensor.device
+        for tensors in (self.model.parameters, self.model.buffers, self.tensors):
+            for tensor in tensors():
+                return tensor.device
         raise WorkloadError("Neither the model nor the batch holds a tensor", hint="Pass a batch of tensors.")
 
     def tensors(self) -> list[Tensor]:

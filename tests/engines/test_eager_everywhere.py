@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from lowtide.techniques.optimal import Optimal
 from lowtide.workload import Workload
 
 from ..contract.contract import Residual
-from ..ranks import Check, assert_passed, run_on_two_ranks
+from ..ranks import on_two_ranks
 
 # -- models ----------------------------------------------------------------------------------------------
 
@@ -340,21 +339,9 @@ def fsdp2_in_the_deepest_nesting(rank: int) -> None:
     on_ranks(rank, sharded, deepest)
 
 
-CHECKS: tuple[Check, ...] = (
+test_on_two_ranks = on_two_ranks(
     ddp_of_a_planned_model_is_ddp_of_the_plain_one,
     ddp_in_the_deepest_nesting,
     fsdp2_of_a_planned_model_is_fsdp2_of_the_plain_one,
     fsdp2_in_the_deepest_nesting,
 )
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
-    run_on_two_ranks(CHECKS, folder)
-    return folder
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_on_two_ranks(check: Check, ran: Path) -> None:
-    assert_passed(check, ran)

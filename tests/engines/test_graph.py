@@ -6,45 +6,27 @@ import contextlib
 import copy
 import os
 import re
-import sys
-import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide import Workload, zoo
-from lowtide.chains import Optimal, Schedule, keep_all, recursive, sqrt
-from lowtide.chains import simulate as run_chain
 from lowtide.engines import graph
 from lowtide.errors import BudgetError
 from lowtide.planning.fastest import fastest_program
 from lowtide.planning.program import Kind, Program, simulate
-from lowtide.planning.stages import Stages
-from lowtide.planning.writer import program_of
-from lowtide.tracing.joint import Joint, bytes_of
+from lowtide.tracing.joint import Joint
+
+from .counting import PLANS, Planner, executed_peak, results
+from .planned import smallest_budget, squares
 
 SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
 QUICK = ["lenet", "gpt2"]
 REST = ["resnet18", "wrn28-2", "densenet121", "unet", "roberta-base"]
 MODELS = [*QUICK, *REST] if SOAK else QUICK
-PLANS: dict[str, Callable[[Optimal], Schedule]] = {
-    "all": lambda plans: keep_all(plans.chain),
-    "sqrt": lambda plans: sqrt(plans.chain),
-    "recursive": lambda plans: recursive(plans.chain),
-    "smallest": lambda plans: plans.schedule(plans.smallest_bytes),
-    "middle": lambda plans: plans.schedule((plans.smallest_bytes + _whole(plans)) // 2),
-}
-
-
-def _whole(plans: Optimal) -> int:
-    return run_chain(plans.chain, keep_all(plans.chain)).peak_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -52,36 +34,6 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-class Planner:
-    """Plans by one of the ways above, and shows what it planned."""
-
-    def __init__(self, way: str) -> None:
-        self.way = way
-        self.programs: list[Program] = []
-        self.stages: list[Stages] = []
-
-    def __call__(self, joint: Joint) -> Program:
-        stages = Stages(joint)
-        self.stages.append(stages)
-        plans = Optimal(stages.chain(lambda node: 1e-9 * (1 + bytes_of(node))))
-        self.programs.append(program_of(stages, PLANS[self.way](plans)))
-        return self.programs[-1]
-
-
-def results(work: Workload, loss: Callable[[Any], Tensor]) -> list[Tensor]:
-    """Loss, gradients, buffers and the generator after a step, from the same state each time."""
-    model = work.model
-    start = copy.deepcopy(model.state_dict())
-    model.zero_grad()
-    torch.manual_seed(3)
-    value = loss(work.batch)
-    value.backward()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    found = [value.detach(), *gradients, *(b.clone() for b in model.buffers()), torch.get_rng_state()]
-    model.load_state_dict(start)
-    return found
 
 
 @pytest.mark.parametrize("way", PLANS)
@@ -105,58 +57,6 @@ def test_the_simulated_peak_is_the_executed_one(name: str, way: str) -> None:
     planner = Planner(way)
     peak = executed_peak(work, graph.planned_loss(work, planner))
     assert simulate(planner.programs[0]).peak_bytes == peak
-
-
-def executed_peak(work: Workload, loss: Callable[[Any], Tensor]) -> int:
-    """The bytes above what is there before, of forward and backward, by a count that uses nothing of lowtide."""
-    loss(work.batch)  # compiles
-    work.model.zero_grad()
-    with Counter() as counter, mock.patch("torch.get_rng_state", counter.get_rng_state):
-        loss(work.batch).backward()
-    return counter.peak_bytes
-
-
-class Counter(TorchDispatchMode):
-    """The bytes of storages that ops made and that live; nothing of lowtide is in it."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True  # or Dynamo would run the plain step
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[int, tuple[Any, int]] = {}
-        self.bytes = self.peak_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in given and storage._cdata not in self.live:
-                    self._born(storage)
-        self.peak_bytes = max(self.peak_bytes, self.bytes)
-        return out
-
-    def get_rng_state(self, original: Callable[[], Tensor] = torch.get_rng_state) -> Tensor:
-        """No op makes a generator's state. One that is there only while an op runs again is not a program's."""
-        state = original()
-        if sys._getframe(1).f_code.co_name == "_run_and_save_state":
-            self._born(state.untyped_storage())
-        return state
-
-    def _born(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-
-        def died(_: Any) -> None:
-            del self.live[key]
-            self.bytes -= size
-
-        self.live[key] = weakref.ref(storage, died), size
-        self.bytes += size
 
 
 def test_a_smaller_budget_runs_more_and_needs_less() -> None:
@@ -233,10 +133,6 @@ def test_a_program_prints_what_runs_again() -> None:
 
 def layers(count: int = 6) -> nn.Sequential:
     return nn.Sequential(*(m for _ in range(count) for m in (nn.Linear(32, 32), nn.GELU())))
-
-
-def squares(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
 
 
 def half_frozen() -> Workload:
@@ -416,11 +312,3 @@ def test_a_plan_holds_on_the_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert found.storage_peak_bytes == found.plan.storage_peak_bytes
     if name in ("gpt2", "roberta-base"):
         assert found.plan.fidelity == "bitwise"
-
-
-def smallest_budget(work: Workload, plain: lowtide.Profile) -> int:
-    with pytest.raises(BudgetError) as refused:
-        lowtide.plan(work, 1, profile=plain, engine="graph")
-    found = re.search(r"(\d+) bytes", str(refused.value))
-    assert found is not None
-    return int(found[1])

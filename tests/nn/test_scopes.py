@@ -245,7 +245,10 @@ def test_gradients_per_sample_by_vmap_are_torchs(strategy):
     found = []
     for net in (ours, plain):
         values = {n: p.detach() for n, p in net.named_parameters()}
-        loss = lambda values, x, net=net: functional_call(net, values, (x[None],)).square().sum()  # noqa: E731
+
+        def loss(values, x, net=net):
+            return functional_call(net, values, (x[None],)).square().sum()
+
         found.append([g for _, g in sorted(vmap(grad(loss), (None, 0))(values, batch()).items())])
     torch.testing.assert_close(*found)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide.errors import LowtideError
 from lowtide.nn import BatchNormAct1d, BatchNormAct2d, BatchRenormAct2d
 from tests.nn.test_renorm import renorm
-from tests.ranks import Check, assert_passed, run_on_two_ranks
+from tests.ranks import on_two_ranks
 
 UNEVEN = (3, 5)
 PHI: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu, "leaky_relu": F.leaky_relu, "elu": F.elu}
@@ -280,7 +279,7 @@ def something_else_is_no_group(rank: int) -> None:
 
 # -- two processes -----------------------------------------------------------------------------------------
 
-CHECKS: tuple[Check, ...] = (
+test_on_two_ranks = on_two_ranks(
     uneven_batches_in_float32,
     uneven_batches_in_float64,
     an_empty_batch_on_one_rank,
@@ -298,18 +297,6 @@ CHECKS: tuple[Check, ...] = (
     ddp_equals_one_process,
     fsdp_equals_one_process,
 )
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
-    run_on_two_ranks(CHECKS, folder)
-    return folder
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_on_two_ranks(check: Check, ran: Path):
-    assert_passed(check, ran)
 
 
 class counted(TorchDispatchMode):

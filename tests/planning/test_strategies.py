@@ -14,12 +14,13 @@ from torch import Tensor
 from lowtide import Workload, zoo
 from lowtide.chains import recursive
 from lowtide.engines.graph import planned_loss
-from lowtide.planning.cheap import cheap_results, drop_cheap
 from lowtide.planning.liveness import is_elementwise, lives, lives_in_place, order_of, peak_bytes
 from lowtide.planning.program import Program, simulate
 from lowtide.planning.stages import Stages
 from lowtide.planning.strategies import Usage, compare_strategies, plain, sqrt_without_cheap, without_cheap
-from lowtide.tracing.joint import Joint, capture_joint, is_batch_norm, is_item
+from lowtide.planning.writer import program_of
+from lowtide.tracing.joint import Joint, capture_joint, is_item
+from lowtide.tracing.statistics import is_batch_norm
 from tests.planning.orders import convolutions, lstm, mlp
 
 STEPS: dict[str, Callable[[], Workload]] = {
@@ -33,7 +34,7 @@ STEPS: dict[str, Callable[[], Workload]] = {
 
 def recursive_without_cheap(joint: Joint) -> Program:
     stages = Stages(joint)
-    return drop_cheap(stages, recursive(stages.chain(lambda node: 1.0)))
+    return program_of(stages, recursive(stages.chain(lambda node: 1.0)).lightly())
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_only_cheap_results_run_again_and_each_once() -> None:
     assert len(again) == len(set(again)) == program.recomputed
     cheap = [node for node in joint.forward if is_elementwise(node) or is_batch_norm(node) or is_item(node)]
     assert set(again) <= {node.name for node in cheap}
-    assert cheap_results(Stages(joint)) <= set(joint.forward)
+    assert Stages(joint).cheap.dropped <= set(joint.forward)
 
 
 def test_segments_grow_slower_than_the_depth() -> None:

@@ -69,7 +69,9 @@ def test_what_is_inside_a_block_is_not_another_chain() -> None:
 
 
 def test_nested_sequentials_give_a_chain_each() -> None:
-    stage = lambda n: nn.Sequential(*(block() for _ in range(n)))  # noqa: E731
+    def stage(blocks: int) -> nn.Sequential:
+        return nn.Sequential(*(block() for _ in range(blocks)))
+
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), stage(3), stage(2), nn.Linear(4, 1))
     assert found(model, 2, 3) == {"": [0, 1, 4], "2": [0, 1, 2], "3": [0, 1]}
 

@@ -15,13 +15,14 @@ from lowtide.sizes import format_size
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """What became of one stage's saved tensors: kept from its first run on, or let go and made again."""
+    """What became of one stage's saved tensors: kept from its first run on; or let go and made again, all or some."""
 
     stage: int
     runs: int  # forward
     saved_bytes: int
-    seconds_again: float  # of all runs after the first
+    seconds_again: float  # of all runs after the first, and of cheap results
     peak_bytes_if_kept: int  # of the schedule, had they been kept from the first run on
+    cheap_bytes: int = 0  # of them, what is made again because it is cheap
 
     @property
     def kept(self) -> bool:
@@ -35,8 +36,11 @@ class StageChoice:
         'Runs 2 more times, 2 ms: keeping its 4.00 KiB too would peak at 8.79 KiB, over 8.00 KiB'
         """
         size = format_size(self.saved_bytes)
-        if self.kept:
+        if self.kept and not self.cheap_bytes:
             return f"Its {size} are kept"
+        if self.kept:
+            cheap, ms = format_size(self.cheap_bytes), f"{self.seconds_again * 1e3:.3g} ms"
+            return f"Its {size} are kept but for {cheap}, which are cheap to make again: {ms}"
         times = "1 more time" if self.runs == 2 else f"{self.runs - 1} more times"
         over = "over" if self.peak_bytes_if_kept > budget_bytes else "within"
         return (
@@ -58,16 +62,15 @@ def explain(chain: Chain, schedule: Schedule) -> tuple[StageChoice, ...]:
     during = simulate(chain, schedule).during_bytes
     peak = int(during.max())
     places = _Places(schedule)
-    return tuple(
-        StageChoice(
-            stage,
-            runs,
-            chain.saved_bytes[stage],
-            (runs - 1) * chain.forward_seconds[stage] - (stage in schedule.stopped) * chain.tail_seconds[stage],
-            max(peak, _most_if_kept(chain, stage, places, during)),
-        )
-        for stage, runs in enumerate(schedule.runs)
-    )
+    light = {op.stage for op in schedule.operations if op.kind is Kind.LIGHT}
+    choices: list[StageChoice] = []
+    for stage, runs in enumerate(schedule.runs):
+        seconds = (runs - 1) * chain.forward_seconds[stage] - (stage in schedule.stopped) * chain.tail_seconds[stage]
+        seconds += chain.light_seconds[stage] if stage in light else 0.0
+        cheap = chain.saved_bytes[stage] - chain.light_bytes[stage] if stage in light else 0
+        most = max(peak, _most_if_kept(chain, stage, places, during))
+        choices.append(StageChoice(stage, runs, chain.saved_bytes[stage], seconds, most, cheap))
+    return tuple(choices)
 
 
 class _Places:
@@ -90,8 +93,8 @@ class _Places:
 
 def _most_if_kept(chain: Chain, stage: int, places: _Places, during: NDArray[np.int64]) -> int:
     """The most bytes from the stage's first run to the one that keeps everything, had the first kept everything."""
-    start = places.of(stage, Kind.CHECKPOINT, Kind.NOTHING, Kind.EVERYTHING)[0]
-    end = places.of(stage, Kind.EVERYTHING)[0]
+    start = places.of(stage, Kind.CHECKPOINT, Kind.NOTHING, Kind.EVERYTHING, Kind.LIGHT)[0]
+    end = places.of(stage, Kind.EVERYTHING, Kind.LIGHT)[0]
     if start == end:
         return 0
     more = np.full(end - start, chain.saved_bytes[stage])
@@ -99,7 +102,7 @@ def _most_if_kept(chain: Chain, stage: int, places: _Places, during: NDArray[np.
         more[born - start : gone - start + 1] -= chain.value_bytes[stage + 1]
     if stage > 0:  # its input would stay too
         more += chain.value_bytes[stage]
-        inside = (places.of(stage - 1, Kind.EVERYTHING)[0], len(during))
+        inside = (places.of(stage - 1, Kind.EVERYTHING, Kind.LIGHT)[0], len(during))
         for born, gone in [*places.copies(stage), inside]:
             more[max(born - start, 0) : max(gone - start + 1, 0)] -= chain.value_bytes[stage]
     return int((during[start:end] + more).max())

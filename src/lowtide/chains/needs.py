@@ -14,10 +14,13 @@ class Needs:
     """For every part of a chain, stages s to t with backward: what it needs at least to run in a given way.
 
     The part's own input is not counted: whoever runs the part holds it. While stages run forward the gradient of
-    value t + 1 waits, except in parts that reach the end of the chain, which run forward before there is one.
+    value t + 1 waits, and what the stages behind t left, except in parts that reach the end of the chain, which run
+    forward before there is any.
 
         keeping[s, t]   keep everything of stage s: its forward, and its backward once s + 1 to t are done
-        passing[s, t]   run forward from s to t once, keeping nothing but the input of s
+        lightly[s, t]   the same without what is cheap
+        passed[s, j]    run forward from s to j once, keeping nothing but the input of s; without what waits
+        waiting[t]      what waits
         whole[s, t]     keep everything of all stages
 
     ``segment_ends[s]`` is one past the last stage that can be passed over together with stage s, which is the first:
@@ -34,23 +37,35 @@ class Needs:
             )
         self.values = np.array(chain.value_bytes, np.int64)
         self.saved = np.array(chain.saved_bytes, np.int64)
+        self.light = np.array(chain.light_bytes, np.int64)
+        self.light_seconds = np.array(chain.light_seconds)
         self.seconds = np.concatenate([[0.0], np.cumsum(chain.forward_seconds)])  # of all stages before one
         self.tails = np.array(chain.tail_seconds)
-        forward = np.array(chain.forward_temporary_bytes, np.int64)
+        forward, passing, backward, light_backward, left = (
+            np.array(sizes, np.int64)
+            for sizes in (
+                chain.forward_temporary_bytes,
+                chain.passing_temporary_bytes,
+                chain.backward_temporary_bytes,
+                chain.light_temporary_bytes,
+                chain.left_bytes,
+            )
+        )
         gradient = np.array(chain.gradient_bytes, np.int64)
-        backward = gradient[:-1] + gradient[1:] + np.array(chain.backward_temporary_bytes, np.int64)
-        waiting = np.append(gradient[1:-1], 0)
+        behind = np.append(np.cumsum(left[::-1])[::-1], 0)  # what a stage and those behind it leave
+        self.waiting = np.append(gradient[1:-1], 0) + behind[1:]
+        self.has_light = bool(((self.light < self.saved) | (light_backward < backward)).any())
+        backward += gradient[:-1] + gradient[1:] + behind[:-1]
+        light_backward += gradient[:-1] + gradient[1:] + behind[:-1]
         ends = np.concatenate([[0], np.cumsum(self.saved)])
 
-        stages = chain.stages
-        self.keeping = np.zeros((stages, stages), np.int64)
-        self.passing = np.zeros((stages, stages), np.int64)
-        self.whole = np.zeros((stages, stages), np.int64)
-        stage = self.values[:-1] + self.values[1:] + forward
+        stages, waiting = chain.stages, self.waiting
+        self.keeping, self.lightly, self.passed, self.whole = (np.zeros((stages, stages), np.int64) for _ in range(4))
         for s in range(stages):
             self.keeping[s, s:] = self.saved[s] + np.maximum(waiting[s:] + forward[s], backward[s])
-            passed = np.maximum.accumulate(np.append(self.values[s + 1] + forward[s], stage[s + 1 : -1]))
-            self.passing[s, s + 1 :] = waiting[s + 1 :] + passed[: stages - s - 1]
+            self.lightly[s, s:] = self.light[s] + np.maximum(waiting[s:] + forward[s], light_backward[s])
+            inputs = np.append(0, self.values[s + 1 : -1])
+            self.passed[s, s:] = np.maximum.accumulate(inputs + self.values[s + 1 :] + passing[s:])
             held = ends[s + 1 :] - ends[s]
             self.whole[s, s:] = np.maximum(
                 waiting[s:] + np.maximum.accumulate(held + forward[s:]), np.maximum.accumulate(held + backward[s:])

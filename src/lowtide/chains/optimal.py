@@ -96,9 +96,9 @@ class Optimal:
         """Less than the forward seconds of any schedule in a room.
 
         Before the first backward, what is kept of stages fits into the room; the other stages run once more, but for
-        their tails. The bound is that of the knapsack in which stages may be kept in part.
+        their tails. The bound is that of the knapsack in which stages are kept in part, and cheap results cost nothing.
         """
-        seconds, saved = np.array(self.chain.forward_seconds), self._needs.saved.astype(float)
+        seconds, saved = np.array(self.chain.forward_seconds), self._needs.light.astype(float)
         again = seconds - self._needs.tails
         order = np.argsort(-again / np.maximum(saved, 1e-9))
         kept = np.clip((room - np.cumsum(saved[order])) / np.maximum(saved[order], 1) + 1, 0, 1)

@@ -24,6 +24,7 @@ class Kind(StrEnum):
     CHECKPOINT = "c"  # forward; its input is kept
     NOTHING = "n"  # forward; its input is let go
     EVERYTHING = "e"  # forward; its input and all that its backward reads are kept
+    LIGHT = "l"  # the same without what is cheap, which is made again when its backward reads it
     BACKWARD = "b"
 
 
@@ -73,21 +74,34 @@ class Schedule:
         return frozenset(stage for stage in ends if self.runs[stage] > 1)
 
     def forward_seconds(self, chain: Chain) -> float:
-        """All forward runs, the first and those again, of a chain with this many stages."""
+        """All forward runs, the first and those again, of a chain with this many stages, and of what is cheap."""
         runs = (count * seconds for count, seconds in zip(self.runs, chain.forward_seconds, strict=True))
-        return math.fsum([*runs, *(-chain.tail_seconds[stage] for stage in self.stopped)])
+        cheap = (chain.light_seconds[op.stage] for op in self.operations if op.kind is Kind.LIGHT)
+        return math.fsum([*runs, *cheap, *(-chain.tail_seconds[stage] for stage in self.stopped)])
+
+    def lightly(self) -> Schedule:
+        """The same, but what is kept is kept lightly."""
+        kinds = {Kind.EVERYTHING: Kind.LIGHT}
+        return Schedule(tuple(op._replace(kind=kinds.get(op.kind, op.kind)) for op in self.operations))
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.operations))
 
 
-def unroll(stages: int, room: int, decide: Callable[[int, int, int], tuple[int, int]]) -> Schedule:
-    """The schedule of nested decisions, from the whole chain down to single stages.
+class Way(NamedTuple):
+    """How stages ``first`` to ``last`` run, backward included.
 
-    ``decide(first, last, room)`` says how stages ``first`` to ``last`` run, backward included, within some room. It
-    gives ``first`` to keep everything of that stage, or a later stage ``j`` to pass on to it, keeping only the inputs
-    of ``first`` and ``j``, and to come back; and the room that is left for the stages from ``first + 1`` or ``j`` on.
+    With ``at`` the first one itself: keep that one, as ``kind`` says. With a later one: pass on to it, keeping only its
+    input and that of the first, and come back. ``room`` is what is left to the stages from ``first + 1`` or ``at`` on.
     """
+
+    at: int
+    room: int
+    kind: Kind = Kind.EVERYTHING
+
+
+def unroll(stages: int, room: int, decide: Callable[[int, int, int], Way]) -> Schedule:
+    """The schedule of nested decisions ``decide(first, last, room)``, from the whole chain down to single stages."""
     operations: list[Operation] = []
     todo: list[Operation | tuple[int, int, int]] = [(0, stages - 1, room)]
     while todo:
@@ -96,13 +110,12 @@ def unroll(stages: int, room: int, decide: Callable[[int, int, int], tuple[int, 
             operations.append(item)
             continue
         first, last, room = item
-        if first == last:
-            operations += Operation(Kind.EVERYTHING, first), Operation(Kind.BACKWARD, first)
-            continue
-        at, left = decide(first, last, room)
+        at, left, kind = decide(first, last, room)
         if at == first:
-            operations.append(Operation(Kind.EVERYTHING, first))
-            todo += Operation(Kind.BACKWARD, first), (first + 1, last, left)
+            operations.append(Operation(kind, first))
+            todo.append(Operation(Kind.BACKWARD, first))
+            if first < last:
+                todo.append((first + 1, last, left))
         else:
             operations.append(Operation(Kind.CHECKPOINT, first))
             operations += (Operation(Kind.NOTHING, stage) for stage in range(first + 1, at))
@@ -157,7 +170,7 @@ class _Memory:
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self.values = {0}
-        self.saved: set[int] = set()  # stages of which everything is kept
+        self.saved: dict[int, Kind] = {}  # stages of which everything is kept, or lightly
         self.gradient = chain.stages  # of which value it is, or will be
         self.live = chain.value_bytes[0]
 
@@ -165,14 +178,18 @@ class _Memory:
         """Run a stage forward; gives the bytes while it runs."""
         chain, stage = self.chain, op.stage
         self._need_input(op, place)
-        everything = op.kind is Kind.EVERYTHING
         if stage in self.saved or stage + 1 in self.values:
             raise _wrong(op, place, "its result is there already")
         if op.kind is Kind.NOTHING and (stage == 0 or stage not in self.values):
             raise _wrong(op, place, "its input is not its own to let go")
-        self.live += chain.saved_bytes[stage] if everything else chain.value_bytes[stage + 1]
-        (self.saved if everything else self.values).add(stage if everything else stage + 1)
-        during = self.live + chain.forward_temporary_bytes[stage]
+        if op.kind in (Kind.EVERYTHING, Kind.LIGHT):
+            self.saved[stage] = op.kind
+            self.live += self._saved_bytes(stage)
+            during = self.live + chain.forward_temporary_bytes[stage]
+        else:
+            self.values.add(stage + 1)
+            self.live += chain.value_bytes[stage + 1]
+            during = self.live + chain.passing_temporary_bytes[stage]
         if op.kind is Kind.NOTHING:
             self._let_go(stage)
         return during
@@ -187,14 +204,18 @@ class _Memory:
             raise _wrong(op, place, f"the gradient there is that of stage {self.gradient}'s output")
         if self.gradient == chain.stages:
             self.live += chain.gradient_bytes[-1]
-        self.live += chain.gradient_bytes[stage]
-        during = self.live + chain.backward_temporary_bytes[stage]
-        self.live -= chain.gradient_bytes[stage + 1] + chain.saved_bytes[stage]
-        self.saved.remove(stage)
+        self.live += chain.gradient_bytes[stage] + chain.left_bytes[stage]
+        light = self.saved[stage] is Kind.LIGHT
+        during = self.live + (chain.light_temporary_bytes if light else chain.backward_temporary_bytes)[stage]
+        self.live -= chain.gradient_bytes[stage + 1] + self._saved_bytes(stage)
+        self.saved.pop(stage)
         self.gradient = stage
         if stage > 0 and stage in self.values:
             self._let_go(stage)
         return during
+
+    def _saved_bytes(self, stage: int) -> int:
+        return (self.chain.light_bytes if self.saved[stage] is Kind.LIGHT else self.chain.saved_bytes)[stage]
 
     def _let_go(self, value: int) -> None:
         self.values.remove(value)
@@ -210,7 +231,7 @@ def _wrong(op: Operation, place: int, why: str) -> PlanError:
 
 
 def _operation(word: str) -> Operation:
-    match = re.fullmatch(r"F([1-9]\d*)([cne])|B([1-9]\d*)", word)
+    match = re.fullmatch(r"F([1-9]\d*)([cnel])|B([1-9]\d*)", word)
     if match is None:
-        raise PlanError(f"{word!r} is not an operation", hint="Write F1c, F1n, F1e or B1, stages counted from 1.")
+        raise PlanError(f"{word!r} is not an operation", hint="Write F1c, F1n, F1e, F1l or B1, stages counted from 1.")
     return Operation(Kind(match[2] or "b"), int(match[1] or match[3]) - 1)

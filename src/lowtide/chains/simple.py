@@ -8,7 +8,7 @@ import numpy as np
 
 from lowtide.chains.chain import Chain
 from lowtide.chains.needs import Needs
-from lowtide.chains.schedule import Schedule, unroll
+from lowtide.chains.schedule import Schedule, Way, unroll
 
 
 def keep_all(chain: Chain) -> Schedule:
@@ -17,7 +17,7 @@ def keep_all(chain: Chain) -> Schedule:
     >>> print(keep_all(Chain.uniform(3)))
     F1e, F2e, F3e, B3, B2, B1
     """
-    return unroll(chain.stages, 0, lambda first, last, room: (first, 0))
+    return unroll(chain.stages, 0, lambda first, last, room: Way(first, 0))
 
 
 def sqrt(chain: Chain) -> Schedule:
@@ -32,14 +32,14 @@ def sqrt(chain: Chain) -> Schedule:
     least = needs.whole[:, end].copy()  # for each stage, what segments from it to the end need at least
     for s in range(end - 1, -1, -1):
         segments = np.maximum(needs.whole[s, s:end], needs.values[s + 1 : -1] + least[s + 1 :]).min()
-        least[s] = min(least[s], max(needs.passing[s, end], segments))
+        least[s] = min(least[s], max(needs.passed[s, end - 1], segments))
 
-    def decide(first: int, last: int, room: int) -> tuple[int, int]:
+    def decide(first: int, last: int, room: int) -> Way:
         if last != end or needs.whole[first, last] <= room:
-            return first, room - int(needs.saved[first])
+            return Way(first, room - int(needs.saved[first]))
         fits = (needs.whole[first, first:end] <= room) & (needs.values[first + 1 : -1] + least[first + 1 :] <= room)
         at = first + 1 + int(np.flatnonzero(fits)[-1])  # the longest segment, so that there are few
-        return at, room - int(needs.values[at])
+        return Way(at, room - int(needs.values[at]))
 
     return unroll(chain.stages, int(least[0]), decide)
 
@@ -53,4 +53,4 @@ def recursive(chain: Chain, segment_ends: Sequence[int] = ()) -> Schedule:
     F1c, F2n, F3c, F4e, B4, F3e, B3, F1c, F2e, B2, F1e, B1
     """
     ends = Needs(chain, segment_ends).segment_ends
-    return unroll(chain.stages, 0, lambda first, last, room: (min((first + last + 1) // 2, ends[first]), 0))
+    return unroll(chain.stages, 0, lambda first, last, room: Way(min((first + last + 1) // 2, ends[first]), 0))

@@ -7,18 +7,18 @@ from numpy.typing import NDArray
 
 from lowtide.chains.chain import Chain
 from lowtide.chains.needs import Needs
-from lowtide.chains.schedule import Schedule, unroll
+from lowtide.chains.schedule import Kind, Schedule, Way, unroll
 
 
 class Smallest:
     """The least bytes in which each part of a chain can run, to the byte, in O(n³) time and O(n²) memory.
 
-    With L(s, t) those of stages s to t beyond the input of s, and a, ā, ``keeping`` and ``passing`` as in ``Chain``
+    With L(s, t) those of stages s to t beyond the input of s, and a, ā, ``keeping`` and ``passed`` as in ``Chain``
     and ``Needs``:
 
-        L(s, s) = keeping(s, s)
-        L(s, t) = min( max(keeping(s, t), ā_s + L(s + 1, t)),
-                       max(passing(s, t), min over s < j <= t of max(a_j + L(j, t), L(s, j - 1))) )
+        L(s, s) = min(keeping(s, s), lightly(s, s))
+        L(s, t) = min( max(keeping(s, t), ā_s + L(s + 1, t)), the same lightly,
+                       min over s < j <= t of max(waiting(t) + passed(s, j - 1), a_j + L(j, t), L(s, j - 1)) )
 
     with j no further than where a segment that starts with s may end.
     Of ways with the same bytes the fastest is taken. Going down from the whole chain, a part may then take a faster
@@ -35,11 +35,9 @@ class Smallest:
         self._seconds_after = np.zeros(shape)  # [t, j]: the same
         for s in range(chain.stages - 1, -1, -1):
             for t in range(s, chain.stages):
-                least, seconds = int(needs.keeping[s, s]), 0.0
-                if t > s:
-                    need, again = self._ways(s, t)
-                    least = int(need.min())
-                    seconds = again[need == least].min()
+                need, again = self._ways(s, t)
+                least = int(need.min())
+                seconds = again[need == least].min()
                 self._least[s, t] = least
                 self._after[t, s] = needs.values[s] + least
                 self._seconds[s, t] = self._seconds_after[t, s] = seconds
@@ -53,21 +51,29 @@ class Smallest:
         """A schedule with that peak."""
         return unroll(self.chain.stages, int(self._least[0, -1]), self._decide)
 
-    def _decide(self, first: int, last: int, room: int) -> tuple[int, int]:
+    def _decide(self, first: int, last: int, room: int) -> Way:
         need, again = self._ways(first, last)
-        at = first + int(np.where(need <= room, again, np.inf).argmin())
-        return at, room - int(self.needs.saved[first] if at == first else self.needs.values[at])
+        way = int(np.where(need <= room, again, np.inf).argmin())
+        if way == 0:
+            return Way(first, room - int(self.needs.saved[first]))
+        if way == 1:
+            return Way(first, room - int(self.needs.light[first]), Kind.LIGHT)
+        at = first + way - 1
+        return Way(at, room - int(self.needs.values[at]))
 
     def _ways(self, s: int, t: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Bytes and seconds of keeping stage s, then of passing on to each later stage up to t."""
+        """Bytes and seconds of keeping stage s, of keeping it lightly, and of passing on to each later one up to t."""
         needs = self.needs
         end = min(t, needs.segment_ends[s])
-        need = np.empty(end - s + 1, np.int64)
-        need[0] = max(needs.keeping[s, t], needs.saved[s] + self._least[s + 1, t])
-        np.maximum(self._after[t, s + 1 : end + 1], self._least[s, s:end], out=need[1:])
-        np.maximum(need[1:], needs.passing[s, t], out=need[1:])
-        again = np.empty(end - s + 1)
-        again[0] = self._seconds[s + 1, t]
-        np.add(self._seconds_after[t, s + 1 : end + 1], self._seconds[s, s:end], out=again[1:])
-        again[1:] += needs.seconds[s + 1 : end + 1] - needs.seconds[s] - needs.tails[s:end]
+        rest, seconds = (self._least[s + 1, t], self._seconds[s + 1, t]) if s < t else (0, 0.0)
+        need = np.empty(end - s + 2, np.int64)
+        need[0] = max(needs.keeping[s, t], needs.saved[s] + rest)
+        need[1] = max(needs.lightly[s, t], needs.light[s] + rest)
+        np.maximum(self._after[t, s + 1 : end + 1], self._least[s, s:end], out=need[2:])
+        np.maximum(need[2:], needs.waiting[t] + needs.passed[s, s:end], out=need[2:])
+        again = np.empty(end - s + 2)
+        again[0] = seconds
+        again[1] = seconds + needs.light_seconds[s]
+        np.add(self._seconds_after[t, s + 1 : end + 1], self._seconds[s, s:end], out=again[2:])
+        again[2:] += needs.seconds[s + 1 : end + 1] - needs.seconds[s] - needs.tails[s:end]
         return need, again

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.planning.in_place import in_place_form
 from lowtide.planning.program import Cell, Instruction, Kind, Program
-from lowtide.planning.writer import inputs_of
-from lowtide.tracing.joint import Joint, is_batch_norm
+from lowtide.tracing.joint import Joint
+from lowtide.tracing.statistics import inputs_of, is_batch_norm, without_statistics
 
 _aten: Any = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)  # where autograd is off
@@ -26,7 +26,7 @@ def graphs_of(joint: Joint, program: Program) -> tuple[fx.GraphModule, fx.GraphM
     forward = forward_graph(joint, program, program.kept)
     backward = _Graph(joint)
     for cell in program.kept:
-        backward.take(cell, f"kept_{cell.op}{'_state' * cell.is_state}", joint.nodes[cell.op].meta)
+        backward.take(cell, f"kept_{_name(cell)}", joint.nodes[cell.op].meta)
     for node in joint.tangents:
         backward.take(Cell(node.name), node.name, node.meta)
     for instruction in program.backward:
@@ -42,6 +42,9 @@ def forward_graph(joint: Joint, program: Program, kept: Iterable[Cell]) -> fx.Gr
     states = {cell.op for cell in program.kept if cell.is_state}
     for instruction in program.forward:
         forward.write(instruction, saves_state=instruction.cell.op in states)
+    for amount in dict.fromkeys(amount for _, amount in joint.counters):
+        counters = [forward.now[Cell(node.name)] for node, by in joint.counters if by == amount]
+        forward.graph.call_function(_aten._foreach_add_.Scalar, (counters, amount))
     outputs = [forward.now[Cell(node.name)] if isinstance(node, fx.Node) else node for node in joint.outputs]
     forward.graph.output((*outputs, *(forward.now[cell] for cell in kept)))
     return fx.GraphModule(joint.module, forward.graph)
@@ -81,7 +84,7 @@ def pieces_of(joint: Joint, program: Program) -> list[Piece]:
         made = [cell for cell in here if last_read.get(cell, -1) > index]
         graph = _Graph(joint)
         for cell in (*cells, *inputs_read, *(tangents if index == 0 else ())):
-            graph.take(cell, f"given_{cell.op}_{cell.run}{'_state' * cell.is_state}", joint.nodes[cell.op].meta)
+            graph.take(cell, f"given_{_name(cell)}", joint.nodes[cell.op].meta)
         for each in piece:
             graph.write(each)
         given = {each.cell: graph.now[each.reads[0]] for each in piece if each.kind is Kind.GIVE}
@@ -118,6 +121,12 @@ class _Graph:
         if instruction.kind in (Kind.FREE, Kind.GIVE) or cell.is_state:
             return
         node = self._nodes[cell.op]
+        if instruction.kind in (Kind.OFFLOAD, Kind.FETCH):
+            move = _to_host if instruction.kind is Kind.OFFLOAD else _to_device
+            device = node.meta["val"].device
+            self.now[cell] = self.graph.call_function(move, (self.now[instruction.reads[0]], device))
+            self.now[cell].meta = dict(node.meta)
+            return
         again = instruction.kind is Kind.RECOMPUTE
         read = {
             value: self.now[found]
@@ -138,7 +147,7 @@ class _Graph:
                 _run_with_state, (self.now[instruction.reads[-1]], node.target, *args), kwargs
             )
         elif again and is_batch_norm(node):
-            made = self.graph.call_function(_aten._native_batch_norm_legit.no_stats, (*args[:3], *args[5:]))
+            made = self.graph.call_function(*without_statistics(node.target, args))
         elif instruction.into is not None:
             made = self._write_over(node, args, kwargs, self.now[instruction.into])
         else:
@@ -158,6 +167,20 @@ class _Graph:
         with _disable_current_modes():
             state = torch.get_rng_state()
         return self._fake.from_tensor(state) if self._fake is not None else state
+
+
+def _name(cell: Cell) -> str:
+    return f"{cell.op}_{cell.run}{'_state' * cell.is_state}{'_host' * cell.on_host}"
+
+
+def _to_host(value: Tensor, device: torch.device) -> Tensor:
+    """A copy in the host's memory, as dense as the value, in memory from which a GPU can fetch it at full speed."""
+    copy = torch.empty_like(value, device="cpu", pin_memory=device.type == "cuda")
+    return copy.copy_(value, non_blocking=True)  # on the stream that will fetch it, so nothing need wait
+
+
+def _to_device(value: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(value, device=device).copy_(value, non_blocking=True)
 
 
 def _run_and_save_state(op: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:

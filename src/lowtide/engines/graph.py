@@ -114,7 +114,9 @@ class _Runner:
     """Runs the forward pass, and links the pieces of the backward pass into autograd's graph."""
 
     def __init__(self, joint: Joint, program: Program, mutated: Sequence[int]) -> None:
-        self.mutated = tuple(mutated)
+        self.mutated = len(mutated)
+        values = zip(mutated, joint.outputs, strict=False)  # a batch norm's statistics are moved in their place
+        self.moved = [(i, place) for i, (place, value) in enumerate(values) if value is not joint.primals[place]]
         primals = {Cell(node.name) for node in joint.primals}
         self.kept = tuple(cell for cell in program.kept if cell not in primals)
         self.forward = boxed(forward_graph(joint, program, self.kept))
@@ -124,7 +126,7 @@ class _Runner:
         with torch.no_grad(), torch._C._DisableAutocast():  # the graph has its casts
             *results, loss = self._run_forward(list(inputs))
             self._move(inputs, results)
-        run = _Run(loss, dict(zip(self.kept, results[len(self.mutated) :], strict=True)))
+        run = _Run(loss, dict(zip(self.kept, results[self.mutated :], strict=True)))
         before: Any = None
         for piece in reversed(self.pieces):
             read = [inputs[place] for place in (*piece.inputs_read, *piece.inputs_seen)]
@@ -134,17 +136,17 @@ class _Runner:
     def _move(self, inputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Give buffers their new values, those of one dtype at once."""
         groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for place, value in zip(self.mutated, values, strict=False):
-            into, given = groups.setdefault(value.dtype, ([], []))
+        for index, place in self.moved:
+            into, given = groups.setdefault(values[index].dtype, ([], []))
             into.append(inputs[place])
-            given.append(value)
+            given.append(values[index])
         for into, given in groups.values():
             _aten._foreach_copy_(into, given)
 
     def _run_forward(self, inputs: list[Any]) -> list[Tensor]:
         """New values of buffers, what is kept, and the loss."""
         results = list(self.forward(inputs))
-        loss = results.pop(len(self.mutated))
+        loss = results.pop(self.mutated)
         return [*results, loss.clone() if loss._is_view() else loss]
 
 

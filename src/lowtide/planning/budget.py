@@ -26,7 +26,8 @@ from lowtide.workload import Workload
 Engine = Literal["auto", "eager", "graph"]
 
 _SLACK = 1.01  # an estimate this much above the budget is still looked at: estimates err by less
-_SMALLEST = 3  # of the smallest estimates, how many are looked at whatever they say
+_SLACK_OF_SCHEDULES = 1.05  # theirs err more, and a look costs less
+_SMALLEST = 8  # of the smallest estimates, how many are looked at whatever they say
 _FRAGMENTATION = 0.03  # of a GPU, what the allocator is expected to lose
 _CONTEXT_BYTES = 600 * 2**20  # of a GPU that is not here, what its CUDA context takes
 
@@ -200,9 +201,10 @@ class _Search:
         failed: dict[str, int] = {}
         for candidate in filter(permitted, self.candidates):
             name = candidate.technique
-            worth = candidate.estimate <= budget * _SLACK
-            if not isinstance(candidate.option, Schedule):  # their estimates say less of each other
-                worth = worth and candidate.estimate < failed.get(name, math.inf)
+            if isinstance(candidate.option, Schedule):
+                worth = candidate.estimate <= budget * _SLACK_OF_SCHEDULES
+            else:
+                worth = candidate.estimate <= min(budget * _SLACK, failed.get(name, math.inf) - 1)
             if worth or candidate.option in smallest:
                 found = self.exact(candidate)
                 if found is not None and found.peak_bytes <= budget:
@@ -212,9 +214,8 @@ class _Search:
         return least if least.peak_bytes <= budget else None
 
     def least(self, permitted: _Permission) -> _Found:
-        """The option with the smallest peak: of the smallest estimates, and of all schedules."""
-        schedules = [c for c in filter(permitted, self.candidates) if isinstance(c.option, Schedule)]
-        looked_at = [found for found in map(self.exact, [*self._smallest(permitted), *schedules]) if found is not None]
+        """The option with the smallest peak, of the smallest estimates."""
+        looked_at = [found for found in map(self.exact, self._smallest(permitted)) if found is not None]
         return min([self._plain, *looked_at], key=lambda found: found.peak_bytes)
 
     def exact(self, candidate: _Candidate) -> _Found | None:

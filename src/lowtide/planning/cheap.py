@@ -1,4 +1,4 @@
-"""Cheap results made again: those of elementwise ops, norms, poolings and concatenations that backward waits for.
+"""Cheap results: those of elementwise ops, norms, poolings and concatenations that backward waits for.
 
 Of convolution, norm and activation, the convolution's result is kept, and the other two are made again from it right
 before backward reads them (Chen et al., 2016, section 4.2).
@@ -6,96 +6,34 @@ before backward reads them (Chen et al., 2016, section 4.2).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from torch import fx
 
 from lowtide.chains import Kind as Step
-from lowtide.chains import Operation, Schedule
+from lowtide.chains import Operation
 from lowtide.planning.in_place import is_elementwise
-from lowtide.planning.program import Cell, Instruction, Kind, Program
-from lowtide.planning.stages import Stages
-from lowtide.planning.writer import Writer, inputs_of
 from lowtide.tracing.joint import Joint, bytes_of, is_item, is_random
+from lowtide.tracing.statistics import inputs_of
+
+if TYPE_CHECKING:
+    from lowtide.planning.stages import Stages
 
 _LONGEST = 8  # ops that run again for one result; else all sums of a residual network would be made from the first
 _SMALL = 0.02  # of the largest result: not worth it
 _CHEAP = frozenset((
-    "aten::_native_batch_norm_legit_functional", "aten::_native_batch_norm_legit", "aten::native_batch_norm",
+    "aten::_native_batch_norm_legit", "aten::cudnn_batch_norm", "aten::native_batch_norm",
     "aten::native_layer_norm", "aten::native_group_norm", "aten::cat", "aten::constant_pad_nd",
     "aten::max_pool2d_with_indices", "aten::max_pool3d_with_indices", "aten::avg_pool2d", "aten::avg_pool3d",
     "aten::_adaptive_avg_pool2d", "aten::_adaptive_avg_pool3d",
 ))  # fmt: skip
 
 
-def drop_cheap(stages: Stages, schedule: Schedule) -> Program:
-    """The program of a schedule in which stages that keep everything keep no cheap results, but make them again."""
-    return _CheapWriter(stages, schedule).program()
+class CheapResults:
+    """What need not be kept: large cheap results that backward reads, and whose sources are there anyway at that time.
 
-
-def cheap_results(stages: Stages) -> frozenset[fx.Node]:
-    """What is dropped: large cheap results that backward reads, and whose sources are there anyway at that time."""
-    return frozenset(_Choice(stages).dropped)
-
-
-class _CheapWriter(Writer):
-    """Writes the schedule's program, but before an op of backward the runs of what it reads and was dropped."""
-
-    def __init__(self, stages: Stages, schedule: Schedule) -> None:
-        super().__init__(stages, schedule)
-        self.choice = _Choice(stages)
-        self.whole: set[int] = set()  # stages that keep everything now
-        self.stale: set[fx.Node] = set()  # dropped: what was made of it is no longer to be read
-        self.fresh: set[fx.Node] = set()  # made again, on the way to what was dropped
-        self.rest = self._noted(self.rest)
-
-    def _kept(self) -> list[Cell]:
-        for step in self.sweep:
-            self._note(step)
-        gone = {self.now[node] for node in self.stale}
-        return [cell for cell in super()._kept() if cell not in gone]
-
-    def _noted(self, steps: Iterable[Operation]) -> Iterator[Operation]:
-        for step in steps:
-            self._note(step)
-            yield step
-
-    def _prepare(self, node: fx.Node, prepared: set[fx.Node]) -> Iterator[Instruction]:
-        yield from self._remade([value for value in self.stages.read_by(node) if value in self.stale])
-        yield from super()._prepare(node, prepared)
-
-    def _note(self, step: Operation) -> None:
-        if step.kind is Step.BACKWARD:
-            return
-        mine = self.choice.dropped.intersection(self.stages.forward[step.stage])
-        self.stale -= mine
-        self.fresh.difference_update(self.stages.forward[step.stage])
-        if step.kind is Step.EVERYTHING:
-            self.whole.add(step.stage)
-            self.stale |= {node for node in mine if self.choice.stages_of[node] <= self.whole}
-        else:
-            self.whole.discard(step.stage)
-        if step.kind is Step.CHECKPOINT:
-            self.stale -= self.stages.inputs[step.stage]  # the stage will run again from it
-
-    def _remade(self, waiting: list[fx.Node]) -> Iterator[Instruction]:
-        while waiting:
-            node = waiting[-1]
-            missing = [] if self._is_there(node) else [v for v in _sources(self.joint, node) if not self._is_there(v)]
-            waiting += missing
-            if not missing:
-                waiting.pop()
-                if not self._is_there(node):
-                    self.stale.discard(node)
-                    self.fresh.add(node)
-                    yield self._run(node, Kind.RECOMPUTE)
-
-    def _is_there(self, node: fx.Node) -> bool:
-        return node in self.fresh or (node in self.choice.last and node not in self.stale)
-
-
-class _Choice:
-    """Goes through the forward pass, and weighs what each cheap result would take to be made again, and until when."""
+    Goes through the forward pass, and weighs what each would take to be made again, and until when that can be done.
+    """
 
     def __init__(self, stages: Stages) -> None:
         self.joint, self.stages = stages.joint, stages
@@ -118,7 +56,7 @@ class _Choice:
                     self.dropped.add(node)
 
     def _can_be_made_again(self, node: fx.Node) -> bool:
-        sources = _sources(self.joint, node)
+        sources = sources_of(self.joint, node)
         until = min((self._there(value) for value in sources), default=float("inf"))
         again = [v for v in sources if v in self.cost and (v in self.dropped or self.last.get(v, -1) < until)]
         cost = sum(self.cost[value] for value in again)
@@ -143,10 +81,45 @@ class _Choice:
         return bool(node.all_input_nodes) and (is_elementwise(node) or _name(node) in _CHEAP)
 
 
-def _sources(joint: Joint, node: fx.Node) -> list[fx.Node]:
+def sources_of(joint: Joint, node: fx.Node) -> list[fx.Node]:
     """The results of forward ops that an op reads when it runs again."""
     return [value for value in inputs_of(node, again=True) if joint.is_forward(value)]
 
 
 def _name(node: fx.Node) -> str:
     return getattr(getattr(node.target, "_schema", None), "name", "")
+
+
+class LightStages:
+    """Follows a schedule, and knows which cheap results of stages kept lightly are not there."""
+
+    def __init__(self, stages: Stages) -> None:
+        self.stages = stages
+        self.stale: set[fx.Node] = set()  # dropped: what was made of it is no longer to be read
+        self._whole: set[int] = set()  # stages that are kept now
+        self._fresh: set[fx.Node] = set()  # made again, on the way to what was dropped
+
+    def note(self, step: Operation) -> None:
+        """The next operation."""
+        if step.kind is Step.BACKWARD:
+            return
+        nodes = self.stages.forward[step.stage]
+        self.stale.difference_update(nodes)
+        self._fresh.difference_update(nodes)
+        if step.kind in (Step.EVERYTHING, Step.LIGHT):
+            self._whole.add(step.stage)
+        else:
+            self._whole.discard(step.stage)
+        if step.kind is Step.LIGHT:
+            cheap = self.stages.cheap
+            self.stale |= {node for node in cheap.dropped.intersection(nodes) if cheap.stages_of[node] <= self._whole}
+        if step.kind is Step.CHECKPOINT:
+            self.stale -= self.stages.inputs[step.stage]  # the stage will run again from it
+
+    def is_there(self, node: fx.Node) -> bool:
+        return node in self._fresh or (node in self.stages.cheap.last and node not in self.stale)
+
+    def made(self, node: fx.Node) -> None:
+        """A result is there again."""
+        self.stale.discard(node)
+        self._fresh.add(node)

@@ -12,6 +12,7 @@ from lowtide.chains import simulate as simulate_chain
 from lowtide.errors import BudgetError
 from lowtide.planning.program import Program, simulate
 from lowtide.planning.stages import Stages
+from lowtide.planning.temporaries import complete_chain
 from lowtide.planning.writer import program_of
 from lowtide.sizes import format_size
 from lowtide.tracing.joint import Joint, bytes_of
@@ -22,14 +23,16 @@ _STEPS = 40  # how finely the memory of a chain is gone through
 class Programs:
     """The programs of a joint graph's optimal schedules, from the fastest to the smallest.
 
-    A chain counts what its stages keep, a program all that lives. So the chain is planned at many budgets of its own,
-    which depend on the chain alone: for a larger budget the same programs are there, and none that fitted is lost.
+    A chain counts stage by stage, a program all that lives. So the chain is planned at many budgets of its own, which
+    depend on the chain alone: for a larger budget the same programs are there, and none that fitted is lost.
     """
 
-    def __init__(self, joint: Joint, seconds: Callable[[fx.Node], float]) -> None:
+    def __init__(
+        self, joint: Joint, seconds: Callable[[fx.Node], float], workspace: Callable[[fx.Node], int] = lambda _: 0
+    ) -> None:
         self.joint = joint
         self.stages = Stages(joint)
-        self.chain: Chain = self.stages.chain(seconds)
+        self.chain: Chain = complete_chain(self.stages, seconds, workspace)
         self._programs: dict[Schedule, Program] = {}
 
     @cached_property
@@ -38,7 +41,7 @@ class Programs:
         plans = Optimal(self.chain)
         whole = keep_all(self.chain)
         low, high = plans.smallest_bytes, simulate_chain(self.chain, whole).peak_bytes
-        sizes = [low + (high - low) * step // _STEPS for step in range(_STEPS)]
+        sizes = [low + (high - low) * step**2 // _STEPS**2 for step in range(_STEPS)]  # where little helps: close by
         found = dict.fromkeys([whole, *map(plans.schedule, reversed(sizes))])
         return tuple(sorted(found, key=self.seconds_again))
 

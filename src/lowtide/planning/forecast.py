@@ -47,6 +47,10 @@ class Forecast:
         """What one op of the joint graph takes."""
         return 0.0 if is_free(self.joint, node) else self.costs[node.name].seconds
 
+    def workspace(self, node: fx.Node) -> int:
+        """What one op of the joint graph holds inside itself."""
+        return 0 if is_free(self.joint, node) else self.costs[node.name].workspace_bytes
+
     @cached_property
     def costs(self) -> Mapping[str, _Cost]:
         """Seconds and workspace of each op, by its node's name."""
@@ -203,6 +207,10 @@ class _Planned:
             )
         elif each.kind is Kind.GIVE and each.cell in self.program.bytes and each.reads:
             self.ops.append(Op(len(self.ops), "aten.clone.default", phase, "", "", (), (), "", False, 0.0, 0))
+        elif each.kind in (Kind.OFFLOAD, Kind.FETCH):
+            seconds = self.program.bytes[each.cell] / find_device(self.forecast.plain.graph.device).host_bandwidth
+            name = f"lowtide.{each.kind}"
+            self.ops.append(Op(len(self.ops), name, phase, "", "", (), (), "", False, seconds, 0))
         for storage in self.program.held(each.cell):
             self._hold(storage, each, node)
 
@@ -221,7 +229,8 @@ class _Planned:
             made = node.meta.get("val") if node is not None else None
             shape = list(made.shape) if isinstance(made, Tensor) else []
             dtype = dtype_name(made) if isinstance(made, Tensor) else "uint8"
-            device = "cpu" if storage.is_state else self.forecast.plain.graph.tensor_device
+            on_host = storage.is_state or storage.on_host
+            device = "cpu" if on_host else self.forecast.plain.graph.tensor_device
             self.index[storage] = len(self.storages)
             birth = max(0, len(self.ops) - 1)
             label = f"{each.cell.op} {shape}"

@@ -14,8 +14,8 @@ from torch import fx
 from lowtide.errors import LowtideError
 from lowtide.planning.in_place import is_elementwise, lies_like
 from lowtide.planning.program import Cell, Instruction, Kind, Program
-from lowtide.planning.writer import inputs_of
-from lowtide.tracing.joint import Joint, bytes_of, is_batch_norm, is_item, size_of, viewed
+from lowtide.tracing.joint import Joint, bytes_of, is_item, size_of, viewed
+from lowtide.tracing.statistics import inputs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +168,7 @@ class _Reader:
             shown, index = self.shown.get(source, ()), node.args[1]
             return (shown[index],) if isinstance(index, int) and index < len(shown) else ()
         made = node.meta.get("val")
-        if not isinstance(made, (tuple, list)):
-            return self._new([size_of(made)])
-        return self._new(
-            [size_of(value) for value in (made[:3] if is_batch_norm(node) and each.kind is Kind.RECOMPUTE else made)]
-        )
+        return self._new([size_of(value) for value in (made if isinstance(made, (tuple, list)) else [made])])
 
     def _new(self, sizes: list[int]) -> tuple[int, ...]:
         known = len(self.sizes)

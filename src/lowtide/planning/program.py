@@ -5,7 +5,7 @@ A program is data: names, bytes and an order. ``simulate`` works on it alone; an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -20,22 +20,29 @@ class Kind(StrEnum):
     RECOMPUTE = "recompute"
     GIVE = "give"  # a gradient to autograd, which takes it as it is or copies it
     FREE = "free"
+    OFFLOAD = "offload"  # copy to the host's memory
+    FETCH = "fetch"  # and back
 
 
 class Cell(NamedTuple):
-    """A result of one run of an op. What a random op needs to run again with the same numbers is a cell too."""
+    """A result of one run of an op, or its copy on the host.
+
+    What a random op needs to run again with the same numbers is a cell too.
+    """
 
     op: str
     run: int = 0
     is_state: bool = False
+    on_host: bool = False
 
     def __str__(self) -> str:
-        return f"{self.op}{f' (run {self.run + 1})' if self.run else ''}{' (generator)' if self.is_state else ''}"
+        run = f" (run {self.run + 1})" if self.run else ""
+        return f"{self.op}{run}{' (generator)' if self.is_state else ''}{' (on the host)' if self.on_host else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One op that runs, with what it reads; one gradient that is complete; or one cell that is let go."""
+    """One op that runs, with what it reads; one gradient that is complete; one cell that is copied, or let go."""
 
     kind: Kind
     cell: Cell
@@ -77,25 +84,47 @@ class Program:
 
 
 class Simulation(NamedTuple):
-    """The bytes of storages that live after each instruction, but for parameters, inputs and gradients at rest."""
+    """Bytes after each instruction, but for parameters, inputs and gradients at rest; and the seconds of all."""
 
-    live_bytes: tuple[int, ...]
+    live_bytes: tuple[int, ...]  # of storages
+    during_bytes: tuple[int, ...]  # the same with what the op allocates inside itself
+    host_bytes: tuple[int, ...]  # of copies on the host
+    seconds: float
 
     @property
     def peak_bytes(self) -> int:
+        """Of storages."""
         return max(self.live_bytes, default=0)
 
+    @property
+    def allocated_peak_bytes(self) -> int:
+        """With what ops allocate inside themselves."""
+        return max(self.during_bytes, default=0)
 
-def simulate(program: Program) -> Simulation:
+
+class Cost(NamedTuple):
+    """What an instruction takes."""
+
+    seconds: float = 0.0
+    workspace_bytes: int = 0
+
+
+def simulate(program: Program, cost: Callable[[Instruction], Cost] = lambda _: Cost()) -> Simulation:
     """Run a program over sizes alone."""
-    live: dict[Cell, int] = {}  # by storage: how many cells hold it
-    total, totals = 0, []
+    holders: dict[Cell, int] = {}  # by storage: how many cells hold it
+    live, host, seconds = 0, 0, 0.0
+    lives, during, hosts = list[int](), list[int](), list[int]()
     for instruction in (*program.forward, *program.backward):
         change = -1 if instruction.kind is Kind.FREE else 1
         for storage in program.held(instruction.cell):
-            before = live.get(storage, 0)
-            live[storage] = before + change
-            if not before or not live[storage]:
-                total += change * program.bytes.get(storage, 0)
-        totals.append(total)
-    return Simulation(tuple(totals))
+            before = holders.get(storage, 0)
+            holders[storage] = before + change
+            if not before or not holders[storage]:
+                size = change * program.bytes.get(storage, 0)
+                live, host = (live, host + size) if storage.on_host else (live + size, host)
+        taken = Cost() if instruction.kind is Kind.FREE else cost(instruction)
+        seconds += taken.seconds
+        lives.append(live)
+        during.append(live + taken.workspace_bytes)
+        hosts.append(host)
+    return Simulation(tuple(lives), tuple(during), tuple(hosts), seconds)

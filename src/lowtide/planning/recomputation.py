@@ -14,7 +14,8 @@ from lowtide.planning.program import Program, simulate
 from lowtide.profiling import Profile
 from lowtide.sizes import format_size
 from lowtide.techniques.technique import Fidelity
-from lowtide.tracing.joint import Joint, capture_joint, is_batch_norm
+from lowtide.tracing.joint import Joint, capture_joint
+from lowtide.tracing.statistics import is_left_batch_norm
 from lowtide.workload import Workload
 
 _SHOWN = 12  # stages that a plan gives reasons for: the largest
@@ -27,26 +28,27 @@ class Recomputations:
         self.joint = joint
         self.plain = plain
         self.forecast = Forecast(joint, plain)
-        self.programs = Programs(joint, self.forecast.seconds)
+        self.programs = Programs(joint, self.forecast.seconds, self.forecast.workspace)
         self.schedules = self.programs.schedules
 
     @property
     def fidelity(self) -> Fidelity:
         """Bitwise, but where a captured graph has another op than the plain step.
 
-        For batch norm on a GPU PyTorch's instead of cuDNN's; for dropout in half precision on a CPU the one that scales
-        by itself, where the plain step multiplies by a mask whose scale is rounded.
+        For dropout in half precision on a CPU the one that scales by itself, where the plain step multiplies by a mask
+        whose scale is rounded. For a batch norm on a GPU that has no running statistics, or whose statistics the model
+        reads, PyTorch's own instead of cuDNN's.
         """
-        on_gpu = self.plain.graph.tensor_device == "cuda"
-        other = is_batch_norm if on_gpu else _is_half_dropout
-        return Fidelity.ROUNDOFF if any(map(other, self.joint.forward)) else Fidelity.BITWISE
+        on_cpu = self.plain.graph.tensor_device == "cpu"
+        other = any(map(_is_half_dropout if on_cpu else is_left_batch_norm, self.joint.forward))
+        return Fidelity.ROUNDOFF if other else Fidelity.BITWISE
 
     def seconds(self, schedule: Schedule) -> float:
         """What a schedule takes longer than the plain step."""
         return self.programs.seconds_again(schedule)
 
     def estimate(self, schedule: Schedule) -> int:
-        """What stays and what the chain's stages keep: near the allocated peak, mostly below it, and quickly found."""
+        """What stays and what the chain's stages hold: near the allocated peak, and quickly found."""
         return self.plain.static_bytes + simulate_chain(self.programs.chain, schedule).peak_bytes
 
     def profile(self, schedule: Schedule) -> Profile:

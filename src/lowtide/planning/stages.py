@@ -6,12 +6,13 @@ small beside it, such as a mask that all layers read, do not count, and are alwa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import cached_property
 
 from torch import fx
 
 from lowtide.chains import Chain
+from lowtide.planning.cheap import CheapResults
 from lowtide.tracing.joint import Joint, bytes_of, is_item
 
 _SMALL = 0.05  # of the value that goes on: what goes on beside it may be as large as this together
@@ -22,7 +23,9 @@ class Stages:
 
     def __init__(self, joint: Joint) -> None:
         self.joint = joint
-        cuts = _cuts(joint)
+        # What backward does not read, such as a sum that goes into a ReLU, is written over: cut behind the ReLU.
+        read = _read_by_backward(joint)
+        cuts = [(position, value) for position, value in _cuts(joint) if value in read]
         self._divide(cuts)
         # A stage whose backward does nothing would be made again for nothing: it becomes part of the next.
         self._divide([cut for cut, backward in zip(cuts, self.backward, strict=False) if backward])
@@ -50,6 +53,11 @@ class Stages:
         return frozenset(far)
 
     @cached_property
+    def cheap(self) -> CheapResults:
+        """What stages that are kept lightly make again."""
+        return CheapResults(self)
+
+    @cached_property
     def inputs(self) -> list[frozenset[fx.Node]]:
         """The results through which each stage reads what the one before it gives."""
         found: list[frozenset[fx.Node]] = [frozenset()]
@@ -65,14 +73,16 @@ class Stages:
     def chain(self, seconds: Callable[[fx.Node], float]) -> Chain:
         """The chain's bytes, and its seconds by those of each op."""
         given = [1, *(bytes_of(value) for value in self.given), 1]  # the batch and the loss are there anyway
-        saved: list[int] = []
-        for stage in range(len(self)):
-            storages = {self.joint.storages[value] for value in self.kept_by(stage) - self.always_kept}
-            storages |= set(self.given[stage : stage + 1])
-            mine = sum(bytes_of(storage) for storage in storages if self.joint.is_forward(storage))
-            saved.append(max(mine, given[stage + 1]))
+        saved = [self._saved(stage, frozenset()) for stage in range(len(self))]
+        light = [self._saved(stage, self.cheap.dropped) for stage in range(len(self))]
         forward, backward = ([sum(map(seconds, nodes)) for nodes in stages] for stages in (self.forward, self.backward))
-        return Chain(forward, backward, given, saved)
+        return Chain(forward, backward, given, saved, light_bytes=light)
+
+    def _saved(self, stage: int, dropped: Set[fx.Node]) -> int:
+        """The bytes that a stage keeps: its results that backward reads, but what is dropped, and what it gives."""
+        storages = {self.joint.storages[value] for value in self.kept_by(stage) - self.always_kept - dropped}
+        storages |= set(self.given[stage : stage + 1])
+        return max(1, sum(bytes_of(storage) for storage in storages if self.joint.is_forward(storage)))
 
     def read_by(self, node: fx.Node) -> set[fx.Node]:
         """Forward's results that an op of the backward pass reads, also through what is prepared for it."""
@@ -105,6 +115,10 @@ class Stages:
     def _is_near(self, value: fx.Node, stage: int) -> bool:
         made = self.of[value]
         return made == stage or (made == stage - 1 and self._is_given(value, made))
+
+
+def _read_by_backward(joint: Joint) -> set[fx.Node]:
+    return {joint.storages[value] for node in joint.backward for value in node.all_input_nodes}
 
 
 def _cuts(joint: Joint) -> list[tuple[int, fx.Node]]:

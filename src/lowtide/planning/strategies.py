@@ -11,16 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import fx
-
 from lowtide.chains import Chain, keep_all, sqrt
 from lowtide.planning.arena import arena, pool, share
-from lowtide.planning.cheap import cheap_results, drop_cheap
 from lowtide.planning.liveness import Life, Order, lives, lives_in_place, order_of, peak_bytes
 from lowtide.planning.program import Program
 from lowtide.planning.stages import Stages
 from lowtide.planning.writer import program_of
-from lowtide.tracing.joint import Joint, bytes_of
+from lowtide.tracing.joint import Joint
 
 
 @dataclass(frozen=True)
@@ -69,22 +66,18 @@ def plain(joint: Joint, stages: Stages | None = None) -> Program:
 def without_cheap(joint: Joint, stages: Stages | None = None) -> Program:
     """The program that keeps everything but cheap results."""
     stages = stages or Stages(joint)
-    return drop_cheap(stages, keep_all(_chain(stages)))
+    return program_of(stages, keep_all(_chain(stages)).lightly())
 
 
 def sqrt_without_cheap(joint: Joint, stages: Stages | None = None) -> Program:
     """The program of √n segments, which keep no cheap results when they run again."""
     stages = stages or Stages(joint)
-    return drop_cheap(stages, sqrt(_chain(stages, cheap_results(stages))))
+    chain = _chain(stages)
+    return program_of(stages, sqrt(replace(chain, saved_bytes=chain.light_bytes)).lightly())
 
 
-def _chain(stages: Stages, dropped: frozenset[fx.Node] = frozenset()) -> Chain:
-    chain = stages.chain(lambda node: 1.0)
-    saved: list[int] = []
-    for stage, size in enumerate(chain.saved_bytes):
-        storages = {stages.joint.storages[node] for node in stages.kept_by(stage) & dropped}
-        saved.append(max(size - sum(map(bytes_of, storages)), chain.value_bytes[stage + 1]))
-    return replace(chain, saved_bytes=saved)
+def _chain(stages: Stages) -> Chain:
+    return stages.chain(lambda node: 1.0)
 
 
 def _both(order: Order) -> list[list[Life]]:

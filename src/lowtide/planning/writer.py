@@ -11,10 +11,12 @@ from torch import fx
 
 from lowtide.chains import Kind as Step
 from lowtide.chains import Schedule
+from lowtide.planning.cheap import LightStages, sources_of
 from lowtide.planning.in_place import lies_like, written_over
 from lowtide.planning.program import Cell, Instruction, Kind, Program
 from lowtide.planning.stages import Stages
-from lowtide.tracing.joint import bytes_of, is_batch_norm, is_item, is_random, size_of
+from lowtide.tracing.joint import bytes_of, is_item, is_random, size_of
+from lowtide.tracing.statistics import inputs_of
 
 STATE_BYTES = torch.get_rng_state().nbytes
 _PIECES = 16  # gradients leave when they make this part of all
@@ -38,6 +40,7 @@ class Writer:
         self.runs: dict[fx.Node, int] = {}
         self.storages: dict[Cell, tuple[Cell, ...]] = {}
         self.bytes: dict[Cell, int] = {}
+        self.light = LightStages(stages)
 
     def held(self, cell: Cell) -> tuple[Cell, ...]:
         """The storages that live as long as a cell does."""
@@ -47,7 +50,8 @@ class Writer:
         forward = [self._run(node, Kind.COMPUTE) for node in self.joint.forward]
         *moved, loss = [self.now[node] for node in self.joint.outputs if isinstance(node, fx.Node)]
         kept = self._kept()
-        self.now = {node: cell for node, cell in self.now.items() if cell in kept or node in self.joint.tangents}
+        there = {*kept, *(self.now[node] for node in self.joint.tangents)}
+        self.now = {node: cell for node, cell in self.now.items() if cell in there}
         backward = list(self._backward())
         gradients = tuple(self.now[g] if isinstance(g, fx.Node) else None for g in self.joint.gradients)
         backward = _needed(backward, {cell for cell in gradients if cell is not None})
@@ -97,15 +101,17 @@ class Writer:
             in_use.update(
                 dict.fromkeys((self.joint.storages[self.joint.nodes[cell.op]] for cell in each.reads), position)
             )
-        enough = sum(bytes_of(node) for nodes in inputs.values() for node in nodes) / _PIECES
         waiting = [cell for cell in inputs if cell not in made]  # a gradient that nothing computes
+        size = {cell: sum(map(bytes_of, nodes)) for cell, nodes in inputs.items()}
+        enough = sum(size.values()) / _PIECES
         for position, each in enumerate(backward):
             yield each
             waiting += [each.cell] if each.cell in inputs else []
             following = self.joint.nodes[backward[position + 1].cell.op] if position + 1 < len(backward) else None
+            if following is not None and (is_item(following) or sum(size[cell] for cell in waiting) < enough):
+                continue
             ready = [cell for cell in waiting if all(in_use.get(node, -1) <= position for node in inputs[cell])]
-            complete = sum(bytes_of(node) for cell in ready for node in inputs[cell]) >= enough
-            if ready and (following is None or (complete and not is_item(following))):
+            if ready and (following is None or sum(size[cell] for cell in ready) >= enough):
                 for cell in ready:
                     own = cell in made and last.get(cell, -1) <= position and len(inputs[cell]) == 1
                     yield from (self._give(cell, node, own=own) for node in inputs[cell])
@@ -144,7 +150,7 @@ class Writer:
                 (storage,) = self.held(target)
                 over[each.cell] = over.get(storage, storage)
             ours.update(self.held(each.cell))
-            found.append(replace(each, into=target))
+            found.append(each if target is None else replace(each, into=target))
         return found
 
     def _target(self, each: Instruction, dying: set[Cell]) -> Cell | None:
@@ -170,15 +176,18 @@ class Writer:
         """What the forward sweep keeps: all parameters and inputs, checkpoints, and what backward reads of stages."""
         keep = set(self.stages.always_kept)
         for step in self.sweep:
+            self.light.note(step)
             if step.kind is not Step.NOTHING:
                 keep |= self.stages.inputs[step.stage]
-            if step.kind is Step.EVERYTHING:
+            if step.kind in (Step.EVERYTHING, Step.LIGHT):
                 keep |= self.stages.kept_by(step.stage)
+        keep -= self.light.stale
         nodes = [*self.joint.primals, *(node for node in self.joint.forward if node in keep)]
         return [self.now[node] for node in nodes]
 
     def _backward(self) -> Iterator[Instruction]:
         for step in self.rest:
+            self.light.note(step)
             if step.kind is Step.BACKWARD:
                 prepared: set[fx.Node] = set()
                 for node in self.stages.backward[step.stage]:
@@ -188,14 +197,29 @@ class Writer:
                     self.now.pop(node)  # made of results that another run may replace
             else:
                 for node in self.stages.forward[step.stage]:
-                    if not (is_item(node) and is_batch_norm(node.args[0]) and node.args[1] > 2):  # pyright: ignore
-                        yield self._run(node, Kind.RECOMPUTE)
+                    yield self._run(node, Kind.RECOMPUTE)
         for node in self.joint.gradients:
             if isinstance(node, fx.Node) and node not in self.now:
                 yield from self._prepare_all([node], set())
 
     def _prepare(self, node: fx.Node, prepared: set[fx.Node]) -> Iterator[Instruction]:
+        if self.light.stale:
+            yield from self._remade([value for value in self.stages.read_by(node) if value in self.light.stale])
         yield from self._prepare_all([v for v in node.all_input_nodes if v in self.joint.prepared], prepared)
+
+    def _remade(self, waiting: list[fx.Node]) -> Iterator[Instruction]:
+        """Runs of cheap results that are not there, and of what they are made from."""
+        while waiting:
+            node = waiting[-1]
+            missing = [v for v in sources_of(self.joint, node) if not self.light.is_there(v)]
+            if self.light.is_there(node):
+                waiting.pop()
+            elif missing:
+                waiting += missing
+            else:
+                waiting.pop()
+                self.light.made(node)
+                yield self._run(node, Kind.RECOMPUTE)
 
     def _prepare_all(self, waiting: list[fx.Node], prepared: set[fx.Node]) -> Iterator[Instruction]:
         while waiting:
@@ -215,32 +239,24 @@ class Writer:
         run = self.runs.get(node, -1) + 1
         cell = self.now[node] = Cell(node.name, run)
         self.runs[node] = run
-        self._note_storages(node, cell, again=kind is Kind.RECOMPUTE)
+        self._note_storages(node, cell)
         return Instruction(kind, cell, reads)
 
-    def _note_storages(self, node: fx.Node, cell: Cell, *, again: bool) -> None:
+    def _note_storages(self, node: fx.Node, cell: Cell) -> None:
         values, made = node.meta.get("val"), self.joint.storages[node]
         if made is not node:
             if made in self.now:
                 self.storages[cell] = self.held(self.now[made])
         elif isinstance(values, (tuple, list)):
-            given = values[:3] if again and is_batch_norm(node) else values
-            parts = tuple(Cell(f"{node.name}[{i}]", cell.run) for i in range(len(given)))
+            parts = tuple(Cell(f"{node.name}[{i}]", cell.run) for i in range(len(values)))
             self.storages[cell] = parts
-            self.bytes.update(zip(parts, map(size_of, given), strict=True))
+            self.bytes.update(zip(parts, map(size_of, values), strict=True))
         elif is_item(node):
             op, index = node.args
             source = self.now[op]  # pyright: ignore[reportArgumentType]
             self.storages[cell] = (Cell(f"{source.op}[{index}]", source.run),)
         else:
             self.bytes[cell] = bytes_of(node)
-
-
-def inputs_of(node: fx.Node, *, again: bool) -> list[fx.Node]:
-    """What an op reads. A batch norm that runs again leaves the running statistics alone."""
-    if again and is_batch_norm(node):
-        return [value for value in node.args[:3] if isinstance(value, fx.Node)]
-    return list(node.all_input_nodes)
 
 
 def _let_go(cells: Iterable[Cell], held: Iterable[Cell]) -> Iterator[Instruction]:

@@ -1,8 +1,7 @@
 """Forward and backward of a step as one graph of ATen ops, before anything is decided: AOTAutograd's joint graph.
 
-The ops are those of the plain step, in its order, so a step that runs them gives its bits. Two things are changed, and
-neither changes a value: results of ops with several are taken right after the op; and in training the backward of a
-batch norm no longer reads the running statistics, which it does not use, and which have moved by then.
+The ops are those of the plain step, in its order, so a step that runs them gives its bits: results of ops with several
+are taken right after the op, and batch norms are put back as they were (``tracing/statistics.py``).
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from types import FunctionType
@@ -21,11 +21,9 @@ from torch import Tensor, fx
 from lowtide.errors import TraceError
 from lowtide.tracing.accumulation import held_by_call
 from lowtide.tracing.internals import evaluate_frames_by_default
+from lowtide.tracing.statistics import restore_batch_norms, take_counters
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
-
-_aten: Any = torch.ops.aten
-_BATCH_NORM = _aten._native_batch_norm_legit_functional.default
 
 
 def capture_joint(work: Workload) -> Joint:
@@ -34,27 +32,10 @@ def capture_joint(work: Workload) -> Joint:
     Raises ``TraceError`` where there is no one graph: the forward pass looks at values, or calls what Dynamo does not
     follow.
     """
-    # Dynamo takes a second to import, and brings much along.
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch._aot_autograd.utils import make_boxed_func
-    from torch._functorch.partitioners import default_partition
-
-    if work.device.type == "meta":
-        raise TraceError("A model on the meta device is not captured", hint="Build it on its device.")
     found: list[Joint] = []
-
-    def partition(module: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[Any, Any]:
-        graphs = default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs)
-        found.append(Joint(module, num_fwd_outputs))
-        return graphs
-
-    def no_compiler(*_: Any) -> Any:
-        return make_boxed_func(_stop)
-
-    backend = aot_autograd(fw_compiler=no_compiler, bw_compiler=no_compiler, partition_fn=partition)
     with unchanged(work, fake=True), contextlib.suppress(_CapturedError):
         try:
-            compiled_loss(work, backend)(work.batch)
+            compiled_loss(work, _backend(work, found, lambda graph: _stop))(work.batch)
         except _CapturedError:
             raise
         except Exception as error:
@@ -68,15 +49,51 @@ def capture_joint(work: Workload) -> Joint:
     return found[0]
 
 
-def compiled_loss(work: Workload, backend: Callable[..., Any]) -> Callable[[Any], Tensor]:
-    """The loss as a function of the batch, captured as one graph for a backend of Dynamo's."""
+def capture_joints(work: Workload) -> list[Joint]:
+    """The joint graphs of a step's loss, in the order in which they run: several where Dynamo breaks it.
+
+    The forward pass runs once, since what comes after a break may depend on values; nothing is changed by that. Ops
+    at the breaks themselves are in no graph, nor are parts without gradients.
+    """
+    found: list[Joint] = []
+    with unchanged(work), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor")  # Dynamo looks, after a break
+        compiled_loss(work, _backend(work, found, lambda graph: graph), fullgraph=False)(work.batch)
+    return found
+
+
+def _backend(
+    work: Workload, found: list[Joint], runs: Callable[[fx.GraphModule], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """For Dynamo: adds each joint graph to ``found``. ``runs`` says what runs in place of a captured graph."""
+    # Dynamo takes a second to import, and brings much along.
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.partitioners import default_partition
+
+    if work.device.type == "meta":
+        raise TraceError("A model on the meta device is not captured", hint="Build it on its device.")
+
+    def partition(module: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[Any, Any]:
+        graphs = default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs)
+        found.append(Joint(module, num_fwd_outputs))
+        return graphs
+
+    def compiler(graph: fx.GraphModule, _: Any) -> Any:
+        return make_boxed_func(runs(graph))
+
+    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)
+
+
+def compiled_loss(work: Workload, backend: Callable[..., Any], *, fullgraph: bool = True) -> Callable[[Any], Tensor]:
+    """The loss as a function of the batch, captured for a backend of Dynamo's: as one graph, or else as several."""
 
     def loss(batch: Any) -> Tensor:
         return work.compute_loss(batch=batch)
 
     # Dynamo counts compilations by code object, and refuses the ninth: each call here gets one of its own.
     own = FunctionType(loss.__code__.replace(), loss.__globals__, "loss", closure=loss.__closure__)
-    compiled = torch.compile(own, backend=backend, dynamic=False, fullgraph=True)
+    compiled = torch.compile(own, backend=backend, dynamic=False, fullgraph=fullgraph)
 
     def run(batch: Any) -> Tensor:
         held = held_by_call()
@@ -102,7 +119,8 @@ class Joint:
 
     def __init__(self, module: fx.GraphModule, forward_outputs: int) -> None:
         self.module = module
-        _forget_running_statistics(module)
+        restore_batch_norms(module)
+        self.counters = take_counters(module)  # buffers that count on, and by how much; no op does
         nodes = list(module.graph.nodes)
         outputs = _as_list(nodes[-1].args[0])
         self.outputs, self.gradients = outputs[:forward_outputs], outputs[forward_outputs:]
@@ -165,17 +183,6 @@ def is_item(node: fx.Node) -> bool:
 def is_random(node: fx.Node) -> bool:
     """Whether the op draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def is_batch_norm(node: fx.Node) -> bool:
-    """Whether the op also gives new running statistics."""
-    return node.target is _BATCH_NORM
-
-
-def _forget_running_statistics(module: fx.GraphModule) -> None:
-    for node in module.graph.nodes:
-        if node.target is _aten.native_batch_norm_backward.default and node.args[7]:
-            node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
 def _with_items(nodes: Iterable[fx.Node]) -> list[fx.Node]:

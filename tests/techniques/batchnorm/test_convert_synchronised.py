@@ -17,7 +17,7 @@ from lowtide.nn.batchnorm import SyncBatchNormAct
 from lowtide.techniques.batchnorm import convert
 from lowtide.techniques.batchnorm.technique import BatchNorm
 from tests.nn.test_synchronised import UNEVEN, counted, same, summed
-from tests.ranks import Check, assert_passed, run_on_two_ranks
+from tests.ranks import on_two_ranks
 from tests.techniques.batchnorm.models import (
     Decoder,
     EndsElsewhere,
@@ -282,7 +282,7 @@ def copies_keep_the_group(rank: int) -> None:
         assert torch.equal(twin(x), model(x))
 
 
-CHECKS: tuple[Check, ...] = (
+test_on_two_ranks = on_two_ranks(
     the_world_is_the_default,
     a_group_that_is_given,
     joins_that_are_rebuilt,
@@ -294,15 +294,3 @@ CHECKS: tuple[Check, ...] = (
     undo_gives_torchs_own_back,
     copies_keep_the_group,
 )
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
-    run_on_two_ranks(CHECKS, folder)
-    return folder
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_on_two_ranks(check: Check, ran: Path) -> None:
-    assert_passed(check, ran)

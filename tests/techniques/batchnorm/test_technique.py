@@ -42,8 +42,11 @@ def residual(act: type[nn.Module] = nn.ReLU, depth: int = 6) -> Workload:
     torch.manual_seed(0)
     stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
     model = nn.Sequential(stem, *(Joined(6, act()) for _ in range(depth)), nn.Conv2d(6, 2, 1))
-    loss = lambda m, x: m(x).square().mean()  # noqa: E731
-    return Workload(model, loss, torch.randn(8, 3, 12, 10), name=f"residual {act.__name__}")
+    return Workload(model, squares, torch.randn(8, 3, 12, 10), name=f"residual {act.__name__}")
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
 
 
 RESIDUAL = {"residual relu": residual, "residual silu": lambda: residual(nn.SiLU)}

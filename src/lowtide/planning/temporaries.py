@@ -1,0 +1,121 @@
+"""What the stages of a joint graph hold and take beyond what a chain counts, read off two programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from lowtide.chains import Chain, keep_all
+from lowtide.planning.program import Cell, Cost, Instruction, Kind, Program, simulate
+from lowtide.planning.stages import Stages
+from lowtide.planning.writer import program_of
+from lowtide.tracing.joint import bytes_of
+
+
+def complete_chain(stages: Stages, seconds: Callable[[fx.Node], float], workspace: Callable[[fx.Node], int]) -> Chain:
+    """The chain of a graph's stages, with what each holds while it runs and what making cheap results again takes.
+
+    Both are read off the program that keeps everything and the one that keeps all lightly. What lives beyond a chain's
+    own count, such as gradients of parameters that are complete, counts as a stage's temporary too.
+    """
+    chain = stages.chain(seconds)
+    reader = _Reader(stages, chain, workspace)
+    whole, light = program_of(stages, keep_all(chain)), program_of(stages, keep_all(chain).lightly())
+    again = np.zeros(len(stages))
+    for stage, each in reader.backward(light):
+        if each.kind is Kind.RECOMPUTE:
+            again[stage] += seconds(stages.joint.nodes[each.cell.op])
+    forward, backward, left = reader.temporaries(whole)
+    return replace(
+        chain,
+        saved_bytes=np.maximum(reader.kept(whole), chain.value_bytes[1:]).tolist(),
+        light_bytes=np.maximum(reader.kept(light), chain.value_bytes[1:]).tolist(),
+        forward_temporary_bytes=forward,
+        passing_temporary_bytes=reader.passing(),
+        backward_temporary_bytes=backward,
+        left_bytes=left,
+        light_seconds=again.tolist(),
+        light_temporary_bytes=reader.temporaries(light)[1],
+    )
+
+
+class _Reader:
+    def __init__(self, stages: Stages, chain: Chain, workspace: Callable[[fx.Node], int]) -> None:
+        self.stages, self.chain, self.workspace = stages, chain, workspace
+        self.backward_of = {node: stage for stage, nodes in enumerate(stages.backward) for node in nodes}
+
+    def forward(self, program: Program) -> Iterator[tuple[int, Instruction]]:
+        """Each instruction with its stage."""
+        stage = 0
+        for each in program.forward:
+            node = self.stages.joint.nodes.get(each.cell.op)
+            stage = self.stages.of.get(node, stage) if node is not None and each.kind is not Kind.FREE else stage
+            yield stage, each
+
+    def backward(self, program: Program) -> list[tuple[int, Instruction]]:
+        """Each instruction with its stage: what is made again or prepared is of the stage that reads it next."""
+        stage, found = 0, list[tuple[int, Instruction]]()
+        for each in reversed(program.backward):
+            node = self.stages.joint.nodes.get(each.cell.op)
+            if node is not None and each.kind is Kind.COMPUTE:
+                stage = self.backward_of.get(node, stage)
+            found.append((stage, each))
+        return found[::-1]
+
+    def passing(self) -> list[int]:
+        """Bytes beyond the value that comes and the one that goes, while a stage runs forward and keeps nothing."""
+        joint = self.stages.joint
+        last = {joint.storages[value]: node for node in joint.forward for value in node.all_input_nodes}
+        ends: dict[fx.Node, list[fx.Node]] = {}
+        for storage, node in last.items():
+            ends.setdefault(node, []).append(storage)
+        values = self.chain.value_bytes
+        most, live = [0] * len(self.stages), 0
+        for node in joint.forward:
+            live += bytes_of(node) if joint.storages[node] is node else 0
+            stage = self.stages.of[node]
+            most[stage] = max(most[stage], live + self.workspace(node) - values[stage] - values[stage + 1])
+            live -= sum(bytes_of(storage) for storage in ends.get(node, ()) if joint.is_forward(storage))
+        return most
+
+    def kept(self, program: Program) -> NDArray[np.int64]:
+        """Bytes that each stage hands to its backward."""
+        found = np.zeros(len(self.stages), np.int64)
+        seen: set[Cell] = set()
+        for cell in program.kept:
+            node = self.stages.joint.nodes[cell.op]
+            maker = self.stages.joint.storages[node]
+            if maker in self.stages.of and node not in self.stages.always_kept and not cell.is_state:
+                storages = set(program.held(cell)) - seen
+                found[self.stages.of[maker]] += sum(program.bytes.get(storage, 0) for storage in storages)
+                seen |= storages
+        return found
+
+    def temporaries(self, program: Program) -> tuple[list[int], list[int], list[int]]:
+        """Bytes beyond the chain's count while each stage runs forward, and backward; and what it then leaves."""
+        found, first = simulate(program, self._cost), len(program.forward)
+        live, within = np.array(found.live_bytes), found.during_bytes
+        kept, gradients = np.cumsum(self.kept(program)), np.array(self.chain.gradient_bytes)
+        always = live[first - 1] - kept[-1]
+        forward, before = np.zeros((2, len(self.stages)), np.int64)
+        for i, (stage, _) in enumerate(self.forward(program)):
+            forward[stage] = max(forward[stage], within[i] - kept[stage])
+        during: dict[int, int] = {}
+        for i, (stage, _) in enumerate(self.backward(program), first):
+            if stage not in during and i > first:
+                before[stage] = live[i - 1] - kept[stage] - gradients[stage + 1] - always
+            during[stage] = max(during.get(stage, 0), within[i])
+        there = np.maximum.accumulate(before[::-1])[::-1]  # of gradients, when a stage's backward starts
+        left = np.append(max(live[-1], there[0]), there[:-1]) - there
+        counted = kept + gradients[:-1] + gradients[1:] + left + there
+        backward = [during[stage] - int(size) if stage in during else 0 for stage, size in enumerate(counted)]
+        return forward.tolist(), backward, left.tolist()
+
+    def _cost(self, each: Instruction) -> Cost:
+        node = self.stages.joint.nodes.get(each.cell.op)
+        runs = each.kind in (Kind.COMPUTE, Kind.RECOMPUTE) and not each.cell.is_state
+        return Cost(workspace_bytes=self.workspace(node)) if runs and node is not None else Cost()

@@ -1,0 +1,140 @@
+"""Batch norms of a captured graph, made again what they are in the plain step.
+
+Capture writes a batch norm as an op that gives new running statistics, to be copied into the buffers, and knows only
+PyTorch's own kernels. Here it becomes the op that the plain step calls: it moves the statistics itself, and on a GPU it
+is cuDNN's where PyTorch would choose that. Its backward in training no longer reads the running statistics, which it
+does not use, and which have moved by then.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._prims_common import suggest_memory_format
+
+_aten: Any = torch.ops.aten
+_c: Any = torch._C
+_FUNCTIONAL = _aten._native_batch_norm_legit_functional.default
+_OWN, _OWN_AGAIN = _aten._native_batch_norm_legit.default, _aten._native_batch_norm_legit.no_stats
+_CUDNN = _aten.cudnn_batch_norm.default
+_BACKWARD = _aten.native_batch_norm_backward.default
+
+
+def is_batch_norm(node: fx.Node) -> bool:
+    """Whether the op also moves running statistics."""
+    return node.target in (_OWN, _CUDNN)
+
+
+def is_left_batch_norm(node: fx.Node) -> bool:
+    """Whether it is one that stays as captured: by PyTorch's own kernel, whatever the plain step calls."""
+    return node.target in (_FUNCTIONAL, _OWN_AGAIN)
+
+
+def without_statistics(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """A batch norm that runs again: the op and its arguments, which leave the running statistics alone."""
+    inputs, settings = args[:3], args[5:]
+    return (_OWN_AGAIN, (*inputs, *settings)) if target is _OWN else (target, (*inputs, None, None, *settings))
+
+
+def inputs_of(node: fx.Node, *, again: bool) -> list[fx.Node]:
+    """What an op reads. A batch norm that runs again leaves the running statistics alone."""
+    if again and is_batch_norm(node):
+        return [value for value in node.args[:3] if isinstance(value, fx.Node)]
+    return list(node.all_input_nodes)
+
+
+def restore_batch_norms(module: fx.GraphModule) -> None:
+    """Make each batch norm of a joint graph the plain step's."""
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=_FUNCTIONAL):
+        if _alone_moves(node):
+            _restore(graph, node)
+    for node in graph.find_nodes(op="call_function", target=_BACKWARD):
+        if node.args[7]:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
+    module.recompile()
+
+
+def take_counters(module: fx.GraphModule) -> list[tuple[fx.Node, int]]:
+    """Take the counts of batches out of a graph: buffers that only count on, which is then done to all at once."""
+    (outcome,) = module.graph.find_nodes(op="output")
+    outputs: list[Any] = list(outcome.args[0])  # pyright: ignore[reportArgumentType]
+    found: list[tuple[fx.Node, int]] = []
+    for place, node in enumerate(outputs):
+        if isinstance(node, fx.Node) and node.target is _aten.add.Tensor and _counts(node):
+            counter, amount = node.args
+            outputs[place] = counter
+            found.append((counter, amount))  # pyright: ignore[reportArgumentType]
+            outcome.args = (tuple(outputs),)
+            module.graph.erase_node(node)
+    return found
+
+
+def _counts(node: fx.Node) -> bool:
+    """Whether it is a buffer of whole numbers plus one such, and nobody else wants either."""
+    counter: Any = node.args[0]
+    alone = len(node.users) == len(counter.users) == 1
+    return counter.op == "placeholder" and isinstance(node.args[1], int) and not node.kwargs and alone
+
+
+def _alone_moves(node: fx.Node) -> bool:
+    """Whether nobody but batch norms in training reads the running statistics, which may then be moved at once."""
+    if not node.args[5]:
+        return False
+    found = (value for value in node.args[3:5] if isinstance(value, fx.Node))
+    return all(value.op == "placeholder" and all(map(_moves_or_ends, value.users)) for value in found)
+
+
+def _moves_or_ends(user: fx.Node) -> bool:
+    return (
+        user.op == "output"
+        or user.target in (_OWN, _CUDNN, _BACKWARD)
+        or (user.target is _FUNCTIONAL and bool(user.args[5]))
+    )
+
+
+def _restore(graph: fx.Graph, node: fx.Node) -> None:
+    args: Any = node.args
+    means, variances = args[3:5]
+    for index, moved in ((3, means), (4, variances)):
+        for item in _items(node, index):
+            item.replace_all_uses_with(moved)
+            graph.erase_node(item)
+    values: list[Any] = [None if value is None else value.meta["val"] for value in args[:5]]
+    node.meta["val"] = node.meta["val"][:3]
+    if _c._select_batch_norm_backend(*values, True, args[7]) != _c._BatchNormBackend.Cudnn:
+        node.target = _OWN
+        return
+    node.target = _CUDNN
+    x = values[0]
+    size = _c._get_cudnn_batch_norm_reserve_space_size(x, True)
+    with x.fake_mode:
+        reserve = torch.empty(size, dtype=torch.uint8, device=x.device)
+    node.meta["val"] = (*node.meta["val"], reserve)
+    with graph.inserting_after(node):
+        kept = graph.call_function(operator.getitem, (node, 3))
+        kept.meta["val"] = reserve
+    for mean in list(_items(node, 1)):
+        for user in [user for user in mean.users if user.target is _BACKWARD]:
+            _restore_backward(graph, user, kept)
+
+
+def _restore_backward(graph: fx.Graph, node: fx.Node, reserve: fx.Node) -> None:
+    args: Any = node.args
+    gradient, x, weight, _, _, mean, scale, _, eps, _ = args
+    wanted = suggest_memory_format(x.meta["val"])
+    if not gradient.meta["val"].is_contiguous(memory_format=wanted):
+        with graph.inserting_before(node), x.meta["val"].fake_mode:
+            laid = graph.call_function(_aten.clone.default, (gradient,), {"memory_format": wanted})
+            laid.meta["val"] = gradient.meta["val"].clone(memory_format=wanted)
+            gradient = laid
+    node.target = _aten.cudnn_batch_norm_backward.default
+    node.args = (x, gradient, weight, None, None, mean, scale, eps, reserve)
+
+
+def _items(node: fx.Node, index: int) -> Iterable[fx.Node]:
+    return [user for user in node.users if user.target is operator.getitem and user.args[1] == index]

@@ -1,0 +1,148 @@
+"""Plans on the graph engine, applied, and the same loop with them and in plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowtide import Workload
+from lowtide.engines import Step, apply
+from lowtide.errors import BudgetError
+from lowtide.planning import plan
+from lowtide.profiling import Profile, profile
+
+from ..tracing.allocator import _alive, allocated_peak
+from .counting import Counter
+
+Loss = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A plan applied, and the state that the model started from."""
+
+    step: Step
+    work: Workload
+    start: dict[str, Tensor]
+
+    def compare(self, loop: Callable[[Loss, nn.Module], Sequence[Tensor]], *, close: Sequence[str] = ()) -> None:
+        """A loop with the planned loss and with a plain twin of the model: the same bits in all that is left."""
+        twin = copy.deepcopy(self.work.model)
+        losses: dict[nn.Module, Loss] = {self.work.model: self.step.loss, twin: lambda batch: squares(twin, batch)}
+        left: list[list[Tensor]] = []
+        rounded: list[list[Tensor]] = []
+        for model, loss in losses.items():
+            model.load_state_dict(self.start)
+            model.zero_grad()
+            torch.manual_seed(5)
+            found = loop(loss, model)
+            gradients = [p.grad for n, p in model.named_parameters() if p.grad is not None and n not in close]
+            rounded.append([p.grad for p in map(model.get_parameter, close) if p.grad is not None])
+            left.append([*found, *gradients, *model.state_dict().values(), torch.get_rng_state()])
+            model.zero_grad()
+        assert len(left[0]) == len(left[1])
+        assert all(map(torch.equal, *left))
+        torch.testing.assert_close(*rounded)
+
+    def batches(self, count: int) -> list[Tensor]:
+        made = torch.Generator().manual_seed(7)
+        return [torch.randn(self.work.batch.shape, generator=made) for _ in range(count)]
+
+
+def planned(work: Workload) -> Ready:
+    """At a budget near the smallest, so that ops run again."""
+    before = profile(work)
+    smallest = smallest_budget(work, before)
+    budget = smallest + (before.peak_bytes - smallest) // 8
+    found = plan(work, budget, profile=before, engine="graph")
+    assert found.program is not None
+    assert found.program.ops_again > 0
+    return Ready(apply(found, work), work, copy.deepcopy(work.model.state_dict()))
+
+
+def smallest_budget(work: Workload, plain: Profile) -> int:
+    with pytest.raises(BudgetError) as refused:
+        plan(work, 1, profile=plain, engine="graph")
+    found = re.search(r"(\d+) bytes\)", str(refused.value))
+    assert found is not None
+    return int(found[1])
+
+
+def plain_loss(work: Workload) -> Loss:
+    return lambda batch: work.compute_loss(batch=batch)
+
+
+# -- bytes -----------------------------------------------------------------------------------------------
+
+
+def assert_kept(step: Step, work: Workload, budget: int) -> None:
+    """The promised storage peak is the traced and the counted one; the allocator's is within the budget."""
+    assert step.profile().storage_peak_bytes == step.plan.storage_peak_bytes
+    allocated = allocated_peak(work.model, lambda _, batch: step.loss(batch), work.batch, work.optimizer)
+    assert allocated <= budget
+    assert counted_peak(step, work) == step.plan.storage_peak_bytes
+    work.model.zero_grad()
+
+
+def counted_peak(step: Step, work: Workload) -> int:
+    """The storages of a whole step, counted without lowtide."""
+    work.model.zero_grad()
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive(work)}
+    with Counter() as counter, mock.patch("torch.get_rng_state", counter.get_rng_state):
+        value = step.loss(work.batch)  # held to the end of the step, as in most loops
+        value.backward()
+        if work.optimizer is not None:
+            work.optimizer.step()
+    return sum(held.values()) + counter.peak_bytes
+
+
+def alive(work: Workload) -> Iterator[Tensor]:
+    return _alive(work.model, work.batch, work.optimizer)
+
+
+# -- steps -----------------------------------------------------------------------------------------------
+
+
+def awkward(*, tied: bool = True) -> Workload:
+    """Blocks of which two share a layer, the first frozen in part."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        linears = [nn.Linear(16, 16) for _ in range(4)]
+        linears[3] = linears[1] if tied else linears[3]
+        model = nn.Sequential(*map(Block, linears))
+        model[0].norm.weight.requires_grad_(False)
+        model[0].linear.bias.requires_grad_(False)
+        return work_of(model, torch.randn(64, 16))
+
+
+class Block(nn.Module):
+    """All that is awkward: statistics, random numbers, in-place ops, parameters whose gradient is there before
+    the gradient that still reads them."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+        self.norm = nn.BatchNorm1d(16)
+        self.act = nn.ReLU(inplace=True)
+        self.drop = nn.Dropout(0.2)
+        self.scale = nn.Parameter(torch.rand(96, 16))
+        self.mix = nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.act(self.norm(self.linear(x)))) * self.scale[: len(x)] @ self.mix
+
+
+def work_of(model: nn.Module, batch: Tensor) -> Workload:
+    return Workload(model, squares, batch, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()

@@ -1,0 +1,114 @@
+"""Random graphs at random budgets: the bits of plain PyTorch and the bytes of the plan, or a refusal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lowtide.engines import apply
+from lowtide.errors import BudgetError
+from lowtide.planning import plan
+from lowtide.profiling import profile
+
+from .counting import results
+from .planned import assert_kept, plain_loss, smallest_budget, work_of
+
+SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
+WIDTH = 16
+STEPS = ("linear", "tied", "conv", "norm", "batch norm", "dropout", "relu", "relu_", "residual", "concat", "chunk",
+         "scale", "mix")  # fmt: skip
+
+
+class Random(nn.Module):
+    """Steps that each read the last value, and some an earlier one too."""
+
+    def __init__(self, steps: Sequence[tuple[str, int]]) -> None:
+        super().__init__()
+        self.steps = tuple(steps)
+        self.first, self.tied = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        layers: dict[str, Callable[[], nn.Module]] = {
+            "conv": lambda: nn.Conv1d(4, 4, 3, padding=1),
+            "norm": lambda: nn.LayerNorm(WIDTH),
+            "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+            "concat": lambda: nn.Linear(2 * WIDTH, WIDTH),
+            "chunk": lambda: nn.Linear(WIDTH, 2 * WIDTH),
+        }
+        self.layers = nn.ModuleList(layers.get(step, lambda: nn.Linear(WIDTH, WIDTH))() for step, _ in steps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = [self.first(x)]
+        for (step, back), layer in zip(self.steps, self.layers, strict=True):
+            values.append(self.run(step, layer, values[-1], values[-1 - back % len(values)]))
+        return values[-1]
+
+    def run(self, step: str, layer: nn.Module, x: Tensor, earlier: Tensor) -> Tensor:
+        match step:
+            case "tied":
+                return self.tied(x)
+            case "conv":
+                return layer(x.view(-1, 4, WIDTH // 4)).flatten(1)
+            case "dropout":
+                return F.dropout(x, 0.3)
+            case "relu":
+                return F.relu(x)
+            case "relu_":
+                return F.relu_(layer(x))
+            case "residual":
+                return x + earlier
+            case "concat":
+                return layer(torch.cat([x, earlier], dim=1))
+            case "chunk":
+                left, right = layer(x).chunk(2, dim=1)
+                return left * right.sigmoid()
+            case "scale":
+                return x * layer.bias
+            case "mix":
+                return x.tanh() @ layer.weight
+        return layer(x)
+
+
+@settings(
+    max_examples=300 if SOAK else 5,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 4)), min_size=3, max_size=14),
+    rows=st.integers(2, 200),
+    share=st.floats(-0.1, 1, exclude_max=True),
+    optimizer=st.booleans(),
+)
+def test_any_graph_at_any_budget_keeps_bits_and_bytes_or_is_refused(
+    steps: list[tuple[str, int]], rows: int, share: float, optimizer: bool
+) -> None:
+    torch.manual_seed(rows)
+    model = Random(steps)
+    work = work_of(model, torch.randn(rows, WIDTH))
+    work = work if optimizer else replace(work, optimizer=None)
+    before = profile(work)
+    smallest = smallest_budget(work, before)
+    budget = int(smallest + share * (before.peak_bytes - smallest))
+    try:
+        found = plan(work, budget, profile=before, engine="graph")
+    except BudgetError:
+        assert budget < smallest
+        return
+    assert found.peak_bytes <= budget
+    if found.program is None:
+        assert found.peak_bytes == before.peak_bytes
+        return
+    expected = results(work, plain_loss(work))
+    with apply(found, work) as step:
+        for ours, plains in zip(results(work, step.loss), expected, strict=True):
+            assert torch.equal(ours, plains)
+        assert_kept(step, work, budget)
+    torch._dynamo.reset()
