@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def test_steps_leave_the_statistics_of_plain_steps(net: Callable[[], Net], devic
             value.backward()
             assert value.isfinite()
             assert model.norm.num_batches_tracked is not None
-    same = torch.equal if device == "cpu" or not plain.watched else torch.allclose  # cuDNN's where it can be
+    same = torch.equal if device == "cpu" or not plain.watched else partial(torch.allclose, rtol=1e-3, atol=1e-5)
     for mine, theirs in zip(other.state_dict().values(), plain.state_dict().values(), strict=True):
         assert same(mine, theirs)
     assert all(same(p.grad, q.grad) for p, q in zip(other.parameters(), plain.parameters(), strict=True))
