@@ -53,6 +53,28 @@ def test_a_batch_norm_moves_its_statistics_itself_and_counts_without_an_op() -> 
     assert capture_joint(work_of(Net())).counters[0][1] == 1
 
 
+class Follows(nn.Module):
+    """One buffer takes over what another would count to, which itself stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("mine", torch.tensor(5))
+        self.register_buffer("theirs", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.theirs.copy_(self.mine + 1)
+        return x * self.weight
+
+
+def test_a_buffer_that_another_is_made_of_does_not_count() -> None:
+    work = Workload(Follows(), lambda model, x: model(x).square().mean(), torch.randn(4, 3))
+    assert capture_joint(work).counters == []
+    planned_loss(work, lambda joint: fastest_program(joint, 2**40))(work.batch).backward()
+    assert work.model.get_buffer("mine") == 5
+    assert work.model.get_buffer("theirs") == 6
+
+
 def test_statistics_that_the_model_reads_are_moved_at_the_end() -> None:
     joint = capture_joint(work_of(Net(watched=True)))
     assert FUNCTIONAL in targets(joint)

@@ -41,7 +41,7 @@ class Replanner:
         plain = profile(work, fake=True, device=self.plan.device, measure=True)
         found = Recomputations(capture_joint(work), plain)
         peaks: dict[Schedule, int] = {}
-        for schedule in found.schedules:
+        for schedule in found.worthwhile(budget):
             peaks[schedule] = found.profile(schedule).peak_bytes
             if peaks[schedule] <= budget:
                 return found.chosen(schedule, peaks[schedule], budget)

@@ -13,7 +13,7 @@ from lowtide.chains import Schedule
 from lowtide.errors import BudgetError, LowtideError, PlanError, TraceError
 from lowtide.planning.plan import Baseline, Choice, Fingerprint, Plan, Recomputation
 from lowtide.planning.prediction import estimate_peak, predict
-from lowtide.planning.recomputation import Recomputations, recomputations
+from lowtide.planning.recomputation import SCHEDULE_SLACK, SMALLEST, Recomputations, recomputations
 from lowtide.profiling import Profile
 from lowtide.profiling import profile as profile_step
 from lowtide.profiling.devices import find_device
@@ -25,9 +25,7 @@ from lowtide.workload import Workload
 
 Engine = Literal["auto", "eager", "graph"]
 
-_SLACK = 1.01  # an estimate this much above the budget is still looked at: estimates err by less
-_SLACK_OF_SCHEDULES = 1.05  # theirs err more, and a look costs less
-_SMALLEST = 8  # of the smallest estimates, how many are looked at whatever they say
+_SLACK = 1.01  # an option whose estimate is this much above the budget is still looked at
 _FRAGMENTATION = 0.03  # of a GPU, what the allocator is expected to lose
 _CONTEXT_BYTES = 600 * 2**20  # of a GPU that is not here, what its CUDA context takes
 
@@ -202,7 +200,7 @@ class _Search:
         for candidate in filter(permitted, self.candidates):
             name = candidate.technique
             if isinstance(candidate.option, Schedule):
-                worth = candidate.estimate <= budget * _SLACK_OF_SCHEDULES
+                worth = candidate.estimate <= budget * SCHEDULE_SLACK
             else:
                 worth = candidate.estimate <= min(budget * _SLACK, failed.get(name, math.inf) - 1)
             if worth or candidate.option in smallest:
@@ -237,7 +235,7 @@ class _Search:
         return plain
 
     def _smallest(self, permitted: _Permission) -> list[_Candidate]:
-        return sorted(filter(permitted, self.candidates), key=lambda c: (c.estimate, c.order))[:_SMALLEST]
+        return sorted(filter(permitted, self.candidates), key=lambda c: (c.estimate, c.order))[:SMALLEST]
 
     def _trace(self, candidate: _Candidate) -> _Found | None:
         if isinstance(candidate.option, Schedule):

@@ -18,6 +18,8 @@ from lowtide.tracing.joint import Joint, capture_joint
 from lowtide.tracing.statistics import is_left_batch_norm
 from lowtide.workload import Workload
 
+SCHEDULE_SLACK = 1.05  # a schedule whose estimate is this much above a budget is still looked at
+SMALLEST = 8  # of the smallest estimates, how many are looked at whatever they say
 _SHOWN = 12  # stages that a plan gives reasons for: the largest
 
 
@@ -50,6 +52,11 @@ class Recomputations:
     def estimate(self, schedule: Schedule) -> int:
         """What stays and what the chain's stages hold: near the allocated peak, and quickly found."""
         return self.plain.static_bytes + simulate_chain(self.programs.chain, schedule).peak_bytes
+
+    def worthwhile(self, budget_bytes: int) -> list[Schedule]:
+        """The schedules that may fit a budget, by their estimates, and the smallest ones; the fastest first."""
+        smallest = sorted(self.schedules, key=self.estimate)[:SMALLEST]
+        return [s for s in self.schedules if s in smallest or self.estimate(s) <= budget_bytes * SCHEDULE_SLACK]
 
     def profile(self, schedule: Schedule) -> Profile:
         """The planned step, as if it had been traced."""

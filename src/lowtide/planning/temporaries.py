@@ -19,8 +19,8 @@ from lowtide.tracing.joint import bytes_of
 def complete_chain(stages: Stages, seconds: Callable[[fx.Node], float], workspace: Callable[[fx.Node], int]) -> Chain:
     """The chain of a graph's stages, with what each holds while it runs and what making cheap results again takes.
 
-    Both are read off the program that keeps everything and the one that keeps all lightly. What lives beyond a chain's
-    own count, such as gradients of parameters that are complete, counts as a stage's temporary too.
+    Both are read off the program that keeps everything and the one that keeps all lightly: what lives beyond the
+    chain's own count while a stage runs, what it leaves behind, and which ops run again.
     """
     chain = stages.chain(seconds)
     reader = _Reader(stages, chain, workspace)
@@ -44,6 +44,8 @@ def complete_chain(stages: Stages, seconds: Callable[[fx.Node], float], workspac
 
 
 class _Reader:
+    """Shares a program's bytes out to the stages."""
+
     def __init__(self, stages: Stages, chain: Chain, workspace: Callable[[fx.Node], int]) -> None:
         self.stages, self.chain, self.workspace = stages, chain, workspace
         self.backward_of = {node: stage for stage, nodes in enumerate(stages.backward) for node in nodes}

@@ -64,8 +64,8 @@ def take_counters(module: fx.GraphModule) -> list[tuple[fx.Node, int]]:
     (outcome,) = module.graph.find_nodes(op="output")
     outputs: list[Any] = list(outcome.args[0])  # pyright: ignore[reportArgumentType]
     found: list[tuple[fx.Node, int]] = []
-    for place, node in enumerate(outputs):
-        if isinstance(node, fx.Node) and node.target is _aten.add.Tensor and _counts(node):
+    for place, (node, what) in enumerate(zip(outputs, outcome.meta.get("desc", ()), strict=False)):
+        if isinstance(node, fx.Node) and _counts(node, what):
             counter, amount = node.args
             outputs[place] = counter
             found.append((counter, amount))  # pyright: ignore[reportArgumentType]
@@ -74,11 +74,18 @@ def take_counters(module: fx.GraphModule) -> list[tuple[fx.Node, int]]:
     return found
 
 
-def _counts(node: fx.Node) -> bool:
-    """Whether it is a buffer of whole numbers plus one such, and nobody else wants either."""
+def _counts(node: fx.Node, what: Any) -> bool:
+    """Whether an output is a buffer's new value, the old one plus a whole number, and nobody else wants either."""
+    if node.target is not _aten.add.Tensor or node.kwargs or not isinstance(node.args[1], int):
+        return False
     counter: Any = node.args[0]
-    alone = len(node.users) == len(counter.users) == 1
-    return counter.op == "placeholder" and isinstance(node.args[1], int) and not node.kwargs and alone
+    own = counter.meta.get("desc")
+    return (
+        own is not None
+        and own == getattr(what, "mutated_input", None)
+        and len(node.users) == len(counter.users) == 1
+        and not counter.meta["val"].is_floating_point()
+    )
 
 
 def _alone_moves(node: fx.Node) -> bool:
