@@ -19,8 +19,8 @@ from lowtide.planning.program import Program, simulate
 from lowtide.planning.stages import Stages
 from lowtide.planning.strategies import Usage, compare_strategies, plain, sqrt_without_cheap, without_cheap
 from lowtide.planning.writer import program_of
+from lowtide.tracing.effects import is_batch_norm
 from lowtide.tracing.joint import Joint, capture_joint, is_item
-from lowtide.tracing.statistics import is_batch_norm
 from tests.planning.orders import convolutions, lstm, mlp
 
 STEPS: dict[str, Callable[[], Workload]] = {

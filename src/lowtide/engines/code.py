@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.planning.in_place import in_place_form
 from lowtide.planning.program import Cell, Instruction, Kind, Program
+from lowtide.tracing.effects import inputs_of, is_batch_norm, without_statistics
 from lowtide.tracing.joint import Joint
-from lowtide.tracing.statistics import inputs_of, is_batch_norm, without_statistics
 
 _aten: Any = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)  # where autograd is off

@@ -9,6 +9,7 @@ are the bits.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,11 +51,24 @@ class PlannedLoss:
         try:
             with _whole_graphs():
                 return self._compiled[key](batch)
-        except RuntimeError as error:
+        except Exception as error:
+            if type(error).__name__ == "FailOnRecompileLimitHit":
+                return self._give_up(key, batch)
             inner = getattr(error, "inner_exception", None)  # of Dynamo's error
             if isinstance(inner, (LowtideError, Warning)):  # what the planner says
                 raise inner from None
             raise
+
+    def _give_up(self, key: Any, batch: Any) -> Tensor:
+        """The plain loss, from now on."""
+        warnings.warn(
+            "The loss has been captured for as many values as Dynamo allows, and now runs as it is: the budget is not "
+            "kept. Make a tensor of what changes at each step, such as a number in the model or in the batch",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        self._compiled[key] = lambda batch: self.work.compute_loss(batch=batch)
+        return self._compiled[key](batch)
 
 
 def _whole_graphs() -> contextlib.AbstractContextManager[None]:
@@ -199,10 +213,7 @@ class _Node(torch.autograd.Function):
 
 
 def _shape_of(batch: Any) -> Any:
+    """What programs are made for. Values that are not tensors are Dynamo's to look at."""
     leaves, structure = pytree.tree_flatten(batch)
-    shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    try:
-        hash(shapes)
-    except TypeError:
-        shapes = str(shapes)
+    shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
     return str(structure), shapes

@@ -8,8 +8,8 @@ from typing import Any
 
 from lowtide.chains import Schedule
 from lowtide.engines.graph import Planner
-from lowtide.errors import PlanError
-from lowtide.planning.fastest import fastest_program
+from lowtide.errors import BudgetError, PlanError
+from lowtide.planning.fastest import fastest_program, smallest_program
 from lowtide.planning.forecast import node_seconds
 from lowtide.planning.plan import Plan, Recomputation, batch_shapes
 from lowtide.planning.program import Program
@@ -54,9 +54,24 @@ class Replanner:
         )
         return found.chosen(smallest, peaks[smallest], peaks[smallest])
 
+    def _other_program(self, joint: Joint, chosen: Recomputation) -> Program:
+        """For another graph of the same shapes, whose kernels were not measured."""
+        warnings.warn(
+            "The step is not the one that was planned: the model is in another mode, or other parameters are trained. "
+            f"It is planned anew by the bytes of its results alone, and {format_size(self.plan.budget_bytes)} are "
+            "not promised for it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        seconds = node_seconds(joint, self.plan.device)
+        try:
+            return fastest_program(joint, chosen.room_bytes, seconds=seconds)
+        except BudgetError:
+            return smallest_program(joint, seconds=seconds)
+
     def _program(self, joint: Joint, chosen: Recomputation) -> Program:
-        if joint.digest != chosen.graph:  # such as of the model in evaluation mode
-            return fastest_program(joint, chosen.room_bytes, seconds=node_seconds(joint, self.plan.device))
+        if joint.digest != chosen.graph:
+            return self._other_program(joint, chosen)
         stages, schedule = Stages(joint), Schedule.parse(chosen.schedule)
         if len(stages) != len(schedule.runs):
             raise PlanError(

@@ -13,8 +13,8 @@ from torch import fx
 from lowtide.chains import Kind as Step
 from lowtide.chains import Operation
 from lowtide.planning.in_place import is_elementwise
+from lowtide.tracing.effects import inputs_of
 from lowtide.tracing.joint import Joint, bytes_of, is_item, is_random
-from lowtide.tracing.statistics import inputs_of
 
 if TYPE_CHECKING:
     from lowtide.planning.stages import Stages

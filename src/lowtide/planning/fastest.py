@@ -59,6 +59,12 @@ class Programs:
         return ((schedule, self.program(schedule)) for schedule in self.schedules)
 
 
+def smallest_program(joint: Joint, *, seconds: Callable[[fx.Node], float] = bytes_of) -> Program:
+    """The program with the smallest simulated peak."""
+    programs = [program for _, program in Programs(joint, seconds)]
+    return min(programs, key=lambda program: simulate(program).peak_bytes)
+
+
 def fastest_program(joint: Joint, budget_bytes: int, *, seconds: Callable[[fx.Node], float] = bytes_of) -> Program:
     """The program whose simulated peak, above parameters, inputs and gradients at rest, is at most ``budget_bytes``.
 

@@ -20,7 +20,7 @@ from lowtide.profiling.kernels import kernel_key, known_kernels, measure, modell
 from lowtide.profiling.roofline import op_seconds
 from lowtide.tracing.calls import Call
 from lowtide.tracing.graph import Graph, Op, Saved, Storage, Value, signature
-from lowtide.tracing.joint import Joint, is_item, is_random
+from lowtide.tracing.joint import Joint, is_item, is_random, size_of
 from lowtide.tracing.parts import dtype_name, flatten, leaves
 
 
@@ -162,6 +162,9 @@ class _Planned:
     def graph(self) -> Graph:
         plain, first = self.forecast.plain.graph, self.forecast.optimizer_start
         statics = [s for s in plain.storages if s.birth == 0 and s.death == len(plain.ops) and s.category != "gradient"]
+        for name, value in self.forecast.joint.constants.items():
+            size, device, dtype = size_of(value), value.device.type, dtype_name(value)
+            statics.append(Storage(0, size, device, dtype, "buffer", 0, -1, f"constant {name}", "", ""))
         self.storages = list(statics)
         for phase in ("forward", "backward"):
             for instruction in getattr(self.program, phase):
@@ -173,7 +176,7 @@ class _Planned:
         self._name(gradients, "gradient")
         shift = len(self.ops) - first
         end = shift + len(plain.ops)
-        renumbered = {s.id: place for place, s in enumerate(statics)}
+        renumbered = {s.id: place for place, s in enumerate(statics) if s.death >= 0}
         for s in plain.storages:
             if s.birth >= first and s.birth:
                 renumbered[s.id] = len(self.storages)

@@ -14,8 +14,8 @@ from torch import fx
 from lowtide.errors import LowtideError
 from lowtide.planning.in_place import is_elementwise, lies_like
 from lowtide.planning.program import Cell, Instruction, Kind, Program
+from lowtide.tracing.effects import inputs_of
 from lowtide.tracing.joint import Joint, bytes_of, is_item, size_of, viewed
-from lowtide.tracing.statistics import inputs_of
 
 
 @dataclass(frozen=True, slots=True)

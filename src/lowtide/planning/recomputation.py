@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import operator
+from functools import cache
+from typing import Any
+
 import torch
 from torch import fx
 
 from lowtide.chains import Schedule, StageChoice, explain
 from lowtide.chains import simulate as simulate_chain
+from lowtide.errors import TraceError
 from lowtide.planning.fastest import Programs
 from lowtide.planning.forecast import Forecast
 from lowtide.planning.plan import Recomputation
@@ -14,8 +19,9 @@ from lowtide.planning.program import Program, simulate
 from lowtide.profiling import Profile
 from lowtide.sizes import format_size
 from lowtide.techniques.technique import Fidelity
-from lowtide.tracing.joint import Joint, capture_joint
-from lowtide.tracing.statistics import is_left_batch_norm
+from lowtide.tracing.effects import is_left_batch_norm
+from lowtide.tracing.graph import Graph
+from lowtide.tracing.joint import Joint, capture_joint, is_random, size_of
 from lowtide.workload import Workload
 
 SCHEDULE_SLACK = 1.05  # a schedule whose estimate is this much above a budget is still looked at
@@ -27,6 +33,11 @@ class Recomputations:
     """The schedules of a captured step, from the fastest to the smallest, and what each becomes."""
 
     def __init__(self, joint: Joint, plain: Profile) -> None:
+        if _draws(plain.graph) > sum(map(is_random, joint.forward)):
+            raise TraceError(
+                "The step draws random numbers that nothing uses, and a captured graph leaves them out",
+                hint="The eager engine needs no capture.",
+            )
         self.joint = joint
         self.plain = plain
         self.forecast = Forecast(joint, plain)
@@ -51,7 +62,8 @@ class Recomputations:
 
     def estimate(self, schedule: Schedule) -> int:
         """What stays and what the chain's stages hold: near the allocated peak, and quickly found."""
-        return self.plain.static_bytes + simulate_chain(self.programs.chain, schedule).peak_bytes
+        held = sum(map(size_of, self.joint.constants.values()))
+        return self.plain.static_bytes + held + simulate_chain(self.programs.chain, schedule).peak_bytes
 
     def worthwhile(self, budget_bytes: int) -> list[Schedule]:
         """The schedules that may fit a budget, by their estimates, and the smallest ones; the fastest first."""
@@ -103,14 +115,30 @@ class Recomputations:
         return tuple(lines)
 
 
-_last: list[Recomputations] = []  # capturing takes seconds, and one step is often looked at several times
+_last: dict[str, Any] = {}  # capturing takes seconds, and one step is often looked at several times
 
 
 def recomputations(work: Workload, plain: Profile) -> Recomputations:
     """The schedules of a step; captured once for one profile of it."""
-    if not _last or _last[0].plain is not plain:
-        _last[:] = [Recomputations(capture_joint(work), plain)]
-    return _last[0]
+    key = (plain, work.model, work.loss)
+    if not _last or any(mine is not theirs for mine, theirs in zip(_last["key"], key, strict=True)):
+        _last.update(made=Recomputations(capture_joint(work), plain), key=key)
+    return _last["made"]
+
+
+def _draws(graph: Graph) -> int:
+    """How often the forward pass of a traced step draws random numbers."""
+    names = (op.name for op in graph.ops if op.phase == "forward" and not op.recompute)
+    return sum(_is_random_op(name) for name in names)
+
+
+@cache
+def _is_random_op(name: str) -> bool:
+    try:
+        op = operator.attrgetter(name)(torch.ops)
+    except (AttributeError, RuntimeError):  # such as what lowtide itself records
+        return False
+    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
 def _is_half_dropout(node: fx.Node) -> bool:

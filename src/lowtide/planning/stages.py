@@ -45,8 +45,8 @@ class Stages:
 
     @cached_property
     def always_kept(self) -> frozenset[fx.Node]:
-        """Results that are read further away than by the next stage."""
-        far: set[fx.Node] = set()
+        """Results that are read further away than by the next stage, and copies of what is then no longer there."""
+        far = set(self.joint.copies)
         for stage in range(len(self)):
             read = {value for node in self.forward[stage] for value in node.all_input_nodes} | self.reads[stage]
             far |= {value for value in read if self.joint.is_forward(value) and not self._is_near(value, stage)}
@@ -103,7 +103,7 @@ class Stages:
             if node in self.joint.prepared:
                 continue
             values = self.read_by(node)
-            for value in values:
+            for value in values.difference(self.joint.copies):
                 made = self.of[value]
                 stage = min(stage, made + 1 if self._is_given(value, made) else made)
             self.backward[stage].append(node)

@@ -15,8 +15,8 @@ from lowtide.planning.cheap import LightStages, sources_of
 from lowtide.planning.in_place import lies_like, written_over
 from lowtide.planning.program import Cell, Instruction, Kind, Program
 from lowtide.planning.stages import Stages
+from lowtide.tracing.effects import inputs_of
 from lowtide.tracing.joint import bytes_of, is_item, is_random, size_of
-from lowtide.tracing.statistics import inputs_of
 
 STATE_BYTES = torch.get_rng_state().nbytes
 _PIECES = 16  # gradients leave when they make this part of all
@@ -197,7 +197,8 @@ class Writer:
                     self.now.pop(node)  # made of results that another run may replace
             else:
                 for node in self.stages.forward[step.stage]:
-                    yield self._run(node, Kind.RECOMPUTE)
+                    if node not in self.joint.copies:  # what they are copies of has changed
+                        yield self._run(node, Kind.RECOMPUTE)
         for node in self.joint.gradients:
             if isinstance(node, fx.Node) and node not in self.now:
                 yield from self._prepare_all([node], set())

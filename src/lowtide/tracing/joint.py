@@ -1,7 +1,7 @@
 """Forward and backward of a step as one graph of ATen ops, before anything is decided: AOTAutograd's joint graph.
 
 The ops are those of the plain step, in its order, so a step that runs them gives its bits: results of ops with several
-are taken right after the op, and batch norms are put back as they were (``tracing/statistics.py``).
+are taken right after the op, and batch norms are put back as they were (``tracing/effects.py``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from types import FunctionType
 from typing import Any
@@ -20,8 +20,9 @@ from torch import Tensor, fx
 
 from lowtide.errors import TraceError
 from lowtide.tracing.accumulation import held_by_call
+from lowtide.tracing.compiled import compiled_modules
+from lowtide.tracing.effects import ancestors, copy_inputs_written_to, is_batch_norm, restore_batch_norms, take_counters
 from lowtide.tracing.internals import evaluate_frames_by_default
-from lowtide.tracing.statistics import restore_batch_norms, take_counters
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
@@ -73,6 +74,8 @@ def _backend(
 
     if work.device.type == "meta":
         raise TraceError("A model on the meta device is not captured", hint="Build it on its device.")
+    if compiled_modules(work):
+        raise TraceError("The model is compiled, and a captured graph would not run what the compiler made of it")
 
     def partition(module: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[Any, Any]:
         graphs = default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs)
@@ -121,6 +124,7 @@ class Joint:
         self.module = module
         restore_batch_norms(module)
         self.counters = take_counters(module)  # buffers that count on, and by how much; no op does
+        self.copies = copy_inputs_written_to(module)  # of inputs, which have changed by backward
         nodes = list(module.graph.nodes)
         outputs = _as_list(nodes[-1].args[0])
         self.outputs, self.gradients = outputs[:forward_outputs], outputs[forward_outputs:]
@@ -128,7 +132,11 @@ class Joint:
         self.tangents = [node for node in inputs if node.name.startswith("tangents")]
         self.primals = [node for node in inputs if not node.name.startswith("tangents")]
         ops = _with_items(node for node in nodes if node.op in ("call_function", "get_attr"))
-        needed = _ancestors(self.outputs)
+        if any(_is_sparse(node.meta.get("val")) for node in nodes):
+            raise TraceError("The step has sparse tensors, whose bytes are not known before it runs")
+        waiting = _descendants(self.tangents)
+        effects = [n for n in ops if n not in waiting and (is_random(n) or is_batch_norm(n))]  # wanted or not
+        needed = ancestors([*self.outputs, *self.copies, *effects])
         needed |= {node for node in ops if is_item(node) and node.args[0] in needed}
         self.forward = [node for node in ops if node in needed]
         self.backward = [node for node in ops if node not in needed]
@@ -140,11 +148,15 @@ class Joint:
     @cached_property
     def prepared(self) -> frozenset[fx.Node]:
         """Backward's ops that wait for no gradient, such as a mask: they read forward's results alone."""
-        waiting: set[fx.Node] = set(self.tangents)
-        for node in self.backward:
-            if any(value in waiting for value in node.all_input_nodes):
-                waiting.add(node)
+        waiting = _descendants(self.tangents)
         return frozenset(node for node in self.backward if node not in waiting)
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """Tensors that the graph holds, by name: made anew in each plain step, and here once and for all."""
+        named = {str(node.target) for node in self.module.graph.nodes if node.op == "get_attr"}
+        found = {name: operator.attrgetter(name)(self.module) for name in sorted(named)}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
     @cached_property
     def nodes(self) -> dict[str, fx.Node]:
@@ -153,8 +165,8 @@ class Joint:
 
     @cached_property
     def digest(self) -> str:
-        """A short name of the graph: the same ops on the same shapes give the same."""
-        lines = [f"{node.name} {node.target} {_described(node.meta.get('val'))}" for node in self.module.graph.nodes]
+        """A short name of the graph: the same ops with the same arguments on the same shapes give the same."""
+        lines = [f"{node.format_node()} {_described(node.meta.get('val'))}" for node in self.module.graph.nodes]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def is_forward(self, node: fx.Node) -> bool:
@@ -194,15 +206,18 @@ def _with_items(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     return ordered
 
 
-def _ancestors(nodes: Sequence[Any]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    waiting = [node for node in nodes if isinstance(node, fx.Node)]
+def _descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    found, waiting = set[fx.Node](), list(nodes)
     while waiting:
         node = waiting.pop()
         if node not in found:
             found.add(node)
-            waiting += node.all_input_nodes
+            waiting += node.users
     return found
+
+
+def _is_sparse(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is not torch.strided
 
 
 def viewed(node: fx.Node) -> fx.Node | None:

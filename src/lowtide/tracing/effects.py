@@ -1,9 +1,12 @@
-"""Batch norms of a captured graph, made again what they are in the plain step.
+"""What a captured graph does beside its results: batch norms that move statistics, buffers that count or change.
 
 Capture writes a batch norm as an op that gives new running statistics, to be copied into the buffers, and knows only
 PyTorch's own kernels. Here it becomes the op that the plain step calls: it moves the statistics itself, and on a GPU it
 is cuDNN's where PyTorch would choose that. Its backward in training no longer reads the running statistics, which it
 does not use, and which have moved by then.
+
+Other inputs that the step writes to get their new values at the end of forward. What reads the old ones may run again
+after that, or in backward: it reads a copy.
 """
 
 from __future__ import annotations
@@ -74,6 +77,41 @@ def take_counters(module: fx.GraphModule) -> list[tuple[fx.Node, int]]:
     return found
 
 
+def copy_inputs_written_to(module: fx.GraphModule) -> list[fx.Node]:
+    """Let what reads an input that the step writes to read a copy, made first; gives the copies."""
+    graph = module.graph
+    (outcome,) = graph.find_nodes(op="output")
+    outputs: Any = outcome.args[0]
+    inputs = {node.meta.get("desc"): node for node in graph.find_nodes(op="placeholder")}
+    what = [inputs.get(getattr(desc, "mutated_input", None)) for desc in outcome.meta.get("desc", ())]
+    results = [value for value, given in zip(outputs, what, strict=False) if given is None]
+    wanted = ancestors(results)  # not what is only another buffer's new value
+    found: list[fx.Node] = []
+    for value, given in zip(outputs, what, strict=False):
+        readers = [user for user in given.users if user in wanted] if given is not None and value is not given else []
+        if given is not None and readers:
+            with graph.inserting_after(list(inputs.values())[-1]):
+                copy = graph.call_function(_aten.clone.default, (given,))
+            with given.meta["val"].fake_mode:
+                copy.meta["val"] = given.meta["val"].detach().clone()
+            for user in readers:
+                user.replace_input_with(given, copy)
+            found.append(copy)
+    return found
+
+
+def ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
+    """These nodes and all that they are made of."""
+    found: set[fx.Node] = set()
+    waiting = [node for node in nodes if isinstance(node, fx.Node)]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
 def _counts(node: fx.Node, what: Any) -> bool:
     """Whether an output is a buffer's new value, the old one plus a whole number, and nobody else wants either."""
     if node.target is not _aten.add.Tensor or node.kwargs or not isinstance(node.args[1], int):
@@ -111,13 +149,12 @@ def _restore(graph: fx.Graph, node: fx.Node) -> None:
         for item in _items(node, index):
             item.replace_all_uses_with(moved)
             graph.erase_node(item)
-    values: list[Any] = [None if value is None else value.meta["val"] for value in args[:5]]
     node.meta["val"] = node.meta["val"][:3]
-    if _c._select_batch_norm_backend(*values, True, args[7]) != _c._BatchNormBackend.Cudnn:
+    if not _is_cudnns(args):
         node.target = _OWN
         return
     node.target = _CUDNN
-    x = values[0]
+    x = args[0].meta["val"]
     size = _c._get_cudnn_batch_norm_reserve_space_size(x, True)
     with x.fake_mode:
         reserve = torch.empty(size, dtype=torch.uint8, device=x.device)
@@ -128,6 +165,13 @@ def _restore(graph: fx.Graph, node: fx.Node) -> None:
     for mean in list(_items(node, 1)):
         for user in [user for user in mean.users if user.target is _BACKWARD]:
             _restore_backward(graph, user, kept)
+
+
+def _is_cudnns(args: Any) -> bool:
+    if any(value is None for value in args[:5]):
+        return False  # cuDNN's wants them all
+    values = [value.meta["val"] for value in args[:5]]
+    return _c._select_batch_norm_backend(*values, True, args[7]) == _c._BatchNormBackend.Cudnn
 
 
 def _restore_backward(graph: fx.Graph, node: fx.Node, reserve: fx.Node) -> None:
