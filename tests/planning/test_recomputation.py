@@ -274,6 +274,7 @@ def without(field: str) -> Callable[[dict[str, Any]], Any]:
         (with_program(fidelity="perfect"), "perfect"),
         (with_program(graph=None), "None is not text"),
         (with_program(why=[1]), "1 is not text"),
+        (with_program(why="so"), "'so' is not a list"),
     ],
 )
 def test_a_malformed_program_is_refused_with_the_reason(found: Plan, change: Any, reason: str) -> None:

@@ -249,7 +249,7 @@ def _read(data: Mapping[str, Any]) -> Plan:
         ),
         fingerprint=Fingerprint(**{key: _text(value) for key, value in data["fingerprint"].items()}),
         device=_text(data["device"]),
-        notes=tuple(_text(note) for note in data["notes"]),
+        notes=_texts(data["notes"]),
         program=None if data["program"] is None else _recomputation(data["program"]),
     )
 
@@ -267,14 +267,14 @@ def _recomputation(data: Mapping[str, Any]) -> Recomputation:
         _size(data, "ops_again"),
         _seconds(data),
         Fidelity(data["fidelity"]),
-        tuple(_text(line) for line in data["why"]),
+        _texts(data["why"]),
     )
 
 
 def _option(data: Mapping[str, Any]) -> Option:
     return Option(
         _text(data["technique"]),
-        tuple(_text(path) for path in data["site"]),
+        _texts(data["site"]),
         tuple((_text(name), _knob(value)) for name, value in data["knobs"]),
     )
 
@@ -290,19 +290,29 @@ def _knob(value: Any) -> Knob:
 def _size(data: Mapping[str, Any], key: str) -> int:
     value = data[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{key} is {value!r}, not a number of bytes")
+        raise ValueError(f"{key} is {value!r}, not a whole number")
     return value
 
 
 def _seconds(data: Mapping[str, Any]) -> float:
     value = data["seconds"]
-    return math.nan if value is None else float(value)
+    if value is None:
+        return math.nan
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"seconds is {value!r}, not a number")
+    return float(value)
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is not text")
     return value
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{values!r} is not a list")
+    return tuple(map(_text, values))
 
 
 def _one_of(value: Any, known: Sequence[Any]) -> Any:
