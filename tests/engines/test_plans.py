@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide import Workload, zoo
-from lowtide.engines import Step, apply, graph
-from lowtide.errors import PlanError
+from lowtide.engines import Step, apply, graph, verify
+from lowtide.errors import BudgetError, PlanError
 from lowtide.planning import Plan, plan
 from lowtide.profiling import Profile, profile
 from lowtide.techniques import Fidelity
+from lowtide.zoo.catalog import ENTRIES
 
 from ..contract.contract import assert_restored, snapshot
 from ..planning.steps import chain
@@ -31,7 +32,7 @@ from .planned import Loss, Ready, assert_kept, awkward, plain_loss, planned, sma
 
 SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
 QUICK = ["lenet", "gpt2", "resnet18"]
-REST = ["resnet50", "resnet18-1d", "resnext50", "wrn28-2", "wrn38", "densenet121", "unet", "roberta-base"]
+REST = [name for name in ENTRIES if name not in (*QUICK, "lstm")]
 MODELS = [*QUICK, *REST] if SOAK else QUICK
 SIZES: dict[str, dict[str, int]] = {  # at which a step is more than its parameters
     "lenet": {"batch": 64},
@@ -64,6 +65,18 @@ def test_a_plan_keeps_its_budget_to_the_byte_and_plain_pytorchs_bits(name: str) 
             work.model.load_state_dict(start)
     if name in ("gpt2", "roberta-base"):
         assert len(done) > 2
+
+
+def test_what_is_not_captured_is_planned_as_it_runs() -> None:
+    work = zoo.small("lstm")
+    with pytest.raises(PlanError, match="not captured as one graph"):
+        plan(work, "90%", engine="graph")
+    try:
+        found = plan(work, 1)
+    except BudgetError as error:
+        found = plan(work, int(str(error).split(", ")[1].split()[0]))
+    assert found.engine == "eager"
+    assert verify(work, found).ok
 
 
 def plans_at_shares(work: Workload, before: Profile) -> Iterator[tuple[int, Plan]]:

@@ -23,7 +23,21 @@ from .planned import assert_kept, plain_loss, smallest_budget, work_of
 SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
 WIDTH = 16
 STEPS = ("linear", "tied", "conv", "norm", "batch norm", "dropout", "relu", "relu_", "residual", "concat", "chunk",
-         "scale", "mix")  # fmt: skip
+         "scale", "mix", "plain norm", "unused norm", "average")  # fmt: skip
+
+
+class Average(nn.Module):
+    """Takes a running average off, and moves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        average = self.get_buffer("average")
+        taken = x - average.clone()
+        average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return taken
 
 
 class Random(nn.Module):
@@ -37,6 +51,9 @@ class Random(nn.Module):
             "conv": lambda: nn.Conv1d(4, 4, 3, padding=1),
             "norm": lambda: nn.LayerNorm(WIDTH),
             "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+            "plain norm": lambda: nn.BatchNorm1d(WIDTH, affine=False),
+            "unused norm": lambda: nn.BatchNorm1d(WIDTH),
+            "average": Average,
             "concat": lambda: nn.Linear(2 * WIDTH, WIDTH),
             "chunk": lambda: nn.Linear(WIDTH, 2 * WIDTH),
         }
@@ -71,6 +88,9 @@ class Random(nn.Module):
                 return x * layer.bias
             case "mix":
                 return x.tanh() @ layer.weight
+            case "unused norm":
+                layer(x)
+                return x
         return layer(x)
 
 
