@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -219,10 +220,26 @@ def _drawn_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device | 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """Takes its arguments in a list, which it empties: they too are let go after their last use."""
     module.graph.set_codegen(_BoxedCodeGen())
-    module.recompile()
+    forward = _forward_of(module)
 
     def run(args: list[Any]) -> Any:
-        return module.forward(args)
+        return forward(module, args)
 
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run
+
+
+def _forward_of(module: fx.GraphModule) -> Callable[..., Any]:
+    """The code of a graph, in which ops are bound once: to find and call one costs as much as to run a small one."""
+    code = module.graph.python_code("self")
+    bound: dict[str, Any] = {}
+
+    def bind(found: re.Match[str]) -> str:
+        name = f"_op_{found[1]}_{found[2]}"
+        bound[name] = getattr(getattr(_aten, found[1]), found[2])._op
+        return name
+
+    source = re.sub(r"torch\.ops\.aten\.(\w+)\.(\w+)(?=\()", bind, code.src)
+    scope = {**code.globals, **bound}
+    exec(compile(source, "<a planned step>", "exec"), scope)
+    return scope["forward"]
