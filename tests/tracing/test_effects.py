@@ -1,4 +1,4 @@
-"""Batch norms in captured graphs: the plain step's own ops, which move the running statistics themselves."""
+"""What captured graphs do beside their results: batch norms that move statistics, buffers that count."""
 
 from __future__ import annotations
 
@@ -98,10 +98,9 @@ def test_steps_leave_the_statistics_of_plain_steps(net: Callable[[], Net], devic
     batch = works[0].batch
     loss = planned_loss(works[1], lambda joint: fastest_program(joint, 2**40))
     for _ in range(3):
-        for model, value in ((plain, works[0].compute_loss(batch=batch)), (other, loss(batch))):
+        for value in (works[0].compute_loss(batch=batch), loss(batch)):
             value.backward()
-            assert value.isfinite()
-            assert model.norm.num_batches_tracked is not None
+    # A batch norm whose statistics the model reads is PyTorch's own, where the plain step calls cuDNN's.
     same = torch.equal if device == "cpu" or not plain.watched else partial(torch.allclose, rtol=1e-3, atol=1e-5)
     for mine, theirs in zip(other.state_dict().values(), plain.state_dict().values(), strict=True):
         assert same(mine, theirs)

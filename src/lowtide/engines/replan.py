@@ -8,8 +8,8 @@ from typing import Any
 
 from lowtide.chains import Schedule
 from lowtide.engines.graph import Planner
-from lowtide.errors import BudgetError, PlanError
-from lowtide.planning.fastest import fastest_program, smallest_program
+from lowtide.errors import PlanError
+from lowtide.planning.fastest import fastest_program
 from lowtide.planning.forecast import node_seconds
 from lowtide.planning.plan import Plan, Recomputation, batch_shapes
 from lowtide.planning.program import Program
@@ -64,10 +64,7 @@ class Replanner:
             stacklevel=2,
         )
         seconds = node_seconds(joint, self.plan.device)
-        try:
-            return fastest_program(joint, chosen.room_bytes, seconds=seconds)
-        except BudgetError:
-            return smallest_program(joint, seconds=seconds)
+        return fastest_program(joint, chosen.room_bytes, seconds=seconds, or_smallest=True)
 
     def _program(self, joint: Joint, chosen: Recomputation) -> Program:
         if joint.digest != chosen.graph:

@@ -55,28 +55,27 @@ class Programs:
         """What running ops again takes."""
         return schedule.forward_seconds(self.chain) - sum(self.chain.forward_seconds)
 
-    def __iter__(self) -> Iterator[tuple[Schedule, Program]]:
-        return ((schedule, self.program(schedule)) for schedule in self.schedules)
+    def __iter__(self) -> Iterator[Program]:
+        return map(self.program, self.schedules)
 
 
-def smallest_program(joint: Joint, *, seconds: Callable[[fx.Node], float] = bytes_of) -> Program:
-    """The program with the smallest simulated peak."""
-    programs = [program for _, program in Programs(joint, seconds)]
-    return min(programs, key=lambda program: simulate(program).peak_bytes)
-
-
-def fastest_program(joint: Joint, budget_bytes: int, *, seconds: Callable[[fx.Node], float] = bytes_of) -> Program:
+def fastest_program(
+    joint: Joint, budget_bytes: int, *, seconds: Callable[[fx.Node], float] = bytes_of, or_smallest: bool = False
+) -> Program:
     """The program whose simulated peak, above parameters, inputs and gradients at rest, is at most ``budget_bytes``.
 
-    By default the seconds of ops go by the bytes that they make. Raises ``BudgetError`` with the smallest budget.
+    By default the seconds of ops go by the bytes that they make. Where nothing fits it raises ``BudgetError`` with the
+    smallest budget, or gives the smallest program.
     """
-    smallest: int | None = None
-    for _, program in Programs(joint, seconds):
+    peaks: dict[int, Program] = {}
+    for program in Programs(joint, seconds):
         peak = simulate(program).peak_bytes
         if peak <= budget_bytes:
             return program
-        smallest = peak if smallest is None else min(smallest, peak)
-    assert smallest is not None
+        peaks.setdefault(peak, program)
+    smallest = min(peaks)
+    if or_smallest:
+        return peaks[smallest]
     raise BudgetError(
         f"{format_size(budget_bytes)} is below the smallest program of these stages "
         f"({format_size(smallest)}, {smallest} bytes)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from functools import cache
-from typing import Any
 
 import torch
 from torch import fx
@@ -115,15 +114,15 @@ class Recomputations:
         return tuple(lines)
 
 
-_last: dict[str, Any] = {}  # capturing takes seconds, and one step is often looked at several times
+_last: list[tuple[tuple[object, ...], Recomputations]] = []  # capturing takes seconds, and a step is looked at often
 
 
 def recomputations(work: Workload, plain: Profile) -> Recomputations:
     """The schedules of a step; captured once for one profile of it."""
     key = (plain, work.model, work.loss)
-    if not _last or any(mine is not theirs for mine, theirs in zip(_last["key"], key, strict=True)):
-        _last.update(made=Recomputations(capture_joint(work), plain), key=key)
-    return _last["made"]
+    if not _last or any(mine is not theirs for mine, theirs in zip(_last[0][0], key, strict=True)):
+        _last[:] = [(key, Recomputations(capture_joint(work), plain))]
+    return _last[0][1]
 
 
 def _draws(graph: Graph) -> int:

@@ -12,7 +12,7 @@ after that, or in backward: it reads a copy.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -102,13 +102,22 @@ def copy_inputs_written_to(module: fx.GraphModule) -> list[fx.Node]:
 
 def ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
     """These nodes and all that they are made of."""
+    return _reached(nodes, lambda node: node.all_input_nodes)
+
+
+def descendants(nodes: Iterable[Any]) -> set[fx.Node]:
+    """These nodes and all that is made of them."""
+    return _reached(nodes, lambda node: node.users)
+
+
+def _reached(nodes: Iterable[Any], onward: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     waiting = [node for node in nodes if isinstance(node, fx.Node)]
     while waiting:
         node = waiting.pop()
         if node not in found:
             found.add(node)
-            waiting += node.all_input_nodes
+            waiting += onward(node)
     return found
 
 

@@ -21,7 +21,14 @@ from torch import Tensor, fx
 from lowtide.errors import TraceError
 from lowtide.tracing.accumulation import held_by_call
 from lowtide.tracing.compiled import compiled_modules
-from lowtide.tracing.effects import ancestors, copy_inputs_written_to, is_batch_norm, restore_batch_norms, take_counters
+from lowtide.tracing.effects import (
+    ancestors,
+    copy_inputs_written_to,
+    descendants,
+    is_batch_norm,
+    restore_batch_norms,
+    take_counters,
+)
 from lowtide.tracing.internals import evaluate_frames_by_default
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
@@ -134,7 +141,7 @@ class Joint:
         ops = _with_items(node for node in nodes if node.op in ("call_function", "get_attr"))
         if any(_is_sparse(node.meta.get("val")) for node in nodes):
             raise TraceError("The step has sparse tensors, whose bytes are not known before it runs")
-        waiting = _descendants(self.tangents)
+        waiting = descendants(self.tangents)
         effects = [n for n in ops if n not in waiting and (is_random(n) or is_batch_norm(n))]  # wanted or not
         needed = ancestors([*self.outputs, *self.copies, *effects])
         needed |= {node for node in ops if is_item(node) and node.args[0] in needed}
@@ -148,7 +155,7 @@ class Joint:
     @cached_property
     def prepared(self) -> frozenset[fx.Node]:
         """Backward's ops that wait for no gradient, such as a mask: they read forward's results alone."""
-        waiting = _descendants(self.tangents)
+        waiting = descendants(self.tangents)
         return frozenset(node for node in self.backward if node not in waiting)
 
     @property
@@ -204,16 +211,6 @@ def _with_items(nodes: Iterable[fx.Node]) -> list[fx.Node]:
         if not is_item(node):
             ordered += [node, *(user for user in node.users if is_item(user))]
     return ordered
-
-
-def _descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    found, waiting = set[fx.Node](), list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += node.users
-    return found
 
 
 def _is_sparse(value: Any) -> bool:
