@@ -48,7 +48,7 @@ class RedrawnDropout:
         with lt.Undo() as undo:
             for path in (path for option in options for path in option.site):
                 undo.add(lt.replace_forward(Redrawn(work.model.get_submodule(path)), path=path))
-            return undo.keep()
+            return lt.Applied(work, undo.keep())
 
     def check(self, option):
         return lt.Check.EXACT

@@ -157,33 +157,33 @@ class TechniqueContract:
 
     def test_results_are_as_its_fidelity_promises(self, technique, work, option) -> None:
         expected = run(work)
-        with technique.apply(work, [option]):
-            assert_agree(run(work), expected, technique.check(option))
+        with technique.apply(work, [option]) as applied:
+            assert_agree(run(applied.work), expected, technique.check(option))
 
     def test_price_and_check_declare_the_same_fidelity(self, technique, plain, option) -> None:
         assert technique.price(option, plain).fidelity is technique.check(option).fidelity
 
     def test_two_steps_in_a_row_are_as_promised(self, technique, work, option) -> None:
         expected = run(work, steps=2)
-        with technique.apply(work, [option]):
-            assert_agree(run(work, steps=2), expected, technique.check(option))
+        with technique.apply(work, [option]) as applied:
+            assert_agree(run(applied.work, steps=2), expected, technique.check(option))
 
     def test_evaluation_mode_is_as_promised(self, technique, work, option) -> None:
         work.model.eval()
         expected = run(work)
         with torch.no_grad():
             value = work.loss(work.model, work.batch)
-        with technique.apply(work, [option]):
-            assert_agree(run(work), expected, technique.check(option))
+        with technique.apply(work, [option]) as applied:
+            assert_agree(run(applied.work), expected, technique.check(option))
             with torch.no_grad():
-                found = work.loss(work.model, work.batch)
+                found = applied.work.loss(work.model, work.batch)
             assert_agree({"loss": found}, {"loss": value}, technique.check(option))
 
     def test_autocast_is_as_promised(self, technique, work, option) -> None:
         work = replace(work, autocast=torch.bfloat16)
         expected = run(work)
-        with technique.apply(work, [option]):
-            assert_agree(run(work), expected, technique.check(option))
+        with technique.apply(work, [option]) as applied:
+            assert_agree(run(applied.work), expected, technique.check(option))
 
     def test_a_checkpoint_around_it_is_as_promised(self, technique, work, option) -> None:
         inner = work.loss
@@ -191,15 +191,15 @@ class TechniqueContract:
         # To the end, or else batch norm behind the last saved tensor would be run once here and twice there.
         with set_checkpoint_early_stop(False):
             expected = run(around)
-            with technique.apply(around, [option]):
-                assert_agree(run(around), expected, technique.check(option))
+            with technique.apply(around, [option]) as applied:
+                assert_agree(run(applied.work), expected, technique.check(option))
 
     @pytest.mark.parametrize("change", ["odd", "single", "strided", "empty"])
     def test_other_inputs_give_the_same_result_or_the_same_error(self, technique, work, option, change) -> None:
         other = replace(work, batch=pytree.tree_map_only(Tensor, CHANGES[change], work.batch))
         expected = run_or_error(other)
-        with technique.apply(other, [option]):
-            found = run_or_error(other)
+        with technique.apply(other, [option]) as applied:
+            found = run_or_error(applied.work)
         if isinstance(expected, Exception):
             assert type(found) is type(expected)
             assert str(found) == str(expected)
@@ -210,8 +210,8 @@ class TechniqueContract:
     def test_gradient_accumulation_is_as_promised(self, technique, work, option) -> None:
         twice = replace(work, loss=lambda m, b: work.loss(m, b) + 0.5 * work.loss(m, b))
         expected = run(twice)
-        with technique.apply(twice, [option]):
-            assert_agree(run(twice), expected, technique.check(option))
+        with technique.apply(twice, [option]) as applied:
+            assert_agree(run(applied.work), expected, technique.check(option))
 
     def test_state_dict_is_unchanged_while_applied(self, technique, work, option) -> None:
         before = snapshot(work.model)
@@ -233,8 +233,8 @@ class TechniqueContract:
 
     def test_undo_after_a_step_leaves_nothing_behind(self, technique, work, option) -> None:
         before = snapshot(work.model)
-        with technique.apply(work, [option]):
-            run(work)
+        with technique.apply(work, [option]) as applied:
+            run(applied.work)
         assert_restored(work.model, before)
 
     def test_a_copy_and_a_pickle_run_on_their_own(self, technique, work, option) -> None:
@@ -249,8 +249,8 @@ class TechniqueContract:
 
     def test_predicted_bytes_equal_measured_ones(self, technique, work, plain, option) -> None:
         predicted = predict(work, [option], plain)
-        with technique.apply(work, [option]):
-            measured = profile(work)
+        with technique.apply(work, [option]) as applied:
+            measured = profile(applied.work)
         assert predicted.storage_peak_bytes == measured.storage_peak_bytes
         assert predicted.saved_bytes == measured.saved_bytes
         assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
@@ -266,10 +266,10 @@ class TechniqueContract:
     def test_applying_it_twice_is_refused_and_leaves_the_first(self, technique, work, option) -> None:
         before = snapshot(work.model)
         expected = run(work)
-        with technique.apply(work, [option]):
+        with technique.apply(work, [option]) as applied:
             with pytest.raises(LowtideError):
-                technique.apply(work, [option])
-            assert_agree(run(work), expected, technique.check(option))
+                technique.apply(applied.work, [option])
+            assert_agree(run(applied.work), expected, technique.check(option))
         assert_restored(work.model, before)
 
     def test_an_option_of_another_model_is_refused_and_changes_nothing(self, technique, work, option) -> None:

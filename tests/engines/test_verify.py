@@ -13,7 +13,7 @@ from torch import Tensor
 from lowtide.engines import fit, verify
 from lowtide.errors import PlanError, WorkloadError
 from lowtide.planning import Choice, Plan, plan
-from lowtide.techniques import Check, Fidelity, Forward, Option, Undo, register, replace_forward
+from lowtide.techniques import Applied, Check, Fidelity, Forward, Option, register, replace_forward
 from lowtide.workload import Workload
 
 from ..contract.contract import WORKLOADS, assert_restored, larger, snapshot
@@ -32,8 +32,8 @@ class Scaled(Forward):
 class Off(Loose):
     """Changes the result a little, whatever it declares."""
 
-    def apply(self, work: Workload, options: Any) -> Undo:
-        return replace_forward(Scaled(work.model))
+    def apply(self, work: Workload, options: Any) -> Applied:
+        return Applied(work, replace_forward(Scaled(work.model)))
 
     def check(self, option: Option) -> Check:
         return Check(self.fidelity, rtol=0.0 if self.fidelity is Fidelity.BITWISE else 1e-2)

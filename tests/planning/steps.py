@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.profiling import Profile
-from lowtide.techniques import Check, Fidelity, Option, Price, Undo
+from lowtide.techniques import Applied, Check, Fidelity, Option, Price
 from lowtide.techniques.sqrt import checkpoint_segments
 from lowtide.workload import Workload
 
@@ -50,11 +50,11 @@ class Loose:
     def price(self, option: Option, profile: Profile) -> Price:
         return Price(self.fidelity, compute_seconds=100.0)
 
-    def apply(self, work: Workload, options: Sequence[Option]) -> Undo:
+    def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         if self.fails:
             raise RuntimeError("this one never works")
         assert isinstance(work.model, nn.Sequential)
-        return checkpoint_segments(work.model, levels=2)
+        return Applied(work, checkpoint_segments(work.model, levels=2))
 
     def check(self, option: Option) -> Check:
         return Check(self.fidelity, rtol=1.0)

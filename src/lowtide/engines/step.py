@@ -17,7 +17,7 @@ from lowtide.planning.plan import Plan, batch_shapes, check_plan
 from lowtide.planning.prediction import apply_options
 from lowtide.profiling import Profile, profile
 from lowtide.sizes import format_size
-from lowtide.techniques.technique import Undo
+from lowtide.techniques.technique import Applied
 from lowtide.workload import Workload, autocast
 
 _MEASURED_STEPS = 3
@@ -33,12 +33,13 @@ def apply(plan: Plan, work: Workload) -> Step:
     return Step(work, plan)
 
 
-def planned(work: Workload, plan: Plan) -> tuple[Workload, Undo]:
-    """The planned step, and what takes the plan's changes of the model back."""
-    undo = apply_options(work, plan.options)
+def planned(work: Workload, plan: Plan) -> Applied:
+    """The planned step, which also takes the plan's changes back."""
+    applied = apply_options(work, plan.options)
     if plan.program is None:
-        return work, undo
-    return replace(work, loss=PlannedLoss(work, Replanner(plan, work)), autocast=None), undo
+        return applied
+    work = applied.work
+    return Applied(replace(work, loss=PlannedLoss(work, Replanner(plan, work)), autocast=None), applied)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,8 @@ class Step:
         self.plan = plan
         self.measured: Measured | None = None
         self._plain = work
-        self.work, self._undo = planned(work, plan)
+        self._applied = planned(work, plan)
+        self.work = self._applied.work
         self._warned = False
 
     @property
@@ -98,7 +100,7 @@ class Step:
 
     def undo(self) -> None:
         """Take the plan's changes back. A second call does nothing."""
-        self._undo()
+        self._applied()
         self.work = self._plain
 
     def __enter__(self) -> Self:

@@ -42,10 +42,9 @@ def verify(work: Workload, plan: Plan) -> Verification:
         plain = _run(work)
     except torch.OutOfMemoryError:
         notes.append("The plain step does not fit on this device, so there is nothing to compare results with.")
-    changed, undo = planned_step(work, plan)
-    with undo:
-        planned = _run(changed)
-        traced = profile(changed)
+    with planned_step(work, plan) as applied:
+        planned = _run(applied.work)
+        traced = profile(applied.work)
     agreements: tuple[Agreement, ...] = ()
     if plain is not None:
         agreements = _compare(plain, planned, _strictest_promise(plan))

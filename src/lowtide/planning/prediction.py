@@ -14,7 +14,7 @@ from lowtide.planning.program import Program
 from lowtide.planning.recomputation import recomputations
 from lowtide.profiling import Comparison, Profile, profile
 from lowtide.techniques.registry import techniques
-from lowtide.techniques.technique import Option, Price, Technique, Undo
+from lowtide.techniques.technique import Applied, Option, Price, Technique, Undo
 from lowtide.tracing.graph import Graph, Op, signature
 from lowtide.workload import Workload
 
@@ -39,13 +39,13 @@ def predict(work: Workload, options: Sequence[Option], baseline: Profile) -> Pro
     same name and results, where those were measured. Where fake tensors cannot go, a real step is traced instead if
     the baseline was one.
     """
-    with apply_options(work, options):
+    with apply_options(work, options) as applied:
         try:
-            found = profile(work, fake=True, device=baseline.graph.device)
+            found = profile(applied.work, fake=True, device=baseline.graph.device)
         except TraceError:
             if baseline.graph.fake:
                 raise
-            return profile(work)
+            return profile(applied.work)
     if baseline.graph.fake or baseline.workspace_source != "measured":
         return found
     return replace(found, graph=_with_workspaces(found.graph, baseline.graph), workspace_source="measured")
@@ -83,12 +83,14 @@ def predict_plan(work: Workload, plan: Plan, baseline: Profile) -> Prediction:
     return Prediction(plan, baseline, after, made.program(schedule), stages)
 
 
-def apply_options(work: Workload, options: Sequence[Option]) -> Undo:
-    """Apply options to the model, technique by technique; if one fails, none is applied."""
+def apply_options(work: Workload, options: Sequence[Option]) -> Applied:
+    """Apply options, technique by technique, each to the step as the one before left it; if one fails, none is."""
     with Undo() as undo:
         for technique, mine in _by_technique(options):
-            undo.add(technique.apply(work, mine))
-        return undo.keep()
+            applied = technique.apply(work, mine)
+            undo.add(applied)
+            work = applied.work
+        return Applied(work, undo.keep())
 
 
 def _by_technique(options: Sequence[Option]) -> list[tuple[Technique, list[Option]]]:

@@ -13,7 +13,7 @@ from lowtide.profiling.profile import Profile
 from lowtide.techniques.chain import Chain, Chains, leaves
 from lowtide.techniques.forward import Forward, replace_forward
 from lowtide.techniques.recompute import recompute
-from lowtide.techniques.technique import Check, Fidelity, Kind, Option, Price, Undo
+from lowtide.techniques.technique import Applied, Check, Fidelity, Kind, Option, Price, Undo
 from lowtide.workload import Workload
 
 
@@ -39,13 +39,13 @@ class SegmentTechnique:
             source="measured" if profile.seconds_source == "measured" else "modelled",
         )
 
-    def apply(self, work: Workload, options: Sequence[Option]) -> Undo:
+    def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Put a segmented forward on every container; the model is untouched if one cannot take it."""
         with Undo() as undo:
             for option in options:
                 for path, tree in _trees(option).items():
                     undo.add(apply_tree(_find(work.model, path), tree, path=path))
-            return undo.keep()
+            return Applied(work, undo.keep())
 
     def check(self, option: Option) -> Check:
         """Everything equal, bit for bit."""

@@ -21,7 +21,7 @@ class Technique(Protocol):
     """A way to need less memory. Third parties offer theirs through the entry point ``lowtide.techniques``.
 
     ``options`` and ``price`` are pure: they read the profile and touch neither the model nor a GPU.
-    ``apply`` changes the model in place, or raises and leaves it as it was.
+    ``apply`` changes the model in place, or the step around it, or raises and leaves both as they were.
     """
 
     name: str
@@ -37,8 +37,8 @@ class Technique(Protocol):
         """What an option would change in the profiled step."""
         ...
 
-    def apply(self, work: Workload, options: Sequence[Option]) -> Undo:
-        """Do it; the returned undo restores the model bit for bit."""
+    def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
+        """Do it: the step that runs from now on, which also restores the model bit for bit when it is called."""
         ...
 
     def check(self, option: Option) -> Check:
@@ -188,3 +188,15 @@ class Undo:
 
     def __exit__(self, *exception: object) -> None:
         self()
+
+
+class Applied(Undo):
+    """An undo that also has the step to run until it is called.
+
+    What acts inside the model gives back the workload it was given; what acts on the step gives another one over the
+    same model: with another loss around the first, another autocast or another optimizer.
+    """
+
+    def __init__(self, work: Workload, *actions: Callable[[], object]) -> None:
+        super().__init__(*actions)
+        self.work = work

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from lowtide.errors import PlanError
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.batchnorm.convert import convert
-from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price, Undo
+from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.graph import Graph, Op
 from lowtide.workload import Workload
 
@@ -57,7 +57,7 @@ class BatchNorm:
             seconds += pool.seconds
         return Price(Fidelity.ROUNDOFF, added=tuple(added), removed=tuple(removed), compute_seconds=seconds)
 
-    def apply(self, work: Workload, options: Sequence[Option]) -> Undo:
+    def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Convert the model; refused where the options are of another one, or where nothing can be converted.
 
         What a profile cannot see, such as a forward that ``torch.fx`` cannot trace, leaves its batch norms as they are.
@@ -74,7 +74,7 @@ class BatchNorm:
             raise PlanError(
                 "No batch norm of the plan can be converted", where=f"{why.path}: {why.why}" if why else "the model"
             )
-        return Undo(done.undo)
+        return Applied(work, done.undo)
 
     def check(self, option: Option) -> Check:
         """The same mathematics: loss, gradients and statistics to a few roundings."""
