@@ -48,7 +48,8 @@ class Writer:
 
     def program(self) -> Program:
         forward = [self._run(node, Kind.COMPUTE) for node in self.joint.forward]
-        *moved, loss = [self.now[node] for node in self.joint.outputs if isinstance(node, fx.Node)]
+        loss = self.now[self.joint.loss]
+        moved = [self.now[n] for n in self.joint.outputs if isinstance(n, fx.Node) and n is not self.joint.loss]
         kept = self._kept()
         there = {*kept, *(self.now[node] for node in self.joint.tangents)}
         self.now = {node: cell for node, cell in self.now.items() if cell in there}

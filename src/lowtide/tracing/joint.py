@@ -135,6 +135,7 @@ class Joint:
         nodes = list(module.graph.nodes)
         outputs = _as_list(nodes[-1].args[0])
         self.outputs, self.gradients = outputs[:forward_outputs], outputs[forward_outputs:]
+        self.loss: fx.Node = self.outputs[_place_of_loss(nodes[-1], forward_outputs)]  # the others are new values
         inputs = [node for node in nodes if node.op == "placeholder"]
         self.tangents = [node for node in inputs if node.name.startswith("tangents")]
         self.primals = [node for node in inputs if not node.name.startswith("tangents")]
@@ -211,6 +212,12 @@ def _with_items(nodes: Iterable[fx.Node]) -> list[fx.Node]:
         if not is_item(node):
             ordered += [node, *(user for user in node.users if is_item(user))]
     return ordered
+
+
+def _place_of_loss(output: fx.Node, forward_outputs: int) -> int:
+    """Which output is what the loss function returned: behind new values of inputs, before buffers it assigned."""
+    returned = [getattr(each, "idx", None) for each in output.meta.get("desc", ())[:forward_outputs]]
+    return returned.index(0) if 0 in returned else forward_outputs - 1
 
 
 def _is_sparse(value: Any) -> bool:
