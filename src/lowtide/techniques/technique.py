@@ -149,6 +149,7 @@ class Check:
     rtol: float = 0.0
     atol: float = 0.0
     same_state_dict: bool = True  # the keys, shapes, dtypes and values, while applied
+    leaves_gradients: bool = True  # in ``.grad`` after backward, until the optimizer's step
 
     EXACT: ClassVar[Check]
 
