@@ -1,11 +1,13 @@
 """What all tests share: GPU tests where there is a GPU, and a kernel cache of their own."""
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from lowtide.errors import TraceError
+from lowtide.techniques import registry
 from lowtide.tracing.internals import evaluate_frames_by_default
 
 if not torch.cuda.is_available():
@@ -34,11 +36,16 @@ def _own_frame_evaluation():
 
 
 @pytest.fixture
-def no_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans have no recomputation to choose."""
-    for technique in ("sqrt.Sqrt", "optimal.Optimal"):
-        monkeypatch.setattr(f"lowtide.techniques.{technique}.options", lambda self, profile: [])
-    monkeypatch.setattr("lowtide.planning.recomputation.capture_joint", _no_capture)
+def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Leave plans nothing to choose but techniques with these names, and what a test registers."""
+
+    def leave(*names: str) -> None:
+        installed = registry._installed()
+        left = {name: technique for name, technique in installed.items() if name in names}
+        monkeypatch.setattr(registry, "_installed", lambda: left)
+        monkeypatch.setattr("lowtide.planning.recomputation.capture_joint", _no_capture)
+
+    return leave
 
 
 def _no_capture(work: object) -> None:

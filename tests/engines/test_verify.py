@@ -159,8 +159,9 @@ def test_fit_plans_verifies_and_applies() -> None:
 
 
 def test_fit_refuses_a_plan_that_does_not_keep_its_promise(
-    monkeypatch: pytest.MonkeyPatch, no_recomputation: None
+    monkeypatch: pytest.MonkeyPatch, only: Callable[..., None]
 ) -> None:
+    only()
     work = chain()
     before = snapshot(work.model)
     with register(Off(Fidelity.BITWISE)) as registered:

@@ -82,8 +82,8 @@ def test_the_measured_peak_is_the_predicted_one_and_within_the_budget() -> None:
     before = profile(work)
     for share in ("90%", "60%"):
         found = plan(work, share, profile=before, engine="eager")
-        with apply_options(work, found.options):
-            measured = profile(work)
+        with apply_options(work, found.options) as applied:
+            measured = profile(applied.work)
         assert measured.storage_peak_bytes == found.storage_peak_bytes
         assert measured.peak_bytes <= found.budget_bytes
         assert found.baseline.peak_bytes == before.peak_bytes
@@ -168,7 +168,8 @@ def test_loose_techniques_wait_for_permission(plain: Profile) -> None:
 
 
 @pytest.mark.parametrize("allow", ["changed", "loose", ["approximate", "loose"]])
-def test_a_class_or_a_name_gives_permission(plain: Profile, allow: str | list[str], no_recomputation) -> None:
+def test_a_class_or_a_name_gives_permission(plain: Profile, allow: str | list[str], only) -> None:
+    only()
     with register(Loose()):
         with pytest.raises(BudgetError, match=r"Allow loose \(changed\) to reach"):
             plan(chain(), "70%", profile=plain)
@@ -179,7 +180,8 @@ def test_a_class_or_a_name_gives_permission(plain: Profile, allow: str | list[st
         assert found.options[0].technique == "loose"
 
 
-def test_roundoff_needs_no_permission(plain: Profile, no_recomputation) -> None:
+def test_roundoff_needs_no_permission(plain: Profile, only) -> None:
+    only()
     with register(Loose(Fidelity.ROUNDOFF)):
         assert plan(chain(), "70%", profile=plain).fidelity is Fidelity.ROUNDOFF
 

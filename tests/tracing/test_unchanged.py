@@ -104,6 +104,17 @@ def test_a_hook_on_the_optimizer_is_called_once():
     assert calls == [1]
 
 
+def test_a_fused_optimizer_counts_no_versions_and_is_undone_all_the_same():
+    model = nn.Linear(4, 4)
+    work = Workload(model, mean_loss, torch.randn(3, 4), torch.optim.AdamW(model.parameters(), fused=True))
+    for _ in range(2):  # without a state, and with one
+        before = snapshot(work)
+        trace(work)
+        assert_same(before, snapshot(work))
+        work.compute_loss().backward()
+        work.optimizer.step()
+
+
 def test_sparse_adam_is_traced():
     model = nn.Sequential(nn.Embedding(100, 8, sparse=True))
     work = Workload(model, mean_loss, torch.randint(100, (4,)), torch.optim.SparseAdam(list(model.parameters())))
