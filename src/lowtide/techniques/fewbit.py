@@ -1,0 +1,294 @@
+"""Few-bit backward (Novikov et al., 2022): activations keep a code of a few bits per element instead of their input.
+
+The forward pass is torch's, bit for bit. ReLU and others that are straight on both sides of their bends need one bit,
+and their gradients are torch's too: those are an option of their own, which every plan may use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lowtide.errors import LowtideError, PlanError
+from lowtide.kernels.curves import Curve, is_in_place, read_module
+from lowtide.kernels.reference.fewbit import packed_bytes
+from lowtide.nn.fewbit import book_for, few_bit
+from lowtide.nn.fewbit_tables import Density, Normal, table_of
+from lowtide.profiling.devices import find_device
+from lowtide.profiling.profile import Profile
+from lowtide.techniques.forward import Forward, replace_forward
+from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price, Undo
+from lowtide.tracing.graph import Graph, Op
+from lowtide.workload import Workload
+
+BITS = (8, 4, 3, 2, 1)
+
+
+def keep_few_bits(model: nn.Module, bits: int = 3, *, density: str | Density | Mapping[str, Tensor] = "normal") -> Undo:
+    """Have every activation of ``torch.nn`` in a model keep a few bits per element, until the undo is called.
+
+    ``density`` is one for all, or inputs for some by their paths, as ``measure_inputs`` finds them. Activations called
+    as functions (``F.gelu``) are out of reach.
+
+    >>> model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    >>> with keep_few_bits(model, bits=4):
+    ...     loss = model(torch.randn(2, 8)).sum()
+    """
+    if not _activations(model):
+        raise LowtideError(
+            "The model has no activation of torch.nn", hint="Activations called as functions do not count."
+        )
+    with Undo() as undo:
+        for path, module in _activations(model).items():
+            mine = density.get(path, "normal") if isinstance(density, Mapping) else density
+            undo.add(replace_forward(_coded(module, bits, path, mine), path=path))
+        return undo.keep()
+
+
+def measure_inputs(model: nn.Module, run: Callable[[], object], *, limit: int = 2**16) -> dict[str, Tensor]:
+    """Some inputs of every activation while ``run()`` runs, by path: at most ``limit`` of each call's.
+
+    They are every so-many-th element of a call's input, as float32 on the CPU.
+
+    >>> model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    >>> {path: len(seen) for path, seen in measure_inputs(model, lambda: model(torch.randn(2, 8))).items()}
+    {'1': 64}
+    """
+    seen: dict[str, list[Tensor]] = {}
+
+    def watch(path: str) -> Any:
+        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            flat = inputs[0].detach().flatten()
+            some = flat[:: max(1, -(-flat.numel() // limit))]
+            seen.setdefault(path, []).append(some.to("cpu", torch.float32, copy=True))
+
+        return hook
+
+    handles = [module.register_forward_pre_hook(watch(path)) for path, module in _activations(model).items()]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {path: torch.cat(parts) for path, parts in seen.items()}
+
+
+class FewBit:
+    """Codes in place of saved inputs, for the activations whose input or output nobody else keeps."""
+
+    name = "fewbit"
+    kind: Kind = "module"
+    needs = "an activation module (nn.GELU, nn.ReLU) that alone keeps what it saves; F.gelu(...) calls are out of reach"
+    conflicts: frozenset[str] = frozenset()
+
+    def options(self, profile: Profile) -> list[Option]:
+        """The exact ones with one bit; then all of them, with 8 bits to 1 for the curves."""
+        sites = _sites(profile.graph)
+        gates = tuple(path for path, kept in sites.items() if kept.is_gate)
+        found = [Option(self.name, gates, (("bits", 0),))] if gates else []
+        curves = {kept.kind for kept in sites.values() if not kept.is_gate}
+        for bits in BITS if curves else ():
+            layers = sum(not kept.is_gate for kept in sites.values())
+            bound = _bound(max(_relative_error(kind, bits) for kind in curves), layers)
+            found.append(Option(self.name, tuple(sites), (("bits", bits), ("bound", round(bound, 4)))))
+        return found
+
+    def price(self, option: Option, profile: Profile) -> Price:
+        """What was saved is let go after its last use forward; codes live until the activation's backward."""
+        graph, bits = profile.graph, _bits(option)
+        sites, device = _sites(graph), find_device(graph.device)
+        added: list[Interval] = []
+        removed: list[Interval] = []
+        seconds = 0.0
+        for path in option.site:
+            if path not in sites:
+                continue
+            for item in sites[path].items:
+                size = packed_bytes(item.count, 1 if sites[path].is_gate else bits)
+                added.append(Interval(size, item.forward, item.backward + 1, f"codes of {path}"))
+                if item.last_use + 1 < item.death:
+                    removed.append(Interval(item.bytes, item.last_use + 1, item.death, f"not kept for {path}"))
+                if graph.tensor_device == "cpu":
+                    added += _temporaries(item, path)
+                # The input is read once more and then not again; on a CPU the packing counts for more.
+                moved = 2 * size / device.bandwidth + device.launch_seconds
+                seconds += 4 * graph.ops[item.forward].seconds if graph.tensor_device == "cpu" else moved
+        fidelity = self.check(option).fidelity
+        return Price(fidelity, added=tuple(added), removed=tuple(removed), compute_seconds=seconds)
+
+    def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
+        """Give the activations another forward; the model is untouched if one of them is not what the plan says."""
+        with Undo() as undo:
+            for option in options:
+                for path in option.site:
+                    module = _find(work.model, path)
+                    undo.add(replace_forward(_coded(module, _bits(option) or 1, path), path=path))
+            return Applied(work, undo.keep())
+
+    def check(self, option: Option) -> Check:
+        """Exact with gates alone. Else the error of a gradient stays below the bound that the option states.
+
+        With the tables' relative error e = √∫(f'−q)²w / √∫f'²w it is (1 + 3e)^√layers − 1: errors of layers multiply,
+        and are nearly independent. It holds for inputs spread about as the density says.
+        """
+        if not _bits(option):
+            return Check.EXACT
+        bound = option.knob("bound", 1.0)
+        return Check(Fidelity.APPROXIMATE, rtol=bound if isinstance(bound, float) else 1.0, atol=1e-6)
+
+
+_MARGIN = 3.0
+
+
+def _bound(error: float, layers: int) -> float:
+    return (1 + _MARGIN * error) ** math.sqrt(layers) - 1
+
+
+class FewBitForward(Forward):
+    """An activation's forward with a few bits kept."""
+
+    def __init__(self, module: nn.Module, bits: int, density: Any = "normal") -> None:
+        super().__init__(module)
+        self.bits = bits
+        self.density = density
+        self._book = book_for(read_module(module), bits, density)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        curve = read_module(self.module)
+        if curve != self._book.curve:  # somebody changed a number of the module
+            self._book = book_for(curve, self.bits, self.density)
+        return few_bit(input, self._book, inplace=is_in_place(self.module))
+
+
+def _temporaries(item: _Item, path: str) -> Iterator[Interval]:
+    """Of the kernels in plain torch, which go through a tensor in a few pieces: about so many bytes an element."""
+    piece = max(min(item.count, 2**16), item.count // 8)
+    yield Interval(4 * piece, item.forward, item.forward + 1, f"packing the codes of {path}")
+    yield Interval(10 * piece, item.backward, item.backward + 1, f"unpacking the codes of {path}")
+
+
+def _coded(module: nn.Module, bits: int, path: str, density: Any = "normal") -> FewBitForward:
+    if read_module(module) is None:
+        raise PlanError(
+            f"{type(module).__name__} is no activation that a few bits can stand for",
+            where=path,
+            hint="The plan is of another model.",
+        )
+    replaced = module.__dict__.get("forward")
+    if replaced is not None and not isinstance(replaced, FewBitForward):
+        raise LowtideError(
+            f"{type(module).__name__} already runs {type(replaced).__name__}, which few-bit backward would undo",
+            where=path,
+            hint="Apply one of the two.",
+        )
+    return FewBitForward(module, bits, density)
+
+
+def _activations(model: nn.Module) -> dict[str, nn.Module]:
+    return {path: module for path, module in model.named_modules() if read_module(module) is not None}
+
+
+def _find(model: nn.Module, path: str) -> nn.Module:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        raise PlanError(f"The model has no module {path!r}", hint="The plan is of another model.") from None
+
+
+def _bits(option: Option) -> int:
+    """0 for the option of gates alone."""
+    bits = option.knob("bits", 0)
+    if bits not in (0, *BITS) or not isinstance(bits, int):
+        raise PlanError(f"bits={bits!r} is not a number of bits", where=str(option))
+    return bits
+
+
+# -- what activations keep in a traced step --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A storage that an activation alone keeps, once for each call."""
+
+    bytes: int
+    count: int  # elements of the tensor that was saved
+    forward: int  # the activation's op, and that of its backward
+    backward: int
+    last_use: int  # in the forward pass
+    death: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    kind: str  # the module's class
+    items: tuple[_Item, ...]
+
+    @property
+    def is_gate(self) -> bool:
+        return _CLASSES[self.kind].is_gate
+
+
+_CLASSES: dict[str, Curve] = {
+    kind.__name__: curve
+    for kind in (
+        *(nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.SELU, nn.CELU, nn.Softplus, nn.Tanh, nn.Sigmoid, nn.LogSigmoid),
+        *(nn.Hardswish, nn.Softsign, nn.Tanhshrink, nn.ReLU, nn.LeakyReLU, nn.Hardtanh, nn.ReLU6, nn.Hardsigmoid),
+        *(nn.Hardshrink, nn.Softshrink),
+    )
+    if (curve := read_module(kind())) is not None
+} | {"Threshold": Curve.of("threshold")}
+
+
+def _sites(graph: Graph) -> dict[str, _Kept]:
+    """The activations that would let something go, in the order of the model's modules."""
+    kinds = {path: kind for path, kind in graph.modules if kind in _CLASSES}
+    savers: dict[int, set[str]] = {}
+    for saved in graph.saved:
+        savers.setdefault(saved.storage, set()).add(saved.needed_in)
+    touched, last_use = _uses(graph)
+    on_device = {storage.id for storage in graph.on_device}
+    found: dict[str, list[_Item]] = {}
+    seen: set[tuple[str, int]] = set()
+    for saved in graph.saved:
+        path = saved.needed_in
+        known = path in kinds and saved.category == "activation" and saved.storage in on_device
+        # Codes are bytes: an activation that keeps those does so already.
+        if not known or savers[saved.storage] != {path} or saved.dtype == "uint8" or (path, saved.storage) in seen:
+            continue
+        seen.add((path, saved.storage))
+        mine = touched.get((path, saved.storage), [])
+        forward = [op.index for op in mine if op.phase == "forward"]
+        backward = [op.index for op in mine if op.phase == "backward"]
+        storage = graph.storages[saved.storage]
+        if forward and backward and len(forward) == len(backward):
+            uses = last_use.get(saved.storage, forward[-1])
+            item = _Item(storage.bytes, math.prod(saved.shape), forward[0], backward[-1], uses, storage.death)
+            found.setdefault(path, []).append(item)
+    return {path: _Kept(kinds[path], tuple(found[path])) for path in kinds if path in found}
+
+
+def _uses(graph: Graph) -> tuple[dict[tuple[str, int], list[Op]], dict[int, int]]:
+    """The ops of each module that read or make a storage; and each storage's last use in the forward pass."""
+    touched: dict[tuple[str, int], list[Op]] = {}
+    last_use: dict[int, int] = {}
+    for op in graph.ops:
+        for storage in {value.storage for value in (*op.inputs, *op.outputs)}:
+            touched.setdefault((op.module, storage), []).append(op)
+            if op.phase == "forward":
+                last_use[storage] = op.index
+    return touched, last_use
+
+
+@cache
+def _relative_error(kind: str, bits: int) -> float:
+    """How far a table is from f', in units of f' itself."""
+    curve = _CLASSES[kind]
+    mean_square = float(Normal().integrals(curve)(np.array([np.inf]))[2, 0])
+    return table_of(curve, bits).rmse / math.sqrt(mean_square)

@@ -1,0 +1,348 @@
+"""Few-bit activations: forward is torch's, gradients are the best that a few bits allow, bytes are counted."""
+
+import copy
+import itertools
+import json
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lowtide.errors import LowtideError
+from lowtide.kernels.curves import CURVES, GATES, Curve
+from lowtide.nn import FewBit, fewbit
+from lowtide.nn.fewbit import book_for, few_bit
+from lowtide.nn.fewbit_tables import BITS, DATA, Normal, Samples, Uniform, find_table, find_tables, table_of
+
+NAMED = [cls for cls in vars(fewbit).values() if isinstance(cls, type) and issubclass(cls, fewbit._Named)][1:]
+ARGUMENTS = {"Threshold": (0.3, 7.0), "Hardtanh": (-0.3, 0.7), "LeakyReLU": (0.2,), "Softshrink": (0.3,)}
+STRAIGHT = {"ReLU", "LeakyReLU", "Hardtanh", "ReLU6", "Hardsigmoid", "Hardshrink", "Softshrink", "Threshold"}
+SMOOTH = [cls for cls in NAMED if cls.__name__ not in STRAIGHT]
+STRAIGHT = [cls for cls in NAMED if cls.__name__ in STRAIGHT]
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def pair(cls, **kwargs):
+    arguments = ARGUMENTS.get(cls.__name__, ())
+    return cls(*arguments, **kwargs), cls.plain(*arguments)
+
+
+def gradient(module, x, dy):
+    leaf = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    y = module(leaf * 1)  # not a leaf: it may be written over
+    return torch.autograd.grad(y, leaf, dy)[0]
+
+
+def density(x):
+    return np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+# -- tables ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bits", "rmse"), [(1, 0.1961), (2, 0.0894), (3, 0.0437), (4, 0.0243)])
+def test_gelu_is_as_near_as_can_be(bits, rmse):
+    table = table_of(Curve.of("gelu"), bits)
+    assert round(table.rmse, 4) == rmse
+    # The error that the table really has, by a plain sum over a fine grid.
+    x = torch.linspace(-12, 12, 2_000_001, dtype=torch.float64)
+    q = torch.tensor(table.levels, dtype=torch.float64)[torch.bucketize(x, torch.tensor(table.boundaries).double())]
+    error = (Curve.of("gelu").slope(x) - q).numpy() ** 2 * density(x.numpy())
+    assert math.sqrt(error.sum() * 24 / 2_000_000) == pytest.approx(table.rmse, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_shipped_tables_are_those_that_the_program_makes(name):
+    stored = json.loads(DATA.read_text())
+    for bits, made in zip((1, 3, 5), find_tables(Curve.of(name), (1, 3, 5), Normal()), strict=True):
+        entry = stored[f"{name}/{bits}"]
+        assert entry["rmse"] == pytest.approx(made.rmse, rel=1e-5)
+        np.testing.assert_allclose(entry["levels"], made.levels, atol=1e-4)
+        np.testing.assert_allclose(entry["boundaries"], made.boundaries, atol=1e-3)  # an optimum is flat there
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_every_bit_more_is_nearer(name):
+    errors = [table_of(Curve.of(name), bits).rmse for bits in BITS]
+    assert all(after < 0.62 * before for before, after in itertools.pairwise(errors))
+
+
+@pytest.mark.parametrize("name", ["gelu", "hardswish", "selu", "tanhshrink"])
+def test_no_other_boundaries_are_better(name):
+    """Against scipy's own search from the table, and from places around it."""
+    from scipy.optimize import minimize
+
+    curve, table = Curve.of(name), table_of(Curve.of(name), 2)
+    x = np.linspace(-9, 9, 18_001)
+    slope, w = curve.slope(torch.from_numpy(x)).numpy(), density(x) * (x[1] - x[0])
+
+    def error(boundaries):
+        step = np.searchsorted(np.sort(boundaries), x)
+        total = 0.0
+        for i in range(4):
+            mine = step == i
+            if w[mine].sum() > 0:
+                mean = (slope * w)[mine].sum() / w[mine].sum()
+                total += ((slope[mine] - mean) ** 2 * w[mine]).sum()
+        return total
+
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        start = np.asarray(table.boundaries) + rng.normal(size=3) * 0.7
+        found = minimize(error, start, method="Nelder-Mead")
+        assert math.sqrt(found.fun) >= table.rmse * (1 - 2e-3)
+
+
+def test_samples_give_the_table_of_their_density():
+    torch.manual_seed(0)
+    found = find_table(Curve.of("gelu"), 2, Samples(torch.randn(400_000)))
+    np.testing.assert_allclose(found.boundaries, table_of(Curve.of("gelu"), 2).boundaries, atol=0.03)
+    few = find_table(Curve.of("gelu"), 3, Samples([1.0, 2.0, float("nan")]))
+    assert few.rmse == 0
+    with pytest.raises(LowtideError, match="no finite"):
+        Samples(torch.tensor([math.nan]))
+
+
+def test_other_densities_have_other_tables():
+    wide = table_of(Curve.of("tanh"), 2, Normal(1.0, 3.0))
+    assert wide.boundaries != table_of(Curve.of("tanh"), 2).boundaries
+    # Sigmoid's slope over an interval so short that it is a straight line: steps of equal length.
+    low, high = 1.0, 1.0 + 1e-3
+    assert np.allclose(table_of(Curve.of("sigmoid"), 2, Uniform(low, high)).boundaries, [1.00025, 1.0005, 1.00075])
+    assert table_of(Curve("softplus", (3.0, 20.0)), 3).boundaries != table_of(Curve.of("softplus"), 3).boundaries
+    assert table_of(Curve("elu", (0.5,)), 3) is table_of(Curve("elu", (0.5,)), 3)
+
+
+# -- modules ---------------------------------------------------------------------------------------------
+
+
+def test_there_is_a_module_for_each():
+    assert len(SMOOTH) == len(CURVES) == 13
+    assert len(STRAIGHT) == len(GATES) == 8
+    assert all(issubclass(cls, getattr(nn, cls.__name__)) for cls in NAMED)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cls", NAMED, ids=lambda cls: cls.__name__)
+def test_forward_is_torchs_and_the_bytes_are_few(cls, dtype):
+    module, plain = pair(cls)
+    x = torch.randn(7, 11).mul(3).to(dtype).requires_grad_()
+    y = module(x)
+    assert torch.equal(y, plain(x))
+    (codes,) = y.grad_fn.saved_tensors
+    assert codes.untyped_storage().nbytes() == math.ceil(module.bits * 77 / 8)
+    assert torch.autograd.grad(y, x, torch.ones_like(y))[0].dtype is dtype
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("cls", SMOOTH, ids=lambda cls: cls.__name__)
+def test_gradients_have_the_tables_error(cls, bits):
+    torch.manual_seed(0)
+    x = torch.randn(200_000)
+    module, plain = pair(cls, bits=bits)
+    ones = torch.ones_like(x)
+    error = gradient(module, x, ones) - gradient(plain, x, ones)
+    assert float(error.square().mean().sqrt()) == pytest.approx(table_of(module.book.curve, bits).rmse, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("cls", STRAIGHT, ids=lambda cls: cls.__name__)
+def test_straight_ones_have_torchs_gradient(cls, inplace, dtype):
+    module, plain = pair(cls)
+    if inplace and not hasattr(plain, "inplace"):
+        pytest.skip("torch has none in place")
+    if inplace:
+        module.inplace = plain.inplace = True
+    ends = torch.tensor([0.0, -0.0, 1, -1, 3, -3, 6, 0.5, -0.5, 0.3, -0.3, 0.7, math.inf, -math.inf])
+    x = torch.cat([torch.randn(120), ends]).to(dtype)
+    dy = torch.randn(x.shape).to(dtype)
+    dy[::40], dy[1::40] = math.inf, math.nan
+    found, expected = gradient(module, x, dy), gradient(plain, x, dy)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+
+
+@pytest.mark.parametrize("cls", STRAIGHT, ids=lambda cls: cls.__name__)
+def test_straight_ones_pass_nan_on_as_torch_does(cls):
+    module, plain = pair(cls)
+    x, dy = torch.full((3,), math.nan), torch.randn(3)
+    assert torch.equal(gradient(module, x, dy), gradient(plain, x, dy))
+    assert module(x).isnan().equal(plain(x).isnan())
+
+
+@pytest.mark.parametrize("cls", [c for c in NAMED if hasattr(pair(c)[1], "inplace")], ids=lambda cls: cls.__name__)
+def test_in_place(cls):
+    module, _ = pair(cls)
+    over, plain = pair(cls)
+    over.inplace = plain.inplace = True
+    x, dy = torch.randn(2, 5, 6)
+    leaf = x.clone().requires_grad_()
+    y = leaf * 1
+    assert over(y) is y
+    assert torch.equal(y, plain(x.clone()))
+    assert torch.equal(torch.autograd.grad(y, leaf, dy)[0], gradient(module, x, dy))
+    for forbidden in (leaf, leaf[1:], (leaf * 1).unbind(0)[0]):
+        with pytest.raises(RuntimeError, match=r"leaf|output of a function that returns multiple views"):
+            over(forbidden)
+    assert torch.equal(leaf, x)
+    columns = (leaf * 1)[:, ::2]  # neither dense nor its own base
+    over(columns)
+    assert torch.equal(torch.autograd.grad(columns, leaf, dy[:, ::2])[0][:, ::2], gradient(module, x, dy)[:, ::2])
+
+
+LAYOUTS = {
+    "transposed": lambda t: t.transpose(1, 2),
+    "channels last": lambda t: t.to(memory_format=torch.channels_last),
+    "every other": lambda t: t[:, :, ::2],
+    "expanded": lambda t: t[:, :1].expand(-1, 4, -1, -1),
+    "offset": lambda t: t[1:],
+    "no dimensions": lambda t: t[0, 0, 0, 0],
+    "odd": lambda t: t[:1, :1, :, :3],
+}
+
+
+@pytest.mark.parametrize("kind", [fewbit.GELU, fewbit.ReLU])
+@pytest.mark.parametrize("of_gradient", ["plain", "transposed", "expanded"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_gives_the_same_values(layout, of_gradient, kind):
+    x = LAYOUTS[layout](torch.randn(3, 4, 5, 6))
+    dy = torch.randn(x.shape)
+    if of_gradient == "transposed" and dy.dim() > 1:
+        dy = torch.randn(x.transpose(0, 1).shape).transpose(0, 1)
+    elif of_gradient == "expanded":
+        dy = torch.ones(()).expand(x.shape)
+    module = kind()
+    leaf = x.detach().requires_grad_()
+    y = module(leaf)
+    assert y.stride() == kind.plain()(x).stride()
+    found = torch.autograd.grad(y, leaf, dy)[0]
+    assert torch.equal(found, gradient(module, x.contiguous(), dy.contiguous()))
+
+
+def test_nothing_is_kept_where_nothing_is_needed():
+    module = fewbit.GELU()
+    assert module(torch.randn(3)).grad_fn is None
+    with torch.no_grad():
+        assert module(torch.randn(3, requires_grad=True)).grad_fn is None
+    empty = torch.randn(0, 4, requires_grad=True)
+    assert torch.autograd.grad(module(empty).sum(), empty)[0].shape == (0, 4)
+
+
+def test_any_module_name_or_function():
+    x = torch.randn(100, requires_grad=True)
+    for activation in (nn.GELU(), "gelu", F.gelu):
+        layer = FewBit(activation, bits=2)
+        assert torch.equal(torch.autograd.grad(layer(x).sum(), x)[0], gradient(fewbit.GELU(bits=2), x, torch.ones(100)))
+    own = FewBit(lambda x: x * torch.sigmoid(1.702 * x), bits=8)
+    (found,) = torch.autograd.grad(own(x).sum(), x)
+    torch.testing.assert_close(found, own.book.curve.slope(x), rtol=0, atol=0.02)  # 8 bits: near
+    assert FewBit(nn.SiLU(inplace=True)).inplace
+    assert FewBit(nn.ReLU(), bits=5).bits == 1
+
+
+def test_what_cannot_be_is_refused():
+    for bits in (0, 9, 2.5):
+        with pytest.raises(LowtideError, match="bits"):
+            fewbit.GELU(bits=bits)
+    with pytest.raises(LowtideError, match="learns"):
+        FewBit(nn.PReLU())
+    with pytest.raises(LowtideError, match="Unknown activation"):
+        FewBit("softmax")
+    with pytest.raises(LowtideError, match="Unknown density"):
+        fewbit.GELU(density="beta")
+    with pytest.raises(LowtideError, match="not an activation"):
+        FewBit(3)
+
+
+def test_calibration_chooses_slopes_for_the_inputs():
+    x = torch.randn(20_000) * 0.2 + 1
+    module, other = fewbit.SiLU(), FewBit("silu")
+    expected = gradient(nn.SiLU(), x, torch.ones_like(x))
+    before = gradient(module, x, torch.ones_like(x))
+    module.calibrate(x)
+    other.calibrate(x)
+    after = gradient(module, x, torch.ones_like(x))
+    assert torch.equal(after, gradient(other, x, torch.ones_like(x)))
+    assert float((after - expected).norm()) < 0.4 * float((before - expected).norm())
+
+
+def test_copies_pickles_and_state_dicts():
+    module = nn.Sequential(nn.Linear(4, 4), fewbit.ELU(0.5, bits=2), FewBit("mish"))
+    assert list(module.state_dict()) == ["0.weight", "0.bias"]
+    x, dy = torch.randn(3, 4), torch.randn(3, 4)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(gradient(other, x, dy), gradient(module, x, dy))
+    module[1].alpha = 2.0
+    assert torch.equal(module[1](x.clone().requires_grad_()), F.elu(x, 2.0))
+
+
+def test_gradients_of_gradients():
+    x = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda t: few_bit(t, book_for("leaky_relu")) * t, x)
+    y = few_bit(x, book_for("gelu"))
+    (dx,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
+    with pytest.raises(LowtideError, match="gradients of gradients"):
+        dx.sum().backward()
+
+
+def test_gradcheck_of_the_straight_ones():
+    x = (torch.rand(40, dtype=torch.float64) * 8 - 4).requires_grad_()
+    for name in GATES:
+        assert torch.autograd.gradcheck(lambda t, name=name: few_bit(t, book_for(name)), x)
+
+
+def test_checkpoints_autocast_and_hooks_around_it():
+    model = nn.Sequential(nn.Linear(8, 8), fewbit.GELU(), nn.Linear(8, 8), fewbit.Softplus())
+    x, dy = torch.randn(4, 8), torch.randn(4, 8)
+    expected = gradient(model, x, dy)
+    assert torch.equal(gradient(lambda t: checkpoint(model, t, use_reentrant=False), x, dy), expected)
+    with torch.autograd.graph.save_on_cpu():
+        assert torch.equal(gradient(model, x, dy), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradient(model, x, dy.bfloat16())
+        assert model(x).dtype is nn.Sequential(model[0], nn.GELU(), model[2], nn.Softplus())(x).dtype
+    torch.testing.assert_close(found, expected, rtol=0.2, atol=0.1)  # a boundary may be crossed by rounding
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_compiled(inplace):
+    def make(kind):
+        return nn.Sequential(nn.Linear(8, 8), kind(inplace=inplace), nn.Linear(8, 8), kind())
+
+    ours, theirs = make(fewbit.SiLU), make(nn.SiLU)
+    theirs.load_state_dict(ours.state_dict())
+    x, dy = torch.randn(5, 8), torch.randn(5, 8)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), theirs(x))
+    leaf = x.clone().requires_grad_()
+    assert torch.equal(torch.autograd.grad(compiled(leaf), leaf, dy)[0], gradient(ours, x, dy))
+
+
+def test_transforms_and_forward_mode_run_torchs_ops():
+    module, x = fewbit.GELU(), torch.randn(5)
+    assert torch.equal(torch.func.grad(lambda t: module(t).sum())(x), torch.func.grad(lambda t: F.gelu(t).sum())(x))
+    found = torch.func.jvp(module, (x,), (torch.ones(5),))[1]
+    assert torch.equal(found, torch.func.jvp(F.gelu, (x,), (torch.ones(5),))[1])
+
+
+def test_training_goes_on_as_without():
+    def train(kind):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(10, 64), kind(), nn.Linear(64, 64), kind(), nn.Linear(64, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        x = torch.randn(256, 10)
+        y = (x[:, :3].sum(1, keepdim=True)).sin()
+        for _ in range(150):
+            loss = F.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return float(loss.detach())
+
+    assert train(fewbit.GELU) < 1.5 * train(nn.GELU) + 1e-3
