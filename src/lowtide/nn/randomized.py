@@ -1,0 +1,207 @@
+"""A linear layer that keeps a random sketch of its input for the weight's gradient, and not the input."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+
+from lowtide.errors import LowtideError
+from lowtide.kernels import randomized as kernels
+from lowtide.kernels.reference.randomized import Kind, Sketch
+
+
+class RandomizedLinear(nn.Linear):
+    """``nn.Linear`` that keeps S·X, of ``ratio`` times as many rows as its input X, and has ∂W = (S·∂Y)ᵀ(S·X) from it.
+
+    The output and the gradients of the input and of the bias are those of ``nn.Linear``. The weight's gradient is right
+    on average: E[SᵀS] = I, with a new S in every step. To ``state_dict`` it is a plain ``nn.Linear``, and so it is in
+    evaluation mode. Layers with the same sketch that read the same tensor one after the other, as Q, K and V do, keep
+    one S·X together.
+
+    In training, each call draws one seed from torch's generator of the input's device. That generator's state is all
+    there is to save; a recomputed forward pass that puts it back has the same S. ``block``: rows are sketched in blocks
+    of as many, None for all at once, which costs much more and is hardly better.
+
+    >>> layer = RandomizedLinear(16, 4, ratio=0.25)
+    >>> layer(torch.randn(32, 16)).shape, list(layer.state_dict())
+    (torch.Size([32, 4]), ['weight', 'bias'])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        ratio: float = 0.2,
+        sketch: Kind = "rademacher",
+        block: int | None = 128,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.sketch = Sketch(sketch, ratio, block)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, ratio: float = 0.2, sketch: Kind = "rademacher", block: int | None = 128
+    ) -> Self:
+        """A layer that shares the parameters and the mode of a ``nn.Linear``."""
+        if not isinstance(linear, nn.Linear):
+            raise LowtideError(f"{cls.__name__} is made from a nn.Linear, not from a {type(linear).__name__}")
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.in_features, layer.out_features = linear.in_features, linear.out_features
+        for name, parameter in linear._parameters.items():
+            layer.register_parameter(name, parameter)
+        layer.training = linear.training
+        layer.sketch = Sketch(sketch, ratio, block)
+        return layer
+
+    def forward(self, input: Tensor) -> Tensor:
+        return randomized_linear(input, self.weight, self.bias, self.sketch, training=self.training)
+
+    def extra_repr(self) -> str:
+        sketch = self.sketch
+        return f"{super().extra_repr()}, ratio={sketch.ratio}, sketch={sketch.kind!r}, block={sketch.block}"
+
+
+def randomized_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch, *, training: bool = True
+) -> Tensor:
+    """``F.linear(x, weight, bias)``, bit for bit, with the weight's gradient from a sketch of x.
+
+    Plain where nothing would be saved: in evaluation mode, for a weight without gradient, for inputs of too few rows.
+    """
+    if not training or not weight.requires_grad or torch.compiler._is_exporting_flag:
+        return F.linear(x, weight, bias)
+    return _randomized(x, weight, bias, sketch)
+
+
+def _runs_plain(x: Tensor, weight: Tensor, sketch: Sketch) -> bool:
+    """What is wrong is for torch to say; transforms of functions, and traces, have torch's own ops."""
+    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or x.is_inference():
+        return True
+    rows = x.shape[:-1].numel()
+    if sketch.kept(rows) >= rows or not x.numel() or not weight.numel():
+        return True
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    return bool(torch._C._get_tracing_state())
+
+
+@_disable_dynamo  # a seed and a shared sketch are nothing for a compiled graph: it breaks here
+def _randomized(x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch) -> Tensor:
+    if _runs_plain(x, weight, sketch):
+        return F.linear(x, weight, bias)
+    # Drawn in every case, also without gradients and where a sketch is shared: a checkpoint's first run may be without
+    # gradients, and dropout must find the generator in its second run where it did in the first.
+    seed = kernels.draw_seed(x.device)
+    if not torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    given = x
+    # As autocast does, but with gradients: inside of a function its cache would hold a weight that has none.
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight = _cast(x, dtype), _cast(weight, dtype)
+        bias = None if bias is None else _cast(bias, dtype)
+    if x.dtype != weight.dtype or x.device != weight.device:
+        return F.linear(x, weight, bias)
+
+    def make() -> _Kept:
+        with torch.no_grad():
+            return _Kept(kernels.project(x.reshape(-1, x.shape[-1]), seed, sketch), seed)
+
+    latest = _latest.of_thread
+    return _RandomizedLinear.apply(x, weight, bias, *latest.sketch(given, (sketch, x.dtype), make), sketch, latest)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not torch.float64 else tensor
+
+
+class _RandomizedLinear(torch.autograd.Function):
+    """One node, which keeps the weight, the sketch and its seed.
+
+    The two are saved together: whoever makes saved tensors again makes a pair that fits.
+    """
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Any, kept: Tensor, seed: Tensor, sketch: Sketch, latest: _Latest
+    ) -> Tensor:
+        ctx.sketch, ctx.latest = sketch, latest
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, kept, seed)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        weight, kept, seed = ctx.saved_tensors
+        ctx.latest.forget()
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = rows.mm(weight).view(*dy.shape[:-1], weight.shape[1])
+        if ctx.needs_input_grad[1]:
+            dweight = kernels.project(rows, seed, ctx.sketch).t().mm(kept)
+        if ctx.needs_input_grad[2]:
+            dbias = rows.sum(0)
+        return dx, dweight, dbias, None, None, None, None
+
+
+# -- one sketch for all that read the same input -----------------------------------------------------------
+
+
+class _Kept(NamedTuple):
+    sketch: Tensor
+    seed: Tensor
+
+
+class _Latest:
+    """The sketch that a thread made last, for the next layer that reads the same input.
+
+    Held until that input dies, another one is sketched or a backward pass begins: memory that the step would not have
+    held for its backward is not held for long.
+    """
+
+    def __init__(self) -> None:
+        self._input: weakref.ref[Tensor] | None = None
+        self._key: object = None
+        self._kept: _Kept | None = None
+
+    def sketch(self, x: Tensor, how: object, make: Callable[[], _Kept]) -> _Kept:
+        """That of x, if it is the last one and still right."""
+        # Not across the border of a checkpoint: its second run begins without what was before it.
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+        key = (x._version, hooks, how)
+        kept = self._kept
+        if kept is None or self._input is None or self._input() is not x or self._key != key:
+            kept = make()
+            self._input, self._key, self._kept = weakref.ref(x, self._died), key, kept
+        return kept
+
+    def forget(self) -> None:
+        self._input = self._key = self._kept = None
+
+    def _died(self, reference: weakref.ref[Tensor]) -> None:
+        if reference is self._input:
+            self.forget()
+
+
+class _Threads(threading.local):
+    def __init__(self) -> None:
+        self.of_thread = _Latest()
+
+
+_latest = _Threads()

@@ -1,0 +1,281 @@
+"""Randomized linear layers as a technique: which layers alone hold their inputs, and what a sketch of those would save.
+
+A linear layer needs its input for the weight's gradient only. Where nobody else keeps that input for backward, a random
+sketch of it can be kept instead. A ReLU or an attention before the layer keeps its own output: there a sketch would
+come on top, and is not offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lowtide.errors import LowtideError, PlanError
+from lowtide.kernels.reference.randomized import Kind as SketchKind
+from lowtide.kernels.reference.randomized import Sketch
+from lowtide.nn.randomized import randomized_linear
+from lowtide.profiling.devices import find_device
+from lowtide.profiling.profile import Profile
+from lowtide.techniques.forward import Forward, replace_forward
+from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price, Undo
+from lowtide.tracing.graph import Graph, Op, Value
+from lowtide.workload import Workload
+
+RATIOS = (0.5, 0.2, 0.1)
+
+
+def randomize(
+    model: nn.Module,
+    paths: Sequence[str] | None = None,
+    *,
+    ratio: float = 0.2,
+    sketch: SketchKind = "rademacher",
+    block: int | None = 128,
+) -> Undo:
+    """Have the ``nn.Linear``s of a model keep sketches of their inputs, all of them or those at ``paths``.
+
+    The class, the parameters and the ``state_dict`` stay; ``undo()`` takes it back.
+
+    >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+    >>> with randomize(model, ratio=0.5):
+    ...     print(model[2].forward)
+    Randomized(ratio=0.5, sketch='rademacher')
+    """
+    how = Sketch(sketch, ratio, block)
+    if paths is None:
+        paths = [path for path, module in model.named_modules() if _is_plain(module)]
+        if not paths:
+            raise LowtideError("The model has no nn.Linear that could be randomized")
+    with Undo() as undo:
+        for path in paths:
+            undo.add(replace_forward(Randomized(_linear(model, path), how), path=path))
+        return undo.keep()
+
+
+class Randomized(Forward):
+    """The forward of a ``nn.Linear`` that keeps a sketch of its input."""
+
+    def __init__(self, module: nn.Linear, sketch: Sketch) -> None:
+        super().__init__(module)
+        self.sketch = sketch
+
+    def __call__(self, input: Tensor) -> Tensor:
+        layer: nn.Linear = self.module  # pyright: ignore[reportAssignmentType]
+        return randomized_linear(input, layer.weight, layer.bias, self.sketch, training=layer.training)
+
+    def __repr__(self) -> str:
+        return f"Randomized(ratio={self.sketch.ratio}, sketch={self.sketch.kind!r})"
+
+
+class RandomizedLinears:
+    """Linear layers that keep a random sketch of their input: ``ratio`` times its bytes, and an unbiased gradient."""
+
+    name = "randomized"
+    kind: Kind = "module"
+    needs = "a nn.Linear whose input nobody else keeps for backward"
+    conflicts: frozenset[str] = frozenset()
+
+    def options(self, profile: Profile) -> list[Option]:
+        """All layers whose input would be let go, for each ratio."""
+        inputs = _Inputs(profile.graph)
+        found: list[Option] = []
+        for ratio in RATIOS:
+            sketch = Sketch(ratio=ratio)
+            site = inputs.worthwhile(sketch)
+            if site:
+                found.append(Option(self.name, site, (("ratio", ratio), ("sketch", sketch.kind))))
+        return found
+
+    def price(self, option: Option, profile: Profile) -> Price:
+        """Inputs are let go after the forward pass; sketches stay, one for all layers that read the same tensor."""
+        inputs = _Inputs(profile.graph)
+        sketch, sites = _sketch(option), set(option.site)
+        removed = [
+            Interval(inputs.bytes(storage), inputs.last_use[storage] + 1, inputs.death(storage), "sketched instead")
+            for storage in inputs.let_go(sites)
+            if inputs.last_use[storage] + 1 < inputs.death(storage)
+        ]
+        return Price(
+            Fidelity.UNBIASED,
+            added=tuple(inputs.added(sites, sketch)),
+            removed=tuple(removed),
+            compute_seconds=inputs.seconds(sites, sketch),
+        )
+
+    def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
+        """Put a randomized forward on every layer; the model is untouched if one cannot take it."""
+        with Undo() as undo:
+            for option in options:
+                sketch = _sketch(option)
+                for path in option.site:
+                    undo.add(replace_forward(Randomized(_linear(work.model, path), sketch), path=path))
+            return Applied(work, undo.keep())
+
+    def check(self, option: Option) -> Check:
+        """The loss and all other gradients as they are; weights' gradients right on average."""
+        return Check(Fidelity.UNBIASED)
+
+
+def _sketch(option: Option) -> Sketch:
+    ratio, kind = option.knob("ratio", 0.2), option.knob("sketch", "rademacher")
+    if not isinstance(ratio, float) or not isinstance(kind, str):
+        raise PlanError(f"ratio={ratio!r}, sketch={kind!r} are not for a sketch", where=str(option))
+    return Sketch(kind, ratio)  # pyright: ignore[reportArgumentType]
+
+
+def _linear(model: nn.Module, path: str) -> nn.Linear:
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        raise PlanError(f"The model has no module {path!r}", hint="The plan is of another model.") from None
+    if isinstance(module.__dict__.get("forward"), Randomized):
+        return module  # pyright: ignore[reportReturnType]  # refused where it is replaced, with what to do
+    if not _is_plain(module):
+        raise PlanError(
+            f"{type(module).__name__} does not run as a nn.Linear",
+            where=path,
+            hint="Randomize first, then apply what replaces forward.",
+        )
+    return module  # pyright: ignore[reportReturnType]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and "forward" not in vars(module) and type(module).forward is _FORWARD
+
+
+_FORWARD = nn.Linear.forward
+
+
+# -- the inputs of linear layers in a traced step ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """One call of a linear layer, and the input that it keeps."""
+
+    path: str
+    op: int
+    x: Value
+    features: int  # of the output
+    source: int  # the storage that the layer was given: that of x, or what autocast made x of
+
+
+class _Inputs:
+    """What the linear layers of a traced step read and keep."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.last_use: dict[int, int] = {}  # in the forward pass
+        self._products: dict[tuple[str, int], Op] = {}  # of the backward pass, by layer and storage of x
+        linears = {path for path, kind in graph.modules if kind == "Linear"}
+        casts: dict[tuple[str, int], int] = {}
+        reads: list[_Read] = []
+        for op in graph.ops:
+            if op.phase == "forward" and not op.recompute:
+                for value in (*op.inputs, *op.outputs):
+                    self.last_use[value.storage] = op.index
+                if op.module in linears and op.name.startswith("aten._to_copy"):
+                    casts[op.module, op.outputs[0].storage] = op.inputs[0].storage
+                if op.module in linears and _is_product(op.name):
+                    x = op.inputs[-2]
+                    source = casts.get((op.module, x.storage), x.storage)
+                    reads.append(_Read(op.module, op.index, x, op.outputs[0].shape[-1], source))
+            elif op.phase == "backward" and op.module in linears and _is_product(op.name):
+                for value in op.inputs:
+                    self._products.setdefault((op.module, value.storage), op)
+        savers: dict[int, set[tuple[str, bool]]] = {}
+        for saved in graph.saved:
+            savers.setdefault(saved.storage, set()).add((saved.needed_in, _is_product(saved.needed_by)))
+        # A layer whose weight has no gradient keeps no input.
+        self._reads = [r for r in reads if (r.path, True) in savers.get(r.x.storage, ())]
+        made = {s.id for s in graph.on_device if s.category == "activation"}
+        self._keepers = {
+            r.x.storage: {path for path, _ in savers[r.x.storage]}
+            for r in self._reads
+            if r.x.storage in made and all(path in linears and product for path, product in savers[r.x.storage])
+        }
+
+    def bytes(self, storage: int) -> int:
+        return self.graph.storages[storage].bytes
+
+    def death(self, storage: int) -> int:
+        return self.graph.storages[storage].death
+
+    def let_go(self, sites: set[str]) -> list[int]:
+        """The storages that only these layers keep."""
+        return [storage for storage, keepers in self._keepers.items() if keepers <= sites]
+
+    def worthwhile(self, sketch: Sketch) -> tuple[str, ...]:
+        """The layers that let more go than their sketches take, in the model's order."""
+        let_go = set(self.let_go({path for path, _ in self.graph.modules}))
+        paths: set[str] = set()
+        for group in self._groups({r.path for r in self._reads}):
+            freed = sum(self.bytes(s) for s in {r.x.storage for r in group} & let_go)
+            if freed > _bytes(group[0].x, sketch):
+                paths |= {r.path for r in group if r.x.storage in let_go}
+        return tuple(path for path, _ in self.graph.modules if path in paths)
+
+    def added(self, sites: set[str], sketch: Sketch) -> Iterator[Interval]:
+        """A sketch for each input that is read, and that of the output's gradient while the weight's is computed."""
+        for group in self._groups(sites):
+            first, x = group[0], group[0].x
+            if sketch.kept(x.shape[0]) >= x.shape[0]:
+                continue
+            products = [self._products.get((r.path, r.x.storage)) for r in group]
+            ends = [product.index + 1 for product in products if product is not None]
+            if ends:
+                yield Interval(_bytes(x, sketch), first.op, max(ends), f"sketch of the input of {first.path}")
+                yield Interval(_SEED_BYTES, first.op, max(ends), f"seed of {first.path}")
+            for read, product in zip(group, products, strict=True):
+                if product is not None:
+                    size = _bytes(x, sketch) // max(1, x.shape[1]) * read.features
+                    yield Interval(size, product.index, product.index + 1, f"sketch of a gradient in {read.path}")
+
+    def seconds(self, sites: set[str], sketch: Sketch) -> float:
+        """What sketching takes, by a roofline, less what the smaller product for the weight saves."""
+        device = find_device(self.graph.device)
+        total = 0.0
+        for group in self._groups(sites):
+            x = group[0].x
+            rows, kept = x.shape[0], sketch.kept(x.shape[0])
+            rate = device.rates.get(x.dtype, device.rates["float32"])
+            block = rows / sketch.blocks(rows) if rows else 0
+            for columns in (x.shape[1], *(read.features for read in group)):
+                moved = (rows + kept) * columns * (x.bytes // max(1, rows * x.shape[1]))
+                total += device.launch_seconds + max(moved / device.bandwidth, 2 * kept * block * columns / rate)
+            for read in group:
+                product = self._products.get((read.path, read.x.storage))
+                if product is not None:
+                    total -= (1 - kept / max(1, rows)) * product.seconds
+        return total
+
+    def _groups(self, sites: set[str]) -> list[list[_Read]]:
+        """Reads of the same tensor one after the other, which share a sketch."""
+        groups: list[list[_Read]] = []
+        for read in self._reads:
+            if read.path in sites:
+                last = groups[-1][0] if groups else None
+                shares = last is not None and (last.source, last.x.shape, last.x.dtype) == (
+                    read.source,
+                    read.x.shape,
+                    read.x.dtype,
+                )
+                if shares:
+                    groups[-1].append(read)
+                else:
+                    groups.append([read])
+        return groups
+
+
+_SEED_BYTES = 8
+
+
+def _is_product(name: str) -> bool:
+    return name.startswith(("aten.addmm.", "aten.mm."))
+
+
+def _bytes(x: Value, sketch: Sketch) -> int:
+    rows = x.shape[0]
+    return x.bytes // rows * sketch.kept(rows) if rows else 0
