@@ -27,7 +27,7 @@ def op_seconds(op: Op, device: Device) -> float:
 def operations(op: Op) -> float:
     """Floating-point operations of matrix products, convolutions and attention; 0 for the rest, which move bytes."""
     name = op.name.split(".")[1] if "." in op.name else op.name
-    shapes = [v.shape for v in op.inputs]
+    shapes = [v.shape for v in op.inputs[: -1 if op.name.endswith("out") else None]]  # which is written, not read
     if name in ("mm", "bmm", "addmm", "baddbmm"):
         a, b = shapes[-2:]
         return 2.0 * math.prod(a) * b[-1]

@@ -1,0 +1,78 @@
+"""The loss of a chunk of logits by the kernel that fits, Triton's on a GPU, ATen's elsewhere; sums over chunks."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lowtide.kernels import launches
+from lowtide.kernels.reference import chunked_loss as reference
+from lowtide.kernels.reference.chunked_loss import Rules, wide
+
+__all__ = ["Rules", "add_product", "buffer", "rows_", "wide"]
+
+_FAST = (torch.float32, torch.float16, torch.bfloat16)
+_ALIGNED = 64  # elements: from one row of a chunk to the next, on a GPU
+
+
+def rows_(logits: Tensor, target: Tensor, losses: Tensor, rules: Rules, scale: Tensor | None = None) -> None:
+    """Write the losses of rows; with a ``scale``, their gradient times it takes the logits' place."""
+    runs = launches.watcher is not None or not isinstance(logits, FakeTensor)  # a watcher keeps fakes from a launch
+    if logits.is_cuda and logits.dtype in _FAST and logits.numel() and runs:
+        fast = _triton_kernels()
+        if fast is not None:
+            fast.rows_(logits, target, losses, rules, scale)
+            return
+    try:
+        reference.rows_(logits, target, losses, rules, scale)
+    except RuntimeError:
+        outside = (target != rules.ignore_index) & ((target < 0) | (target >= logits.shape[1]))
+        if logits.is_cuda or not outside.any():
+            raise
+        raise IndexError(f"Target {int(target[outside][0])} is out of bounds.") from None  # as torch says it
+
+
+def buffer(rows: int, classes: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where the logits of a chunk go. On a GPU rows start at aligned addresses: a vocabulary of 50,257 is slow else."""
+    width = -(-classes // _ALIGNED) * _ALIGNED if like.is_cuda else classes
+    return torch.empty(rows, width, dtype=dtype, device=like.device)[:, :classes]
+
+
+def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """``total + a @ b``, in place, in 32 bits at least: a sum over chunks that was rounded to 16 would show it."""
+    if wide(a.dtype) == a.dtype:
+        return torch.mm(a, b) if total is None else total.addmm_(a, b)
+    if a.is_cuda and _adds_in_float32(a.device):
+        if total is None:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    product = torch.mm(a, b)
+    return product.float() if total is None else total.add_(product)
+
+
+@cache
+def _triton_kernels() -> Any:
+    try:
+        from lowtide.kernels.triton import chunked_loss
+    except ImportError:
+        return None
+    return chunked_loss
+
+
+@cache
+def _adds_in_float32(device: torch.device) -> bool:
+    """Whether torch adds a product of 16-bit matrices to a 32-bit one; of a GPU that is not here, it is assumed."""
+    if not torch.cuda.is_available():
+        return True
+    with torch._C._DisableTorchDispatch():
+        try:
+            total, a = torch.zeros(8, 8, device=device), torch.zeros(8, 8, dtype=torch.bfloat16, device=device)
+            torch.mm(a, a, out_dtype=torch.float32)
+            torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+        except (RuntimeError, TypeError):
+            return False
+    return True

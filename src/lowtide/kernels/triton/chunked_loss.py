@@ -1,0 +1,175 @@
+# pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
+"""Cross entropy of rows of logits, and its gradient written over them, in Triton.
+
+One program has one row and goes over it twice: first the maximum and Σ exp online (Milakov and Gimelshein, 2018), then
+the gradient. Passes over memory: one read and one write; the second read finds the row in the cache, since the rows
+that run at once (100 KB each for GPT-2's vocabulary in 16 bits) fit it. The formulas are in
+``kernels/reference/chunked_loss.py``. All but the last block are loaded without a mask: with one, Triton loads element
+by element where the vocabulary is odd.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowtide.kernels import launches
+from lowtide.kernels.reference.chunked_loss import Rules
+
+_BLOCK = 4096
+_WARPS = 8
+
+
+def rows_(logits: Tensor, target: Tensor, losses: Tensor, rules: Rules, scale: Tensor | None = None) -> None:
+    """Write the losses of rows; with a ``scale``, their gradient times it takes the logits' place.
+
+    Columns are neighbours in memory; the distance between rows is free. A target that is no class gives nan.
+    """
+    tensors = (logits, target, losses, scale, rules.weight, rules.weight_sum)
+    if launches.watcher is not None:
+        launches.show("chunked_loss_rows", tensors, partial(_launch, *tensors, rules=rules))
+    else:
+        _launch(*tensors, rules=rules)
+
+
+def _launch(
+    logits: Tensor,
+    target: Tensor,
+    losses: Tensor,
+    scale: Tensor | None,
+    weight: Tensor | None,
+    weight_sum: Tensor | None,
+    *,
+    rules: Rules,
+) -> None:
+    assert logits.stride(1) == 1
+    assert target.stride(0) == losses.stride(0) == 1
+    if logits.is_cuda and logits.device.index != torch.cuda.current_device():
+        with torch.cuda.device(logits.device):
+            _launch(logits, target, losses, scale, weight, weight_sum, rules=rules)
+        return
+    count, classes = logits.shape
+    block = min(_BLOCK, triton.next_power_of_2(classes))
+    _rows[(count,)](
+        logits,
+        target,
+        losses,
+        scale,
+        weight,
+        weight_sum,
+        logits.stride(0),
+        0 if scale is None or scale.numel() == 1 else scale.stride(0),
+        classes,
+        rules.ignore_index,
+        float(rules.smoothing),
+        GRADIENT=scale is not None,
+        WEIGHTED=weight is not None,
+        SMOOTHED=rules.smoothing != 0,
+        TAIL=classes % block != 0,
+        BLOCK=block,
+        num_warps=_WARPS if block == _BLOCK else 4,
+    )
+
+
+@triton.jit
+def _add(z, k, here, highest, total, spread, weight_ptr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr):
+    """One block more: the maximum, Σ exp(z - maximum), Σ w·z."""
+    new = tl.maximum(highest, tl.max(z, 0))
+    base = tl.where(new == float("-inf"), 0.0, new)  # where all so far is -inf, there is nothing to scale
+    total = total * tl.exp(highest - base) + tl.sum(tl.exp(z - base), 0)
+    if SMOOTHED:
+        known = tl.where(here, z, 0.0)
+        if WEIGHTED:
+            known *= tl.load(weight_ptr + k, mask=here, other=0.0)
+        spread += tl.sum(known, 0)
+    return new, total, spread
+
+
+@triton.jit
+def _slope(z, k, here, t, highest, factor, even, hit, weight_ptr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr):
+    """The gradient of one block."""
+    dz = factor * tl.exp(z - highest)
+    if SMOOTHED:
+        if WEIGHTED:
+            dz -= even * tl.load(weight_ptr + k, mask=here, other=0.0)
+        else:
+            dz -= even
+    return tl.where(k == t, dz - hit, dz)
+
+
+@triton.jit
+def _rows(
+    logits_ptr,
+    target_ptr,
+    losses_ptr,
+    scale_ptr,
+    weight_ptr,
+    weight_sum_ptr,
+    stride,
+    scale_stride,
+    classes,
+    ignore_index,
+    smoothing,
+    GRADIENT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    TAIL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    t = tl.load(target_ptr + row)
+    k = tl.arange(0, BLOCK)
+    whole = classes // BLOCK * BLOCK
+    every = k >= 0
+    if t == ignore_index:
+        tl.store(losses_ptr + row, 0.0)
+        if GRADIENT:
+            zeros = tl.zeros([BLOCK], logits_ptr.dtype.element_ty)
+            for first in range(0, whole, BLOCK):
+                tl.store(logits_ptr + first + k, zeros)
+            if TAIL:
+                tl.store(logits_ptr + whole + k, zeros, mask=whole + k < classes)
+    else:
+        is_class = (t >= 0) & (t < classes)
+        z_t = tl.load(logits_ptr + t, mask=is_class, other=float("nan")).to(tl.float32)
+        mine = 1.0 - smoothing
+        all_weights = classes * 1.0
+        if WEIGHTED:
+            mine *= tl.load(weight_ptr + t, mask=is_class, other=float("nan"))
+            all_weights = tl.load(weight_sum_ptr)
+        highest = float("-inf")
+        total = 0.0
+        spread = 0.0
+        for first in range(0, whole, BLOCK):
+            z = tl.load(logits_ptr + first + k).to(tl.float32)
+            highest, total, spread = _add(z, first + k, every, highest, total, spread, weight_ptr, WEIGHTED, SMOOTHED)
+        if TAIL:
+            here = whole + k < classes
+            z = tl.load(logits_ptr + whole + k, mask=here, other=float("-inf")).to(tl.float32)
+            highest, total, spread = _add(z, whole + k, here, highest, total, spread, weight_ptr, WEIGHTED, SMOOTHED)
+        share = smoothing / classes
+        loss = mine * (highest - z_t + tl.log(total))
+        if SMOOTHED:
+            loss += share * (all_weights * (highest + tl.log(total)) - spread)
+        tl.store(losses_ptr + row, loss)
+        if GRADIENT:
+            tl.debug_barrier()  # every warp has its z_t before one writes over it
+            c = tl.load(scale_ptr + row * scale_stride).to(tl.float32)
+            c = tl.where(is_class, c, float("nan"))
+            factor = c * (mine + share * all_weights) / total
+            even = c * share
+            hit = c * mine
+            for first in range(0, whole, BLOCK):
+                z = tl.load(logits_ptr + first + k).to(tl.float32)
+                dz = _slope(z, first + k, every, t, highest, factor, even, hit, weight_ptr, WEIGHTED, SMOOTHED)
+                tl.store(logits_ptr + first + k, dz.to(logits_ptr.dtype.element_ty))
+            if TAIL:
+                here = whole + k < classes
+                z = tl.load(logits_ptr + whole + k, mask=here, other=float("-inf")).to(tl.float32)
+                dz = _slope(z, whole + k, here, t, highest, factor, even, hit, weight_ptr, WEIGHTED, SMOOTHED)
+                tl.store(logits_ptr + whole + k, dz.to(logits_ptr.dtype.element_ty), mask=here)

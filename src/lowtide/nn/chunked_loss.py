@@ -1,0 +1,356 @@
+"""A linear layer and cross entropy as one function, in which the logits are never whole.
+
+Rows go through in chunks: the chunk's logits, their losses, and at once the gradient of those, written over the logits
+(Hsu et al., Liger-Kernel, 2024). So forward ends with the gradients of input and weight, up to the factor that backward
+brings, and keeps those instead of anything as large as the logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, Self, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad
+
+from lowtide.errors import LowtideError
+from lowtide.kernels import chunked_loss as kernels
+from lowtide.kernels.chunked_loss import Rules, wide
+
+Reduction = Literal["mean", "sum", "none"]
+
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009
+_CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
+_FEWEST_ROWS = 128
+# Gradients of logits are at most 1 and mostly near 1/classes, which is too small for float16.
+_FLOAT16_SCALE = 256.0
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+    chunk: int | None = None,
+) -> Tensor:
+    """``F.cross_entropy(F.linear(input, weight, bias), target)`` without the logits ever whole; to roundoff.
+
+    ``input`` is (..., features), ``weight`` (classes, features), ``target`` (...) of class indices. The loss has the
+    dtype that it has without, under autocast too. ``chunk`` is the number of rows at a time; None chooses it. With a
+    mean or a sum, forward computes the gradients as well and keeps those of ``input`` and of the parameters; with
+    ``reduction="none"`` backward computes the logits again. It cannot be differentiated twice.
+
+    >>> x, w, t = torch.randn(6, 4), torch.randn(9, 4), torch.tensor([3, 8, -100, 0, 1, 5])
+    >>> torch.allclose(linear_cross_entropy(x, w, t, chunk=2), F.cross_entropy(x @ w.t(), t))
+    True
+    """
+    if reduction not in get_args(Reduction):
+        raise LowtideError(f"Unknown reduction {reduction!r}", hint=f"Known: {', '.join(get_args(Reduction))}.")
+    if chunk is not None and chunk < 1:
+        raise LowtideError(f"A chunk of {chunk} rows is none", hint="Leave chunk out, or pass 1 or more.")
+    if target.is_floating_point():
+        raise LowtideError(
+            "The targets are probabilities, as large as the logits that are to be avoided",
+            hint="Pass class indices, or use F.cross_entropy(F.linear(input, weight, bias), target).",
+        )
+    if target.shape != input.shape[:-1]:
+        raise LowtideError(
+            f"The input's rows are {list(input.shape[:-1])} and the targets {list(target.shape)}",
+            hint="Pass one class index for each row of features.",
+        )
+    options = Options(ignore_index, label_smoothing, reduction, chunk)
+    precision = Precision.now(input, weight, bias)
+    if precision is None or not is_supported(input, weight, bias, target, class_weight):
+        logits = F.linear(input, weight, bias).reshape(-1, weight.shape[0])
+        loss = F.cross_entropy(
+            logits,
+            target.flatten(),
+            class_weight,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+        )
+        return loss.view(target.shape) if reduction == "none" else loss
+    return run(input, weight, bias, target, class_weight, options, precision)
+
+
+class LinearCrossEntropy(nn.Linear):
+    """A linear layer whose forward takes targets too and gives the loss. To ``state_dict`` it is a ``nn.Linear``.
+
+    >>> head = LinearCrossEntropy(4, 1000, bias=False)
+    >>> head(torch.randn(2, 3, 4), torch.randint(1000, (2, 3))).shape
+    torch.Size([])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        reduction: Reduction = "mean",
+        chunk: int | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
+        self.reduction: Reduction = reduction
+        self.chunk = chunk
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
+        """One that shares the parameters of a linear layer; ``options`` are the constructor's."""
+        bias = linear._parameters.get("bias") is not None
+        layer = cls(linear.in_features, linear.out_features, bias, device="meta", **options)
+        layer.weight, layer.bias = linear.weight, linear.bias
+        return layer.train(linear.training)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The loss of these features against these class indices."""
+        return linear_cross_entropy(
+            input,
+            self.weight,
+            target,
+            self.bias,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            reduction=self.reduction,
+            chunk=self.chunk,
+        )
+
+    def logits(self, input: Tensor) -> Tensor:
+        """What a ``nn.Linear`` gives."""
+        return F.linear(input, self.weight, self.bias)
+
+
+# -- what the function and the lazy logits of a model's head share ----------------------------------------
+
+
+class Options(NamedTuple):
+    """What the loss is told."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    reduction: Reduction = "mean"
+    chunk: int | None = None
+
+
+class Precision(NamedTuple):
+    """The dtypes of the logits and of the loss, as plain PyTorch has them."""
+
+    logits: torch.dtype
+    loss: torch.dtype
+
+    @classmethod
+    def now(cls, *tensors: Tensor | None) -> Precision | None:
+        """Under the autocast of this moment; None where a linear layer would refuse these tensors."""
+        given = [tensor for tensor in tensors if tensor is not None]
+        device = given[0].device.type
+        dtypes = {tensor.dtype for tensor in given}
+        if torch.is_autocast_enabled(device):
+            low = torch.get_autocast_dtype(device)
+            dtypes = {low if dtype.is_floating_point and dtype != torch.float64 else dtype for dtype in dtypes}
+        dtype = dtypes.pop()
+        if dtypes or not dtype.is_floating_point:
+            return None
+        return cls(dtype, wide(dtype) if torch.is_autocast_enabled(device) else dtype)
+
+
+def is_supported(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    target: Tensor | None = None,
+    class_weight: Tensor | None = None,
+) -> bool:
+    """Whether chunks can do it; if not, plain PyTorch does, or says what is wrong."""
+    tensors = [tensor for tensor in (input, weight, bias, target, class_weight) if tensor is not None]
+    fits = weight.dim() == 2 and input.dim() > 0 and input.shape[-1] == weight.shape[1] and weight.shape[0] > 0
+    fits = fits and (bias is None or bias.shape == weight.shape[:1])
+    if class_weight is not None:
+        fits = fits and class_weight.shape == weight.shape[:1] and not class_weight.requires_grad
+    if target is not None:
+        fits = fits and target.dtype == torch.int64 and target.shape == input.shape[:-1]
+    return (
+        fits
+        and len({tensor.device for tensor in tensors}) == 1
+        and not torch._C._are_functorch_transforms_active()
+        and not _has_tangent(*tensors)
+    )
+
+
+@_disable_dynamo  # a compiled model runs this part eagerly, with the logits in chunks
+def run(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    options: Options,
+    precision: Precision,
+) -> Tensor:
+    """The loss of rows that are supported."""
+    rows = input.reshape(-1, input.shape[-1])
+    loss = _LinearCrossEntropy.apply(rows, weight, bias, target.reshape(-1), class_weight, options, precision)
+    assert loss is not None
+    return loss.view(target.shape) if options.reduction == "none" else loss
+
+
+def chunk_rows(classes: int, itemsize: int, device: str) -> int:
+    """How many rows a chunk has if nobody says: a power of 2, so many that matrix products are efficient.
+
+    >>> chunk_rows(50257, 2, "cuda"), chunk_rows(50257, 4, "cpu")
+    (2048, 256)
+    """
+    fit = _CHUNK_BYTES.get(device, _CHUNK_BYTES["cuda"]) // (classes * itemsize)
+    return max(_FEWEST_ROWS, 1 << max(fit.bit_length() - 1, 0))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Rows (n, features) and targets (n) to the loss. A mean or a sum: gradients in forward; else in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        class_weight: Tensor | None,
+        options: Options,
+        precision: Precision,
+    ) -> Tensor:
+        ctx.options, ctx.precision, ctx.dtypes = options, precision, [_dtype(t) for t in (x, weight, bias)]
+        rules = _rules(options, class_weight, precision)
+        needs: list[bool] = list(ctx.needs_input_grad[:3])
+        ctx.early = any(needs) and options.reduction != "none"
+        kind = wide(precision.logits)
+        total = _total(target, rules, kind) if options.reduction == "mean" else None
+        later, scale = None, None
+        if ctx.early:
+            scale = torch.ones((), dtype=kind, device=x.device) if total is None else total.reciprocal()
+            if precision.logits == torch.float16:
+                later, scale = scale / _FLOAT16_SCALE, torch.full_like(scale, _FLOAT16_SCALE)
+        losses, gradients = _sweep(x, weight, bias, target, rules, scale, needs, options.chunk, precision.logits)
+        if ctx.early:
+            ctx.save_for_backward(*gradients, later)
+        elif any(needs):
+            ctx.save_for_backward(x, weight, bias, target, class_weight)
+        if options.reduction == "none":
+            return losses.to(precision.loss)
+        loss = losses.sum()
+        return (loss if total is None else loss / total).to(precision.loss)
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> Any:
+        if torch.is_grad_enabled():  # create_graph: what follows would be a constant to it, without a word
+            raise LowtideError(
+                "Linear + cross entropy in chunks cannot be differentiated twice",
+                hint="Use F.cross_entropy(F.linear(input, weight, bias), target) where create_graph=True.",
+            )
+        gradient = outputs[0].to(wide(ctx.precision.logits))
+        if ctx.early:
+            *gradients, later = ctx.saved_tensors
+            factor = gradient if later is None else gradient * later
+            once = not _autograd._get_current_graph_task_keep_graph()
+        else:
+            x, weight, bias, target, class_weight = ctx.saved_tensors
+            rules, once, factor = _rules(ctx.options, class_weight, ctx.precision), True, None
+            needs, dtype = list(ctx.needs_input_grad[:3]), ctx.precision.logits
+            _, gradients = _sweep(x, weight, bias, target, rules, gradient, needs, ctx.options.chunk, dtype)
+        found = [
+            None if made is None else _scaled(made, factor, dtype, in_place=once)
+            for made, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
+        return *found, None, None, None, None
+
+
+def _sweep(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    rules: Rules,
+    scale: Tensor | None,
+    needs: list[bool],
+    chunk: int | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Losses, and with a ``scale`` the gradients of x (in the dtype of the logits), weight and bias (in 32 bits)."""
+    count, (classes, features) = len(x), weight.shape
+    step = min(chunk or chunk_rows(classes, dtype.itemsize, x.device.type), max(count, 1))
+    losses = torch.empty(count, dtype=wide(dtype), device=x.device)
+    with torch.autocast(x.device.type, enabled=False):
+        w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+        logits = kernels.buffer(step, classes, x, dtype)
+        dx, dw, db = None, None, None
+        if scale is not None and needs[0]:
+            dx = torch.empty(count, features, dtype=dtype, device=x.device)
+        for first in range(0, count, step):
+            rows = slice(first, first + step)
+            piece, z = x[rows].to(dtype), logits[: min(step, count - first)]
+            if b is None:
+                torch.mm(piece, w.t(), out=z)
+            else:
+                torch.addmm(b, piece, w.t(), out=z)
+            mine = scale if scale is None or scale.dim() == 0 else scale[rows]
+            kernels.rows_(z, target[rows], losses[rows], rules, mine)
+            if scale is None:
+                continue
+            if dx is not None:
+                torch.mm(z, w, out=dx[rows])
+            if needs[1]:
+                dw = kernels.add_product(dw, z.t(), piece)
+            if needs[2]:
+                part = z.sum(0, dtype=losses.dtype)
+                db = part if db is None else db.add_(part)
+    if scale is not None and count == 0:
+        dw = torch.zeros_like(weight, dtype=losses.dtype) if needs[1] else None
+        db = torch.zeros(classes, dtype=losses.dtype, device=x.device) if needs[2] else None
+    return losses, [dx, dw, db]
+
+
+def _scaled(made: Tensor, factor: Tensor | None, dtype: torch.dtype, *, in_place: bool) -> Tensor:
+    """A gradient times a number on its device, multiplied in 32 bits at least; in place where nobody asks again."""
+    if factor is None:
+        return made.to(dtype)
+    kind = max(wide(made.dtype), dtype, key=lambda dtype: dtype.itemsize)
+    if made.dtype != kind:
+        return made.to(kind).mul_(factor).to(dtype)
+    return (made.mul_(factor) if in_place else made * factor).to(dtype)
+
+
+def _rules(options: Options, class_weight: Tensor | None, precision: Precision) -> Rules:
+    if class_weight is None:
+        return Rules(options.ignore_index, options.label_smoothing)
+    weight = class_weight.to(wide(precision.logits)).contiguous()
+    return Rules(options.ignore_index, options.label_smoothing, weight, weight.sum())
+
+
+def _total(target: Tensor, rules: Rules, dtype: torch.dtype) -> Tensor:
+    """What a mean divides by: the rows that count, or their weights."""
+    counts = target != rules.ignore_index
+    if rules.weight is None:
+        return counts.sum(dtype=dtype)
+    return rules.weight[target.where(counts, 0)].masked_fill(~counts, 0).sum()
+
+
+def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
+
+
+def _has_tangent(*tensors: Tensor) -> bool:
+    """Whether forward-mode differentiation runs, which knows nothing of chunks."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)

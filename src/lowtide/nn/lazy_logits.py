@@ -1,0 +1,336 @@
+"""The logits of a head as a tensor that is not there: cross entropy takes them in chunks, all else has them made.
+
+What a model and its loss do with logits on the way to cross entropy (views, slices of tokens, ``.float()``) is done to
+the head's input instead, whose rows are those of the logits. Any other use makes the logits whole, once, as the head
+would have: then nothing is saved, and nothing is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import _pytree as pytree
+
+from lowtide.errors import LowtideError
+from lowtide.nn.chunked_loss import Options, Precision, is_supported, run, wide
+
+
+def lazy_logits(input: Tensor, head: nn.Linear, *, chunk: int | None = None, path: str = "") -> Tensor:
+    """What ``head(input)`` is, made when it is asked for; at once where chunks cannot help.
+
+    ``chunk`` is the number of rows at a time in cross entropy, ``path`` where the head is, for errors.
+    """
+    weight, bias = head.weight, head.bias
+    precision = Precision.now(input, weight, bias) if type(input) in (Tensor, nn.Parameter, FakeTensor) else None
+    # Without gradients nothing is kept, and a graph that is compiled has no place for what is not there.
+    traced = torch.compiler.is_compiling() or bool(torch._C._get_tracing_state())
+    if precision is None or not torch.is_grad_enabled() or traced or not is_supported(input, weight, bias):
+        return F.linear(input, weight, bias)
+    return _Lazy(_Source(input, weight, bias, precision, chunk, path), input, precision.logits).tensor()
+
+
+@dataclass(eq=False)
+class _Source:
+    """One call of the head: what its logits are made of, and the logits once they are made."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    precision: Precision
+    chunk: int | None
+    path: str
+    whole: Tensor | None = None
+    versions: list[int] = field(default_factory=list[int])
+    is_old: bool = False  # an optimizer has changed the weight since
+
+    def __post_init__(self) -> None:
+        device = self.input.device.type
+        self.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        self.versions = self._versions()
+        _watch_optimizers()
+        _living.add(self)
+
+    def make(self) -> Tensor:
+        """The logits, with their graph, as the head would have given them."""
+        if self.whole is None:
+            if self.is_old or self._versions() != self.versions:
+                raise LowtideError(
+                    "The logits were not made while cross entropy was all that used them, and now their weight or "
+                    "their input has changed",
+                    where=self.path,
+                    hint="Use them before optimizer.step(), or undo the chunked loss.",
+                )
+            # To a checkpoint that we are in, logits were there before it began: it has none of this to run again.
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                self.whole = self.linear(self.input, self.weight, self.bias)
+        return self.whole
+
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What the head does, under the autocast that it was called under."""
+        enabled, dtype = self.autocast
+        with torch.enable_grad(), torch.autocast(input.device.type, dtype=dtype, enabled=enabled):
+            return F.linear(input, weight, bias)
+
+    def _versions(self) -> list[int]:
+        return [t._version for t in (self.input, self.weight, self.bias) if t is not None]
+
+
+_living: weakref.WeakSet[_Source] = weakref.WeakSet()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Once for all: fused optimizers write parameters without counting versions."""
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    living = list(_living)
+    if not living:
+        return
+    changed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for source in living:
+        source.is_old = source.is_old or id(source.weight) in changed or id(source.bias) in changed
+
+
+@dataclass(frozen=True, eq=False)
+class _Lazy:
+    """Logits after some changes: the rows that they are made of, and the same changes to do to whole logits."""
+
+    source: _Source
+    rows: Tensor  # (..., features)
+    dtype: torch.dtype
+    changes: tuple[Callable[[Tensor], Tensor], ...] = ()
+    class_last: bool = True  # or second, as cross entropy wants it of more than two dimensions
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        lead, classes = tuple(self.rows.shape[:-1]), self.source.weight.shape[0]
+        return (*lead, classes) if self.class_last else (lead[0], classes, *lead[1:])
+
+    def tensor(self) -> Tensor:
+        made = _Node.apply(self.source.input, self.source.weight, self.source.bias, self)
+        assert made is not None
+        return made
+
+    def changed(self, whole: Tensor) -> Tensor:
+        """What these changes make of whole logits."""
+        with torch.enable_grad():
+            for change in self.changes:
+                whole = change(whole)
+        return whole
+
+    def then(self, change: Callable[[Tensor], Tensor], rows: Tensor | None = None, **fields: Any) -> Tensor:
+        """The logits after one change more, which does this to their rows."""
+        rows = self.rows if rows is None else rows
+        return replace(self, rows=rows, changes=(*self.changes, change), **fields).tensor()
+
+
+class LazyLogits(Tensor):
+    """Logits with a shape, a dtype and a graph, and no bytes."""
+
+    lazy: _Lazy
+    made: Tensor | None
+
+    def whole(self) -> Tensor:
+        """The logits themselves."""
+        if self.made is None:
+            self.made = self.lazy.changed(self.lazy.source.make())
+        return self.made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        symbolic = _SYMBOLIC.get(func)
+        given = args[0] if args else kwargs.get("input")
+        # Once the logits are there, somebody may write into them: from then on they are used.
+        if symbolic is not None and isinstance(given, LazyLogits) and given.lazy.source.whole is None:
+            found = symbolic(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        made: Any = pytree.tree_map_only(LazyLogits, LazyLogits.whole, (args, kwargs))
+        return func(*made[0], **made[1])
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """For what reaches tensors below Python's functions, such as the results of custom autograd functions."""
+        made: Any = pytree.tree_map_only(LazyLogits, lambda t: t.whole().detach(), (args, kwargs or {}))
+        return func(*made[0], **made[1])
+
+
+class _Node(torch.autograd.Function):
+    """Gives lazy logits their place in the graph, for the rare reader that asks autograd and not torch's functions."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, lazy: _Lazy) -> Tensor:
+        made: Any = Tensor._make_wrapper_subclass(LazyLogits, lazy.shape, dtype=lazy.dtype, device=input.device)
+        made.lazy, made.made = lazy, None
+        ctx.lazy = lazy
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        lazy: _Lazy = ctx.lazy
+        needs: list[bool] = list(ctx.needs_input_grad[:3])
+        inputs = (lazy.source.input, lazy.source.weight, lazy.source.bias)
+        # Detached: the input may depend on the weight, which is for the graph behind it to say.
+        x, w, b = (None if t is None else t.detach().requires_grad_(n) for t, n in zip(inputs, needs, strict=True))
+        assert x is not None
+        assert w is not None
+        made = lazy.changed(lazy.source.linear(x, w, b))
+        wanted = [t for t in (x, w, b) if t is not None and t.requires_grad]
+        found = iter(torch.autograd.grad(made, wanted, gradients[0]))
+        return *(next(found) if needed else None for needed in needs), None
+
+
+# -- what is done to rows instead ------------------------------------------------------------------------
+
+
+def _cross_entropy(
+    input: LazyLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: Any = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    lazy, source = input.lazy, input.lazy.source
+    old_style = size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none")
+    second = not lazy.class_last or len(lazy.shape) <= 2
+    if old_style or not second or not 0.0 <= label_smoothing <= 1.0 or isinstance(target, LazyLogits):
+        return NotImplemented
+    if not is_supported(lazy.rows, source.weight, source.bias, target, weight):
+        return NotImplemented
+    autocast = torch.is_autocast_enabled(lazy.rows.device.type)
+    precision = Precision(source.precision.logits, wide(lazy.dtype) if autocast else lazy.dtype)
+    options = Options(ignore_index, label_smoothing, reduction, source.chunk)
+    return run(lazy.rows, source.weight, source.bias, target, weight, options, precision)
+
+
+def _reshape(input: LazyLogits, *shape: Any, **other: Any) -> Any:
+    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], list | tuple) else shape
+    lazy, classes = input.lazy, input.lazy.source.weight.shape[0]
+    if other or not lazy.class_last or not sizes or not all(isinstance(size, int) for size in sizes):
+        return NotImplemented
+    rows, known = math.prod(lazy.shape[:-1]), math.prod(size for size in sizes if size != -1)
+    if sizes.count(-1) == 1 and known and rows * classes % known == 0:
+        sizes = tuple(rows * classes // known if size == -1 else size for size in sizes)
+    if sizes[-1] != classes or math.prod(sizes[:-1]) != rows or -1 in sizes:
+        return NotImplemented
+    return lazy.then(lambda t: t.reshape(sizes), lazy.rows.reshape(*sizes[:-1], lazy.rows.shape[-1]))
+
+
+def _flatten(input: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    lazy, dims = input.lazy, len(input.lazy.shape)
+    first, last = start_dim % dims, end_dim % dims
+    if not lazy.class_last or not first <= last < dims - 1:
+        return NotImplemented
+    return lazy.then(lambda t: t.flatten(first, last), lazy.rows.flatten(first, last))
+
+
+def _getitem(input: LazyLogits, index: Any) -> Any:
+    lazy = input.lazy
+    if not lazy.class_last or not _keeps_classes(index, len(lazy.shape)):
+        return NotImplemented
+    return lazy.then(lambda t: t[index], lazy.rows[index])
+
+
+def _keeps_classes(index: Any, dims: int) -> bool:
+    """Whether an index leaves the last dimension as it is."""
+    parts = index if isinstance(index, tuple) else (index,)
+    used = 0
+    for part in parts:
+        if isinstance(part, Tensor) and not isinstance(part, LazyLogits):
+            used += part.dim() if part.dtype in (torch.bool, torch.uint8) else 1
+        elif part is not Ellipsis and (isinstance(part, bool) or not isinstance(part, int | slice)):
+            return False
+        else:
+            used += part is not Ellipsis
+    whole = isinstance(parts[-1], slice) and parts[-1] == slice(None)
+    if any(part is Ellipsis for part in parts) and parts[-1] is not Ellipsis:
+        return whole
+    return used < dims or (used == dims and whole)
+
+
+def _to(input: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    lazy = input.lazy
+    wanted = [*args, *(value for name, value in kwargs.items() if name in ("dtype", "device"))]
+    if len(wanted) != 1 or len(wanted) != len(args) + len(kwargs):
+        return NotImplemented
+    if isinstance(wanted[0], torch.dtype):
+        return _float(input) if wanted[0] == torch.float32 else input if wanted[0] == lazy.dtype else NotImplemented
+    device = wanted[0] if isinstance(wanted[0], torch.device) else None
+    return input if device == lazy.rows.device else NotImplemented
+
+
+def _float(input: LazyLogits) -> Any:
+    if input.lazy.dtype == torch.float32:
+        return input
+    if input.lazy.dtype not in (torch.bfloat16, torch.float16):
+        return NotImplemented
+    return input.lazy.then(Tensor.float, dtype=torch.float32)
+
+
+def _contiguous(input: LazyLogits, **other: Any) -> Any:
+    return NotImplemented if other else input.lazy.then(Tensor.contiguous)
+
+
+def _transpose(input: LazyLogits, *dims: Any, **other: Any) -> Any:
+    """Classes second."""
+    lazy = input.lazy
+    if other or not lazy.class_last or len(lazy.shape) != 3 or {d % 3 for d in dims} != {1, 2}:
+        return NotImplemented
+    return lazy.then(lambda t: t.transpose(1, 2), class_last=False)
+
+
+def _permute(input: LazyLogits, *order: Any, **other: Any) -> Any:
+    """Classes second, and all others in their order."""
+    lazy, dims = input.lazy, len(input.lazy.shape)
+    places = tuple(order[0]) if len(order) == 1 and isinstance(order[0], list | tuple) else order
+    wanted = (0, dims - 1, *range(1, dims - 1))
+    if other or not lazy.class_last or dims < 3 or tuple(place % dims for place in places) != wanted:
+        return NotImplemented
+    return lazy.then(lambda t: t.permute(wanted), class_last=False)
+
+
+_tensor: Any = Tensor
+_SYMBOLIC: dict[Any, Callable[..., Any]] = {
+    F.cross_entropy: _cross_entropy,
+    **dict.fromkeys((_tensor.view, _tensor.reshape, torch.reshape), _reshape),
+    **dict.fromkeys((_tensor.flatten, torch.flatten), _flatten),
+    _tensor.__getitem__: _getitem,
+    _tensor.to: _to,
+    _tensor.float: _float,
+    _tensor.contiguous: _contiguous,
+    **dict.fromkeys((_tensor.transpose, torch.transpose), _transpose),
+    **dict.fromkeys((_tensor.permute, torch.permute), _permute),
+}
+_METADATA: set[Any] = {
+    *(
+        getattr(_tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda")
+    ),
+    *(getattr(_tensor, name).__get__ for name in ("is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested")),
+    *(_tensor.size, _tensor.dim, _tensor.ndimension, _tensor.numel, _tensor.nelement, _tensor.element_size),
+    *(_tensor.is_floating_point, _tensor.is_complex, _tensor.get_device, _tensor.__len__, _tensor.__hash__),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}

@@ -1,0 +1,238 @@
+"""Chunked loss: a head and its cross entropy without the logits ever whole, in a model that knows nothing of it.
+
+In a plain step the logits are there three to five times: as the head gives them, as float32, after the log-softmax,
+and twice as gradients. Here the head gives logits that are not there (``lowtide.nn.lazy_logits``), and cross entropy
+takes them chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lowtide.errors import LowtideError, PlanError
+from lowtide.nn.chunked_loss import chunk_rows
+from lowtide.nn.lazy_logits import lazy_logits
+from lowtide.profiling.profile import Profile
+from lowtide.techniques.forward import Forward, replace_forward
+from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price, Undo
+from lowtide.tracing.graph import Graph, Op
+from lowtide.workload import Workload
+
+
+def chunk_loss(head: nn.Linear, chunk: int | None = None, *, path: str = "") -> Undo:
+    """Have cross entropy of this head's logits computed in chunks of ``chunk`` rows, until the undo is called.
+
+    Whatever else reads the logits gets them whole: right, and without a saving.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1000))
+    >>> with chunk_loss(model[2]):
+    ...     loss = nn.functional.cross_entropy(model(torch.randn(5, 4)), torch.arange(5))
+    """
+    if type(head).forward is not nn.Linear.forward or "forward" in head.__dict__:
+        if isinstance(head.__dict__.get("forward"), ChunkedHead):
+            return replace_forward(ChunkedHead(head, chunk, path), path=path)  # which refuses it
+        raise LowtideError(
+            f"{type(head).__name__} is no nn.Linear with its own forward, whose logits could be made in chunks",
+            where=path,
+            hint="Pass the model's last nn.Linear, before anything else changes it.",
+        )
+    return replace_forward(ChunkedHead(head, chunk, path), path=path)
+
+
+class ChunkedHead(Forward):
+    """The forward of a ``nn.Linear`` whose logits are made when something other than cross entropy asks."""
+
+    def __init__(self, module: nn.Linear, chunk: int | None = None, path: str = "") -> None:
+        super().__init__(module)
+        self.head = module
+        self.chunk = chunk
+        self.path = path
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return lazy_logits(input, self.head, chunk=self.chunk, path=self.path)
+
+
+class ChunkedLoss:
+    """Cross entropy in chunks for the heads whose logits go nowhere else. The knob ``rows`` is a chunk's."""
+
+    name = "chunked_loss"
+    kind: Kind = "module"
+    needs = "a nn.Linear whose output goes to cross entropy alone"
+    conflicts: frozenset[str] = frozenset()
+
+    def options(self, profile: Profile) -> list[Option]:
+        """Each such head, in chunks as large as is efficient, and in smaller ones."""
+        found: list[Option] = []
+        for head in _heads(profile.graph):
+            rows = min(head.rows, chunk_rows(head.classes, head.itemsize, profile.graph.tensor_device))
+            sizes = [rows, rows // 8] if rows >= 8 else [rows]
+            found += [Option(self.name, (head.path,), (("rows", size),)) for size in sizes if size]
+        return found
+
+    def price(self, option: Option, profile: Profile) -> Price:
+        """All logits and their gradients gone; the gradients of input and weight there since the forward pass."""
+        graph, size = profile.graph, _rows(option)
+        heads = [head for head in _heads(graph) if head.path in option.site]
+        removed = [interval for head in heads for interval in head.removed(graph)]
+        added = [interval for head in heads for interval in head.added(graph, size)]
+        seconds = sum(head.seconds(graph, size) for head in heads)
+        return Price(Fidelity.ROUNDOFF, added=tuple(added), removed=tuple(removed), compute_seconds=seconds)
+
+    def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
+        """Put the lazy forward on every head; the model is untouched if one cannot take it."""
+        with Undo() as undo:
+            for option in options:
+                for path in option.site:
+                    try:
+                        head = work.model.get_submodule(path)
+                    except AttributeError:
+                        what = f"The model has no module {path!r}"
+                        raise PlanError(what, hint="The plan is of another model.") from None
+                    if not isinstance(head, nn.Linear):
+                        raise PlanError(f"{type(head).__name__} is no nn.Linear", where=path)
+                    undo.add(chunk_loss(head, _rows(option), path=path))
+            return Applied(work, undo.keep())
+
+    def check(self, option: Option) -> Check:
+        """The same mathematics: sums over rows in another order, each at most rounded as often as in plain PyTorch."""
+        return Check(Fidelity.ROUNDOFF, rtol=_RTOL, atol=_ATOL)
+
+
+# Under autocast both steps round the gradients of logits to 16 bits, each in its own way; see docs/techniques.
+_RTOL = 2e-2
+_ATOL = 1e-6
+
+
+# -- the heads of a traced step ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """A linear layer and the cross entropy of its output, as ops and storages of a traced step."""
+
+    path: str
+    rows: int
+    features: int
+    classes: int
+    itemsize: int  # of the logits
+    loss: int  # the op that has the losses of all rows
+    made: tuple[int, ...]  # the storages with the logits in any form, and their gradients
+    others: tuple[int, ...]  # the ops of the loss, forward and backward, other than matrix products
+    input: int | None  # the storage that is kept for the head's backward alone
+    back: int  # the first op of the backward pass that computes a gradient of the head's input or parameters
+    end: int  # after the last one
+
+    def removed(self, graph: Graph) -> Iterator[Interval]:
+        for index in self.made:
+            storage = graph.storages[index]
+            yield Interval(storage.bytes, storage.birth, storage.death, f"{storage.label} of {self.path}")
+        if self.input is not None:
+            storage = graph.storages[self.input]
+            if self.loss + 1 < storage.death:
+                yield Interval(storage.bytes, self.loss + 1, storage.death, f"the input of {self.path}")
+
+    def added(self, graph: Graph, chunk: int) -> Iterator[Interval]:
+        rows, wide = min(chunk, self.rows), max(self.itemsize, 4)
+        # Where there is no kernel for it, 16 bits are widened to 32 for the softmax.
+        widened = 4 if self.itemsize < 4 and graph.tensor_device == "cpu" else 0
+        size = rows * self.classes * (self.itemsize + widened)
+        yield Interval(size, self.loss, self.loss + 1, f"a chunk of {self.path}")
+        inner = self.rows * self.features * self.itemsize
+        yield Interval(inner, self.loss, self.end, f"the gradient of the input of {self.path}")
+        yield Interval(self.classes * self.features * wide, self.loss, self.back, f"the gradient of {self.path}.weight")
+
+    def seconds(self, graph: Graph, chunk: int) -> float:
+        """Bytes over the bandwidth that the log-softmax had; never less than the sums over chunks take."""
+        softmax = next(op for op in map(graph.ops.__getitem__, self.others) if _base(op) == "_log_softmax")
+        moved = sum(value.bytes for value in (*softmax.inputs, *softmax.outputs))
+        per_byte = softmax.seconds / max(moved, 1)
+        sums = 2 * math.ceil(self.rows / chunk) * self.classes * self.features * max(self.itemsize, 4)
+        passes = 2 if graph.tensor_device == "cuda" else 8  # over the logits: one kernel, or ATen's
+        mine = (passes * self.rows * self.classes * self.itemsize + sums) * per_byte
+        return max(mine - sum(graph.ops[index].seconds for index in self.others), sums * per_byte)
+
+
+def _heads(graph: Graph) -> Iterator[_Head]:
+    kinds = dict(graph.modules)
+    calls: dict[str, list[Op]] = {}
+    for op in graph.ops:
+        if op.phase == "forward" and kinds.get(op.module) == "Linear" and _base(op) in _PRODUCTS:
+            calls.setdefault(op.module, []).append(op)
+    for path, ops in calls.items():
+        head = _head(graph, path, ops[0]) if len(ops) == 1 else None
+        if head is not None:
+            yield head
+
+
+def _head(graph: Graph, path: str, product: Op) -> _Head | None:
+    """A head and its loss; None where its logits go elsewhere too."""
+    logits = product.outputs[0]
+    made, after, others, loss = {logits.storage}, set[int](), list[int](), None
+    for op in graph.ops[product.index + 1 :]:
+        if op.phase != "forward" or not made & {value.storage for value in op.inputs}:
+            continue
+        others.append(op.index)
+        base, first = _base(op), op.inputs[0].storage
+        if base in _COPIES or base == "_log_softmax":
+            made |= {value.storage for value in op.outputs}
+            after |= {value.storage for value in op.outputs} if base == "_log_softmax" or first in after else set()
+        elif base in _LOSSES and first in after and loss is None:
+            loss = op
+        elif base != "sum" or first not in after:  # of label smoothing
+            return None
+    if loss is None or len(logits.shape) != 2:
+        return None
+    gradients, ends = set[int](), list[Op]()
+    for op in graph.ops[loss.index + 1 :]:
+        read = {value.storage for value in op.inputs}
+        begins = _base(op) in _BACK and bool(read & after)
+        if op.phase != "backward" or not (begins or read & gradients):
+            continue
+        if _base(op) in (*_PRODUCTS, "sum"):
+            ends.append(op)
+        else:
+            others.append(op.index)
+            gradients |= {value.storage for value in op.outputs}
+    if not ends:
+        return None
+    matrices = [value for value in product.inputs if len(value.shape) == 2]
+    return _Head(
+        path=path,
+        rows=logits.shape[0],
+        features=matrices[0].shape[1],
+        classes=logits.shape[1],
+        itemsize=logits.bytes // max(math.prod(logits.shape), 1),
+        loss=loss.index,
+        made=(*sorted(made | gradients),),
+        others=(*others,),
+        input=_kept_alone(graph, path, matrices[0].storage),
+        back=ends[0].index,
+        end=ends[-1].index + 1,
+    )
+
+
+def _kept_alone(graph: Graph, path: str, storage: int) -> int | None:
+    """The storage, if nobody but the head keeps it for backward."""
+    keepers = {saved.needed_in for saved in graph.saved if saved.storage == storage}
+    return storage if keepers == {path} and graph.storages[storage].category == "activation" else None
+
+
+_PRODUCTS = ("mm", "addmm", "linear")
+_COPIES = ("_to_copy", "clone", "index", "_unsafe_view")
+_LOSSES = ("nll_loss_forward", "nll_loss2d_forward")
+_BACK = ("nll_loss_backward", "nll_loss2d_backward")
+
+
+def _base(op: Op) -> str:
+    return op.name.split(".")[1] if "." in op.name else op.name
+
+
+def _rows(option: Option) -> int:
+    rows = option.knob("rows", 0)
+    if not isinstance(rows, int) or rows < 1:
+        raise PlanError(f"rows={rows!r} is not a number of rows", where=str(option))
+    return rows

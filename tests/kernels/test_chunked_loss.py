@@ -1,0 +1,159 @@
+"""Losses and gradients of rows against float64: the kernel in Triton (interpreted on a CPU) and the reference."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lowtide.kernels import chunked_loss as chooser
+from lowtide.kernels import launches
+from lowtide.kernels.reference import chunked_loss as reference
+from lowtide.kernels.reference.chunked_loss import Rules
+
+triton = pytest.importorskip("triton")
+from lowtide.kernels.triton import chunked_loss as kernels  # noqa: E402
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+ROWS = {"triton": kernels.rows_, "reference": reference.rows_}
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # a few units of the dtype
+
+
+def make(classes, dtype=torch.float32, *, rows=6, padding=3):
+    torch.manual_seed(classes)
+    whole = (torch.randn(rows, classes + padding) * 3).to(dtype).to(DEVICE)
+    target = torch.randint(classes, (rows,))
+    target[1] = -100
+    return whole[:, :classes], target.to(DEVICE)
+
+
+def rules_of(classes, *, smoothing=0.0, weighted=False):
+    weight = torch.rand(classes, device=DEVICE) if weighted else None
+    return Rules(-100, smoothing, weight, None if weight is None else weight.sum())
+
+
+def expected(logits, target, rules, scale):
+    """By float64 autograd: the losses of rows, and the gradient of the logits."""
+    z = logits.double().detach().requires_grad_()
+    weight = None if rules.weight is None else rules.weight.double()
+    loss = F.cross_entropy(z, target, weight, reduction="none", label_smoothing=rules.smoothing)
+    gradient = torch.autograd.grad(loss, z, scale.to(z).expand(len(z)))[0]
+    return loss.detach(), gradient
+
+
+def close(found, value, tolerance):
+    error = float((found.double() - value).norm() / value.norm().clamp(min=1e-30))
+    assert error < tolerance, f"{error:.1e}"
+
+
+@pytest.mark.parametrize("rows_", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("classes", [2, 7, 4096, 4099, 9000])
+def test_losses_and_gradients_are_those_of_float64(rows_, smoothing, weighted, classes):
+    logits, target = make(classes)
+    rules = rules_of(classes, smoothing=smoothing, weighted=weighted)
+    for scale in (torch.tensor(0.3, device=DEVICE), torch.rand(len(logits), device=DEVICE)):
+        loss, gradient = expected(logits, target, rules, scale)
+        mine, losses = logits.clone(), torch.empty(len(logits), device=DEVICE)
+        rows_(mine, target, losses, rules, scale)
+        close(losses, loss, 2e-6)
+        close(mine, gradient, 2e-6)
+        assert not mine[1].any()
+
+
+@pytest.mark.parametrize("rows_", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_every_dtype_is_rounded_once(rows_, dtype):
+    logits, target = make(1000, dtype)
+    scale = torch.tensor(1.0, device=DEVICE)
+    loss, gradient = expected(logits, target, Rules(), scale)
+    losses = torch.empty(len(logits), device=DEVICE)
+    rows_(logits, target, losses, Rules(), scale)
+    close(losses, loss, 2e-6)
+    close(logits, gradient, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("rows_", ROWS.values(), ids=ROWS)
+def test_what_lies_between_rows_is_not_touched(rows_):
+    whole = torch.full((4, 16), 7.0, device=DEVICE)
+    target = torch.tensor([0, -100, 9, 3], device=DEVICE)
+    rows_(whole[:, :10], target, torch.empty(4, device=DEVICE), Rules(), torch.tensor(1.0, device=DEVICE))
+    assert (whole[:, 10:] == 7).all()
+
+
+@pytest.mark.parametrize("rows_", ROWS.values(), ids=ROWS)
+def test_without_a_scale_there_are_losses_alone(rows_):
+    logits, target = make(5000)
+    loss, _ = expected(logits, target, Rules(), torch.tensor(1.0))
+    losses = torch.empty(len(logits), device=DEVICE)
+    rows_(logits, target, losses, Rules(), None)
+    close(losses, loss, 2e-6)
+
+
+@pytest.mark.parametrize("rows_", ROWS.values(), ids=ROWS)
+def test_a_block_of_minus_infinity_is_no_nan(rows_):
+    logits, target = make(9000)
+    logits[:, :4500] = float("-inf")
+    target[target >= 0] = 8000
+    loss, gradient = expected(logits, target, Rules(), torch.tensor(1.0))
+    losses = torch.empty(len(logits), device=DEVICE)
+    rows_(logits, target, losses, Rules(), torch.tensor(1.0, device=DEVICE))
+    close(losses, loss, 2e-6)
+    close(logits, gradient, 2e-6)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's numpy
+@pytest.mark.parametrize("rows_", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_infinity_show_in_the_row_and_nowhere_else(rows_, value):
+    logits, target = make(5000)
+    logits[2, 17] = value
+    losses = torch.empty(len(logits), device=DEVICE)
+    rows_(logits, target, losses, Rules(), torch.tensor(1.0, device=DEVICE))
+    assert losses.isnan().nonzero().flatten().tolist() == [2]
+    assert logits.isnan().any(1).nonzero().flatten().tolist() == [2]
+    assert logits[2].isnan().all()
+
+
+def test_a_target_that_is_no_class_gives_nan_in_triton_and_torchs_error_on_a_cpu():
+    logits, target = make(5000)
+    target[3] = 5000
+    losses = torch.empty(len(logits), device=DEVICE)
+    kernels.rows_(logits, target, losses, Rules(), torch.tensor(1.0, device=DEVICE))
+    assert losses.isnan().nonzero().flatten().tolist() == [3]
+    assert logits[3].isnan().all()
+    logits, target = torch.randn(3, 5), torch.tensor([1, 5, 2])
+    with pytest.raises(IndexError) as plain:
+        F.cross_entropy(logits, target)
+    with pytest.raises(IndexError) as mine:
+        chooser.rows_(logits, target, torch.empty(3), Rules())
+    assert str(mine.value) == str(plain.value)
+
+
+def test_a_launch_is_shown_to_who_watches():
+    logits, target = make(100)
+    losses, seen = torch.empty(len(logits), device=DEVICE), []
+    with launches.watched(lambda name, tensors, launch: seen.append((name, tensors[0].shape))):
+        kernels.rows_(logits, target, losses, Rules(), torch.tensor(1.0, device=DEVICE))
+    assert seen == [("chunked_loss_rows", (6, 100))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *TOLERANCE], ids=str)
+def test_sums_over_chunks_are_32_bits_wide(dtype):
+    torch.manual_seed(0)
+    parts = [(torch.randn(40, 9), torch.randn(40, 5)) for _ in range(20)]
+    parts = [(a.to(DEVICE, dtype), b.to(DEVICE, dtype)) for a, b in parts]
+    total = None
+    for a, b in parts:
+        total = chooser.add_product(total, a.t(), b)
+    exact = sum(a.double().t() @ b.double() for a, b in parts)
+    assert total.dtype == torch.promote_types(dtype, torch.float32)
+    close(total, exact, {torch.float64: 1e-14}.get(dtype) or TOLERANCE[dtype] / 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_rows_of_a_chunk_are_aligned_on_a_gpu(dtype):
+    made = chooser.buffer(4, 50257, torch.empty(1, device="cuda"), dtype)
+    assert made.shape == (4, 50257)
+    assert made.stride(0) * made.element_size() % 128 == 0

@@ -1,0 +1,262 @@
+"""Chunked loss in models that know nothing of it: found, replaced, priced, and taken back."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lowtide import Workload, profile, zoo
+from lowtide.errors import LowtideError
+from lowtide.nn.lazy_logits import LazyLogits
+from lowtide.planning.prediction import apply_options, estimate_peak, predict
+from lowtide.techniques import replace_forward, techniques
+from lowtide.techniques.chunked_loss import ChunkedLoss, chunk_loss
+from lowtide.techniques.segments import Again
+from lowtide.techniques.sqrt import checkpoint_segments
+
+VOCAB = 211
+ids = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, VOCAB, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids):
+        return self.head(self.norm(self.tokens(ids)))
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        return z * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+def transformers_style(z):
+    """The ops of transformers' ForCausalLMLoss."""
+    z = z[:, slice(0, None), :].float()
+    labels = F.pad(ids, (0, 1), value=-100)[..., 1:].contiguous()
+    z = z.view(-1, VOCAB)
+    return F.cross_entropy(z, labels.view(-1).to(z.device), ignore_index=-100, reduction="mean")
+
+
+CHUNKED = {
+    "flatten": lambda z: F.cross_entropy(z.flatten(0, 1), ids.flatten()),
+    "view": lambda z: F.cross_entropy(z.view(-1, z.size(-1)), ids.view(-1)),
+    "shifted": lambda z: F.cross_entropy(z[..., :-1, :].contiguous().view(-1, VOCAB), ids[..., 1:].reshape(-1)),
+    "transformers": transformers_style,
+    "transpose": lambda z: F.cross_entropy(z.transpose(1, 2), ids),
+    "permute": lambda z: F.cross_entropy(z.permute(0, 2, 1), ids, reduction="none").mean(),
+    "mask": lambda z: F.cross_entropy(z[ids > 50], ids[ids > 50]),
+    "module": lambda z: nn.CrossEntropyLoss(label_smoothing=0.1)(z.reshape(18, VOCAB), ids.reshape(18)),
+    "one token": lambda z: F.cross_entropy(z[:, -1], ids[:, -1]),
+    "to": lambda z: F.cross_entropy(z.to(torch.float32).to(ids.device)[0], ids[0]),
+}
+WHOLE = {
+    "temperature": lambda z: F.cross_entropy((z / 2).flatten(0, 1), ids.flatten()),
+    "in place": lambda z: (z.view(-1, VOCAB).mul_(3), F.cross_entropy(z.flatten(0, 1), ids.flatten()))[1],
+    "written to": lambda z: (z.__setitem__((..., 3), -5.0), F.cross_entropy(z.flatten(0, 1), ids.flatten()))[1],
+    "z-loss": lambda z: F.cross_entropy(z.flatten(0, 1), ids.flatten()) + z.logsumexp(-1).square().mean(),
+    "log-softmax": lambda z: F.nll_loss(F.log_softmax(z, -1).flatten(0, 1), ids.flatten()),
+    "custom function": lambda z: Double.apply(z).square().mean(),
+    "probabilities": lambda z: F.cross_entropy(z.flatten(0, 1), torch.full((18, VOCAB), 1 / VOCAB)),
+    "some classes": lambda z: F.cross_entropy(z[..., :200].flatten(0, 1), ids.flatten() % 200),
+    "classes as rows": lambda z: F.cross_entropy(z.reshape(VOCAB, 18), ids.flatten().repeat(12)[:VOCAB] % 18),
+    "checkpoint": lambda z: checkpoint(lambda z: z.square().mean(), z, use_reentrant=False),
+}
+
+
+def gradients(model, use, autocast=False):
+    seen = []
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        logits = model(ids)
+        seen.append(logits)
+        loss = use(logits)
+    assert type(loss) is torch.Tensor
+    chunked = isinstance(logits, LazyLogits) and logits.lazy.source.whole is None
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))], chunked
+
+
+def model():
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", [*CHUNKED, *WHOLE])
+def test_any_use_of_the_logits_gives_what_the_plain_model_gives(name, autocast):
+    made, use = model(), {**CHUNKED, **WHOLE}[name]
+    expected, _ = gradients(made, use, autocast)
+    with chunk_loss(made.head, 4):
+        found, chunked = gradients(made, use, autocast)
+    assert chunked == (name in CHUNKED)
+    for mine, value in zip(found, expected, strict=True):
+        assert mine.dtype == value.dtype
+        if autocast:  # both round gradients of logits to bf16, before and after they are divided by the count
+            assert (mine - value).norm() <= 1e-2 * value.norm()
+        else:
+            torch.testing.assert_close(mine, value)
+
+
+def test_logits_look_like_logits_without_being_there():
+    made = model()
+    with chunk_loss(made.head):
+        z = made(ids)
+        assert isinstance(z, torch.Tensor)
+        assert (z.shape, z.dtype, z.device, z.dim(), len(z)) == ((2, 9, VOCAB), torch.float32, ids.device, 3, 2)
+        assert z.requires_grad
+        assert z.lazy.source.whole is None
+        copied = copy.deepcopy(z.detach())
+    assert torch.equal(copied, made(ids))
+    assert torch.equal(z.argmax(-1), made(ids).argmax(-1))
+
+
+def test_without_gradients_logits_are_whole():
+    made = model()
+    with chunk_loss(made.head), torch.no_grad():
+        assert type(made(ids)) is torch.Tensor
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_logits_asked_for_after_their_weight_changed_are_refused(fused):
+    made = model()
+    optimizer = torch.optim.AdamW(made.parameters(), fused=fused)
+    with chunk_loss(made.head, path="head"):
+        z = made(ids)
+        F.cross_entropy(z.flatten(0, 1), ids.flatten()).backward()
+        before = made(ids).argmax(-1)
+        optimizer.step()
+        with pytest.raises(LowtideError, match=r"changed \(head\)"):
+            z.argmax(-1)
+    assert before.shape == ids.shape
+
+
+def test_a_compiled_loss_and_a_compiled_model_are_right():
+    torch._dynamo.reset()
+    made = model()
+    expected, _ = gradients(made, CHUNKED["flatten"])
+    with chunk_loss(made.head):
+        compiled = torch.compile(made, backend="eager")
+        found, _ = gradients(compiled, CHUNKED["flatten"])
+    for mine, value in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, value)
+
+
+def test_applying_it_twice_or_to_what_is_no_plain_linear_is_refused():
+    made = model()
+    with chunk_loss(made.head), pytest.raises(LowtideError, match="already"):
+        chunk_loss(made.head)
+    assert "forward" not in made.head.__dict__
+    with replace_forward(Again(made.head)), pytest.raises(LowtideError, match="Linear"):
+        chunk_loss(made.head)
+    with pytest.raises(LowtideError, match="Linear"):
+        chunk_loss(made.norm)  # pyright: ignore
+
+
+# -- found in a profile ------------------------------------------------------------------------------------
+
+
+def small(**changes):
+    return zoo.small("gpt2", **{"vocab": 4000, "width": 32, "heads": 2, **changes})
+
+
+def test_heads_are_found_where_their_logits_go_to_cross_entropy_alone():
+    technique = ChunkedLoss()
+    assert techniques()["chunked_loss"].name == "chunked_loss"
+    work = small()
+    assert {option.site for option in technique.options(profile(work))} == {("head",)}
+    assert {option.site for option in technique.options(profile(replace(work, autocast=torch.bfloat16)))} == {("head",)}
+    roberta = zoo.small("roberta-base")
+    assert {option.site for option in technique.options(profile(roberta))} == {("head.4",)}
+
+    def smoothed(model, batch):
+        return F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], label_smoothing=0.1)
+
+    assert technique.options(profile(replace(work, loss=smoothed)))
+
+    def also_read(model, batch):
+        logits = model(batch[0])
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()) + logits.square().mean()
+
+    def scaled(model, batch):
+        return F.cross_entropy((model(batch[0]) / 3).flatten(0, 1), batch[1].flatten())
+
+    for loss in (also_read, scaled, lambda model, batch: model(batch[0]).square().mean()):
+        assert not technique.options(profile(replace(work, loss=loss)))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_the_price_is_near_the_traced_peak(autocast):
+    technique, work = ChunkedLoss(), small(batch=4, seq=64, autocast=autocast)
+    plain = profile(work)
+    for option in technique.options(plain):
+        traced = predict(work, [option], plain)
+        estimate = estimate_peak(plain.graph, [technique.price(option, plain)])
+        assert traced.peak_bytes < 0.7 * plain.peak_bytes
+        assert estimate == pytest.approx(traced.peak_bytes, rel=0.05)
+        with technique.apply(work, [option]) as applied:
+            assert profile(applied.work).storage_peak_bytes == traced.storage_peak_bytes
+
+
+def test_the_logits_are_never_whole_in_a_gpus_step():
+    work = zoo.workload("gpt2", device="meta", layers=1, batch=8, autocast=torch.bfloat16)
+    plain = profile(work, fake=True, device="h200")
+    option = ChunkedLoss().options(plain)[0]
+    assert option.knob("rows") == 2048
+    traced = predict(work, [option], plain)
+    logits = 8 * 1024 * 50257
+    assert max(s.bytes for s in plain.graph.storages) == 4 * logits
+    assert max(s.bytes for s in traced.graph.storages if s.category != "parameter") <= 2048 * 50304 * 2
+    names = [op.name for op in traced.graph.ops]
+    assert names.count("triton.chunked_loss_rows") == 4
+    assert not any("log_softmax" in name for name in names)
+
+
+@pytest.mark.parametrize("order", ["chunked first", "checkpoints first"])
+def test_it_goes_together_with_checkpoints(order):
+    work = small(layers=4)
+    blocks, head = work.model.get_submodule("blocks"), work.model.get_submodule("head")
+
+    def run():
+        torch.manual_seed(0)
+        work.model.zero_grad()
+        work.compute_loss().backward()
+        return {name: p.grad.clone() for name, p in work.model.named_parameters()}
+
+    expected = run()
+    plain = profile(work)
+    changes = [lambda: chunk_loss(head, 16), lambda: checkpoint_segments(blocks, 4)]
+    first, second = changes if order == "chunked first" else changes[::-1]
+    with first(), second():
+        found = run()
+        both = profile(work)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+    assert both.peak_bytes < 0.7 * plain.peak_bytes
+    assert torch.equal(run()["tokens.weight"], expected["tokens.weight"])
+
+
+def test_a_head_inside_a_checkpointed_segment_is_right():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 100))
+    batch = torch.randn(6, 8), torch.randint(100, (6,))
+    work = Workload(net, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch)
+    plain = profile(work)
+    expected = torch.autograd.grad(work.compute_loss(), list(net.parameters()))
+    options = [ChunkedLoss().options(plain)[0], techniques()["sqrt"].options(plain)[0]]
+    with apply_options(work, options) as applied:
+        found = torch.autograd.grad(applied.work.compute_loss(), list(net.parameters()))
+    for mine, value in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, value)
