@@ -130,7 +130,7 @@ class Handle:
             record.forget(self)
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """A tensor that is saved as it is. torch does not look for in-place changes where there are hooks; we do."""
 
     tensor: Tensor
@@ -146,7 +146,7 @@ class _Kept(NamedTuple):
         return self.tensor
 
 
-class _Chained(NamedTuple):
+class Chained(NamedTuple):
     """What hooks that were there before made of a tensor."""
 
     unpack_hook: Callable[[Any], Any]
@@ -219,9 +219,9 @@ class Scope(threading.local):
                 return record.handle(tensor)
         # An op's own output, packed as it is, would keep its node alive, and the node it.
         if self.outer is None:
-            return _Kept(tensor.detach(), tensor._version)
+            return Kept(tensor.detach(), tensor._version)
         pack, unpack = self.outer
-        return _Chained(unpack, pack(tensor))
+        return Chained(unpack, pack(tensor))
 
     @staticmethod
     def _unpack(packed: Any) -> Any:

@@ -1,0 +1,297 @@
+"""Compressed activations as a technique: modules whose saved tensors are stored in few bits, and what that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+
+from lowtide.errors import PlanError
+from lowtide.kernels.compress import BITS, DTYPES, GROUP, buffer_bytes, check
+from lowtide.kernels.reference.compress import groups_at_once
+from lowtide.nn.compress import LEAST_BYTES, compressed
+from lowtide.profiling.devices import find_device
+from lowtide.profiling.profile import Profile
+from lowtide.techniques.chain import Chains
+from lowtide.techniques.compress.allocation import KEPT, Layer, allocate_bits
+from lowtide.techniques.forward import Forward, replace_forward
+from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Knob, Option, Price, Undo
+from lowtide.tracing.graph import Op
+from lowtide.workload import Workload
+
+
+class Compress:
+    """Activations in 8, 4 or 2 bits, by modules. The knob ``bits`` has one number for each site."""
+
+    name = "compress"
+    kind: Kind = "saved"
+    needs = "a module that saves activations of 1 KiB or more"
+    # In a recomputed segment nothing is compressed; and z of a converted batch norm could not be made again.
+    conflicts = frozenset({"sqrt", "optimal", "batchnorm"})
+
+    def options(self, profile: Profile) -> list[Option]:
+        """All modules in 8, in 4 and in 2 bits, and two mixtures between."""
+        layers = self.layers(profile)
+        if not layers:
+            return []
+        totals = {bits: sum(layer.bytes(bits) for layer in layers) for bits in BITS}
+        found = [self._option(layers, [8] * len(layers))]
+        for more, fewer in ((8, 4), (4, 2)):
+            mixed = allocate_bits(layers, (totals[more] + totals[fewer]) // 2, choices=(fewer, more))
+            found += [self._option(layers, mixed), self._option(layers, [fewer] * len(layers))]
+        return list(dict.fromkeys(found))
+
+    def layers(self, profile: Profile) -> list[Layer]:
+        """The modules that save something to compress, and its bytes; all values are taken to matter the same."""
+        return [made.layer() for made in _Saves(profile).by_site.values()]
+
+    def option(self, layers: Sequence[Layer], budget_bytes: int) -> Option:
+        """The best bits for layers, measured or not, under a budget; a layer that is kept is no site."""
+        bits = list(allocate_bits(layers, budget_bytes))
+        for i, layer in enumerate(layers):
+            if i and not layer.kept_bytes:  # it saves what the one before it has saved, and does as that one does
+                bits[i] = bits[i - 1]
+        sites = [i for i in range(len(layers)) if bits[i] != KEPT]
+        return self._option([layers[i] for i in sites], [bits[i] for i in sites])
+
+    def price(self, option: Option, profile: Profile) -> Price:
+        """What is stored lives from its save to its last use; what it stands for is gone in between."""
+        saves = _Saves(profile)
+        bits_of = _bits(option)
+        device = find_device(profile.graph.device)
+        added: list[Interval] = []
+        removed: list[Interval] = []
+        seconds = 0.0
+        for storage, saved in saves.storages.items():
+            bits = bits_of.get(saved.site)
+            if bits is None:
+                continue
+            whole = profile.graph.storages[storage]
+            stored = buffer_bytes(saved.numel, bits, _group(option), saved.dtype)
+            added.append(Interval(stored, saved.first_save, whole.death, f"{bits} bits in {saved.site}"))
+            if profile.graph.device == "cpu":  # no kernel does it at once
+                working = _TEMPORARY_BYTES * groups_at_once(saved.numel, _group(option)) * _group(option)
+                why = f"temporaries while {saved.site} is compressed"
+                added.append(Interval(working, saved.first_save, saved.first_save + 1, why))
+            if saved.gone(bits_of) and saved.last_use + 1 < saved.first_need:
+                why = f"in {bits} bits in {saved.site}"
+                removed.append(Interval(whole.bytes, saved.last_use + 1, saved.first_need, why))
+            moved = (saved.numel * saved.dtype.itemsize + stored) * (1 + saved.saves)
+            passes = _PASSES_ON_A_CPU if profile.graph.device == "cpu" else 1
+            seconds += (1 + saved.saves) * device.launch_seconds + passes * moved / device.bandwidth
+        return Price(Fidelity.APPROXIMATE, tuple(added), tuple(removed), compute_seconds=seconds)
+
+    def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
+        """Put the hooks around every site's forward; the model is untouched if one cannot take them."""
+        with Undo() as undo:
+            for option in options:
+                for path, bits in _bits(option).items():
+                    check(bits, _group(option))
+                    module = _find(work.model, path)
+                    undo.add(replace_forward(Compressed(module, bits, _group(option)), path=path))
+            return Applied(work, undo.keep())
+
+    def check(self, option: Option) -> Check:
+        """Each stored value is within (max - min) / (2^bits - 2) of what it was; gradients follow that."""
+        fewest = min(_bits(option).values(), default=max(BITS))
+        return Check(Fidelity.APPROXIMATE, rtol=_RTOL / ((1 << fewest) - 2), atol=_ATOL / ((1 << fewest) - 2))
+
+    def _option(self, layers: Sequence[Layer], bits: Sequence[int]) -> Option:
+        knobs: tuple[tuple[str, Knob], ...] = (("bits", tuple(bits)),)
+        return Option(self.name, tuple(layer.path for layer in layers), knobs)
+
+
+class Compressed(Forward):
+    """A forward whose saved activations are stored in few bits."""
+
+    def __init__(self, module: nn.Module, bits: int, group: int = GROUP) -> None:
+        super().__init__(module)
+        self.bits, self.group = bits, group
+
+    @_disable_dynamo  # hooks cannot be compiled: a compiled model runs these parts eagerly
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with compressed(self.bits, group=self.group):
+            return self.plain(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"Compressed({self.bits} bits)"
+
+
+# The step of rounding is 1 / (2^bits - 2) of a group's range. Times this it bounds the error of every gradient, in its
+# norm, by measurement: it was 6.7 at most (LeNet), 4.0 in WRN-28-2, 3.0 in GPT-2, at initialisation.
+_RTOL = 12.0
+_ATOL = 2.5  # for a gradient that is 0 but for rounding, as of a bias before a batch norm: 1.1 at most in 60 draws
+_PASSES_ON_A_CPU = 25  # ATen's ops one after the other, where a kernel would read and write once
+_TEMPORARY_BYTES = 16  # of each value that they work on at a time
+
+
+# -- what a traced step saves ----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Saved:
+    """A storage of which something is compressed, and when it is used."""
+
+    site: str  # that saves it first, and decides its bits
+    dtype: torch.dtype
+    numel: int
+    first_save: int
+    last_use: int  # in the forward pass
+    first_need: int  # in the backward pass
+    sites: set[str] = field(default_factory=set[str])  # of all saves, "" for one that stays as it is
+    saves: int = 0
+
+    def gone(self, bits: dict[str, int]) -> bool:
+        """Whether nobody keeps it as it is."""
+        return self.sites <= bits.keys()
+
+
+@dataclass(slots=True)
+class _Site:
+    """A module that saves."""
+
+    path: str
+    kept_bytes: int = 0
+    stored_bytes: list[int] = field(default_factory=lambda: [0] * len(BITS))
+    numel: int = 0
+
+    def layer(self) -> Layer:
+        two, four, eight = self.stored_bytes
+        return Layer(self.path, self.kept_bytes, (two, four, eight), float(self.numel))
+
+
+class _Saves:
+    """The storages that ``nn.compressed`` would compress around each site of a profiled step.
+
+    A site is a block of a chain, or a module outside of all chains.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.graph = graph = profile.graph
+        self._blocks = {block.path for block in Chains(profile).blocks}
+        self._inside = {path for path, _ in graph.modules for block in self._blocks if block.startswith(f"{path}.")}
+        self._reads: dict[tuple[str, str, int], int] = {}  # op, module, storage -> index of the first such op
+        self._last_use: dict[int, int] = {}
+        self._first_need: dict[int, int] = {}
+        self._differentiable = {s.id for s in graph.storages if s.category == "parameter"}
+        for op in graph.ops:
+            self._visit(op)
+        self.storages: dict[int, _Saved] = {}
+        self.by_site: dict[str, _Site] = {}
+        self._collect()
+
+    def _visit(self, op: Op) -> None:
+        storages = [value.storage for value in (*op.inputs, *op.outputs)]
+        if op.phase == "backward":
+            for value in op.inputs:
+                self._first_need.setdefault(value.storage, op.index)
+        if op.phase != "forward":
+            return
+        for storage in storages:
+            self._reads.setdefault((op.name, op.module, storage), op.index)
+            self._last_use[storage] = op.index
+        if _short(op) not in _WITHOUT_GRADIENT and self._differentiable.intersection(v.storage for v in op.inputs):
+            cast = _short(op) in _CASTS and self.graph.storages[op.inputs[0].storage].category == "parameter"
+            if not cast:
+                outputs = op.outputs[:1] if _short(op) in _FIRST_ALONE else op.outputs
+                self._differentiable.update(value.storage for value in outputs if value.dtype in _DTYPES)
+
+    def _collect(self) -> None:
+        on_device = {storage.id for storage in self.graph.on_device}
+        covered: dict[int, int] = {}
+        for saved in self.graph.saved:
+            if saved.category != "activation" or saved.storage not in on_device:
+                continue
+            whole = self.graph.storages[saved.storage]
+            site = self._site(saved.needed_in)
+            at = self._reads.get((saved.needed_by, saved.needed_in, saved.storage), whole.birth)
+            can = (
+                saved.dtype in _DTYPES
+                and saved.bytes >= LEAST_BYTES
+                and saved.storage in self._differentiable
+                and _base(saved.made_by) not in _SENSITIVE
+                and saved.storage in self._first_need
+            )
+            site = site if can else ""
+            known = self.storages.get(saved.storage)
+            if known is None:
+                dtype = getattr(torch, saved.dtype)
+                last = self._last_use.get(saved.storage, whole.birth)
+                need = self._first_need.get(saved.storage, whole.death)
+                known = self.storages[saved.storage] = _Saved(site, dtype, 0, at, last, need)
+            known.sites.add(site)
+            if not site:
+                continue
+            # Views of parts are stored one by one, and together are no more than the whole.
+            before = covered.get(saved.storage, 0)
+            after = min(before + min(saved.bytes, whole.bytes), whole.bytes)
+            covered[saved.storage] = after
+            known.site = known.site or site
+            known.saves += 1
+            self.by_site.setdefault(site, _Site(site))
+            known.numel = after // known.dtype.itemsize
+            if after > before:
+                made = self.by_site.setdefault(known.site, _Site(known.site))
+                made.kept_bytes += after - before
+                made.numel += (after - before) // known.dtype.itemsize
+                for i, bits in enumerate(BITS):
+                    made.stored_bytes[i] += buffer_bytes(
+                        (after - before) // known.dtype.itemsize, bits, GROUP, known.dtype
+                    )
+
+    def _site(self, path: str) -> str:
+        """The block that a module is in; itself where it is in none; "" where blocks are in it."""
+        outer = path
+        while outer:
+            if outer in self._blocks:
+                return outer
+            outer = outer.rpartition(".")[0]
+        return "" if path in self._inside else path
+
+
+_DTYPES = frozenset(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+_SENSITIVE = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
+_CASTS = frozenset({"_to_copy", "clone"})
+_WITHOUT_GRADIENT = frozenset((
+    "bernoulli", "bernoulli_", "empty_like", "full_like", "new_empty", "new_full", "new_zeros", "ones_like",
+    "rand_like", "randn_like", "zeros_like", "detach",
+))  # fmt: skip
+# Of these the first result has a gradient; the others are statistics, masks and log-sums.
+_FIRST_ALONE = frozenset((
+    "_native_batch_norm_legit", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu", "cudnn_batch_norm",
+    "max_pool2d_with_indices", "native_batch_norm", "native_dropout", "native_group_norm", "native_layer_norm",
+))  # fmt: skip
+
+
+def _short(op: Op) -> str:
+    return _base(op.name)
+
+
+def _base(name: str) -> str:
+    """``aten.convolution.default`` -> ``convolution``."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else name
+
+
+def _bits(option: Option) -> dict[str, int]:
+    bits = option.knob("bits", ())
+    bits = (bits,) * len(option.site) if isinstance(bits, int) else bits
+    if not isinstance(bits, tuple) or len(bits) != len(option.site):
+        raise PlanError(f"{option} has no bits for each of its sites")
+    return {path: int(str(each)) for path, each in zip(option.site, bits, strict=True)}
+
+
+def _group(option: Option) -> int:
+    return int(str(option.knob("group", GROUP)))
+
+
+def _find(model: nn.Module, path: str) -> nn.Module:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        raise PlanError(f"The model has no module {path!r}", hint="The plan is of another model.") from None

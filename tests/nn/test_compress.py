@@ -1,0 +1,311 @@
+"""``nn.compressed``: what it stores, what it leaves alone, and that the memory is really gone."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lowtide.errors import LowtideError
+from lowtide.kernels.compress import buffer_bytes
+from lowtide.nn import compress as module
+from lowtide.nn import compressed
+
+
+class Saved:
+    """Outer hooks that list what they are given."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __enter__(self):
+        def pack(tensor):
+            self.seen.append((tensor.dtype, tuple(tensor.shape)))
+            return tensor.detach()
+
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception):
+        self.hooks.__exit__(*exception)
+
+    @property
+    def codes(self):
+        return [shape for dtype, shape in self.seen if dtype is torch.uint8]
+
+
+def activation(*shape, dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.randn(*shape, dtype=dtype, requires_grad=True) * 1
+
+
+def test_the_forward_pass_is_as_without_and_gradients_are_near():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    x = torch.randn(128, 64)
+    plain = model(x).square().mean()
+    expected = torch.autograd.grad(plain, list(model.parameters()))
+    for bits, tolerance in ((8, 0.01), (4, 0.15), (2, 1.0)):
+        with compressed(bits):
+            loss = model(x).square().mean()
+        assert torch.equal(loss, plain)
+        for found, wanted in zip(torch.autograd.grad(loss, list(model.parameters())), expected, strict=True):
+            assert float((found - wanted).norm() / wanted.norm()) < tolerance
+
+
+def test_the_gradient_of_a_linear_layer_is_right_on_average():
+    torch.manual_seed(0)
+    layer, x, dy = nn.Linear(16, 4, bias=False), activation(32, 16), torch.randn(32, 4)
+    wide = dy.double().T @ x.detach().double()
+    draws = []
+    for _ in range(2000):
+        with compressed(2):
+            y = layer(x)
+        draws.append(torch.autograd.grad(y, layer.weight, dy)[0].double())
+    many = torch.stack(draws)
+    error = (many.mean(0) - wide) / (many.std(0) / len(draws) ** 0.5)
+    assert float(error.square().mean().sqrt()) < 1.3  # 1 if unbiased
+    assert float(error.abs().max()) < 4.5
+    groups = x.detach().double().view(-1, 256)
+    low = groups.amin(1, keepdim=True)
+    step = (groups.amax(1, keepdim=True) - low) / 3
+    fraction = ((groups - low) / step).frac()
+    variance = (step**2 * fraction * (1 - fraction)).view(32, 16)
+    theory = dy.double().square().T @ variance
+    torch.testing.assert_close(many.var(0).mean(), theory.mean(), rtol=0.1, atol=0)
+
+
+def test_the_activation_dies_and_the_codes_stay():
+    x = activation(64, 256)
+    with compressed(4):
+        hidden = F.gelu(x)
+        y = hidden.square().sum()
+    alive = weakref.ref(hidden.untyped_storage())
+    del hidden
+    gc.collect()
+    assert alive() is None
+    y.backward()
+
+
+def test_a_tensor_that_two_ops_save_is_stored_once_whatever_its_shape():
+    x = activation(32, 256)
+    with Saved() as saved, compressed(4):
+        y = x.view(-1).square().sum() + x.exp().sum() + (x.t() @ x).sum() + x.square().sum()
+    assert saved.codes.count((buffer_bytes(32 * 256, 4, 256, x.dtype),)) == 2  # x, and the result of exp
+    y.backward()
+
+
+def test_a_tensor_that_was_written_to_is_stored_anew():
+    x = activation(32, 256)
+    with compressed(8):
+        h = x * 1
+        a = h.square().sum()
+        h.mul_(3)
+        b = h.square().sum()
+    (found,) = torch.autograd.grad(a + b, x)
+    expected = 2 * x.detach() + 18 * x.detach()
+    assert float((found - expected).norm() / expected.norm()) < 0.01
+
+
+def test_no_record_is_left_when_the_graph_is_gone():
+    x = activation(32, 256)
+    with compressed(4):
+        y = x.square().sum()
+    assert len(module._records) > 0
+    del y
+    gc.collect()
+    assert len(module._records) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_dtype_shape_and_strides_come_back(dtype):
+    seen = []
+
+    class Reader(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            ctx.save_for_backward(tensor)
+            return tensor.sum()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(ctx.saved_tensors[0])
+            return gradient.expand(seen[-1].shape)
+
+    x = activation(4, 6, 10, 12, dtype=dtype)
+    views = {
+        "channels last": x.to(memory_format=torch.channels_last),
+        "transposed": x.transpose(0, 2),
+        "expanded": x.unsqueeze(0).expand(3, 4, 6, 10, 12),
+        "with gaps": x[:, 1:5],
+        "offset": x[1:],
+    }
+    for name, view in views.items():
+        with compressed(8):
+            y = Reader.apply(view)
+        y.backward(retain_graph=True)
+        back = seen.pop().detach()
+        assert (back.dtype, back.shape) == (view.dtype, view.shape), name
+        assert back.stride() == (view.contiguous().stride() if name == "with gaps" else view.stride()), name
+        assert float((back.double() - view.detach().double()).abs().max()) < 0.06, name
+
+
+def test_what_is_no_activation_is_kept_as_it_is():
+    torch.manual_seed(0)
+    layer, norm = nn.Linear(64, 64), nn.LayerNorm(64)
+    x = torch.randn(512, 64)  # the batch: it is held anyway
+    with Saved() as saved, compressed(4):
+        h = norm(layer(x))
+        h = F.dropout(F.linear(h, layer.weight.t()), 0.5)
+        y = F.max_pool1d(h, 2)
+    size = (buffer_bytes(512 * 64, 4, 256, x.dtype),)
+    assert saved.codes == [size] * 3  # what norm, linear and pooling read; not the batch, weights, masks, places
+    y.sum().backward()
+
+
+def test_under_autocast_the_cast_weights_are_kept():
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64)
+    x = activation(512, 64)
+    with Saved() as saved, compressed(4), torch.autocast("cpu", torch.bfloat16):
+        y = layer(x * 2)
+    assert (torch.bfloat16, (64, 64)) in saved.seen
+    assert saved.codes == [(buffer_bytes(512 * 64, 4, 256, torch.bfloat16),)]
+    y.float().sum().backward()
+    assert layer.weight.grad.isfinite().all()
+
+
+def test_softmax_is_kept_unless_asked_for():
+    x = activation(32, 256)
+    for run in (torch.softmax, torch.log_softmax):
+        with Saved() as saved, compressed(4):
+            run(x, -1)
+        assert not saved.codes
+        with Saved() as saved, compressed(4, keep=lambda tensor: False):
+            y = run(x, -1)
+        torch.autograd.grad(y.sum(), x)
+        assert len(saved.codes) == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_inside_starts_again_from_what_there_was(reentrant):
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    x = activation(64, 64)
+
+    def run():
+        return checkpoint(layer, x, use_reentrant=reentrant).square().sum()
+
+    layer.zero_grad()
+    run().backward(retain_graph=True)
+    expected = layer[0].weight.grad.clone()
+    layer.zero_grad()
+    with compressed(2):
+        h = checkpoint(layer, x, use_reentrant=reentrant)
+    y = h.square().sum()
+    y.backward(retain_graph=True)
+    assert torch.equal(layer[0].weight.grad, expected)
+
+
+def test_inside_a_checkpoint_everything_is_exact():
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    x = torch.randn(64, 64)
+
+    def inside(tensor):
+        with compressed(2):
+            return layer(tensor)
+
+    expected = torch.autograd.grad(layer(x).square().sum(), layer[0].weight)[0]
+    y = checkpoint(inside, x, use_reentrant=False).square().sum()
+    assert torch.equal(torch.autograd.grad(y, layer[0].weight)[0], expected)
+
+
+def test_other_hooks_get_the_codes():
+    x = activation(64, 256)
+    with torch.autograd.graph.save_on_cpu(), compressed(8):
+        y = x.square().sum()
+    (found,) = torch.autograd.grad(y, x)
+    assert float((found - 2 * x.detach()).norm() / found.norm()) < 0.01
+
+
+def test_of_two_the_inner_one_decides():
+    x = activation(32, 256)
+    with Saved() as saved, compressed(2), compressed(8):
+        x.square()
+    assert saved.codes == [(buffer_bytes(32 * 256, 8, 256, x.dtype),)]
+
+
+def test_a_graph_can_be_gone_through_twice_and_differentiated_twice():
+    x = activation(32, 256)
+    with compressed(8):
+        y = x.pow(3).sum()
+    first = torch.autograd.grad(y, x, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(y, x, retain_graph=True)[0], first)
+    (once,) = torch.autograd.grad(y, x, create_graph=True)
+    (twice,) = torch.autograd.grad(once.sum(), x)
+    expected = 6 * x.detach()
+    assert float((twice - expected).norm() / expected.norm()) < 0.02
+
+
+def test_a_relu_lets_exactly_its_own_gradients_through():
+    x = activation(64, 256)
+    x.data[0, 0] = 1e-20
+    with compressed(2):
+        y = torch.relu(x)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], (x > 0).float())
+
+
+def test_the_same_seed_gives_the_same_gradients():
+    x = activation(32, 256)
+
+    def run(seed):
+        with compressed(2, seed=seed):
+            y = x.square().sum()
+        return torch.autograd.grad(y, x)[0]
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+    assert not torch.equal(run(None), run(None))
+
+
+def test_without_gradients_nothing_happens_and_wrong_bits_are_refused():
+    with torch.no_grad(), compressed(2):
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    with pytest.raises(LowtideError, match="2, 4 or 8"), compressed(3):
+        pass
+
+
+def test_kept_tensors_are_still_guarded_against_writes():
+    x = torch.randn(8, requires_grad=True)
+    with compressed(4):
+        h = x * 1
+        y = h.square().sum()
+    h.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_a_compiled_function_is_right():
+    x = activation(64, 256).detach().requires_grad_()
+
+    @torch.compile(backend="aot_eager")
+    def run(tensor):
+        return F.gelu(tensor).square().sum()
+
+    with compressed(8):
+        y = run(x)
+    (found,) = torch.autograd.grad(y, x)
+    (expected,) = torch.autograd.grad(F.gelu(x).square().sum(), x)
+    assert float((found - expected).norm() / expected.norm()) < 0.02
+
+
+def test_an_empty_batch_passes():
+    layer = nn.Linear(64, 64)
+    with compressed(4):
+        layer(activation(0, 64)).sum().backward()
+    assert torch.equal(layer.weight.grad, torch.zeros(64, 64))
