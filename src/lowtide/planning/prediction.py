@@ -36,19 +36,22 @@ def predict(work: Workload, options: Sequence[Option], baseline: Profile) -> Pro
     """The step with these options applied, traced over fake tensors; the model is afterwards as it was.
 
     What kernels allocate inside themselves is taken from the baseline's ops of the same signature, or else of the
-    same name and results, where those were measured. Where fake tensors cannot go, a real step is traced instead if
-    the baseline was one.
+    same name and results, where those were measured; what acts on the whole step has ops of other shapes, and each is
+    measured alone. Where fake tensors cannot go, a real step is traced instead if the baseline was one.
     """
+    is_measured = not baseline.graph.fake and baseline.workspace_source == "measured"
+    measure = is_measured and any(technique.kind == "step" for technique, _ in _by_technique(options))
     with apply_options(work, options) as applied:
         try:
-            found = profile(applied.work, fake=True, device=baseline.graph.device)
+            found = profile(applied.work, fake=True, device=baseline.graph.device, measure=measure)
         except TraceError:
             if baseline.graph.fake:
                 raise
             return profile(applied.work)
-    if baseline.graph.fake or baseline.workspace_source != "measured":
+    if not is_measured:
         return found
-    return replace(found, graph=_with_workspaces(found.graph, baseline.graph), workspace_source="measured")
+    graph = _with_workspaces(found.graph, baseline.graph, by_results=not measure)
+    return replace(found, graph=graph, workspace_source="measured")
 
 
 @dataclass(frozen=True)
@@ -110,10 +113,10 @@ def _by_technique(options: Sequence[Option]) -> list[tuple[Technique, list[Optio
     return [(known[name], mine) for name, mine in groups.items()]
 
 
-def _with_workspaces(graph: Graph, measured: Graph) -> Graph:
+def _with_workspaces(graph: Graph, measured: Graph, *, by_results: bool) -> Graph:
     known: dict[str, int] = {}
     for op in measured.ops:  # the largest: a budget is a promise
-        for key in (op.signature, _results(op)) if op.outputs else (op.signature,):
+        for key in (op.signature, _results(op)) if op.outputs and by_results else (op.signature,):
             known[key] = max(op.workspace_bytes, known.get(key, 0))
     ops = tuple(
         replace(op, workspace_bytes=known.get(op.signature, known.get(_results(op), op.workspace_bytes)))

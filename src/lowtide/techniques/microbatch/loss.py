@@ -1,0 +1,280 @@
+"""``microbatch``: a step whose loss runs piece by piece, forward and backward, and is one loss to everybody else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from lowtide.errors import LowtideError
+from lowtide.techniques.microbatch.gradients import Gradients
+from lowtide.techniques.microbatch.pieces import Batch, Split
+from lowtide.techniques.microbatch.statistics import Recording, WholeStatistics
+from lowtide.techniques.microbatch.weights import Reduction, Weight, counted, find_reduction
+from lowtide.tracing.compiled import compiled_modules
+from lowtide.tracing.unchanged import modules_of
+from lowtide.workload import Workload
+
+
+def microbatch(
+    work: Workload,
+    size: int,
+    *,
+    reduction: Reduction = "auto",
+    weight: Weight | None = None,
+    split: Split = None,
+    exact: bool = False,
+) -> Workload:
+    """The same step with its batch in pieces of ``size`` samples: only one piece's activations live at a time.
+
+    The model is not touched: the workload has another loss, which is called as before. It runs each piece forward and
+    backward and adds the gradients up; its own ``backward()`` hands them to the parameters, once, so that hooks,
+    clipping, gradient accumulation, loss scaling and optimizers are as before. A batch of at most ``size`` samples, or
+    one under ``torch.no_grad()``, runs as it is.
+
+    ``reduction`` says what the loss is over its samples; "auto" tries it once on two pieces, and counts what a
+    cross entropy does not ignore. For other means over tokens, ``weight(batch)`` counts them. ``split`` names the keys
+    or positions of the batch that have a row for each sample, where others have not. Batch norm normalises by its
+    piece; ``exact=True`` takes one more forward pass, without a graph, to normalise by the whole batch.
+
+    >>> model = nn.Linear(4, 3)
+    >>> loss = lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+    >>> work = microbatch(Workload(model, loss, (torch.randn(10, 4), torch.randint(3, (10,)))), size=4)
+    >>> work.compute_loss().backward()  # pieces of 4, 4 and 2
+    """
+    return replace(work, loss=MicrobatchLoss(work, size, reduction=reduction, weight=weight, split=split, exact=exact))
+
+
+class MicrobatchLoss:
+    """A loss in pieces. ``__wrapped__`` is the loss of one piece."""
+
+    def __init__(
+        self,
+        work: Workload,
+        size: int,
+        *,
+        reduction: Reduction = "auto",
+        weight: Weight | None = None,
+        split: Split = None,
+        exact: bool = False,
+    ) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise LowtideError(f"size={size!r} is not a number of samples", hint="Write for example size=8.")
+        if reduction not in ("auto", "mean", "sum"):
+            raise LowtideError(f"Unknown reduction {reduction!r}", hint="Write 'auto', 'mean' or 'sum'.")
+        if weight is not None and reduction == "sum":
+            raise LowtideError("A sum has no weights", hint="Leave out weight= or reduction='sum'.")
+        if in_pieces(work.loss) is not None:
+            raise LowtideError(
+                "The loss is already computed in pieces", hint="Change the size of the first one instead."
+            )
+        Batch.of(work.batch, split)  # or say now why it cannot be split
+        self.__wrapped__ = work.loss
+        self.size = size
+        self.weight = weight
+        self.split = split
+        self.exact = exact
+        self.found: Literal["mean", "sum"] | None = None if reduction == "auto" else reduction
+        self.compiled = compiled_modules(work)
+        self.extra: list[Tensor] | None = None  # what else the loss trains; known after the first step
+        self.scale: Tensor | None = None  # the last gradient that came back to the loss
+        self._optimizer = work.optimizer
+        own = set(work.model.modules())
+        self._held = [module for module in modules_of(work) if module not in own]  # a criterion of the loss's own
+
+    @_disable_dynamo
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of a batch, with a graph that ends in the parameters."""
+        if not torch.is_grad_enabled():
+            return self.__wrapped__(model, batch)
+        whole = Batch.of(batch, self.split)
+        if whole.samples <= self.size:
+            return self.__wrapped__(model, batch)
+        modules = self.modules(model)
+        _refuse_sharded(modules)
+        is_traced = _get_current_dispatch_mode() is not None
+        if self.found is None and self.weight is None and not is_traced:
+            self.found = find_reduction(self.__wrapped__, model, modules, whole, self.size)
+        return _Run(self, model, whole, is_traced=is_traced)()
+
+    def modules(self, model: nn.Module) -> list[nn.Module]:
+        """All that the loss may run."""
+        return list(dict.fromkeys([*model.modules(), *self._held]))
+
+    def parameters(self, modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+        """All that the loss may train."""
+        found = dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None)
+        if self._optimizer is not None:
+            found |= dict.fromkeys(p for group in self._optimizer.param_groups for p in group["params"])
+        found |= dict.fromkeys(self.extra or ())
+        return (parameter for parameter in found if parameter.requires_grad)
+
+    def remember(self, gradient: Tensor) -> None:
+        """Note what came back to the loss: where that is a loss scale, the next step's pieces take it."""
+        usable = torch.isfinite(gradient) & (gradient > 0)
+        self.scale = torch.where(usable, gradient, 1).float()
+
+
+def in_pieces(loss: Any) -> MicrobatchLoss | None:
+    """The loss in pieces that a loss function is, or is wrapped around."""
+    while loss is not None and not isinstance(loss, MicrobatchLoss):
+        loss = getattr(loss, "__wrapped__", None)
+    return loss
+
+
+class _Run:
+    """One batch, piece by piece."""
+
+    def __init__(self, loss: MicrobatchLoss, model: nn.Module, batch: Batch, *, is_traced: bool) -> None:
+        self.loss, self.model, self.batch, self.is_traced = loss, model, batch, is_traced
+        self.modules = loss.modules(model)
+        parameters = list(loss.parameters(self.modules))
+        self.gradients = Gradients(parameters)
+        self.scale = loss.scale if _uses_half(parameters) else None
+        wanted = [i for i, leaf in enumerate(batch.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for i in wanted:
+            if not batch.rows[i]:
+                self.gradients.follow(batch.leaves[i])
+        # Of a tensor with samples, a piece has its own: the gradient of the whole is made of theirs.
+        self.rows = {i: torch.zeros_like(batch.leaves[i]) for i in wanted if batch.rows[i]}
+        self.strangers: dict[Tensor, None] | None = None
+
+    def __call__(self) -> Tensor:
+        loss = self.loss
+        pieces, shares = self._pieces()
+        values: list[Tensor] = []
+        with ExitStack() as stack:
+            stack.enter_context(self.gradients)
+            if loss.exact:
+                stack.enter_context(WholeStatistics(self._whole_statistics()))
+            recording = None if loss.exact else stack.enter_context(Recording(self.modules, skip=loss.compiled))
+            for number, (start, end) in enumerate(pieces):
+                if recording is not None:
+                    recording.start_piece()
+                with ExitStack() as unsynchronised:
+                    if number < len(pieces) - 1:  # the last one tells DDP to expect gradients
+                        for module in self.modules:
+                            if isinstance(module, DistributedDataParallel):
+                                unsynchronised.enter_context(module.no_sync())
+                    own = {i: self.batch.leaves[i].detach()[start:end].requires_grad_() for i in self.rows}
+                    losses = [loss.__wrapped__(self.model, self.batch.piece(start, end, own))]
+                if not isinstance(losses[0], Tensor) or losses[0].numel() != 1 or losses[0].is_complex():
+                    return losses[0]  # which the workload then says
+                values.append(losses[0].detach())
+                if shares[number] is None:
+                    shares[number] = self._share(losses[0], end - start)
+                if losses[0].requires_grad:
+                    self._backward(losses, shares[number], own, (start, end))
+            if recording is not None:
+                recording.finish()
+        return self._attach(values, shares)
+
+    def _pieces(self) -> tuple[list[tuple[int, int]], list[Any]]:
+        """The pieces in which something counts, and what each counts where that is known before it runs."""
+        pieces = list(self.batch.pieces(self.loss.size))
+        if self.loss.weight is None:
+            return pieces, [1.0 if self.loss.found == "sum" else None] * len(pieces)
+        weights = [self.loss.weight(self.batch.piece(*piece)) for piece in pieces]
+        if not self.is_traced:
+            weights = [float(w) if isinstance(w, Tensor) and w.device.type == "cpu" else w for w in weights]
+        kept = [i for i, w in enumerate(weights) if isinstance(w, Tensor) or w]
+        if not kept:  # 0 / 0, as without pieces
+            return pieces[:1], [1.0]
+        total = sum(weights)
+        return [pieces[i] for i in kept], [weights[i] / total for i in kept]
+
+    def _share(self, loss: Tensor, samples: int) -> Any:
+        """What a piece counts: a number, or a tensor where a cross entropy has counted."""
+        share, tokens = samples / self.batch.samples, counted(loss)
+        return share if tokens is None else tokens[0] * (share / max(tokens[1], 1))
+
+    def _backward(self, losses: list[Tensor], share: Any, own: dict[int, Tensor], piece: tuple[int, int]) -> None:
+        value = losses[0].detach()
+        if self.loss.extra is None and not self.is_traced:
+            self._look_for_strangers(losses[0])
+        weight = torch.full_like(value, share) if isinstance(share, float) else share.to(value.dtype).expand_as(value)
+        if self.scale is not None:
+            weight = weight * self.scale
+        found = self.gradients.add(losses, weight, own.values())
+        for i, gradient in zip(own, found, strict=True):
+            if gradient is not None:
+                self.rows[i][slice(*piece)] = gradient
+
+    def _look_for_strangers(self, loss: Tensor) -> None:
+        """Find what the loss trains that is in no module and no optimizer: in the graphs of two pieces alike."""
+        leaves = dict.fromkeys(leaf for leaf in _leaves(loss) if leaf not in self.gradients)
+        if self.strangers is None:
+            self.strangers = leaves
+            for leaf in leaves:
+                self.gradients.follow(leaf)
+            return
+        self.loss.extra = [leaf for leaf in self.strangers if leaf in leaves or leaf in self.gradients]
+
+    def _attach(self, values: list[Tensor], shares: list[Any]) -> Tensor:
+        """The loss of the whole, with its gradients."""
+        total: Tensor | None = None
+        for value, share in zip(values, shares, strict=True):
+            part = value * share
+            if isinstance(share, Tensor):
+                part = torch.where(share > 0, part, 0)  # the mean over nothing is nan
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        factor: Tensor | None = None
+        if self.loss.weight is None and any(isinstance(share, Tensor) for share in shares):
+            counted_in_all = torch.stack([torch.as_tensor(share).to(total) for share in shares]).sum()
+            total = total / counted_in_all
+            factor = torch.where(counted_in_all > 0, 1 / counted_in_all, 0)
+        if self.scale is not None:
+            factor = 1 / self.scale if factor is None else factor / self.scale
+        rows = {self.batch.leaves[i]: gradient for i, gradient in self.rows.items()}
+        tell = None if self.is_traced else self.loss.remember
+        return self.gradients.attach(total.to(values[0].dtype), factor, rows, tell)
+
+    def _whole_statistics(self) -> Recording:
+        """A forward pass of the whole batch, for what its batch norms see; their running statistics follow."""
+        with torch.no_grad(), Recording(self.modules, every=True) as recording:
+            recording.start_piece()
+            self.loss.__wrapped__(self.model, self.batch.piece(0, self.batch.samples))
+        recording.finish()
+        return recording
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The leaves of a loss's graph."""
+    seen = {loss.grad_fn}
+    stack = [loss.grad_fn]
+    while stack:
+        node: Any = stack.pop()
+        if (variable := getattr(node, "variable", None)) is not None:
+            yield variable
+        for edge, _ in node.next_functions:
+            if edge is not None and edge not in seen:
+                seen.add(edge)
+                stack.append(edge)
+
+
+def _uses_half(parameters: Iterable[Tensor]) -> bool:
+    """Whether gradients may be in float16, where small ones vanish without a scaled loss."""
+    casts = any(
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16 for kind in ("cpu", "cuda")
+    )
+    return casts or any(parameter.dtype is torch.float16 for parameter in parameters)
+
+
+def _refuse_sharded(modules: Iterable[nn.Module]) -> None:
+    if dist.is_available() and dist.is_initialized():
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+        if any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in modules):
+            raise LowtideError(
+                "FSDP shards gradients itself, which a batch in pieces cannot hand on",
+                hint="Accumulate in a loop, with model.set_requires_gradient_sync(False) for all pieces but the last.",
+            )

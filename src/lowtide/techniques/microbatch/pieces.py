@@ -1,0 +1,88 @@
+"""A batch of any structure in pieces of some samples each: views, so that nothing is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lowtide.errors import WorkloadError
+
+Split: TypeAlias = "Collection[str | int] | None"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The leaves of a batch, and which of them have a row for each sample."""
+
+    leaves: tuple[Any, ...]
+    rows: tuple[bool, ...]  # of each leaf: whether it is split
+    structure: pytree.TreeSpec
+    samples: int
+
+    @classmethod
+    def of(cls, batch: Any, split: Split = None) -> Batch:
+        """Tensors with a dimension have a row for each sample, or those under the keys of ``split`` alone.
+
+        Where such tensors differ in their first dimension, nobody can tell: that is an error.
+        """
+        found, structure = pytree.tree_flatten_with_path(batch)
+        leaves = tuple(leaf for _, leaf in found)
+        rows = tuple(
+            isinstance(leaf, Tensor) and leaf.ndim > 0 and (split is None or _key(path) in split)
+            for path, leaf in found
+        )
+        sizes = {
+            pytree.keystr(path) or "the batch": len(leaf)
+            for (path, leaf), split_here in zip(found, rows, strict=True)
+            if split_here
+        }
+        if not sizes:
+            raise WorkloadError(
+                "The batch has no tensor with samples to split",
+                hint="Pass tensors in dicts, tuples or registered dataclasses"
+                + ("." if split is None else f", and in split= their keys: {_keys(found)}."),
+            )
+        if len(set(sizes.values())) > 1:
+            shown = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+            raise WorkloadError(
+                f"The tensors of the batch do not agree on how many samples there are: {shown}",
+                hint=f"Name those that have a row for each sample: split=(...) with keys of {_keys(found)}.",
+            )
+        return cls(leaves, rows, structure, next(iter(sizes.values())))
+
+    def pieces(self, size: int) -> Iterator[tuple[int, int]]:
+        """From which sample to which; the last piece may be smaller."""
+        for start in range(0, self.samples, size):
+            yield start, min(start + size, self.samples)
+
+    def piece(self, start: int, end: int, own: Mapping[int, Tensor] | None = None) -> Any:
+        """The same structure with some of the samples; ``own`` has leaves that are cut already."""
+        cut = [leaf[start:end] if split else leaf for leaf, split in zip(self.leaves, self.rows, strict=True)]
+        for i, tensor in (own or {}).items():
+            cut[i] = tensor
+        return pytree.tree_unflatten(cut, self.structure)
+
+    def chosen(self, samples: Sequence[int]) -> Any:
+        """The same structure with samples from anywhere, copied."""
+        made = [
+            leaf.detach()[torch.tensor(samples, device=leaf.device)] if split else leaf
+            for leaf, split in zip(self.leaves, self.rows, strict=True)
+        ]
+        return pytree.tree_unflatten(made, self.structure)
+
+
+def _key(path: tuple[Any, ...]) -> str | int | None:
+    """The outermost key on the way to a leaf: of a dict, of a sequence, or a dataclass's field."""
+    if not path:
+        return None
+    first = path[0]
+    return next((getattr(first, name) for name in ("key", "idx", "name") if hasattr(first, name)), None)
+
+
+def _keys(found: Sequence[tuple[tuple[Any, ...], Any]]) -> str:
+    return ", ".join(dict.fromkeys(repr(_key(path)) for path, leaf in found if isinstance(leaf, Tensor)))

@@ -1,0 +1,279 @@
+"""Batch norm over a batch in pieces: running statistics as of one batch, and normalising by the whole batch's.
+
+Of pieces with n values in a channel, mean μ and unbiased variance v, the whole has (Chan, Golub and LeVeque, 1979)
+
+    N = Σ n      M = Σ nμ / N      V = (Σ (n - 1)v + Σ n(μ - M)²) / (N - 1)
+
+and the running statistics move towards M and V once, by the layer's own momentum, as after one full batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from lowtide.errors import LowtideError
+from lowtide.nn.batchnorm import _BatchNormAct
+from lowtide.nn.functional import Statistics, batch_norm_act
+from lowtide.nn.renorm import _BatchRenormAct
+
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass
+class _Found:
+    """What one call of a layer saw of its input."""
+
+    count: int  # values in a channel
+    statistics: Tensor  # mean and unbiased variance
+
+
+@dataclass
+class _Layer:
+    """A layer while pieces run: its calls in each piece, and how it was before the call under way."""
+
+    norm: _NormBase
+    tracked: dict[str, Tensor | None]  # the buffers of the layer itself
+    pieces: list[list[_Found]] = field(default_factory=list[list[_Found]])
+    under_way: tuple[dict[str, Any], bool, float | None] | None = None
+    scratch: Tensor | None = None
+
+    def enter(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Give the call statistics of its own to move, all the way."""
+        norm = self.norm
+        held = dict(norm._buffers)
+        mine = all(held.get(name) is self.tracked[name] for name in _BUFFERS)  # in a recomputation they are copies
+        if not (norm.training and mine and args and isinstance(args[0], Tensor)):
+            return
+        mean, var, batches = (held.get(name) for name in _BUFFERS)
+        if mean is None or var is None:
+            weight: Any = norm.weight
+            dtype = torch.promote_types(args[0].dtype, torch.float32) if weight is None else weight.dtype
+            mean, var = (args[0].new_zeros(norm.num_features, dtype=dtype) for _ in range(2))
+        self.under_way = held, norm.track_running_stats, norm.momentum
+        # Not zeros: Batch Renormalization reads them.
+        self.scratch = torch.stack([mean, var])
+        counts = isinstance(norm, (nn.SyncBatchNorm, _BatchRenormAct)) and batches is not None
+        copy = batches.clone() if counts and batches is not None else None
+        norm._buffers.update(zip(_BUFFERS, (*self.scratch.unbind(), copy), strict=True))
+        norm.track_running_stats, norm.momentum = True, 1.0
+
+    def leave(self, _module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        """Take down what the call saw, and put the layer's own back."""
+        if self.under_way is None or self.scratch is None:
+            return
+        held, self.norm.track_running_stats, self.norm.momentum = self.under_way
+        self.norm._buffers.update(held)
+        found, self.scratch, self.under_way = self.scratch, None, None
+        x = args[0]
+        # A converted layer at the end of a block is called twice, and passes its input on in the first call.
+        if out is not None and out is not x and self.pieces and x.numel():
+            values = x.numel() // (x.shape[1] if x.ndim > 1 else len(x)) * _processes(self.norm)
+            self.pieces[-1].append(_Found(values, found))
+
+    @property
+    def moves(self) -> bool:
+        return self.norm.track_running_stats and self.tracked["running_mean"] is not None
+
+    def rounds(self) -> list[list[_Found]]:
+        """What the pieces saw in their first call of the layer, in their second, and so on."""
+        most = max((len(calls) for calls in self.pieces), default=0)
+        return [[calls[i] for calls in self.pieces if i < len(calls)] for i in range(most)]
+
+
+class Recording:
+    """Inside ``with``, the layers' running statistics stay; ``finish`` moves them once for all pieces."""
+
+    def __init__(self, modules: Iterable[nn.Module], *, skip: set[int] | None = None, every: bool = False) -> None:
+        self.layers = [
+            _Layer(module, {name: module._buffers.get(name) for name in _BUFFERS})
+            for module in modules
+            if isinstance(module, _NormBase) and module.training and id(module) not in (skip or set[int]())
+            if every or (module.track_running_stats and module.running_mean is not None)
+        ]
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __enter__(self) -> Self:
+        for layer in self.layers:
+            self._handles.append(layer.norm.register_forward_pre_hook(layer.enter))
+            self._handles.append(layer.norm.register_forward_hook(layer.leave, always_call=True))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def start_piece(self) -> None:
+        """What comes is of another piece."""
+        for layer in self.layers:
+            layer.pieces.append([])
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Move the running statistics towards those of all pieces together."""
+        for layer in self.layers:
+            for found in layer.rounds() if layer.moves else ():
+                _move(layer, found)
+
+
+def _move(layer: _Layer, found: list[_Found]) -> None:
+    norm = layer.norm
+    mean, var, batches = (layer.tracked[name] for name in _BUFFERS)
+    assert mean is not None
+    assert var is not None
+    momentum: Any = norm.momentum
+    if not isinstance(norm, _InstanceNorm) and batches is not None:
+        batches.add_(1)
+        momentum = 1.0 / batches.to(mean.dtype) if momentum is None else momentum
+    now = combined(found, between=not isinstance(norm, _InstanceNorm))
+    for held, new in zip((mean, var), now, strict=True):
+        held.lerp_(new.to(held.dtype), 0.0 if momentum is None else momentum)
+
+
+def combined(found: list[_Found], *, between: bool = True) -> tuple[Tensor, Tensor]:
+    """The mean and the unbiased variance of all pieces; without ``between``, the average of both."""
+    if len(found) == 1:
+        return found[0].statistics[0], found[0].statistics[1]
+    means, variances = (torch.stack([each.statistics[i] for each in found]) for i in range(2))
+    counts = [each.count for each in found]
+    total = sum(counts)
+    shares = _column([count / total for count in counts], means)
+    mean = (shares * means).sum(0)
+    if not between:
+        return mean, (shares * variances).sum(0)
+    inside = _column([(count - 1) / max(total - 1, 1) for count in counts], means)
+    apart = (shares * (means - mean).square()).sum(0) * (total / max(total - 1, 1))
+    return mean, (inside * variances).sum(0) + apart
+
+
+def _column(numbers: list[float], like: Tensor) -> Tensor:
+    return torch.tensor(numbers, dtype=like.dtype, device=like.device).unsqueeze(1)
+
+
+def _processes(norm: nn.Module) -> int:
+    """Whose batches a layer's statistics are of; those of the others are taken to be as large as this one's."""
+    if not (isinstance(norm, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized()):
+        return 1
+    return dist.get_world_size(norm.process_group)
+
+
+# -- the whole batch's statistics ------------------------------------------------------------------------
+
+
+class WholeStatistics:
+    """Inside ``with``, layers normalise a piece by the mean and the variance that a pass over the whole batch saw.
+
+    In backward, the two are those of the piece still: their gradient is made of the piece's values alone.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self._layers = [layer for layer in recording.layers if layer.pieces and layer.pieces[0]]
+        for layer in self._layers:
+            _check(layer.norm)
+        self._undo: list[tuple[nn.Module, str]] = []
+
+    def __enter__(self) -> None:
+        for layer in self._layers:
+            name = "_run" if isinstance(layer.norm, _BatchNormAct) else "forward"
+            made = _RunByWhole(layer) if name == "_run" else _ForwardByWhole(layer)
+            vars(layer.norm)[name] = made
+            self._undo.append((layer.norm, name))
+
+    def __exit__(self, *exception: object) -> None:
+        for module, name in self._undo:
+            del vars(module)[name]
+        self._undo.clear()
+
+
+def _check(norm: _NormBase) -> None:
+    """Refuse a layer whose forward is not known."""
+    ours = isinstance(norm, _BatchNormAct) and not isinstance(norm, _BatchRenormAct) and norm._group() is None
+    plain = type(norm).forward is _BatchNorm.forward and "forward" not in vars(norm)
+    alone = isinstance(norm, nn.SyncBatchNorm) and _processes(norm) == 1
+    if not (ours or plain or alone):
+        raise LowtideError(
+            f"A {type(norm).__name__} cannot normalise a piece by the statistics of the whole batch",
+            hint="Leave out exact=True.",
+        )
+
+
+class _ByWhole:
+    def __init__(self, layer: _Layer) -> None:
+        self.norm: Any = layer.norm
+        self.calls = layer.pieces[0]
+        self.whole = [_biased(found) for found in self.calls]
+        self.next = 0
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Of the call that comes: calls are counted, and in a recomputation there can be but one."""
+        if len(self.whole) > 1 and torch._C._current_graph_task_id() != -1:
+            raise LowtideError(
+                "A batch norm that runs several times in a step, and again in backward, has no known statistics",
+                hint="Leave out exact=True, or the recomputation.",
+            )
+        found = self.whole[self.next % len(self.whole)]
+        self.next += 1
+        return found
+
+
+class _ForwardByWhole(_ByWhole):
+    """The forward of torch's batch norms."""
+
+    def __call__(self, input: Tensor) -> Tensor:
+        self.norm._check_input_dim(input)
+        return _Normalize.apply(input, self.norm.weight, self.norm.bias, *self.statistics(), self.norm.eps)
+
+
+class _RunByWhole(_ByWhole):
+    """That of lowtide's, with the activation."""
+
+    def __call__(self, input: Tensor, residual: Tensor | None, activation: Any, strategy: Any) -> Tensor:
+        norm = self.norm
+        return batch_norm_act(
+            input,
+            norm.weight,
+            norm.bias,
+            activation=activation,
+            strategy="checkpoint" if strategy == "standard" else strategy,
+            eps=norm.eps,
+            residual=residual,
+            rebuild=residual is None or norm.rebuild_joins,
+            statistics=Statistics(*self.statistics()),
+            where=norm,
+        )
+
+
+def _biased(found: _Found) -> tuple[Tensor, Tensor]:
+    mean, var = found.statistics
+    return mean, var * ((found.count - 1) / found.count)
+
+
+class _Normalize(torch.autograd.Function):
+    """γ(x - M)/√(V + ε) + β with M and V given; backward as if they were of x: γ/σ·(dy - mean(dy) - x̂·mean(dy·x̂))."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
+    ) -> Tensor:
+        invstd = (var + eps).rsqrt()
+        ctx.save_for_backward(x, weight, mean, var, invstd)
+        ctx.eps = eps
+        return torch.nn.functional.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, mean, var, invstd = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+            gradients[0], x, weight, mean, var, mean, invstd, True, ctx.eps, [needs[0], needs[1], needs[2]]
+        )
+        return dx if needs[0] else None, dweight if needs[1] else None, dbias if needs[2] else None, None, None, None

@@ -1,0 +1,176 @@
+"""Microbatch as a technique: what a batch in pieces would let go, read from a profile alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+
+from lowtide.errors import PlanError
+from lowtide.profiling.devices import find_device
+from lowtide.profiling.profile import Profile
+from lowtide.techniques.microbatch.loss import microbatch
+from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price
+from lowtide.tracing.graph import Graph, Op, Storage
+from lowtide.workload import Workload
+
+
+class Microbatch:
+    """The whole step over pieces of its batch.
+
+    Knobs: ``size``, the samples of a piece; ``batch``, those of the step; ``norm`` and ``random``, whether the step has
+    batch norms in training, and whether it draws random numbers.
+    """
+
+    name = "microbatch"
+    kind: Kind = "step"
+    needs = "a batch of two or more samples, the first dimension of all its tensors"
+    conflicts: frozenset[str] = frozenset()
+
+    def options(self, profile: Profile) -> list[Option]:
+        """Two pieces, four, eight, and so on: to a sample each, or to 32."""
+        samples = _samples(profile.graph)
+        sizes = dict.fromkeys(math.ceil(samples / 2**i) for i in range(1, _MOST_HALVINGS + 1))
+        facts = (("norm", _normalises(profile.graph)), ("random", _draws(profile.graph)))
+        return [
+            Option(self.name, ("",), (("size", size), ("batch", samples), *facts)) for size in sizes if size < samples
+        ]
+
+    def price(self, option: Option, profile: Profile) -> Price:
+        """The share of what has samples that is not alive; gradients from the first op; each op as often as pieces."""
+        graph = profile.graph
+        size, samples = _number(option, "size"), _number(option, "batch")
+        pieces = math.ceil(samples / size)
+        last = next((op.index for op in graph.ops if op.phase == "optimizer"), len(graph.ops))
+        removed: list[Interval] = []
+        added: list[Interval] = []
+        gradients = 0
+        scaled = _with_samples(graph, samples)
+        for storage in graph.on_device:
+            if storage.category == "gradient":
+                gradients += storage.bytes
+                if storage.birth > 0:
+                    added.append(Interval(storage.bytes, 0, storage.birth, f"sum of {storage.label}"))
+                # What a piece adds to the sum is there for a moment, beside it.
+                added.append(Interval(storage.bytes, storage.birth, storage.birth + 1, f"{storage.label} of a piece"))
+            elif storage.id in scaled and storage.birth < min(storage.death, last):
+                bytes_less = storage.bytes - math.ceil(storage.bytes * size / samples)
+                removed.append(Interval(bytes_less, storage.birth, min(storage.death, last), "of other pieces"))
+        device = find_device(graph.device)
+        launches = sum(op.phase != "optimizer" for op in graph.ops) * device.launch_seconds
+        sums = 3 * gradients / device.bandwidth  # read twice, written once
+        seconds = (pieces - 1) * (launches + sums) + sums
+        return Price(
+            _fidelity(option), added=tuple(added), removed=tuple(removed), compute_seconds=seconds, source="modelled"
+        )
+
+    def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
+        """The same step with its loss in pieces; the model is not touched."""
+        if len(options) != 1 or options[0].site != ("",):
+            raise PlanError(
+                f"Microbatch acts once, on the whole step, and not on {', '.join(map(str, options)) or 'nothing'}",
+                hint="The plan is of another model, or has two sizes.",
+            )
+        return Applied(microbatch(work, _number(options[0], "size"), exact=bool(options[0].knob("exact", False))))
+
+    def check(self, option: Option) -> Check:
+        """Roundoff; other draws of the same random numbers; or, with batch norm, another step."""
+        return Check(_fidelity(option), rtol=_RTOL, atol=_ATOL)
+
+
+_MOST_HALVINGS = 5  # to trace a step with more pieces takes too long
+
+# In the norm of each gradient: what 16-bit autocast rounds, in another order. A gradient that is 0 but for rounding,
+# such as that of a key's bias in attention, is what atol is for.
+_RTOL = 1e-2
+_ATOL = 1e-5
+
+
+def _fidelity(option: Option) -> Fidelity:
+    if option.knob("norm", True):
+        return Fidelity.CHANGED
+    return Fidelity.UNBIASED if option.knob("random", True) else Fidelity.ROUNDOFF
+
+
+def _number(option: Option, name: str) -> int:
+    number = option.knob(name)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise PlanError(f"{name}={number!r} is not a number of samples", where=str(option))
+    return number
+
+
+# -- what a traced step tells ----------------------------------------------------------------------------
+
+
+def _samples(graph: Graph) -> int:
+    """How many samples the step has; 0 where the tensors of its batch do not agree."""
+    shapes = [json.loads(s.label.removeprefix("batch ")) for s in graph.storages if s.category == "input"]
+    sizes = {shape[0] for shape in shapes if shape}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def _with_samples(graph: Graph, samples: int) -> set[int]:
+    """The storages that grow with the batch: made from it, with a whole number of elements for each sample.
+
+    A weight's gradient is made from it too. It has the weight's shape, in some order.
+    """
+    weights = {s.bytes for s in graph.storages if s.category == "parameter"}
+    made = {s.id for s in graph.storages if s.category == "input"}
+    found: set[int] = set()
+    for op in graph.ops:
+        if op.phase == "optimizer" or not any(value.storage in made for value in op.inputs):
+            continue
+        for value in op.outputs:
+            storage = graph.storages[value.storage]
+            if storage.category not in ("activation", "temporary"):
+                continue
+            made.add(storage.id)
+            if _divides(storage, value.shape, samples) and not (op.phase == "backward" and storage.bytes in weights):
+                found.add(storage.id)
+    return found
+
+
+def _divides(storage: Storage, shape: tuple[int, ...], samples: int) -> bool:
+    return storage.bytes > 0 and any(length and length % samples == 0 for length in shape)
+
+
+def _normalises(graph: Graph) -> bool:
+    """Whether a batch norm takes statistics of its batch."""
+    kinds = dict(graph.modules)
+    plain = {op.module for op in graph.ops if "batch_norm" in op.name and op.phase == "forward"}
+    if any(_in_training(op) for op in graph.ops if "batch_norm" in op.name and op.phase == "forward"):
+        return True
+    # A layer of lowtide's runs as other ops.
+    ran = {op.module for op in graph.ops if op.phase == "forward"} - plain
+    return any("BatchNorm" in kinds.get(path, "") or "BatchRenorm" in kinds.get(path, "") for path in ran)
+
+
+def _in_training(op: Op) -> bool:
+    return "True" in op.arguments or "with_update" in op.name
+
+
+_RANDOM = ("dropout", "bernoulli", "rand", "normal_", "uniform_", "exponential_", "multinomial", "poisson")
+
+
+def _draws(graph: Graph) -> bool:
+    """Whether the loss draws random numbers."""
+    return any(_is_random(op) for op in graph.ops if op.phase == "forward")
+
+
+def _is_random(op: Op) -> bool:
+    name = op.name.partition(".")[2]
+    if "attention" in name:
+        return any(number > 0 for number in _floats(op.arguments)[:1])  # the first is the share that is dropped
+    if name.startswith("_cudnn_rnn"):
+        return any(0 < number < 1 for number in _floats(op.arguments))
+    return any(part in name for part in _RANDOM)
+
+
+def _floats(text: str) -> list[float]:
+    found: list[float] = []
+    for word in text.replace("(", " ").replace(")", " ").replace(",", " ").replace("=", " ").split():
+        try:
+            found.append(float(word))
+        except ValueError:
+            continue
+    return found

@@ -1,0 +1,175 @@
+"""What each piece counts in the loss of the whole: by samples, by what a cross entropy counted, or as the caller says.
+
+A wrong guess would give wrong gradients, so a guess is tried once, on two pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from lowtide.errors import WorkloadError
+from lowtide.techniques.microbatch.pieces import Batch
+
+Reduction = Literal["auto", "mean", "sum"]
+Weight: TypeAlias = "Callable[[Any], float | Tensor]"
+
+# The share of a loss by which two ways to compute it may differ: batches of other sizes take other kernels.
+_CLOSE = {torch.float64: 1e-7, torch.float32: 1e-3}
+_CLOSE_IN_16_BITS = 3e-2
+_MOST_TRIED = 8  # samples of a piece
+_DEPTH = 4  # how far behind the loss a cross entropy is looked for: (1 - ε) * cross_entropy + ε * more
+
+
+def counted(loss: Tensor) -> tuple[Tensor, int] | None:
+    """How many targets the mean of a cross entropy was over (weighted, without ignored ones), and of how many.
+
+    None where the loss is no such mean, or where looking would have a checkpoint run again.
+    """
+    nodes = [loss.grad_fn]
+    for _ in range(_DEPTH):
+        found = [node for node in nodes if node is not None and node.name().startswith("NllLoss")]
+        if found:
+            node: Any = found[0]
+            if len(found) > 1 or node._saved_reduction != 1:
+                return None
+            total, target = _saved(node._raw_saved_total_weight), _saved(node._raw_saved_target)
+            return None if total is None or target is None else (total, target.numel())
+        nodes = [edge for node in nodes if node is not None for edge, _ in node.next_functions]
+    return None
+
+
+def _saved(raw: Any) -> Tensor | None:
+    """What a node keeps, if no hook stands before it: a checkpoint would run again to give it."""
+    seen: list[Tensor] = []
+
+    def see(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor
+
+    try:
+        raw.register_hooks(see, lambda tensor: tensor)
+    except RuntimeError:  # there are hooks
+        packed = getattr(raw, "data", None)
+        return packed if isinstance(packed, Tensor) else None
+    return seen[0]
+
+
+def find_reduction(
+    loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, modules: list[nn.Module], batch: Batch, size: int
+) -> Literal["mean", "sum"] | None:
+    """Which reduction a loss has, by a trial on two pieces of the batch; it leaves nothing behind.
+
+    None where the losses are not finite, which tells nothing. An error where it is neither.
+    """
+    try:
+        with _quiet(modules, lambda _: True):
+            return _try(loss, model, batch, size)
+    except (WorkloadError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # some models return something else in evaluation mode
+        with _quiet(modules, _is_random):
+            return _try(loss, model, batch, size)
+
+
+def _try(
+    loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Batch, size: int
+) -> Literal["mean", "sum"] | None:
+    each = min(size, _MOST_TRIED)
+    middle, end = size, min(size + each, batch.samples)  # parts of the first two pieces
+    parts = [list(range(each)), list(range(middle, end))]
+    before = _generators(batch)
+    whole = _without_graph(loss, model, batch.chosen(parts[0] + parts[1]))
+    if not all(torch.equal(was, now) for was, now in zip(before, _generators(batch), strict=True)):
+        raise WorkloadError(
+            "The loss draws random numbers in evaluation mode too, so its reduction cannot be found by trying",
+            hint="Say reduction='mean' or reduction='sum'.",
+        )
+    values: list[Tensor] = []
+    close = 0.0
+    weights: list[Any] = []
+    for part in parts:
+        value = loss(model, batch.chosen(part))
+        tokens = counted(value)
+        close = _closeness(value)
+        values.append(value.detach().double())
+        weights.append(float(len(part)) if tokens is None else float(tokens[0]))
+    whole = float(whole)
+    mean = float(sum(v * w for v, w in zip(values, weights, strict=True) if w) / max(sum(weights), 1e-30))
+    total = float(sum(values))
+    if not math.isfinite(whole):
+        return None
+    if math.isclose(mean, whole, rel_tol=close, abs_tol=close * 1e-3):
+        return "mean"
+    if math.isclose(total, whole, rel_tol=close, abs_tol=close * 1e-3):
+        return "sum"
+    raise WorkloadError(
+        f"The loss of {sum(map(len, parts))} samples is {whole:.6g}; of the same samples in two pieces, the mean is "
+        f"{mean:.6g} and the sum {total:.6g}: it is neither of them",
+        hint="If it is a mean over what the samples have (tokens that are not padding), pass weight=, a function "
+        "that counts them in a batch. If samples see each other, the batch cannot be split.",
+    )
+
+
+def _without_graph(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
+    """A loss that takes gradients itself needs one."""
+    try:
+        with torch.no_grad():
+            return loss(model, batch)
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        return loss(model, batch).detach()
+
+
+def _closeness(loss: Tensor) -> float:
+    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        return _CLOSE_IN_16_BITS
+    return _CLOSE.get(loss.dtype, _CLOSE_IN_16_BITS)
+
+
+def _is_random(module: nn.Module) -> bool:
+    return isinstance(module, (_DropoutNd, _NormBase))
+
+
+def _generators(batch: Batch) -> list[Tensor]:
+    devices = {leaf.device for leaf in batch.leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+
+
+def _give_statistics(norm: _BatchNorm) -> None:
+    """Some, so that in evaluation a layer that keeps none does not take its batch's."""
+    like = next((p for p in norm.parameters()), torch.empty(0))
+    norm._buffers["running_mean"] = like.new_zeros(norm.num_features)
+    norm._buffers["running_var"] = like.new_ones(norm.num_features)
+
+
+@contextmanager
+def _quiet(modules: list[nn.Module], which: Callable[[nn.Module], bool]) -> Generator[None]:
+    """Some modules in evaluation mode, every buffer a copy, generators put back: a trial leaves nothing behind."""
+    modes = [(module, module.training) for module in modules]
+    buffers = [(module._buffers, dict(module._buffers)) for module in modules]
+    devices = {b.device for _, held in buffers for b in held.values() if b is not None and b.is_cuda}
+    devices |= {p.device for module in modules for p in module._parameters.values() if p is not None and p.is_cuda}
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            for module, _ in modes:
+                module.training = module.training and not which(module)
+            for now, held in buffers:
+                now.update({name: None if b is None else b.clone() for name, b in held.items()})
+            for module in modules:
+                if isinstance(module, _BatchNorm) and which(module) and module.running_mean is None:
+                    _give_statistics(module)
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for now, held in buffers:
+            now.update(held)
