@@ -2,7 +2,8 @@
 
 torch's own engine asks for the current stream of every gradient's device and gives up when there is no such
 device. This one visits the same nodes in the same order and accumulates by the same rules, without streams.
-Tensor hooks are not run: they rarely change the memory, and a prediction has no values to show them.
+Tensor hooks are not run: they rarely change the memory, and a prediction has no values to show them; what runs after a
+gradient was accumulated is, since it may let the gradient go.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from lowtide.tracing.accumulation import fits, held_by_call, held_once
+from lowtide.tracing.internals import gradient_hooks
 
 _LEAF = -1  # leaves come first: torch gives them the highest sequence number
 
@@ -102,6 +104,9 @@ def _call(node: Any, gradients: list[Tensor | None]) -> list[Tensor | None]:
         gradient = gradients.pop()
         if gradient is not None:
             _accumulate(node.variable, gradient)
+            del gradient
+            for hook in list(gradient_hooks(node.variable).values()):
+                hook(node.variable)
         return []
     if hasattr(node, "apply"):  # a custom function's
         if getattr(node, "materialize_grads", True):

@@ -29,6 +29,7 @@ from lowtide.tracing.fake import fake_workload, known_value, second_step
 from lowtide.tracing.fixes import FIXES, SUBSTITUTES
 from lowtide.tracing.gpu import ANSWERS, GPU_FIXES, emulated_gpu
 from lowtide.tracing.graph import Graph
+from lowtide.tracing.internals import gradient_hooks
 from lowtide.tracing.meter import CpuMeter, CudaMeter, Meter, NoMeter, profiler_is_free
 from lowtide.tracing.recorder import Recorder, module_hooks
 from lowtide.tracing.unchanged import parameters_of, state_tensors, unchanged
@@ -136,11 +137,13 @@ def _run(work: Workload, meter: Meter, *, fake: bool, device: str, calls: dict[s
             losses = [work.compute_loss()]
         value = losses[0].detach()  # a plain loop holds the loss while it steps
         recorder.start("backward")
-        _backward(losses, recorder)
+        with _noted_gradients(recorder, owners) as reached:
+            _backward(losses, recorder)
         for parameter, (name, module) in owners.items():
             if parameter.grad is not None:
                 recorder.label(parameter.grad, "gradient", f"{name}.grad", module)
-        for tensor in state_tensors(work.optimizer, [p for p in fresh if p.grad is None]):
+                reached.add(parameter)
+        for tensor in state_tensors(work.optimizer, [p for p in fresh if p not in reached]):
             recorder.forget(tensor)  # an optimizer makes no state for a parameter that never gets a gradient
         if work.optimizer is not None:
             recorder.start("optimizer")
@@ -159,6 +162,29 @@ def _backward(losses: list[Tensor], recorder: Recorder) -> None:
         backward(losses.pop(), recorder.visit)
     else:
         torch.autograd.backward(losses.pop())
+
+
+@contextmanager
+def _noted_gradients(recorder: Recorder, owners: dict[Tensor, tuple[str, str]]) -> Generator[set[Tensor]]:
+    """Name the gradients that hooks may let go before backward is over. Yields the parameters that got one."""
+    reached: set[Tensor] = set()
+
+    def note(parameter: Tensor) -> None:
+        reached.add(parameter)
+        name, module = owners[parameter]
+        if parameter.grad is not None:
+            recorder.label(parameter.grad, "gradient", f"{name}.grad", module)
+
+    with ExitStack() as stack:
+        for parameter in owners:
+            hooks: Any = gradient_hooks(parameter)
+            if hooks:
+                others = dict(hooks)
+                hooks.clear()  # and not moved to the end: the engine goes by the order in which they were put there
+                handle = parameter.register_post_accumulate_grad_hook(note)
+                hooks.update(others)
+                stack.callback(handle.remove)
+        yield reached
 
 
 def _launch(
@@ -231,23 +257,29 @@ def _zero_gradient(parameter: Tensor, optimizer: torch.optim.Optimizer) -> Tenso
 
 @contextmanager
 def _without_step_hooks(optimizer: torch.optim.Optimizer) -> Generator[None]:
-    """A step that is none of the user's does not call the user's hooks."""
+    """A step that is none of the user's does not call the user's hooks; lowtide's own are part of the step."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     hooks: list[tuple[dict[int, Any], dict[int, Any]]] = [
         (held, dict(held)) for held in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     ]
-    for held, _ in hooks:
+    for held, content in hooks:
         held.clear()
+        held.update({key: hook for key, hook in content.items() if _is_part_of_step(hook)})
     try:
         yield
     finally:
         for held, content in hooks:
+            held.clear()
             held.update(content)
+
+
+def _is_part_of_step(hook: Any) -> bool:
+    return getattr(getattr(hook, "__self__", None), "part_of_step", False)
 
 
 def _item(recorder: Recorder, tensor: Tensor) -> float:
     """``.item()`` on a fake tensor: optimizers may read their step count; nothing else has a value."""
-    if recorder.phase == "optimizer":
+    if recorder.phase == "optimizer" or "value" in vars(tensor):  # which an optimizer may read in backward too
         return known_value(tensor)
     raise DataDependentOutputException(_ITEM)
 

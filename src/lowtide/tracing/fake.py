@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide.errors import TraceError
+from lowtide.tracing.internals import gradient_hooks
 from lowtide.tracing.unchanged import modules_of
 from lowtide.workload import Workload
 
@@ -43,7 +44,10 @@ def fake_workload(work: Workload, mode: FakeTensorMode, device: torch.device) ->
                     None if weight is None else twins(weight) for weight in module._flat_weights
                 ]
         batch = pytree.tree_map_only(Tensor, twins, work.batch)
-        optimizer = None if work.optimizer is None else _fake_optimizer(work.optimizer, twins)
+        optimizer = None
+        if work.optimizer is not None:
+            optimizer = _fake_optimizer(work.optimizer, twins)
+            _carry_hooks(work.optimizer, optimizer)
         foreach_types.append(FakeTensor)  # else optimizers would leave their foreach path
         yield replace(work, batch=batch, optimizer=optimizer)
     finally:
@@ -63,13 +67,13 @@ class _Twins:
         self._bases: dict[tuple[int, str], Tensor] = {}
         self._originals: list[Tensor] = []  # so that no id is used twice
 
-    def __call__(self, tensor: Tensor, *, state: bool = False) -> Tensor:
-        """The twin of a tensor; of optimizer ``state``, step counts stay on the CPU."""
+    def __call__(self, tensor: Tensor, *, state: bool = False, offloaded: bool = False) -> Tensor:
+        """The twin of a tensor; of optimizer ``state``, step counts stay on the CPU, as does what was put there."""
         if isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode:
             return tensor
         if id(tensor) not in self._tensors:
             self._originals.append(tensor)
-            stays = state and tensor.device.type == "cpu" and tensor.ndim == 0
+            stays = state and tensor.device.type == "cpu" and (offloaded or tensor.ndim == 0)
             self._tensors[id(tensor)] = self._make(tensor, torch.device("cpu") if stays else self._device)
         return self._tensors[id(tensor)]
 
@@ -103,11 +107,23 @@ def _fake_optimizer(optimizer: torch.optim.Optimizer, twins: _Twins) -> torch.op
     ]
     fake.state = defaultdict(dict)
     for parameter, state in optimizer.state.items():
+        offloaded = parameter.device.type == "cuda"  # and a state of it on the CPU
         fake.state[twins(parameter)] = {
-            key: _known(key, twins(value, state=True), value) if isinstance(value, Tensor) else value
+            key: _known(key, twins(value, state=True, offloaded=offloaded), value)
+            if isinstance(value, Tensor)
+            else value
             for key, value in state.items()
         }
     return fake
+
+
+def _carry_hooks(optimizer: torch.optim.Optimizer, fake: torch.optim.Optimizer) -> None:
+    """What lowtide does with a gradient as soon as it is there, it does with a fake one; users' hooks stay behind."""
+    for group, twins in zip(optimizer.param_groups, fake.param_groups, strict=True):
+        for parameter, twin in zip(group["params"], twins["params"], strict=True):
+            for hook in gradient_hooks(parameter).values():
+                if hasattr(hook, "of"):
+                    twin.register_post_accumulate_grad_hook(hook.of(fake))
 
 
 def _known(key: str, twin: Tensor, original: Tensor) -> Tensor:

@@ -6,8 +6,14 @@ import ctypes
 from typing import Any
 
 import torch
+from torch import Tensor
 
 autograd: Any = vars(torch._C)["_autograd"]  # saved-tensor hooks, sequence numbers, version counters, the profiler
+
+
+def gradient_hooks(parameter: Tensor) -> dict[int, Any]:
+    """The hooks that run after a parameter's gradient was accumulated, in their order."""
+    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
 
 
 def evaluate_frames_by_default() -> None:

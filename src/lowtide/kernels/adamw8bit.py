@@ -1,0 +1,64 @@
+"""A step of AdamW with 8-bit states by the kernels that fit: one Triton launch for all parameters on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lowtide.kernels import launches
+from lowtide.kernels.reference import adamw8bit as reference
+from lowtide.kernels.reference.adamw8bit import Hyper, Moments
+
+_FAST = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Entry(NamedTuple):
+    """One parameter with its gradient and its states, all flat."""
+
+    parameter: Tensor
+    gradient: Tensor
+    moments: Moments
+
+
+def step(entries: Sequence[Entry], hyper: Hyper, *, seed: int | None = None) -> None:
+    """Step parameters of one device that share their numbers, in place.
+
+    With a ``seed``, bfloat16 parameters are rounded stochastically; the same seed gives the same rounding.
+    """
+    if not entries:
+        return
+    if all(_fits(entry) for entry in entries) and (fast := _triton_kernels()) is not None:
+        fast.step(entries, hyper, seed=seed)
+        return
+    for number, entry in enumerate(entries):
+        rounds = seed is not None and entry.parameter.dtype == torch.bfloat16
+        noise = random_bits(entry.parameter, seed + number) if rounds and seed is not None else None
+        reference.step(*entry, hyper, noise)
+
+
+def random_bits(like: Tensor, seed: int) -> Tensor:
+    """16 random bits (int32) for each value, from a seed alone: a step that is run again rounds the same."""
+    generator = None
+    if not isinstance(like, FakeTensor) and not like.is_meta:
+        generator = torch.Generator(like.device).manual_seed(seed)
+    return torch.randint(65536, like.shape, generator=generator, device=like.device, dtype=torch.int32)
+
+
+def _fits(entry: Entry) -> bool:
+    p, g = entry.parameter, entry.gradient
+    runs = launches.watcher is not None or not isinstance(p, FakeTensor)  # a watcher keeps fake tensors from a launch
+    return p.is_cuda and runs and p.dtype in _FAST and g.dtype in _FAST
+
+
+@cache
+def _triton_kernels() -> Any:
+    try:
+        from lowtide.kernels.triton import adamw8bit
+    except ImportError:
+        return None
+    return adamw8bit

@@ -1,0 +1,176 @@
+# pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
+"""A step of AdamW with 8-bit states in Triton: all parameters in one launch, each byte once.
+
+For float32 parameters and gradients that is 16 bytes a parameter (p read and written 8, g 4, codes read and written 4)
+and 1/16 more for scales, where AdamW with float32 states moves 28. The formulas are the reference's; the code of a
+block needs its largest magnitude, which one program finds in registers: a row of its tile is a block.
+
+A launch takes an address table instead of tensors: a model has hundreds of parameters, and a launch for each would take
+longer than the work. The table is sent again only when an address changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowtide.kernels import launches
+from lowtide.kernels.adamw8bit import Entry
+from lowtide.kernels.reference.adamw8bit import BLOCK, Hyper
+
+_ROWS = 4  # blocks of a tile
+_TILES = 8  # tiles that a program takes one after the other
+_CHUNK = _ROWS * _TILES * BLOCK
+_COLUMNS = 8  # of the address table: p, g, both codes, both scales, the count, the number of the tensor
+
+
+@triton.jit(do_not_specialize=["seed"])
+def adamw8bit(
+    table, chunks, beta1, beta2, eps, keep, decay, rate, unbias, seed,
+    P: tl.constexpr, G: tl.constexpr, EIGHT: tl.constexpr, ALIGNED: tl.constexpr, MAXIMIZE: tl.constexpr,
+    ROUNDS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one tensor: ``keep`` is 1 - lr·decay (AdamW), ``rate`` lr/(1-β1ᵗ), ``unbias`` 1/sqrt(1-β2ᵗ)."""
+    program = tl.program_id(0)
+    row = table + 8 * tl.load(chunks + 2 * program)
+    start = tl.load(chunks + 2 * program + 1)
+    p_at = tl.load(row).to(tl.pointer_type(P))
+    g_at = tl.load(row + 1).to(tl.pointer_type(G))
+    count = tl.load(row + 6)
+    number = tl.load(row + 7)
+    if EIGHT:
+        m_at = tl.load(row + 2).to(tl.pointer_type(tl.int8))
+        v_at = tl.load(row + 3).to(tl.pointer_type(tl.uint8))
+        m_scales = tl.load(row + 4).to(tl.pointer_type(tl.float32))
+        v_scales = tl.load(row + 5).to(tl.pointer_type(tl.float32))
+    else:
+        m_at = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+        v_at = tl.load(row + 3).to(tl.pointer_type(tl.float32))
+    if ALIGNED:  # else the compiler could not load 16 bytes at a time
+        p_at = tl.multiple_of(p_at, 16)
+        g_at = tl.multiple_of(g_at, 16)
+        m_at = tl.multiple_of(m_at, 16)
+        v_at = tl.multiple_of(v_at, 16)
+        count = tl.multiple_of(count, 16)
+        start = tl.multiple_of(start, 16)
+    for tile in range(TILES):
+        first = start + tile * (ROWS * WIDTH)
+        if first < count:
+            at = first + tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+            inside = at < count
+            p = tl.load(p_at + at, inside, 0.0).to(tl.float32)
+            g = tl.load(g_at + at, inside, 0.0).to(tl.float32)
+            m = tl.load(m_at + at, inside, 0).to(tl.float32)
+            v = tl.load(v_at + at, inside, 0).to(tl.float32)
+            blocks = first // WIDTH + tl.arange(0, ROWS)
+            if EIGHT:
+                there = blocks * WIDTH < count
+                m_scale = tl.load(m_scales + blocks, there, 0.0)
+                v_scale = tl.load(v_scales + blocks, there, 0.0)
+                share = m * (1.0 / 127)
+                square = share * share
+                m = tl.where(m < 0, -square * square, square * square) * m_scale[:, None]
+                share = v * (1.0 / 255)
+                square = share * share
+                v = square * square * v_scale[:, None]
+            if MAXIMIZE:
+                g = -g
+            g += decay * p
+            m += (g - m) * (1 - beta1)
+            v = v * beta2 + g * g * (1 - beta2)
+            root = tl.sqrt(v)
+            p = p * keep - rate * (m / (root * unbias + eps))
+            if ROUNDS:
+                bits = tl.randint(seed + number.to(tl.int32), at.to(tl.int32)).to(tl.int32, bitcast=True) & 0xFFFF
+                lifted = (p.to(tl.int32, bitcast=True) + bits) & -65536
+                p = tl.where(tl.abs(p) < float("inf"), lifted.to(tl.float32, bitcast=True), p)
+            tl.store(p_at + at, p.to(P), inside)
+            if EIGHT:
+                size = tl.where(inside, tl.abs(m), 0.0)
+                m_scale = tl.max(size, 1)
+                level = tl.sqrt(tl.sqrt(size / tl.where(m_scale == 0, 1.0, m_scale)[:, None])) * 127 + 0.5
+                code = level.to(tl.int32)
+                tl.store(m_at + at, tl.where(m < 0, -code, code).to(tl.int8), inside)
+                root = tl.where(inside, root, 0.0)
+                v_root = tl.max(root, 1)
+                level = tl.sqrt(root / tl.where(v_root == 0, 1.0, v_root)[:, None]) * 255 + 0.5
+                tl.store(v_at + at, level.to(tl.int32).to(tl.uint8), inside)
+                tl.store(m_scales + blocks, m_scale, there)
+                tl.store(v_scales + blocks, tl.max(tl.where(inside, v, 0.0), 1), there)
+            else:
+                tl.store(m_at + at, m, inside)
+                tl.store(v_at + at, v, inside)
+
+
+def step(entries: Sequence[Entry], hyper: Hyper, *, seed: int | None = None) -> None:
+    """Step all parameters in as many launches as there are kinds of them: dtypes, 8-bit or not, aligned or not."""
+    kinds: dict[tuple[Any, ...], list[tuple[int, Entry]]] = {}
+    watched = launches.watcher is not None
+    for number, entry in enumerate(entries):
+        p, g, moments = entry
+        aligned = not watched and _aligned(entry)
+        kind = (p.dtype, g.dtype, moments.exp_avg_scale is not None, aligned)
+        kinds.setdefault(kind, []).append((number, entry))
+    for kind, members in kinds.items():
+        launch = partial(_launch, kind, members, hyper, seed)
+        if watched:
+            tensors: list[Tensor | None] = [t for _, (p, g, moments) in members for t in (p, g, *moments)]
+            launches.show("adamw8bit", tensors, launch)
+        else:
+            launch()
+
+
+def _aligned(entry: Entry) -> bool:
+    p, g, moments = entry
+    bits = p.numel() | p.data_ptr() | g.data_ptr() | moments.exp_avg.data_ptr() | moments.exp_avg_sq.data_ptr()
+    return bits % 16 == 0
+
+
+def _launch(kind: tuple[Any, ...], members: list[tuple[int, Entry]], hyper: Hyper, seed: int | None) -> None:
+    p_dtype, g_dtype, eight, aligned = kind
+    device = members[0][1].parameter.device
+    addresses = tuple(
+        address
+        for number, (p, g, moments) in members
+        for address in (p.data_ptr(), g.data_ptr(), *map(_address, moments), p.numel(), number)
+    )
+    table = _sent(addresses, device)
+    chunks = _chunks(tuple(entry.parameter.numel() for _, entry in members), device)
+    decay = hyper.lr * hyper.weight_decay
+    with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
+        adamw8bit[(len(chunks),)](
+            table, chunks, hyper.beta1, hyper.beta2, hyper.eps,
+            1.0 - decay if hyper.decoupled else 1.0,
+            0.0 if hyper.decoupled else float(hyper.weight_decay),
+            hyper.lr / (1 - hyper.beta1**hyper.step), (1 - hyper.beta2**hyper.step) ** -0.5,
+            0 if seed is None else seed,
+            P=_TYPES[p_dtype], G=_TYPES[g_dtype], EIGHT=eight, ALIGNED=aligned, MAXIMIZE=hyper.maximize,
+            ROUNDS=seed is not None and p_dtype == torch.bfloat16, ROWS=_ROWS, TILES=_TILES, WIDTH=BLOCK,
+            num_warps=4,
+        )  # fmt: skip
+
+
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@lru_cache(maxsize=64)
+def _sent(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """The address table on the device. The copy is not waited for: the driver has the numbers when it returns."""
+    return torch.tensor(addresses, dtype=torch.int64).view(-1, _COLUMNS).to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=64)
+def _chunks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Which tensor a program works on, and from which value on."""
+    rows = [(index, start) for index, size in enumerate(sizes) for start in range(0, size, _CHUNK)]
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 2).to(device, non_blocking=True)

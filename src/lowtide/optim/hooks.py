@@ -1,0 +1,76 @@
+"""What takes part in an optimizer's step, by torch's own hooks: the optimizer stays the object that it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import LowtideError
+from lowtide.optim.single import SingleStep
+from lowtide.techniques.technique import Undo
+
+
+class StepPart:
+    """Steps parameters before the optimizer's own step, which then finds no gradient of theirs.
+
+    Subclass it and write ``run``. Gradients are there again when the step is over, as after any step.
+    """
+
+    part_of_step = True  # a trace leaves hooks of the user's own out, but not this
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.single = SingleStep(optimizer)
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []
+
+    def takes(self, parameter: Tensor) -> bool:
+        """Whether this part steps the parameter, which has a gradient."""
+        return True
+
+    def ready(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """The parameters to step now."""
+        found = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return [p for p in found if self.takes(p)]
+
+    def run(self, single: SingleStep, parameters: list[Tensor]) -> None:
+        """Step parameters by their gradients."""
+        raise NotImplementedError
+
+    def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called by torch before a step. The optimizer may be a copy over fake tensors."""
+        if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
+            raise LowtideError("A step with a closure computes gradients of its own", hint="Call step() without one.")
+        parameters = self.ready(optimizer)
+        single = self.single if optimizer is self.single.optimizer else SingleStep(optimizer)
+        with torch.no_grad():
+            self.run(single, parameters)
+        self._gradients = [(p, p.grad) for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+
+    def after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called by torch after a step."""
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._gradients = []
+
+
+def take_part(optimizer: torch.optim.Optimizer, part: StepPart) -> Undo:
+    """Let ``part`` do its parameters' steps until the undo is called. There can be one of them."""
+    there = part_of(optimizer)
+    if there is not None:
+        raise LowtideError(
+            f"The optimizer's step is already done by {there}, and cannot be by {part} too",
+            hint="Call undo() of the first one.",
+        )
+    handles = (optimizer.register_step_pre_hook(part.before), optimizer.register_step_post_hook(part.after))
+    return Undo(*(handle.remove for handle in handles))
+
+
+def part_of(optimizer: Any) -> StepPart | None:
+    """The part that does the steps of this optimizer, if there is one."""
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        if isinstance(owner := getattr(hook, "__self__", None), StepPart):
+            return owner
+    return None

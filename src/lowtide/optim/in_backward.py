@@ -1,0 +1,61 @@
+"""The optimizer inside backward: a parameter is stepped as soon as its gradient is there, and the gradient let go."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import LowtideError
+from lowtide.optim.hooks import part_of
+from lowtide.optim.single import SingleStep
+from lowtide.techniques.technique import Undo
+from lowtide.tracing.internals import gradient_hooks
+
+
+def step_in_backward(optimizer: torch.optim.Optimizer) -> Undo:
+    """Step every parameter of the optimizer in ``loss.backward()``; gradients are never all alive.
+
+    The optimizer stays the same object with the same state: schedulers and ``state_dict`` go on working, and
+    ``optimizer.step()`` finds nothing left to do. The results are those of a plain step, bit for bit. One backward is
+    one step: gradients cannot be accumulated over several, nor clipped by their norm over all parameters, nor
+    unscaled after backward. Nothing notices where a loop tries: there are no gradients for it to find.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+    >>> with step_in_backward(optimizer):
+    ...     weight.sum().backward()
+    >>> weight, weight.grad
+    (Parameter containing:
+    tensor([0.5000, 0.5000], requires_grad=True), None)
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise LowtideError("LBFGS steps all parameters as one", hint="Use another optimizer.")
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    for parameter in parameters:
+        if any(isinstance(hook, StepHook) for hook in gradient_hooks(parameter).values()):
+            raise LowtideError(
+                "A parameter is stepped in backward already", hint="Call undo() of the first one before applying it."
+            )
+    hook = StepHook(optimizer)
+    handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
+    return Undo(*(handle.remove for handle in handles))
+
+
+class StepHook:
+    """What runs when a parameter's gradient is there. ``of`` gives the same for another optimizer, as a trace needs."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.step = SingleStep(optimizer)
+
+    def of(self, optimizer: torch.optim.Optimizer) -> StepHook:
+        """The hook for a copy of the optimizer, over other parameters."""
+        return StepHook(optimizer)
+
+    def __call__(self, parameter: Tensor) -> None:
+        part = part_of(self.step.optimizer)  # looked up each time: it may come after this
+        if part is not None and part.takes(parameter):
+            with torch.no_grad():
+                part.run(self.step, [parameter])
+        else:
+            self.step(parameter)
+        parameter.grad = None

@@ -1,0 +1,111 @@
+"""Optimizer states on the host: fetched a parameter at a time, the next while this one is stepped."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.optim.exact import load_exactly
+from lowtide.optim.hooks import StepPart, take_part
+from lowtide.optim.single import SingleStep
+from lowtide.techniques.technique import Undo
+
+_Fetched = tuple[Tensor, dict[str, Tensor], Any]
+
+
+def offload_state(optimizer: torch.optim.Optimizer) -> Undo:
+    """Keep an optimizer's states in memory of the host; the step is the optimizer's own, on the device, bit for bit.
+
+    On a GPU the memory is pinned, and copies run beside the steps on a stream of their own: the states of two
+    parameters are on the device at a time. Scalars, such as step counts, stay where they are.
+    """
+    part = _Offloaded(optimizer)
+    undo = take_part(optimizer, part)
+    undo.add(load_exactly(optimizer))
+    for parameter, state in optimizer.state.items():
+        part.put_away(parameter, state, {})
+
+    def restore() -> None:
+        undo()
+        for parameter, state in optimizer.state.items():
+            state.update({key: value.to(parameter.device) for key, value in _large(state).items()})
+
+    return Undo(restore)
+
+
+class _Offloaded(StepPart):
+    """Steps every parameter with its state fetched before and put back after."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self._streams: dict[torch.device, Any] = {}
+
+    def __str__(self) -> str:
+        return "states on the host"
+
+    def run(self, single: SingleStep, parameters: list[Tensor]) -> None:
+        states = single.optimizer.state
+        coming = deque(parameters)
+        ahead: deque[_Fetched] = deque()
+        while coming or ahead:
+            while coming and len(ahead) < 2:
+                parameter = coming.popleft()
+                ahead.append(self._fetch(parameter, states[parameter]))
+            parameter, host, arrived = ahead.popleft()
+            if arrived is not None:
+                torch.cuda.current_stream(parameter.device).wait_event(arrived)
+            single(parameter)
+            self.put_away(parameter, states[parameter], host)
+        for device, stream in self._streams.items():  # the next step reads what these copies write
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+    def _fetch(self, parameter: Tensor, state: dict[str, Any]) -> _Fetched:
+        """Start to copy a state to the device: the places on the host, and what to wait for."""
+        host = _large(state)
+        stream = self._stream(parameter)
+        if stream is None:
+            state.update({key: value.to(parameter.device) for key, value in host.items()})
+            return parameter, host, None
+        with torch.cuda.stream(stream):
+            for key, value in host.items():
+                state[key] = value.to(parameter.device, non_blocking=True)
+                state[key].record_stream(torch.cuda.current_stream(parameter.device))
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return parameter, host, arrived
+
+    def put_away(self, parameter: Tensor, state: dict[str, Any], host: dict[str, Tensor]) -> None:
+        """Copy a state to the host, into its place there if it has one, and let go of it on the device."""
+        if parameter.device.type == "cpu":
+            return
+        stream = self._stream(parameter)
+        for key, value in _large(state).items():
+            if value.device.type == "cpu":
+                continue
+            place = host.get(key)
+            if place is None:
+                place = torch.empty_like(value, device="cpu", pin_memory=stream is not None)
+            if stream is None:
+                place.copy_(value)
+            else:
+                stream.wait_stream(torch.cuda.current_stream(parameter.device))
+                with torch.cuda.stream(stream):
+                    place.copy_(value, non_blocking=True)
+                value.record_stream(stream)
+            state[key] = place
+
+    def _stream(self, parameter: Tensor) -> Any:
+        """Where copies run; None where nothing really runs on a GPU."""
+        device = parameter.device
+        if device.type != "cuda" or not torch.cuda.is_available() or type(parameter).__name__ == "FakeTensor":
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+
+def _large(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {key: value for key, value in state.items() if isinstance(value, Tensor) and value.ndim > 0}

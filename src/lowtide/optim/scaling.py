@@ -1,0 +1,93 @@
+"""Loss scaling for float16: gradients are scaled while they pass through 16 bits, and are right where they arrive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lowtide.techniques.technique import Undo
+
+
+class LossScale:
+    """A scale that gradients have between the loss and the parameters, and that follows what float16 can hold.
+
+    ``scale(loss, model)`` gives the loss with the same value. Where a gradient reaches a parameter it is divided by
+    the scale, so that ``p.grad`` is always true: clipping and accumulation need no care. ``guard(optimizer)`` has a
+    step with gradients that are not finite left out and the scale halved; after ``growth_interval`` good steps it
+    doubles. As ``torch.amp.GradScaler`` does, it waits for the device once a step.
+    """
+
+    def __init__(self, initial: float = 2.0**16, growth_interval: int = 2000) -> None:
+        self.value = initial
+        self.growth_interval = growth_interval
+        self.good_steps = 0
+        self._hooked = WeakTensorKeyDictionary()
+        self._active = 1.0  # of the backward pass that comes next
+        self._handles: list[Any] = []
+
+    def scale(self, loss: Tensor, model: nn.Module) -> Tensor:
+        """The loss as it is, with a backward pass that starts from the scale."""
+        self._active = self.value
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter not in self._hooked:
+                self._hooked[parameter] = True
+                self._handles.append(parameter.register_hook(_Unscale(self)))
+        return _Scaled.apply(loss, self.value)  # pyright: ignore[reportReturnType]
+
+    def guard(self, optimizer: torch.optim.Optimizer) -> Undo:
+        """Leave steps out whose gradients are not finite."""
+        handle = optimizer.register_step_pre_hook(self._before)
+        return Undo(handle.remove)
+
+    def remove(self) -> None:
+        """Take the hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
+
+    def state_dict(self) -> dict[str, float]:
+        """What a resumed run needs."""
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from there."""
+        self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norms = torch._foreach_norm([p.grad for p in held]) if held else []  # pyright: ignore[reportPrivateImportUsage]
+        if not held or bool(torch.stack([norm.float() for norm in norms]).isfinite().all()):
+            self.good_steps += 1
+            if self.good_steps >= self.growth_interval:
+                self.value, self.good_steps = self.value * 2, 0
+            return
+        self.value, self.good_steps = self.value / 2, 0
+        for parameter in held:  # an optimizer leaves out what has no gradient
+            parameter.grad = None
+
+
+class _Unscale:
+    """At a parameter: in the parameter's own precision, before the gradient is added to what is there."""
+
+    __torch_unserializable__ = True  # a pickle of the model goes without, as it should
+
+    def __init__(self, scale: LossScale) -> None:
+        self.scale = scale
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return gradient / self.scale._active
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * ctx.scale, None

@@ -1,0 +1,54 @@
+"""A step of one parameter of any torch optimizer, as the optimizer's own step would do it."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PLAIN_STATES = "_lowtide_plain_states"  # of an optimizer: what its states were, until its first step
+
+
+class SingleStep:
+    """Steps one parameter at a time, with the optimizer's own code, its current numbers and its own state.
+
+    Elementwise optimizers (all of torch's but LBFGS, and Muon's for a matrix) give the same bits as a step of all.
+    What the optimizer's state holds afterwards is what a plain step would have left.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._shadow = _shadow(optimizer)
+        self._groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+    def __call__(self, parameter: Tensor, *, instead: Tensor | None = None) -> None:
+        """Step ``parameter`` by its ``grad``; or step ``instead``, with its own grad, in the parameter's place."""
+        optimizer = self.optimizer
+        if type(self._shadow) is not type(optimizer):  # its states were lowered since
+            self._shadow = _shadow(optimizer)
+        shadow = self._shadow
+        index = self._groups.get(parameter)
+        if index is None:  # a group was added since
+            self._groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+            index = self._groups[parameter]
+        vars(optimizer).pop(PLAIN_STATES, None)
+        stepped = parameter if instead is None else instead
+        shadow.param_groups = [{**optimizer.param_groups[index], "params": [stepped]}]
+        if instead is None:
+            shadow.state = optimizer.state
+        else:
+            shadow.state = defaultdict(dict, {instead: optimizer.state[parameter]})
+        shadow.step()
+
+
+def _shadow(optimizer: torch.optim.Optimizer) -> Any:
+    """A copy that shares the state; nobody's hooks, and no scheduler's counter, see its steps."""
+    shadow = copy.copy(optimizer)
+    shadow.__dict__ = dict(optimizer.__dict__)
+    shadow.__dict__.pop("step", None)
+    shadow._optimizer_step_pre_hooks = OrderedDict()
+    shadow._optimizer_step_post_hooks = OrderedDict()
+    return shadow

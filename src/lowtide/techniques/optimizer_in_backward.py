@@ -1,0 +1,65 @@
+"""The optimizer inside backward, as a technique: gradients are never all alive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lowtide.errors import PlanError
+from lowtide.optim.in_backward import step_in_backward
+from lowtide.profiling.profile import Profile
+from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price
+from lowtide.tracing.graph import Graph
+from lowtide.workload import Workload
+
+
+class OptimizerInBackward:
+    """Each parameter is stepped as soon as its gradient is there.
+
+    The parameters after a step are a plain step's, bit for bit. Yet there are no gradients to look at, to clip or to
+    accumulate between backward and step, so the fidelity is ``changed``: it is used where it is asked for.
+    """
+
+    name = "optimizer_in_backward"
+    kind: Kind = "step"
+    needs = "an optimizer, and two or more parameters that get a gradient"
+    conflicts: frozenset[str] = frozenset({"microbatch"})  # one backward is one step
+
+    def options(self, profile: Profile) -> list[Option]:
+        """One, for the whole step."""
+        graph = profile.graph
+        steps = "optimizer" in graph.phase_starts()
+        return [Option(self.name, ("",))] if steps and len(_gradients(graph)) > 1 else []
+
+    def price(self, option: Option, profile: Profile) -> Price:
+        """A gradient dies when it is complete, instead of at the end."""
+        graph = profile.graph
+        removed = [
+            Interval(graph.storages[storage].bytes, whole + 1, graph.storages[storage].death, "a gradient let go")
+            for storage, whole in _gradients(graph).items()
+            if whole + 1 < graph.storages[storage].death
+        ]
+        return Price(Fidelity.CHANGED, removed=tuple(removed))
+
+    def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
+        """Put the step on the parameters; the optimizer stays the same object. Without one there is nothing to do."""
+        if any(option.site != ("",) for option in options):
+            raise PlanError("The optimizer steps in backward for the whole step or not at all", where=str(options[0]))
+        if work.optimizer is None:
+            return Applied(work)
+        return Applied(work, step_in_backward(work.optimizer))
+
+    def check(self, option: Option) -> Check:
+        """The parameters are a plain step's; no gradients are left to compare."""
+        return Check(Fidelity.CHANGED, leaves_gradients=False)
+
+
+def _gradients(graph: Graph) -> dict[int, int]:
+    """The storages of gradients, each with the op of the backward pass that completes it."""
+    wanted = {storage.id for storage in graph.on_device if storage.category == "gradient"}
+    complete = {id: graph.storages[id].birth for id in wanted}
+    for op in graph.ops:
+        if op.phase == "backward":
+            for value in (*op.inputs, *op.outputs):
+                if value.storage in wanted:
+                    complete[value.storage] = max(complete[value.storage], op.index)
+    return complete

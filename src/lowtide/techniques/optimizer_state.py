@@ -1,0 +1,89 @@
+"""Optimizer states that take less of the device, as a technique: in 8 bits, in 4, or on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+
+from lowtide.errors import PlanError
+from lowtide.optim.adamw8bit import LEAST
+from lowtide.optim.state import KINDS, lower_state
+from lowtide.profiling.profile import Profile
+from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price
+from lowtide.tracing.graph import Storage
+from lowtide.workload import Workload
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_BYTES = {"8bit": 1 + 4 / 256, "4bit": 0.5 + 4 / 128}  # of a value, with its share of the block's scale
+_PINNED_COPIES = 55e9  # bytes a second, each way, where the profile knows no better
+
+
+class OptimizerState:
+    """Moments of Adam and AdamW in 8 or 4 bits; any optimizer's state on the host. The knob ``state`` says which."""
+
+    name = "optimizer_state"
+    kind: Kind = "step"
+    needs = f"Adam or AdamW on a parameter of {LEAST} values or more, or an optimizer with a state on a GPU"
+    conflicts: frozenset[str] = frozenset()
+
+    def options(self, profile: Profile) -> list[Option]:
+        """One for each kind that would save something."""
+        kinds = [kind for kind in KINDS if any(True for _ in _lowered(profile, kind))]
+        return [Option(self.name, ("",), (("state", kind),)) for kind in kinds]
+
+    def price(self, option: Option, profile: Profile) -> Price:
+        """What the states take less, over the whole step; on the host they are copied to the device and back."""
+        kind, end = _kind(option), len(profile.graph.ops)
+        removed = tuple(
+            Interval(storage.bytes - kept, 0, end, f"{storage.label} in {kind}")
+            for storage, kept in _lowered(profile, kind)
+        )
+        if kind != "cpu":
+            return Price(Fidelity.CHANGED, removed=removed)
+        moved = sum(interval.bytes for interval in removed)
+        largest = sum(sorted((interval.bytes for interval in removed), reverse=True)[:4])
+        first = profile.graph.phase_starts().get("optimizer", end - 1)
+        return Price(
+            Fidelity.BITWISE,
+            added=(Interval(largest, first, end, "states of two parameters, fetched"),),
+            removed=removed,
+            h2d_seconds=moved / _PINNED_COPIES,
+            d2h_seconds=moved / _PINNED_COPIES,
+            host_bytes=moved,
+        )
+
+    def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
+        """Change the optimizer in place; refused where it has no such states. Without one there is nothing to do."""
+        if any(option.site != ("",) for option in options) or len(options) != 1:
+            raise PlanError("An optimizer's state is lowered once, for the whole step", where=str(options[0]))
+        kind = _kind(options[0])
+        return Applied(work) if work.optimizer is None else Applied(work, lower_state(work.optimizer, kind))
+
+    def check(self, option: Option) -> Check:
+        """The gradients are the plain step's; on the host the parameters after the step too."""
+        return Check(Fidelity.BITWISE if _kind(option) == "cpu" else Fidelity.CHANGED)
+
+
+def _kind(option: Option) -> str:
+    kind = option.knob("state")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise PlanError(f"state={kind!r} is none of {', '.join(KINDS)}", where=str(option))
+    return kind
+
+
+def _lowered(profile: Profile, kind: str) -> Iterator[tuple[Storage, int]]:
+    """The states that would be lowered, with the bytes that they would still take on the device."""
+    graph = profile.graph
+    states = [s for s in graph.on_device if s.category == "optimizer state"]
+    keys = {s.label.rpartition(".")[2] for s in states}
+    if kind == "cpu":
+        if graph.tensor_device == "cuda":
+            yield from ((s, 0) for s in states if s.bytes > 8)
+        return
+    is_adam = keys <= {"step", *_MOMENTS} and keys >= set(_MOMENTS)
+    if not is_adam or (kind == "4bit" and find_spec("torchao") is None):
+        return
+    for storage in states:
+        size = {"float32": 4, "bfloat16": 2, "float16": 2}.get(storage.dtype, 0)
+        if size and storage.label.endswith(_MOMENTS) and storage.bytes // size >= LEAST:
+            yield storage, round(storage.bytes // size * _BYTES[kind])

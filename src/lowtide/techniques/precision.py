@@ -1,0 +1,149 @@
+"""Lower precision, as a technique: autocast to 16 bits, with loss scaling for float16; weights in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.errors import PlanError
+from lowtide.optim.rounding import round_updates
+from lowtide.optim.scaling import LossScale
+from lowtide.profiling.profile import Profile
+from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Knob, Option, Price, Undo
+from lowtide.tracing.graph import Graph
+from lowtide.workload import Workload, autocast
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_MATRIX_OPS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product")  # what autocast runs in 16 bits
+
+
+class Precision:
+    """The step in 16 bits. Knobs: ``autocast`` is the dtype; with ``weights`` parameters are bfloat16 too.
+
+    float16 gradients are scaled on their way and right where they arrive (``lowtide.optim.LossScale``). bfloat16
+    weights have no float32 copy: ``rounding`` ("stochastic" or "kahan") says how the optimizer's step is rounded.
+    Biases and norms, which are small, stay in float32.
+    """
+
+    name = "precision"
+    kind: Kind = "step"
+    needs = "matrix products or convolutions in float32"
+    conflicts: frozenset[str] = frozenset()
+
+    def options(self, profile: Profile) -> list[Option]:
+        """Autocast to both dtypes, and weights in bfloat16 rounded in both ways."""
+        if not any(True for _ in _halved(profile.graph)):
+            return []
+        knobs: list[tuple[tuple[str, Knob], ...]] = [(("autocast", dtype),) for dtype in _DTYPES]
+        knobs += [(("autocast", "bfloat16"), ("weights", True), ("rounding", how)) for how in ("stochastic", "kahan")]
+        return [Option(self.name, ("",), each) for each in knobs]
+
+    def price(self, option: Option, profile: Profile) -> Price:
+        """What products keep takes half; with ``weights`` so do parameters and gradients, else there are copies."""
+        graph, end = profile.graph, len(profile.graph.ops)
+        removed = list(_halved(graph))
+        added: list[Interval] = []
+        backward = graph.phase_starts().get("backward", end)
+        for storage in graph.on_device:
+            if storage.dtype != "float32" or storage.category not in ("parameter", "gradient"):
+                continue
+            half = Interval(storage.bytes // 2, storage.birth, storage.death, f"{storage.label} in 16 bits")
+            if option.knob("weights", False):
+                removed.append(half)
+            elif storage.category == "parameter":
+                added.append(replace(half, death=max(backward, 1), why=f"a 16-bit copy of {storage.label}"))
+        return Price(Fidelity.CHANGED, added=tuple(added), removed=tuple(removed))
+
+    def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
+        """Another autocast; for float16 another loss, for weights the model and the optimizer in place."""
+        option = options[0]
+        dtype = _DTYPES.get(str(option.knob("autocast")))
+        if len(options) != 1 or option.site != ("",) or dtype is None:
+            raise PlanError("Precision is chosen once, for the whole step", where=str(option))
+        if isinstance(work.loss, LowerLoss):
+            raise PlanError("The step already runs in lower precision", hint="Call undo() of the first one.")
+        with Undo() as undo:
+            scale = None
+            if dtype is torch.float16:
+                scale = LossScale()
+                undo.add(scale.remove)
+                if work.optimizer is not None:
+                    undo.add(scale.guard(work.optimizer))
+            if option.knob("weights", False):
+                undo.add(lower_weights(work.model))
+                if work.optimizer is not None:
+                    how = "kahan" if option.knob("rounding", "stochastic") == "kahan" else "stochastic"
+                    undo.add(round_updates(work.optimizer, how))
+            loss = LowerLoss(work.loss, work.device.type, dtype, scale)
+            return Applied(replace(work, loss=loss, autocast=dtype), undo.keep())
+
+    def check(self, option: Option) -> Check:
+        """Other numbers; with ``weights`` the state dict has other dtypes."""
+        return Check(Fidelity.CHANGED, same_state_dict=not option.knob("weights", False))
+
+
+class LowerLoss:
+    """A loss that runs in lower precision, its gradients scaled on their way where that is float16."""
+
+    def __init__(
+        self, loss: Callable[[nn.Module, Any], Tensor], device: str, dtype: torch.dtype, scale: LossScale | None
+    ) -> None:
+        self.__wrapped__ = loss
+        self.device = device
+        self.dtype = dtype
+        self.scale = scale
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        with autocast(self.device, self.dtype):  # here too: whoever calls the loss alone has bfloat16 weights as well
+            loss = self.__wrapped__(model, batch)
+        return self.scale.scale(loss, model) if self.scale is not None and loss.requires_grad else loss
+
+
+def lower_weights(model: nn.Module) -> Undo:
+    """Make float32 matrices and kernels bfloat16 in place; vectors, such as biases and norms, stay. Run it in autocast.
+
+    Parameters stay the objects that optimizers hold. The undo makes them float32 again. Values that were not trained in
+    between are what they were, bit for bit: a copy stays on the host for that.
+    """
+    before = {
+        p: p.detach().to("cpu", copy=True)
+        for p in dict.fromkeys(model.parameters())
+        if p.dtype == torch.float32 and p.ndim > 1
+    }
+    for parameter in before:
+        _cast(parameter, torch.bfloat16)
+
+    def restore() -> None:
+        for parameter, original in before.items():
+            original = original.to(parameter.device)
+            untouched = parameter.detach() == original.bfloat16()
+            _cast(parameter, torch.float32)
+            with torch.no_grad():
+                parameter.copy_(torch.where(untouched, original, parameter))
+
+    return Undo(restore)
+
+
+def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    parameter.data = parameter.data.to(dtype)
+    if gradient is not None:
+        parameter.grad = gradient.to(dtype)
+
+
+def _halved(graph: Graph) -> Iterator[Interval]:
+    """What matrix products keep in float32, once for each storage."""
+    kept = {
+        saved.storage
+        for saved in graph.saved
+        if saved.category == "activation"
+        and saved.dtype == "float32"
+        and any(name in saved.needed_by for name in _MATRIX_OPS)
+    }
+    for storage in graph.on_device:
+        if storage.id in kept:
+            yield Interval(storage.bytes // 2, storage.birth, storage.death, f"{storage.label} in 16 bits")

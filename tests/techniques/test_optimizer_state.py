@@ -1,0 +1,109 @@
+"""Optimizer states as a technique: the contract where they are large enough, their bytes, and plans that use them."""
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.errors import LowtideError
+from lowtide.planning import predict
+from lowtide.profiling import profile
+from lowtide.techniques import techniques
+from tests.contract.contract import TechniqueContract, wide
+from tests.contract.contract import _seeded as seeded
+
+
+class TestContract(TechniqueContract):
+    @pytest.fixture
+    def technique(self):
+        return techniques()["optimizer_state"]
+
+    @pytest.fixture
+    def work(self):
+        return seeded(wide)()
+
+
+def test_the_price_is_what_a_trace_then_finds():
+    technique, work = techniques()["optimizer_state"], seeded(wide)()
+    plain = profile(work)
+    option = next(o for o in technique.options(plain) if o.knob("state") == "8bit")
+    removed = sum(interval.bytes for interval in technique.price(option, plain).removed)
+    matrix = 64 * 64
+    assert removed == 2 * (4 * matrix - matrix - 4 * matrix // 256)
+    assert plain.static_bytes - predict(work, [option], plain).static_bytes == removed
+
+
+def test_a_plan_uses_it_when_it_is_allowed_and_takes_it_back():
+    work = lowtide.zoo.workload("gpt2", layers=2, width=256, heads=4, vocab=512, batch=1, seq=8, optimizer="adamw")
+    plain = profile(work)
+    optimizer = work.optimizer
+    weight = max(work.model.parameters(), key=lambda p: p.numel())
+    plan = lowtide.plan(work, "80%", allow="optimizer_state", profile=plain, engine="eager")
+    assert [option.technique for option in plan.options] == ["optimizer_state"]
+    assert type(optimizer) is torch.optim.AdamW
+    with lowtide.apply(plan, work) as step:
+        assert step.work.optimizer is optimizer
+        step(work.batch)
+        assert optimizer.state[weight]["exp_avg"].dtype == torch.int8
+    assert optimizer.state[weight]["exp_avg"].dtype == torch.float32
+
+
+def test_a_prediction_for_a_gpu_knows_states_on_the_host():
+    work = seeded(wide)()
+    plain = profile(work, fake=True, device="h200")
+    technique = techniques()["optimizer_state"]
+    option = next(o for o in technique.options(plain) if o.knob("state") == "cpu")
+    found = predict(work, [option], plain)
+    states = [s for s in found.graph.storages if s.category == "optimizer state" and s.bytes > 8]
+    assert states
+    assert all(s.device == "cpu" for s in states)
+    assert found.static_bytes < plain.static_bytes
+
+
+# -- frozen parameters and adapters ------------------------------------------------------------------------
+
+
+class Adapter(nn.Module):
+    """LoRA: a frozen layer and a trained product of two thin matrices beside it."""
+
+    def __init__(self, layer: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Linear(layer.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, layer.out_features, bias=False)
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize("listed", ["all", "trained"])
+def test_frozen_parameters_take_no_gradient_and_no_state(fake, listed):
+    model = nn.Sequential(Adapter(nn.Linear(64, 96), 4), nn.ReLU(), Adapter(nn.Linear(96, 32), 4))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(model.parameters() if listed == "all" else trained)
+    batch = torch.randn(8, 64)
+    work = lowtide.Workload(model, lambda m, b: m(b).square().mean(), batch, optimizer)
+    found = profile(work, fake=fake)
+    size = dict.fromkeys(("parameter", "gradient", "optimizer state"), 0)
+    for storage in found.graph.storages:
+        if storage.category in size:
+            size[storage.category] += storage.bytes
+    everything, adapters = (sum(4 * p.numel() for p in ps) for ps in (model.parameters(), trained))
+    assert size == {
+        "parameter": everything,
+        "gradient": adapters,
+        "optimizer state": 2 * adapters + 4 * len(trained),  # and a step count each
+    }
+
+
+def test_a_step_without_such_states_says_so():
+    weight = nn.Linear(64, 64)
+    work = lowtide.Workload(
+        weight, lambda m, b: m(b).mean(), torch.zeros(1, 64), torch.optim.Adagrad(weight.parameters())
+    )
+    technique = techniques()["optimizer_state"]
+    assert technique.options(profile(work)) == []
+    option = technique.options(profile(seeded(wide)()))[0]
+    with pytest.raises(LowtideError, match="Adagrad has no states in 8bit"):
+        technique.apply(work, [option])
