@@ -10,7 +10,8 @@ set is not there, the error says what to download, from which page, and how to l
 
 from lowtide.data.cifar10 import cifar10
 from lowtide.data.mnist import mnist
+from lowtide.data.mrpc import Pairs, mrpc
 from lowtide.data.samples import Samples
 from lowtide.data.speech_commands import COMMANDS, speech_commands
 
-__all__ = ["COMMANDS", "Samples", "cifar10", "mnist", "speech_commands"]
+__all__ = ["COMMANDS", "Pairs", "Samples", "cifar10", "mnist", "mrpc", "speech_commands"]

@@ -42,7 +42,7 @@ class Roberta(nn.Module):
             nn.Dropout(dropout),
             nn.Linear(width, classes),
         )
-        self.apply(_init)
+        self.apply(initialise)
 
     def forward(self, ids: Tensor) -> Tensor:
         length = ids.shape[1]
@@ -86,13 +86,13 @@ class Block(nn.Module):
         )
         self.norm2 = nn.LayerNorm(width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm1(x + self.attention(x))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.norm1(x + self.attention(x, mask))
         return self.norm2(x + self.mlp(x))
 
 
 class Attention(nn.Module):
-    """Self-attention over the whole sequence, one operation at a time."""
+    """Self-attention over the whole sequence, one operation at a time; a mask is added to the scores."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         batch, length, width = x.shape
         depth = width // self.heads
         q, k, v = (
@@ -112,12 +112,15 @@ class Attention(nn.Module):
             for linear in (self.query, self.key, self.value)
         )
         scores = torch.matmul(q, k.transpose(2, 3)) / math.sqrt(depth)
+        if mask is not None:
+            scores = scores + mask
         weights = self.score_drop(scores.softmax(dim=-1))
         mixed = torch.matmul(weights, v).transpose(1, 2).reshape(batch, length, width)
         return self.drop(self.out(mixed))
 
 
-def _init(module: nn.Module) -> None:
+def initialise(module: nn.Module) -> None:
+    """Weights of one module as BERT and RoBERTa draw them."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear):

@@ -1,0 +1,63 @@
+"""The benchmark of methods: its count of operations is PyTorch's, and it chooses options that can go together."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks import bench_methods
+from benchmarks.bench_methods import best_options, flops
+from torch.utils.flop_counter import FlopCounterMode
+
+from lowtide import profile, zoo
+from lowtide.planning.prediction import apply_options
+from lowtide.techniques import techniques
+
+
+@pytest.mark.parametrize("name", ["roberta-base", "gpt2", "resnet18", "lenet"])
+def test_operations_are_counted_as_pytorch_counts_them(name: str):
+    work = zoo.small(name)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        work.compute_loss().backward()
+    assert sum(map(flops, profile(zoo.small(name)).graph.ops)) == counter.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("name", [name for name in techniques() if name != "batchnorm"])
+def test_operations_of_a_technique_are_counted_as_pytorch_counts_them(name: str):
+    """Techniques call the same products in other forms: with out=, in place. The loss has several chunks here."""
+    work = zoo.small("gpt2", batch=8, seq=64, vocab=4096)
+    options = best_options(techniques()[name], profile(work, fake=True))
+    assert options, f"{name} offers nothing for this model"
+    with apply_options(work, options) as applied:
+        found = sum(map(flops, profile(applied.work).graph.ops))
+        counter = FlopCounterMode(display=False)
+        with counter:
+            applied.work.compute_loss().backward()
+    assert found == counter.get_total_flops() > 0
+
+
+def test_an_option_is_the_one_with_the_lowest_peak():
+    work = zoo.small("gpt2", layers=6)
+    plain = profile(work)
+    (chosen,) = best_options(techniques()["sqrt"], plain)
+    assert chosen in techniques()["sqrt"].options(plain)
+    assert not best_options(techniques()["batchnorm"], plain)
+
+
+def test_a_case_has_a_row_of_the_plain_step_and_of_each_technique(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    settings = {"name": "gpt2", "layers": 4, "width": 32, "heads": 2, "vocab": 64, "batch": 4, "seq": 16}
+    monkeypatch.setitem(bench_methods.CASES, "cpu", {"tiny": settings})
+    threads = torch.get_num_threads()
+    try:
+        bench_methods.main(device="cpu", only="sqrt", repeats=1, results=tmp_path)
+    finally:
+        torch.set_num_threads(threads)
+    with (tmp_path / "methods.csv").open(newline="") as file:
+        found = {(row["subject"].partition(" ")[0], row["metric"]): float(row["value"]) for row in csv.DictReader(file)}
+    assert {subject for subject, _ in found} == {"plain", "sqrt"}
+    assert found["plain", "FLOPs"] == 1 < found["sqrt", "FLOPs"] < 4 / 3
+    assert found["sqrt", "peak"] < found["plain", "peak"]
+    assert found["plain", "batch in plain's peak"] == 1 < found["sqrt", "batch in plain's peak"]
