@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 from lowtide.version import __version__
 
 if TYPE_CHECKING:
-    from lowtide import data, nn, zoo
+    from lowtide import data, nn, optim, zoo
     from lowtide.engines import apply, fit, verify
     from lowtide.errors import LowtideError
     from lowtide.planning import plan
     from lowtide.profiling import profile, sweep
     from lowtide.reporting import report
     from lowtide.techniques.batchnorm import convert
+    from lowtide.techniques.microbatch import microbatch
     from lowtide.workload import Workload
 
 __all__ = [
@@ -32,7 +33,9 @@ __all__ = [
     "convert",
     "data",
     "fit",
+    "microbatch",
     "nn",
+    "optim",
     "plan",
     "profile",
     "report",
@@ -47,13 +50,14 @@ _HOMES = {
     "apply": "engines",
     "convert": "techniques.batchnorm",
     "fit": "engines",
+    "microbatch": "techniques.microbatch",
     "plan": "planning",
     "profile": "profiling",
     "report": "reporting",
     "sweep": "profiling",
     "verify": "engines",
 }
-_MODULES = ("data", "nn", "zoo")
+_MODULES = ("data", "nn", "optim", "zoo")
 
 
 def __getattr__(name: str) -> object:

@@ -18,6 +18,7 @@ Plain PyTorch is always the reference: the same step on the same model before th
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,7 +78,7 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(Attention(width) for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = torch.zeros(x.shape[1], x.shape[1])
+        mask = x.new_zeros(x.shape[1], x.shape[1])
         extra = x.new_zeros(())
         for layer in self.layers:
             x, weight = layer(x, mask=mask)
@@ -110,6 +111,12 @@ def convnet() -> Workload:
 def transformer() -> Workload:
     """Blocks with keywords and tuples in a list."""
     return _work("transformer", nn.Sequential(Stack(8, 3), nn.Linear(8, 5)), 4, 6, 8)
+
+
+def wide() -> Workload:
+    """A matrix of 4,096 values under AdamW: what lowers optimizer states leaves smaller ones alone."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5))
+    return replace(_work("wide", model, 6, 64), optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
 def larger(work: Workload) -> Workload:
@@ -146,7 +153,7 @@ class TechniqueContract:
         return _profiles[work.name]
 
     @pytest.fixture(params=["first", "middle", "last"])
-    def option(self, request: pytest.FixtureRequest, technique: Technique, plain: Profile) -> Option:
+    def option(self, request: pytest.FixtureRequest, technique: Technique, work: Workload, plain: Profile) -> Option:
         options = list(technique.options(plain))
         if not options:
             pytest.skip(f"{technique.name} has nothing to offer here: it needs {technique.needs}")
@@ -186,9 +193,11 @@ class TechniqueContract:
         plains = sum(distance(plain, exact) for _, plain, exact in found)
         assert ours <= 1.5 * plains
 
-    def test_random_gradients_are_right_on_average(self, technique, work, option) -> None:
+    def test_random_gradients_are_right_on_average(self, technique, work, plain, option) -> None:
         if technique.check(option).fidelity is not Fidelity.UNBIASED:
             pytest.skip("it is not random, or not promised to be right on average")
+        if not SOAK and option != technique.options(plain)[0]:
+            pytest.skip("one option in the default run")
         expected = gradients(work)
         mean, spread = torch.zeros_like(expected), torch.zeros_like(expected)
         with technique.apply(work, [option]) as applied, torch.random.fork_rng(devices=[]):
@@ -197,7 +206,9 @@ class TechniqueContract:
                 off = (drawn := gradients(applied.work)) - mean
                 mean += off / count
                 spread += off * (drawn - mean)
-        error = (spread.sum() / (DRAWS - 1) / DRAWS).sqrt()  # of the mean, in the 2-norm
+                if count == 20 and not spread.any():
+                    break  # nothing is random here but dropout, which is off
+        error = (spread.sum() / (count - 1) / count).sqrt()  # of the mean, in the 2-norm
         assert (mean - expected).norm() <= 3 * error + 1e-5 * expected.norm()
 
     def test_evaluation_mode_is_as_promised(self, technique, work, option) -> None:
@@ -272,13 +283,14 @@ class TechniqueContract:
     def test_a_copy_and_a_pickle_run_on_their_own(self, technique, work, option) -> None:
         work = replace(work, optimizer=None)
         expected = run(work)
-        with technique.apply(work, [option]):
+        check = replace(technique.check(option), leaves_gradients=True)  # no optimizer takes them
+        with technique.apply(work, [option]) as applied:
             copies = [copy.deepcopy(work.model), pickle.loads(pickle.dumps(work.model))]
         for model in copies:
             with torch.no_grad():
                 for parameter in work.model.parameters():
                     parameter.add_(1)  # a copy that still used the original's parameters would give itself away
-            assert_agree(run(replace(work, model=model)), expected, technique.check(option))
+            assert_agree(run(replace(applied.work, model=model)), expected, check)
 
     def test_predicted_bytes_equal_measured_ones(self, technique, work, plain, option) -> None:
         predicted = predict(work, [option], plain)
@@ -328,6 +340,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 DRAWS = 2_000
+SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
 
 
 def run(work: Workload, *, steps: int = 1) -> Outcome:

@@ -16,7 +16,7 @@ from lowtide.profiling import profile
 from lowtide.techniques import Check, Forward, Technique, register, replace_forward, techniques
 from lowtide.workload import Workload
 
-from .contract import WORKLOADS, TechniqueContract, assert_agree, assert_restored, run, snapshot
+from .contract import WORKLOADS, TechniqueContract, assert_agree, assert_restored, run, snapshot, wide
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "example_technique.py"
 
@@ -51,7 +51,7 @@ class TestEveryTechnique(TechniqueContract):
 
 
 def test_every_technique_has_something_to_offer_on_some_workload(technique: Technique) -> None:
-    assert any(technique.options(profile(make())) for make in WORKLOADS.values())
+    assert any(technique.options(profile(make())) for make in (*WORKLOADS.values(), wide))
 
 
 def test_the_example_is_short_and_saves_memory() -> None:

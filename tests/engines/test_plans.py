@@ -36,7 +36,7 @@ REST = [name for name in ENTRIES if name not in (*QUICK, "lstm")]
 MODELS = [*QUICK, *REST] if SOAK else QUICK
 SIZES: dict[str, dict[str, int]] = {  # at which a step is more than its parameters
     "lenet": {"batch": 64},
-    **dict.fromkeys(("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"), {"batch": 4, "seq": 64}),
+    **{name: {"batch": 4, "seq": 64} for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")},
     "roberta-base": {"batch": 4, "seq": 64},
 }
 SHARES = (0.9, 0.7, 0.5, 0.35)

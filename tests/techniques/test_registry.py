@@ -57,7 +57,7 @@ def test_a_broken_entry_point_is_named_and_passed_over(offer, point: str) -> Non
 
 def test_two_techniques_of_one_name_are_an_error_that_names_both(offer) -> None:
     offer("again = lowtide.techniques.sqrt:Sqrt\nother = offered:Mine")
-    assert set(techniques()) == {"sqrt", "optimal", "batchnorm", "mine"}  # the same technique under two entries is one
+    assert len(techniques()) == len(registry.BUILT_IN) + 1  # the same technique under two entries is one
     with pytest.raises(LowtideError, match=r"'mine'.*offered.Mine"):
         register(techniques()["mine"])
 
@@ -84,4 +84,6 @@ import lowtide.techniques
 print(*lowtide.techniques.techniques())
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert done.stdout.split() == ["sqrt", "optimal", "batchnorm"]
+    found = done.stdout.split()
+    assert found[:3] == ["sqrt", "optimal", "batchnorm"]
+    assert len(found) == len(registry.BUILT_IN)

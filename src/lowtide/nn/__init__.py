@@ -1,7 +1,11 @@
 """Layers that need less memory, to be used in place of torch's own."""
 
 from lowtide.nn.batchnorm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
+from lowtide.nn.chunked_loss import LinearCrossEntropy, linear_cross_entropy
+from lowtide.nn.compress import compressed
+from lowtide.nn.fewbit import FewBit
 from lowtide.nn.functional import batch_norm_act
+from lowtide.nn.randomized import RandomizedLinear
 from lowtide.nn.rebuild import keep_one_buffer
 from lowtide.nn.renorm import BatchRenormAct1d, BatchRenormAct2d, BatchRenormAct3d
 
@@ -12,6 +16,11 @@ __all__ = [
     "BatchRenormAct1d",
     "BatchRenormAct2d",
     "BatchRenormAct3d",
+    "FewBit",
+    "LinearCrossEntropy",
+    "RandomizedLinear",
     "batch_norm_act",
+    "compressed",
     "keep_one_buffer",
+    "linear_cross_entropy",
 ]

@@ -61,7 +61,7 @@ def recompute(
 
 @contextmanager
 def _without_cast_cache() -> Generator[None]:
-    """Autocast would keep a 16-bit copy of every weight until the whole forward pass ends; checkpoint notes the mode."""
+    """Else autocast keeps a 16-bit copy of every weight until the forward pass ends. Checkpoint notes the mode."""
     was = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -16,6 +16,14 @@ BUILT_IN = (
     "lowtide.techniques.sqrt:Sqrt",
     "lowtide.techniques.optimal:Optimal",
     "lowtide.techniques.batchnorm.technique:BatchNorm",
+    "lowtide.techniques.compress.technique:Compress",
+    "lowtide.techniques.microbatch.technique:Microbatch",
+    "lowtide.techniques.chunked_loss:ChunkedLoss",
+    "lowtide.techniques.precision:Precision",
+    "lowtide.techniques.optimizer_state:OptimizerState",
+    "lowtide.techniques.optimizer_in_backward:OptimizerInBackward",
+    "lowtide.techniques.randomized:RandomizedLinears",
+    "lowtide.techniques.fewbit:FewBit",
 )
 
 _registered: dict[str, Technique] = {}
