@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import ParamsT
 
 from lowtide.errors import LowtideError
@@ -95,12 +96,13 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def _laid(self, p: Tensor, state: dict[str, Any]) -> _Laid:
         """A parameter and its moments as rows. Hundreds of parameters take longer to look at than to step."""
+        address = 0 if isinstance(p, FakeTensor) else p.data_ptr()
         known: dict[Tensor, _Laid] = vars(self).setdefault("_known", {})
         laid = known.get(p)
-        if laid is None or laid.is_copy or laid.address != p.data_ptr() or laid.moments.exp_avg is not state["exp_avg"]:
+        if laid is None or laid.is_copy or laid.address != address or laid.moments.exp_avg is not state["exp_avg"]:
             values, copied = flat(p)
             moments = Moments(*(state.get(key) for key in _KEYS))  # pyright: ignore[reportArgumentType]
-            laid = known[p] = _Laid(values, copied is not None, p.device, p.data_ptr(), moments)
+            laid = known[p] = _Laid(values, copied is not None, p.device, address, moments)
         return laid
 
     def _state(self, p: Tensor) -> dict[str, Any]:

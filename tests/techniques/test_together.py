@@ -1,0 +1,103 @@
+"""Two techniques at once: they work together, or refuse with a reason and leave the model as it was."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowtide import Workload
+from lowtide.errors import LowtideError
+from lowtide.planning import apply_options, predict
+from lowtide.profiling import Profile, profile
+from lowtide.techniques import Check, Fidelity, Option, techniques
+from tests.contract.contract import assert_agree, assert_restored, run, snapshot
+
+NAMES = list(techniques())
+
+
+class Block(nn.Module):
+    """Something for everybody: a batch norm with its ReLU, and linear layers around a GELU."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU())
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(x)
+        return x + self.mlp(self.norm(x))
+
+
+def workload() -> Workload:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(*(Block(32) for _ in range(4))), nn.Linear(32, 400, bias=False))
+        batch = torch.randn(96, 32), torch.randint(400, (96,))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return Workload(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), batch, optimizer, name="together")
+
+
+@pytest.fixture(scope="module")
+def plain() -> Profile:
+    return profile(workload())
+
+
+def middle(name: str, plain: Profile) -> Option:
+    options = list(techniques()[name].options(plain))
+    assert options, f"{name} has nothing to offer here"
+    return options[len(options) // 2]
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(NAMES, 2)))
+def test_two_work_together_or_refuse_with_a_reason(first: str, second: str, plain: Profile) -> None:
+    work = workload()
+    before = snapshot(work.model)
+    expected = run(work)
+    both = [middle(first, plain), middle(second, plain)]
+    checks = [techniques()[option.technique].check(option) for option in both]
+    promised = Check(
+        max(check.fidelity for check in checks),
+        rtol=max(check.rtol for check in checks) + 1e-5,
+        atol=max(check.atol for check in checks),
+        leaves_gradients=all(check.leaves_gradients for check in checks),
+    )
+    try:
+        applied = apply_options(work, both)
+    except LowtideError as error:
+        assert len(str(error)) > 20
+    else:
+        with applied:
+            found = run(applied.work)
+        if promised.fidelity in (Fidelity.BITWISE, Fidelity.ROUNDOFF):
+            assert_agree(found, expected, promised)
+        assert all(value.isfinite().all() for name, value in found.items() if name != "generator")
+    assert_restored(work.model, before)
+    assert_agree(run(work), expected, Check.EXACT)
+
+
+# Those that the documents put side by side have to work, not to refuse.
+PAIRS = [
+    ("fewbit", "randomized"),
+    ("chunked_loss", "sqrt"),
+    ("chunked_loss", "optimal"),
+    ("microbatch", "batchnorm"),
+    ("optimizer_state", "optimizer_in_backward"),
+]
+
+
+@pytest.mark.parametrize("names", PAIRS, ids="+".join)
+def test_pairs_of_the_documents_save_more_together(names: tuple[str, str], plain: Profile) -> None:
+    work = workload()
+    options = [middle(name, plain) for name in names]
+    alone = [predict(work, [option], plain) for option in options]
+    together = predict(work, options, plain)
+    measure = "static_bytes" if "optimizer_state" in names else "storage_peak_bytes"
+    assert getattr(together, measure) <= min(getattr(each, measure) for each in alone)
+    with apply_options(replace(work), options) as applied:
+        assert profile(applied.work).storage_peak_bytes == together.storage_peak_bytes
