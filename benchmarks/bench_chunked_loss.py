@@ -146,7 +146,7 @@ def steps(name: str, options: dict[str, Any], device: str, results: Path) -> Non
     fused = device == "cuda"
     work = replace(work, optimizer=torch.optim.AdamW(work.model.parameters(), lr=1e-4, fused=fused))
     if device == "cuda":
-        work = replace(work, autocast=torch.bfloat16)
+        work = in_16_bits(work)
     blocks = cast(nn.Sequential, work.model.get_submodule("blocks"))
     head = cast(nn.Linear, work.model.get_submodule("head"))
     count = len(blocks)
@@ -159,7 +159,7 @@ def steps(name: str, options: dict[str, Any], device: str, results: Path) -> Non
         f"and the last {count - pairs} blocks in nested pairs": lambda: both(blocks, nested, head),
     }
     batch, length = work.batch[0].shape
-    case = f"{name}, {count} blocks, batch {batch} x {length}, {'bf16 autocast' if device == 'cuda' else 'float32'}"
+    case = f"{name}, {count} blocks, batch {batch} x {length}, {'bf16 autocast without its cache' if device == 'cuda' else 'float32'}"
     rows: list[Row] = []
     expected: Tensor | None = None
     for subject, way in ways.items():
@@ -186,6 +186,17 @@ def both(blocks: nn.Sequential, tree: Tree, head: nn.Linear | None) -> ExitStack
     if head is not None:
         stack.enter_context(chunk_loss(head, path="head"))
     return stack
+
+
+def in_16_bits(work: Workload) -> Workload:
+    """By autocast that keeps no 16-bit copy of every weight until the forward pass ends: 0.66 GiB in GPT-2 medium."""
+    inner = work.loss
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):
+            return inner(model, batch)
+
+    return replace(work, loss=loss)
 
 
 def step_gradients(work: Workload) -> Tensor:

@@ -43,8 +43,8 @@ def plan(
     """Find the fastest step whose peak of allocated bytes, everything included, is at most ``budget``.
 
     ``budget`` is "6GiB", "800MB", a number of bytes, "60%" of the plain step's peak, or "device". ``allow``
-    opens more than bitwise and roundoff: a fidelity class, which opens the stricter ones too, or a
-    technique's name. A ``profile`` of the plain step saves tracing it; with ``fake``, or for a ``device``
+    says what a plan may use where that is not bitwise and roundoff: a fidelity class with all stricter ones, or a
+    technique's name beside them. A ``profile`` of the plain step saves tracing it; with ``fake``, or for a ``device``
     that is not here, it is predicted, and so it is where the plain step does not fit. The model is left as it
     was.
 
@@ -269,7 +269,7 @@ class _Permission:
                 f"Cannot allow {unknown[0]!r}: it is neither a fidelity class nor a technique",
                 hint=f"Classes: {', '.join(Fidelity)}. Techniques: {', '.join(sorted(techniques()))}.",
             )
-        return cls(max([Fidelity.ROUNDOFF, *classes]), names)
+        return cls(max(classes, default=Fidelity.ROUNDOFF), names)
 
     def __call__(self, candidate: _Candidate) -> bool:
         return candidate.technique in self.names or candidate.price.fidelity <= self.loosest

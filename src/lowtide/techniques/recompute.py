@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,8 +47,7 @@ def recompute(
         return function(*arguments, **keywords)
 
     state = _State(list(dict.fromkeys(module for top in modules for module in top.modules())))
-    with _without_cast_cache():
-        result = checkpoint(run, *tensors, use_reentrant=False, context_fn=lambda: (_First(state), _Again(state)))
+    result = checkpoint(run, *tensors, use_reentrant=False, context_fn=lambda: (_First(state), _Again(state)))
     if versions != [tensor._version for tensor in tensors]:
         raise LowtideError(
             "A recomputed part writes into its own input, which is then no longer there to start again from",
@@ -57,17 +55,6 @@ def recompute(
             hint="Start the part one module earlier, or set inplace=False in its first module.",
         )
     return result
-
-
-@contextmanager
-def _without_cast_cache() -> Generator[None]:
-    """Else autocast keeps a 16-bit copy of every weight until the forward pass ends. Checkpoint notes the mode."""
-    was = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(was)
 
 
 @dataclass
