@@ -159,7 +159,8 @@ def steps(name: str, options: dict[str, Any], device: str, results: Path) -> Non
         f"and the last {count - pairs} blocks in nested pairs": lambda: both(blocks, nested, head),
     }
     batch, length = work.batch[0].shape
-    case = f"{name}, {count} blocks, batch {batch} x {length}, {'bf16 autocast without its cache' if device == 'cuda' else 'float32'}"
+    how = "bf16 autocast without its cache" if device == "cuda" else "float32"
+    case = f"{name}, {count} blocks, batch {batch} x {length}, {how}"
     rows: list[Row] = []
     expected: Tensor | None = None
     for subject, way in ways.items():

@@ -4,11 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from lowtide.kernels import adamw8bit as chooser
 from lowtide.kernels.adamw8bit import Entry
 from lowtide.kernels.reference import adamw8bit as reference
 from lowtide.kernels.reference.adamw8bit import Hyper, Moments
-from lowtide.optim.adamw8bit import empty_moments
+from lowtide.optim.adamw8bit import AdamW8bit, empty_moments
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -141,3 +143,40 @@ def test_nan_and_infinity_reach_the_parameters_as_in_torch():
         reference.step(p, gradient, empty_moments(p), HYPER)
         assert p[7].isnan()
         assert p[1000:].isfinite().all()
+
+
+def test_launches_are_repeated_until_something_moves(monkeypatch):
+    """By the kernel, also without a GPU: the steps of the reference, prepared as seldom as can be."""
+    pytest.importorskip("triton")
+    from lowtide.kernels.triton import adamw8bit as kernels
+
+    prepared = []
+    monkeypatch.setattr(kernels, "_prepare", lambda *a, inner=kernels._prepare: prepared.append(a) or inner(*a))
+    weights = [nn.Parameter(torch.randn(4096, device=DEVICE)) for _ in range(2)]
+    twins = [nn.Parameter(w.detach().clone()) for w in weights]
+    mine, other = AdamW8bit(weights, lr=1e-2), AdamW8bit(twins, lr=1e-2)
+
+    def step(moves):
+        for w, t in zip(weights, twins, strict=True):
+            gradient = torch.randn(4096, device=DEVICE)
+            if w.grad is None or moves:
+                w.grad = gradient.clone()
+            else:
+                w.grad.copy_(gradient)
+            t.grad = gradient
+        with monkeypatch.context() as patch:
+            patch.setattr(chooser, "_fits", lambda entry: True)
+            mine.step()
+            patch.setattr(chooser, "_fits", lambda entry: False)
+            other.step()
+
+    held = []
+    for moves, count in ((False, 1), (False, 1), (True, 2), (False, 2)):
+        held += [w.grad for w in weights]  # so that the next ones are elsewhere
+        step(moves)
+        assert len(prepared) == count
+    mine.load_state_dict(mine.state_dict())
+    step(False)
+    assert len(prepared) == 3
+    for w, t in zip(weights, twins, strict=True):
+        torch.testing.assert_close(w, t, rtol=1e-4, atol=1e-4)

@@ -25,20 +25,24 @@ class Entry(NamedTuple):
     moments: Moments
 
 
-def step(entries: Sequence[Entry], hyper: Hyper, *, seed: int | None = None) -> None:
-    """Step parameters of one device that share their numbers, in place.
+def step(entries: Sequence[Entry], hyper: Hyper, *, seed: int | None = None) -> Any:
+    """Step parameters that share their numbers, in place.
 
-    With a ``seed``, bfloat16 parameters are rounded stochastically; the same seed gives the same rounding.
+    With a ``seed``, bfloat16 parameters are rounded stochastically; the same seed gives the same rounding. Gives what
+    ``launch`` needs to do it once more on the same tensors; None where it cannot.
     """
-    if not entries:
-        return
-    if all(_fits(entry) for entry in entries) and (fast := _triton_kernels()) is not None:
-        fast.step(entries, hyper, seed=seed)
-        return
+    if entries and all(_fits(entry) for entry in entries) and (fast := _triton_kernels()) is not None:
+        return fast.step(entries, hyper, seed=seed)
     for number, entry in enumerate(entries):
         rounds = seed is not None and entry.parameter.dtype == torch.bfloat16
         noise = random_bits(entry.parameter, seed + number) if rounds and seed is not None else None
         reference.step(*entry, hyper, noise)
+    return None
+
+
+def launch(launches: Any, hyper: Hyper, *, seed: int | None = None) -> None:
+    """The step that ``step`` gave, again: all tensors are where they were, and hold new values."""
+    _triton_kernels().launch(launches, hyper, seed=seed)
 
 
 def random_bits(like: Tensor, seed: int) -> Tensor:

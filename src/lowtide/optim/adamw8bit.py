@@ -69,41 +69,46 @@ class AdamW8bit(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for number, group in enumerate(self.param_groups):
-            ready: dict[tuple[torch.device, int], list[Entry]] = {}
-            written: list[tuple[Tensor, Tensor]] = []
-            states = {p: self._state(p) for p in group["params"] if p.grad is not None}
-            if states:
-                torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
-                    [state["step"] for state in states.values()], torch.tensor(1.0)
-                )
-            for p, state in states.items():
-                laid = self._laid(p, state)
-                written += [(p, laid.values)] if laid.is_copy else []
-                entry = Entry(laid.values, _gradient(p), laid.moments)
-                ready.setdefault((laid.device, count_of(state["step"])), []).append(entry)
-            for (_, count), entries in ready.items():
+            ready: dict[int, list[tuple[Tensor, dict[str, Any]]]] = {}
+            found = [(p, self._state(p)) for p in group["params"] if p.grad is not None]
+            if found:
+                counts = [state["step"] for _, state in found]
+                torch._foreach_add_(counts, torch.tensor(1.0))  # pyright: ignore[reportPrivateImportUsage]
+            for p, state in found:
+                ready.setdefault(count_of(state["step"]), []).append((p, state))
+            for count, members in ready.items():
                 seed = (group["seed"] * 2654435761 + number * 40503 + count * 97003) % 2**30
-                kernels.step(entries, _hyper(group, count), seed=seed if group["rounding"] == "stochastic" else None)
-            for parameter, result in written:
-                parameter.copy_(result.view(parameter.shape))
+                self._step(members, _hyper(group, count), seed if group["rounding"] == "stochastic" else None)
         return loss
+
+    def _step(self, members: list[tuple[Tensor, dict[str, Any]]], hyper: Hyper, seed: int | None) -> None:
+        """Step parameters with the same numbers. As long as nothing has moved, the last launches are repeated.
+
+        Hundreds of parameters take longer to look at than to step.
+        """
+        places = _places(members)
+        last: _Last | None = vars(self).get("_last")
+        if places is not None and last is not None and last.places == places:
+            kernels.launch(last.launches, hyper, seed=seed)
+            return
+        written: list[tuple[Tensor, Tensor]] = []
+        entries: list[Entry] = []
+        for p, state in members:
+            values, copied = flat(p)
+            written += [(p, copied)] if copied is not None else []
+            moments = Moments(*(state.get(key) for key in _KEYS))  # pyright: ignore[reportArgumentType]
+            entries.append(Entry(values, _gradient(p), moments))
+        launches = kernels.step(entries, hyper, seed=seed)
+        for parameter, result in written:
+            parameter.copy_(result.view(parameter.shape))
+        if places is not None and launches is not None:
+            vars(self)["_last"] = _Last(places, launches, [state["exp_avg"] for _, state in members])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume: codes stay codes."""
         vars(self).pop(PLAIN_STATES, None)
         super().load_state_dict(state_dict)
         put_back(self, state_dict)
-
-    def _laid(self, p: Tensor, state: dict[str, Any]) -> _Laid:
-        """A parameter and its moments as rows. Hundreds of parameters take longer to look at than to step."""
-        address = 0 if isinstance(p, FakeTensor) else p.data_ptr()
-        known: dict[Tensor, _Laid] = vars(self).setdefault("_known", {})
-        laid = known.get(p)
-        if laid is None or laid.is_copy or laid.address != address or laid.moments.exp_avg is not state["exp_avg"]:
-            values, copied = flat(p)
-            moments = Moments(*(state.get(key) for key in _KEYS))  # pyright: ignore[reportArgumentType]
-            laid = known[p] = _Laid(values, copied is not None, p.device, address, moments)
-        return laid
 
     def _state(self, p: Tensor) -> dict[str, Any]:
         state = self.state[p]
@@ -115,14 +120,24 @@ class AdamW8bit(torch.optim.Optimizer):
         return state
 
 
-class _Laid(NamedTuple):
-    """Where a parameter and its moments lie, until it is moved or its state is loaded."""
+class _Last(NamedTuple):
+    """The launches of the last step, and where all tensors were. Moments are held: none can take their place."""
 
-    values: Tensor  # flat
-    is_copy: bool  # because there are gaps between them
-    device: torch.device
-    address: int
-    moments: Moments
+    places: tuple[Any, ...]
+    launches: Any
+    moments: list[Tensor]
+
+
+def _places(members: list[tuple[Tensor, dict[str, Any]]]) -> tuple[Any, ...] | None:
+    """Where parameters, gradients and moments are; None where some are fake, or would have to be copied."""
+    found: list[Any] = []
+    for p, state in members:
+        gradient = p.grad
+        assert gradient is not None
+        if isinstance(p, FakeTensor) or not (p.is_contiguous() and gradient.is_contiguous()):
+            return None
+        found += (p.data_ptr(), gradient.data_ptr(), gradient.dtype, id(state["exp_avg"]))
+    return tuple(found)
 
 
 def empty_moments(p: Tensor) -> Moments:

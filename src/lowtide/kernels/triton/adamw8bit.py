@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -108,52 +108,69 @@ def adamw8bit(
                 tl.store(v_at + at, v, inside)
 
 
-def step(entries: Sequence[Entry], hyper: Hyper, *, seed: int | None = None) -> None:
-    """Step all parameters in as many launches as there are kinds of them: dtypes, 8-bit or not, aligned or not."""
+class Launch(NamedTuple):
+    """Parameters of one kind, where they are: dtypes, 8-bit or not, aligned or not, device."""
+
+    kind: tuple[Any, ...]
+    table: Tensor
+    chunks: Tensor
+
+
+def step(entries: Sequence[Entry], hyper: Hyper, *, seed: int | None = None) -> list[Launch] | None:
+    """Step all parameters in as many launches as there are kinds of them, and give these; none where it is watched."""
     kinds: dict[tuple[Any, ...], list[tuple[int, Entry]]] = {}
     watched = launches.watcher is not None
     for number, entry in enumerate(entries):
         p, g, moments = entry
         aligned = not watched and _aligned(entry)
-        kind = (p.dtype, g.dtype, moments.exp_avg_scale is not None, aligned)
+        kind = (p.dtype, g.dtype, moments.exp_avg_scale is not None, aligned, p.device)
         kinds.setdefault(kind, []).append((number, entry))
+    if not watched:
+        prepared = [_prepare(kind, members) for kind, members in kinds.items()]
+        launch(prepared, hyper, seed=seed)
+        return prepared
     for kind, members in kinds.items():
-        launch = partial(_launch, kind, members, hyper, seed)
-        if watched:
-            tensors: list[Tensor | None] = [t for _, (p, g, moments) in members for t in (p, g, *moments)]
-            launches.show("adamw8bit", tensors, launch)
-        else:
-            launch()
+        tensors: list[Tensor | None] = [t for _, (p, g, moments) in members for t in (p, g, *moments)]
+        again = partial(_again, kind, members, hyper, seed)
+        launches.show("adamw8bit", tensors, again)
+    return None
+
+
+def _again(kind: tuple[Any, ...], members: list[tuple[int, Entry]], hyper: Hyper, seed: int | None) -> None:
+    launch([_prepare(kind, members)], hyper, seed=seed)
+
+
+def launch(prepared: Sequence[Launch], hyper: Hyper, *, seed: int | None = None) -> None:
+    """Step the parameters that launches were prepared for."""
+    decay = hyper.lr * hyper.weight_decay
+    for (p_dtype, g_dtype, eight, aligned, device), table, chunks in prepared:
+        with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
+            adamw8bit[(len(chunks),)](
+                table, chunks, hyper.beta1, hyper.beta2, hyper.eps,
+                1.0 - decay if hyper.decoupled else 1.0,
+                0.0 if hyper.decoupled else float(hyper.weight_decay),
+                hyper.lr / (1 - hyper.beta1**hyper.step), (1 - hyper.beta2**hyper.step) ** -0.5,
+                0 if seed is None else seed,
+                P=_TYPES[p_dtype], G=_TYPES[g_dtype], EIGHT=eight, ALIGNED=aligned, MAXIMIZE=hyper.maximize,
+                ROUNDS=seed is not None and p_dtype == torch.bfloat16, ROWS=_ROWS, TILES=_TILES, WIDTH=BLOCK,
+                num_warps=4,
+            )  # fmt: skip
+
+
+def _prepare(kind: tuple[Any, ...], members: list[tuple[int, Entry]]) -> Launch:
+    device = kind[-1]
+    addresses = tuple(
+        address
+        for number, (p, g, moments) in members
+        for address in (p.data_ptr(), g.data_ptr(), *map(_address, moments), p.numel(), number)
+    )
+    return Launch(kind, _sent(addresses, device), _chunks(tuple(e.parameter.numel() for _, e in members), device))
 
 
 def _aligned(entry: Entry) -> bool:
     p, g, moments = entry
     bits = p.numel() | p.data_ptr() | g.data_ptr() | moments.exp_avg.data_ptr() | moments.exp_avg_sq.data_ptr()
     return bits % 16 == 0
-
-
-def _launch(kind: tuple[Any, ...], members: list[tuple[int, Entry]], hyper: Hyper, seed: int | None) -> None:
-    p_dtype, g_dtype, eight, aligned = kind
-    device = members[0][1].parameter.device
-    addresses = tuple(
-        address
-        for number, (p, g, moments) in members
-        for address in (p.data_ptr(), g.data_ptr(), *map(_address, moments), p.numel(), number)
-    )
-    table = _sent(addresses, device)
-    chunks = _chunks(tuple(entry.parameter.numel() for _, entry in members), device)
-    decay = hyper.lr * hyper.weight_decay
-    with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
-        adamw8bit[(len(chunks),)](
-            table, chunks, hyper.beta1, hyper.beta2, hyper.eps,
-            1.0 - decay if hyper.decoupled else 1.0,
-            0.0 if hyper.decoupled else float(hyper.weight_decay),
-            hyper.lr / (1 - hyper.beta1**hyper.step), (1 - hyper.beta2**hyper.step) ** -0.5,
-            0 if seed is None else seed,
-            P=_TYPES[p_dtype], G=_TYPES[g_dtype], EIGHT=eight, ALIGNED=aligned, MAXIMIZE=hyper.maximize,
-            ROUNDS=seed is not None and p_dtype == torch.bfloat16, ROWS=_ROWS, TILES=_TILES, WIDTH=BLOCK,
-            num_warps=4,
-        )  # fmt: skip
 
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
