@@ -250,3 +250,13 @@ def test_nothing_as_large_as_the_logits_is_ever_there():
     assert max(s.bytes for s in traced.graph.storages) == 20 * 1000 * 4
     assert [saved.bytes for saved in traced.saved] == [1000 * 8 * 4]  # the weight's gradient; the input wants none
     assert traced.storage_peak_bytes - traced.static_bytes < logits / 10
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_float16_with_all_targets_ignored_has_gradients_of_0(device):
+    x, w = (torch.randn(n, 8, device=device).half().requires_grad_() for n in (4, 16))
+    loss = linear_cross_entropy(x, w, torch.full((4,), -100, device=device))
+    loss.backward()
+    assert loss.isnan()
+    assert not x.grad.any()
+    assert not w.grad.any()

@@ -260,3 +260,16 @@ def test_a_head_inside_a_checkpointed_segment_is_right():
         found = torch.autograd.grad(applied.work.compute_loss(), list(net.parameters()))
     for mine, value in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, value)
+
+
+def test_a_loss_of_logits_whose_weight_was_stepped_since_is_refused():
+    head = nn.Linear(8, 16)
+    optimizer = torch.optim.SGD(head.parameters(), lr=1.0)
+    x, y = torch.randn(4, 8), torch.randint(16, (4,))
+    with chunk_loss(head):
+        logits = head(x)
+        F.cross_entropy(logits, y).backward()
+        optimizer.step()
+        with pytest.raises(LowtideError, match="has changed"):
+            F.cross_entropy(logits, y)
+        assert head(x)[()].shape == (4, 16)

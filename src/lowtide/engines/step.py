@@ -89,8 +89,9 @@ class Step:
     def loss(self, batch: Any) -> Tensor:
         """The planned loss with its graph, for a loop of your own; under ``torch.no_grad()`` the loss alone."""
         if not torch.is_grad_enabled():  # nothing is kept for backward, so there is nothing to plan
-            with autocast(self.work.device.type, self._plain.autocast):
-                return self._plain.loss(self.model, batch)
+            work = self.work if self.plan.program is None else self._plain
+            with autocast(work.device.type, work.autocast):
+                return work.loss(self.model, batch)
         self._warn_if_larger(batch)
         return self.work.compute_loss(batch=batch)
 

@@ -240,7 +240,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.early:
             scale = torch.ones((), dtype=kind, device=x.device) if total is None else total.reciprocal()
             if precision.logits == torch.float16:
-                later, scale = scale / _FLOAT16_SCALE, torch.full_like(scale, _FLOAT16_SCALE)
+                # Where all targets are ignored the scale is 1/0, and the gradients are 0.
+                later = torch.where(scale.isfinite(), scale, 0.0) / _FLOAT16_SCALE
+                scale = torch.full_like(scale, _FLOAT16_SCALE)
         losses, gradients = _sweep(x, weight, bias, target, rules, scale, needs, options.chunk, precision.logits)
         if ctx.early:
             ctx.save_for_backward(*gradients, later)

@@ -63,17 +63,21 @@ class _Source:
     def make(self) -> Tensor:
         """The logits, with their graph, as the head would have given them."""
         if self.whole is None:
-            if self.is_old or self._versions() != self.versions:
-                raise LowtideError(
-                    "The logits were not made while cross entropy was all that used them, and now their weight or "
-                    "their input has changed",
-                    where=self.path,
-                    hint="Use them before optimizer.step(), or undo the chunked loss.",
-                )
+            self.check()
             # To a checkpoint that we are in, logits were there before it began: it has none of this to run again.
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
                 self.whole = self.linear(self.input, self.weight, self.bias)
         return self.whole
+
+    def check(self) -> None:
+        """Refuse to make logits of a weight or an input that is not what the head was called with."""
+        if self.is_old or self._versions() != self.versions:
+            raise LowtideError(
+                "The logits were not made while cross entropy was all that used them, and now their weight or "
+                "their input has changed",
+                where=self.path,
+                hint="Use them before optimizer.step(), or undo the chunked loss.",
+            )
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """What the head does, under the autocast that it was called under."""
@@ -218,8 +222,9 @@ def _cross_entropy(
     second = not lazy.class_last or len(lazy.shape) <= 2
     if old_style or not second or not 0.0 <= label_smoothing <= 1.0 or isinstance(target, LazyLogits):
         return NotImplemented
-    if not is_supported(lazy.rows, source.weight, source.bias, target, weight):
+    if not is_supported(lazy.rows, source.weight, source.bias, target, weight) or source.whole is not None:
         return NotImplemented
+    source.check()
     autocast = torch.is_autocast_enabled(lazy.rows.device.type)
     precision = Precision(source.precision.logits, wide(lazy.dtype) if autocast else lazy.dtype)
     options = Options(ignore_index, label_smoothing, reduction, source.chunk)
@@ -257,6 +262,8 @@ def _getitem(input: LazyLogits, index: Any) -> Any:
 def _keeps_classes(index: Any, dims: int) -> bool:
     """Whether an index leaves the last dimension as it is."""
     parts = index if isinstance(index, tuple) else (index,)
+    if not parts:
+        return True
     used = 0
     for part in parts:
         if isinstance(part, Tensor) and not isinstance(part, LazyLogits):

@@ -78,16 +78,17 @@ class AdamW8bit(torch.optim.Optimizer):
                 ready.setdefault(count_of(state["step"]), []).append((p, state))
             for count, members in ready.items():
                 seed = (group["seed"] * 2654435761 + number * 40503 + count * 97003) % 2**30
-                self._step(members, _hyper(group, count), seed if group["rounding"] == "stochastic" else None)
+                self._step(number, members, _hyper(group, count), seed if group["rounding"] == "stochastic" else None)
         return loss
 
-    def _step(self, members: list[tuple[Tensor, dict[str, Any]]], hyper: Hyper, seed: int | None) -> None:
-        """Step parameters with the same numbers. As long as nothing has moved, the last launches are repeated.
+    def _step(self, number: int, members: list[tuple[Tensor, dict[str, Any]]], hyper: Hyper, seed: int | None) -> None:
+        """Step parameters of a group that have come as far. While nothing has moved, the last launches are repeated.
 
         Hundreds of parameters take longer to look at than to step.
         """
         places = _places(members)
-        last: _Last | None = vars(self).get("_last")
+        known: dict[int, _Last] = vars(self).setdefault("_last", {})
+        last = known.get(number)
         if places is not None and last is not None and last.places == places:
             kernels.launch(last.launches, hyper, seed=seed)
             return
@@ -102,11 +103,12 @@ class AdamW8bit(torch.optim.Optimizer):
         for parameter, result in written:
             parameter.copy_(result.view(parameter.shape))
         if places is not None and launches is not None:
-            vars(self)["_last"] = _Last(places, launches, [state["exp_avg"] for _, state in members])
+            known[number] = _Last(places, launches, [state["exp_avg"] for _, state in members])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume: codes stay codes."""
         vars(self).pop(PLAIN_STATES, None)
+        vars(self).pop("_last", None)
         super().load_state_dict(state_dict)
         put_back(self, state_dict)
 
@@ -136,7 +138,8 @@ def _places(members: list[tuple[Tensor, dict[str, Any]]]) -> tuple[Any, ...] | N
         assert gradient is not None
         if isinstance(p, FakeTensor) or not (p.is_contiguous() and gradient.is_contiguous()):
             return None
-        found += (p.data_ptr(), gradient.data_ptr(), gradient.dtype, id(state["exp_avg"]))
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        found += (p.data_ptr(), gradient.data_ptr(), gradient.dtype, id(first), first.data_ptr(), second.data_ptr())
     return tuple(found)
 
 
@@ -153,7 +156,7 @@ def lowered(p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """The state of torch's AdamW for one parameter, in 8 bits; nothing where there is none yet."""
     if "exp_avg" not in state:
         return {}
-    flats = [flat(torch.empty_like(p, dtype=torch.float32).copy_(state[key]))[0] for key in _KEYS[:2]]
+    flats = [flat(_like(p, torch.float32).copy_(state[key]))[0] for key in _KEYS[:2]]
     if p.numel() >= LEAST:
         pairs = [encode(value, codes) for value, codes in zip(flats, (torch.int8, torch.uint8), strict=True)]
         moments = Moments(pairs[0][0].clone(), pairs[1][0].clone(), pairs[0][1], pairs[1][1])
@@ -170,7 +173,7 @@ def raised(p: Tensor, state: dict[str, Any], *, fused: bool) -> dict[str, Any]:
     for key in _KEYS[:2]:
         scale = state.get(f"{key}_scale")
         values = state[key] if scale is None else decode(state[key], scale)
-        whole = torch.empty_like(p)
+        whole = _like(p, p.dtype)
         dense, copied = flat(whole)
         dense.copy_(values)
         found[key] = whole if copied is None else dense.view(p.shape)
@@ -192,6 +195,12 @@ def flat(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
     return copied, copied
 
 
+def _like(p: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory that ``flat`` shows in the order in which it shows the parameter's."""
+    layout = torch.preserve_format if _is_dense(p) else torch.contiguous_format
+    return torch.empty_like(p, dtype=dtype, memory_format=layout)
+
+
 def _is_dense(tensor: Tensor) -> bool:
     expected = 1
     for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
@@ -208,7 +217,7 @@ def _gradient(p: Tensor) -> Tensor:
     if gradient.is_contiguous() and p.is_contiguous():
         return gradient.view(-1)
     if gradient.stride() != p.stride():
-        gradient = torch.empty_like(p, dtype=gradient.dtype).copy_(gradient)
+        gradient = _like(p, gradient.dtype).copy_(gradient)
     return flat(gradient)[0]
 
 

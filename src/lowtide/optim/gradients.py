@@ -10,11 +10,10 @@ from torch import Tensor
 from lowtide.errors import LowtideError
 from lowtide.kernels.adamw8bit import random_bits
 from lowtide.kernels.reference.adamw8bit import BLOCK, round_by
-from lowtide.optim.hooks import StepPart, take_part
-from lowtide.optim.in_backward import StepHook
+from lowtide.optim.hooks import StepPart, refuse_scaled, take_part
+from lowtide.optim.in_backward import is_stepped_in_backward
 from lowtide.optim.single import SingleStep
 from lowtide.techniques.technique import Undo
-from lowtide.tracing.internals import gradient_hooks
 
 Bits = Literal["16bit", "8bit"]
 _Packed = tuple[Tensor, Tensor | None]  # bfloat16, or int8 with the scales of its blocks
@@ -27,15 +26,17 @@ def store_gradients(optimizer: torch.optim.Optimizer, bits: Bits = "16bit", *, s
 
     ``backward`` leaves ``p.grad`` at None and ``optimizer.step()`` unpacks a parameter at a time. Several backwards
     before a step are summed, each sum rounded stochastically. Whoever reads ``p.grad`` in between, such as clipping by
-    the norm, finds none.
+    the norm, finds none. ``optimizer.zero_grad()`` lets them go; ``model.zero_grad()`` knows nothing of them.
     """
     if bits not in ("16bit", "8bit"):
         raise LowtideError(f"Gradients cannot be kept in {bits!r}", hint='Pass "16bit" or "8bit".')
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if any(isinstance(hook, StepHook) for p in parameters for hook in gradient_hooks(p).values()):
+    if any(map(is_stepped_in_backward, parameters)):
         raise LowtideError("Parameters that are stepped in backward have no gradients to keep")
+    refuse_scaled(optimizer, "stored gradients")
     store = GradientStore(optimizer, bits, seed)
     undo = take_part(optimizer, store)
+    undo.add(store.forget_at_zero_grad(optimizer))
     undo.add(lambda: optimizer.param_groups[0].pop(COUNT, None))
     for parameter in parameters:
         undo.add(parameter.register_post_accumulate_grad_hook(store).remove)
@@ -55,6 +56,17 @@ class GradientStore(StepPart):
     def __str__(self) -> str:
         return f"gradients in {self.bits}"
 
+    def forget_at_zero_grad(self, optimizer: torch.optim.Optimizer) -> Undo:
+        """Have ``optimizer.zero_grad()`` let go of what is stored, too."""
+        plain, attributes = optimizer.zero_grad, vars(optimizer)
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            self.packed.clear()
+            plain(set_to_none)
+
+        attributes["zero_grad"] = zero_grad
+        return Undo(lambda: attributes.pop("zero_grad", None))
+
     def of(self, optimizer: torch.optim.Optimizer) -> GradientStore:
         """The hook for a copy of the optimizer, over other parameters: itself."""
         return self
@@ -69,7 +81,7 @@ class GradientStore(StepPart):
             if parameter in self.packed:
                 wide = wide + unpack(self.packed.pop(parameter), parameter)
             group = self.single.optimizer.param_groups[0]
-            group[COUNT] += 1
+            group[COUNT] = group.get(COUNT, 0) + 1  # a state that was saved without has none
             self.packed[parameter] = pack(wide, self.bits, seed=(self.seed * 2654435761 + group[COUNT]) % 2**31)
 
     def ready(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:

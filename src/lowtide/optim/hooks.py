@@ -68,6 +68,15 @@ def take_part(optimizer: torch.optim.Optimizer, part: StepPart) -> Undo:
     return Undo(*(handle.remove for handle in handles))
 
 
+def refuse_scaled(optimizer: Any, what: str) -> None:
+    """Refuse what leaves no gradients until the step where somebody checks them there."""
+    if any(hasattr(getattr(hook, "__self__", None), "guard") for hook in optimizer._optimizer_step_pre_hooks.values()):
+        raise LowtideError(
+            f"A scaled loss looks at the gradients before the step, and {what} leave none",
+            hint="Use bfloat16, which needs no scale.",
+        )
+
+
 def part_of(optimizer: Any) -> StepPart | None:
     """The part that does the steps of this optimizer, if there is one."""
     for hook in optimizer._optimizer_step_pre_hooks.values():

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import LowtideError
-from lowtide.optim.hooks import part_of
+from lowtide.optim.hooks import part_of, refuse_scaled
 from lowtide.optim.single import SingleStep
 from lowtide.techniques.technique import Undo
 from lowtide.tracing.internals import gradient_hooks
@@ -31,14 +31,19 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> Undo:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise LowtideError("LBFGS steps all parameters as one", hint="Use another optimizer.")
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    for parameter in parameters:
-        if any(isinstance(hook, StepHook) for hook in gradient_hooks(parameter).values()):
-            raise LowtideError(
-                "A parameter is stepped in backward already", hint="Call undo() of the first one before applying it."
-            )
+    if any(map(is_stepped_in_backward, parameters)):
+        raise LowtideError(
+            "A parameter is stepped in backward already", hint="Call undo() of the first one before applying it."
+        )
+    refuse_scaled(optimizer, "steps in backward")
     hook = StepHook(optimizer)
     handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
     return Undo(*(handle.remove for handle in handles))
+
+
+def is_stepped_in_backward(parameter: Tensor) -> bool:
+    """Whether there is no gradient left of it after backward."""
+    return any(isinstance(hook, StepHook) for hook in gradient_hooks(parameter).values())
 
 
 class StepHook:

@@ -8,6 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lowtide.errors import LowtideError
+from lowtide.optim.gradients import GradientStore
+from lowtide.optim.hooks import part_of
+from lowtide.optim.in_backward import is_stepped_in_backward
 from lowtide.techniques.technique import Undo
 
 
@@ -38,8 +42,16 @@ class LossScale:
         return _Scaled.apply(loss, self.value)  # pyright: ignore[reportReturnType]
 
     def guard(self, optimizer: torch.optim.Optimizer) -> Undo:
-        """Leave steps out whose gradients are not finite."""
+        """Leave steps out whose gradients are not finite; refused where none are left to look at until the step."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if isinstance(part_of(optimizer), GradientStore) or any(map(is_stepped_in_backward, parameters)):
+            raise LowtideError(
+                "A scaled loss needs its gradients until the step, and this optimizer has none by then",
+                hint="Use bfloat16, which needs no scale, or undo the stored gradients or the steps in backward.",
+            )
         handle = optimizer.register_step_pre_hook(self._before)
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(handle.id, last=False)  # before those that step parameters themselves
         return Undo(handle.remove)
 
     def remove(self) -> None:
