@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -70,14 +71,10 @@ def test_two_work_together_or_refuse_with_a_reason(first: str, second: str, plai
     try:
         applied = apply_options(work, both)
     except LowtideError as error:
-        reason = str(error)
-        found = None
+        assert {first, second} & set(re.findall(r"\w+", str(error))) or len(str(error)) > 40  # noqa: PT017 - or else both work
     else:
-        reason = "they work"
         with applied:
             found = run(applied.work)
-    assert reason
-    if found is not None:
         if promised.fidelity in (Fidelity.BITWISE, Fidelity.ROUNDOFF):
             assert_agree(found, expected, promised)
         assert all(value.isfinite().all() for name, value in found.items() if name != "generator")
