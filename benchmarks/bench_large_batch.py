@@ -34,15 +34,18 @@ FACTORS = (1, 4, 16)
 SEEDS = (0, 1)
 
 Make = Callable[[Any], torch.optim.Optimizer]
-SGD: Make = lambda ps: torch.optim.SGD(ps, lr=RATE, momentum=0.9)  # noqa: E731
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=RATE, momentum=0.9)
 
 
 def ways() -> Iterator[tuple[str, int, Make, str | None]]:
     """Who, how much larger the batch is, the optimizer, and how its rate is scaled."""
     for factor in FACTORS:
-        yield "SGD, the rate as it is", factor, SGD, None
+        yield "SGD, the rate as it is", factor, sgd, None
         if factor > 1:
-            yield "SGD, the rate scaled and warmed up", factor, SGD, "linear"
+            yield "SGD, the rate scaled and warmed up", factor, sgd, "linear"
             if find_spec("bitsandbytes") is not None:
                 yield (
                     "LARS, the rate scaled and warmed up",

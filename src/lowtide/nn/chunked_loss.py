@@ -18,10 +18,10 @@ from torch.autograd import forward_ad
 from lowtide.errors import LowtideError
 from lowtide.kernels import chunked_loss as kernels
 from lowtide.kernels.chunked_loss import Rules, wide
+from lowtide.tracing.internals import autograd
 
 Reduction = Literal["mean", "sum", "none"]
 
-_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009
 _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
 _FEWEST_ROWS = 128
 # Gradients of logits are at most 1 and mostly near 1/classes, which is too small for float16.
@@ -264,7 +264,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.early:
             *gradients, later = ctx.saved_tensors
             factor = gradient if later is None else gradient * later
-            once = not _autograd._get_current_graph_task_keep_graph()
+            once = not autograd._get_current_graph_task_keep_graph()
         else:
             x, weight, bias, target, class_weight = ctx.saved_tensors
             rules, once, factor = _rules(ctx.options, class_weight, ctx.precision), True, None
