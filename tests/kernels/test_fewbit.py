@@ -141,9 +141,10 @@ def chosen(x, book):
 def test_the_activation_and_its_codes_in_one_pass(name):
     book = book_for(name, 3)
     x, _ = make(3000)
-    y, codes = fast.forward(x, book)
-    torch.testing.assert_close(y.double(), book.curve(x.double()), rtol=2e-6, atol=1e-6)
-    assert torch.equal(codes, fast.encode(x, book))
+    for way in fast.activations(book.curve):
+        y, codes = fast.forward(x, book, way)
+        torch.testing.assert_close(y.double(), book.curve(x.double()), rtol=2e-6, atol=1e-6)
+        assert torch.equal(codes, fast.encode(x, book))
 
 
 @pytest.mark.skipif(fast is None, reason="needs triton")
@@ -153,27 +154,27 @@ def test_one_pass_is_used_only_if_all_inputs_agree(dtype, monkeypatch):
     x = torch.zeros(1, dtype=dtype, device=DEVICE)
     book = book_for("gelu", 3)
 
-    class Wrong:
-        has_activation = staticmethod(fast.has_activation)
+    class Kernels:
+        activations = staticmethod(lambda curve: (1, 2))
 
         @staticmethod
-        def forward(x, book):
+        def forward(x, book, way):
             y = book.curve(x)
-            y.view(torch.int16)[0x3F80] += 1  # one result of 65,536, by one bit
+            if way in wrong:
+                y.view(torch.int16)[0x3F80] += 1  # one result of 65,536, by one bit
             return y, None
 
-    assert not chooser._has_torchs_bits(book, x, Wrong)
-    monkeypatch.setattr(chooser, "_proofs", {})
-    Wrong.forward = staticmethod(lambda x, book: (book.curve(x), None))
-    assert chooser._has_torchs_bits(book, x, Wrong)
+    for wrong, expected in (((), 1), ((1,), 2), ((1, 2), None)):
+        monkeypatch.setattr(chooser, "_proofs", {})
+        assert chooser._with_torchs_bits(book, x, Kernels) == expected
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("name", ["relu", "leaky_relu"])  # GELU's tail shows erf's last bit, which is not torch's
+@pytest.mark.parametrize("name", ["relu", "leaky_relu", "gelu"])
 def test_on_a_gpu_one_pass_has_torchs_bits(name, dtype):
     x = torch.zeros(1, dtype=dtype, device="cuda")
-    assert chooser._has_torchs_bits(book_for(name, 3), x, fast)
+    assert chooser._with_torchs_bits(book_for(name, 3), x, fast) is not None
 
 
 @pytest.mark.gpu

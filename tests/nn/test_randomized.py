@@ -361,6 +361,7 @@ def test_what_is_no_linear_is_refused():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_step_does_not_wait_for_the_gpu():
     layer = RandomizedLinear(64, 64, device="cuda")
     x = torch.randn(512, 64, device="cuda", requires_grad=True)

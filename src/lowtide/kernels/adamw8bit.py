@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lowtide.kernels import launches
 from lowtide.kernels.reference import adamw8bit as reference
 from lowtide.kernels.reference.adamw8bit import Hyper, Moments
-
-_FAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Entry(NamedTuple):
@@ -31,7 +28,11 @@ def step(entries: Sequence[Entry], hyper: Hyper, *, seed: int | None = None) -> 
     With a ``seed``, bfloat16 parameters are rounded stochastically; the same seed gives the same rounding. Gives what
     ``launch`` needs to do it once more on the same tensors; None where it cannot.
     """
-    if entries and all(_fits(entry) for entry in entries) and (fast := _triton_kernels()) is not None:
+    if (
+        entries
+        and all(_fits(entry) for entry in entries)
+        and (fast := launches.triton_kernels("adamw8bit")) is not None
+    ):
         return fast.step(entries, hyper, seed=seed)
     for number, entry in enumerate(entries):
         rounds = seed is not None and entry.parameter.dtype == torch.bfloat16
@@ -40,9 +41,9 @@ def step(entries: Sequence[Entry], hyper: Hyper, *, seed: int | None = None) -> 
     return None
 
 
-def launch(launches: Any, hyper: Hyper, *, seed: int | None = None) -> None:
+def launch(prepared: Any, hyper: Hyper, *, seed: int | None = None) -> None:
     """The step that ``step`` gave, again: all tensors are where they were, and hold new values."""
-    _triton_kernels().launch(launches, hyper, seed=seed)
+    launches.triton_kernels("adamw8bit").launch(prepared, hyper, seed=seed)
 
 
 def random_bits(like: Tensor, seed: int) -> Tensor:
@@ -55,14 +56,4 @@ def random_bits(like: Tensor, seed: int) -> Tensor:
 
 def _fits(entry: Entry) -> bool:
     p, g = entry.parameter, entry.gradient
-    runs = launches.watcher is not None or not isinstance(p, FakeTensor)  # a watcher keeps fake tensors from a launch
-    return p.is_cuda and runs and p.dtype in _FAST and g.dtype in _FAST
-
-
-@cache
-def _triton_kernels() -> Any:
-    try:
-        from lowtide.kernels.triton import adamw8bit
-    except ImportError:
-        return None
-    return adamw8bit
+    return launches.can_run(p) and launches.can_run(p, g.dtype)

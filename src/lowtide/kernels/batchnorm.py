@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide.kernels import launches
 from lowtide.kernels.activations import Activation
 from lowtide.kernels.reference import batchnorm as reference
 from lowtide.kernels.reference.batchnorm import Affine, Keeps, Running, Sums
-
-_FAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def forward(
@@ -144,8 +140,7 @@ def backward(
 def _fast_kernels(x: Tensor, activation: Activation | None, slopes: Tensor | None, *vectors: Tensor | None) -> Any:
     """The kernels in Triton, where they can run. They take bare addresses: what does not fit is ATen's to judge."""
     known = activation is None or activation.name != "module"
-    runs = launches.watcher is not None or not isinstance(x, FakeTensor)  # a watcher keeps fake tensors from a launch
-    if not (x.is_cuda and x.dtype in _FAST and known and x.numel() and runs):
+    if not (launches.can_run(x) and known and x.numel()):
         return None
     channels, device = x.shape[1], x.device
     for vector in (slopes, *vectors):
@@ -153,16 +148,7 @@ def _fast_kernels(x: Tensor, activation: Activation | None, slopes: Tensor | Non
             fits = vector.numel() == channels or (vector is slopes and vector.numel() == 1)
             if not fits or not vector.is_contiguous() or vector.device != device:
                 return None
-    return _triton_kernels()
-
-
-@cache
-def _triton_kernels() -> Any:
-    try:
-        from lowtide.kernels.triton import batchnorm
-    except ImportError:
-        return None
-    return batchnorm
+    return launches.triton_kernels("batchnorm")
 
 
 def _activation_backward(

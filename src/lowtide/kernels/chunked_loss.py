@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide.kernels import launches
 from lowtide.kernels.reference import chunked_loss as reference
@@ -15,15 +13,13 @@ from lowtide.kernels.reference.chunked_loss import Rules, wide
 
 __all__ = ["Rules", "add_product", "buffer", "rows_", "wide"]
 
-_FAST = (torch.float32, torch.float16, torch.bfloat16)
 _ALIGNED = 64  # elements: from one row of a chunk to the next, on a GPU
 
 
 def rows_(logits: Tensor, target: Tensor, losses: Tensor, rules: Rules, scale: Tensor | None = None) -> None:
     """Write the losses of rows; with a ``scale``, their gradient times it takes the logits' place."""
-    runs = launches.watcher is not None or not isinstance(logits, FakeTensor)  # a watcher keeps fakes from a launch
-    if logits.is_cuda and logits.dtype in _FAST and logits.numel() and runs:
-        fast = _triton_kernels()
+    if launches.can_run(logits) and logits.numel():
+        fast = launches.triton_kernels("chunked_loss")
         if fast is not None:
             fast.rows_(logits, target, losses, rules, scale)
             return
@@ -52,15 +48,6 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     product = torch.mm(a, b)
     return product.float() if total is None else total.add_(product)
-
-
-@cache
-def _triton_kernels() -> Any:
-    try:
-        from lowtide.kernels.triton import chunked_loss
-    except ImportError:
-        return None
-    return chunked_loss
 
 
 @cache

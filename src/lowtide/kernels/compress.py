@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ __all__ = ["BITS", "DTYPES", "GROUP", "Draws", "buffer_bytes", "check", "compres
 BITS = (2, 4, 8)
 GROUP = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-_FAST = DTYPES[:3]
 
 
 class Draws:
@@ -90,15 +87,4 @@ def check(bits: int, group: int) -> None:
 
 
 def _fast_kernels(x: Tensor, dtype: torch.dtype) -> Any:
-    """The kernels in Triton, where they can run. A watcher keeps fake tensors from a launch."""
-    runs = launches.watcher is not None or not isinstance(x, FakeTensor)
-    return _triton_kernels() if x.is_cuda and dtype in _FAST and runs else None
-
-
-@cache
-def _triton_kernels() -> Any:
-    try:
-        from lowtide.kernels.triton import compress
-    except ImportError:
-        return None
-    return compress
+    return launches.triton_kernels("compress") if launches.can_run(x, dtype) else None

@@ -6,7 +6,6 @@ by its key.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,15 +16,14 @@ from lowtide.kernels import launches
 from lowtide.kernels.reference import fewbit as reference
 from lowtide.kernels.reference.fewbit import BOOKS, Codebook, packed_bytes
 
-_FAST = (torch.float32, torch.float16, torch.bfloat16)
 _ops: Any = torch.ops.lowtide
 
 
 def forward(x: Tensor, book: Codebook) -> tuple[Tensor, Tensor]:
     """Y, as torch computes it, and the codes of x in the order in which y lies in memory."""
     fast = _fast_kernels(x)
-    if fast is not None and is_dense(x) and _has_torchs_bits(book, x, fast):
-        return fast.forward(x, book)
+    if fast is not None and is_dense(x) and (activation := _with_torchs_bits(book, x, fast)) is not None:
+        return fast.forward(x, book, activation)
     y = book.curve(x)
     return y, encode(laid_as(y, x), book)
 
@@ -62,19 +60,9 @@ def laid_as(y: Tensor, x: Tensor) -> Tensor:
 
 
 def _fast_kernels(x: Tensor) -> Any:
-    runs = launches.watcher is not None or not isinstance(x, FakeTensor)  # a watcher keeps fake tensors from a launch
-    if not (x.is_cuda and x.dtype in _FAST and runs) or torch.compiler.is_compiling():
+    if not launches.can_run(x) or torch.compiler.is_compiling():
         return None
-    return _triton_kernels()
-
-
-@cache
-def _triton_kernels() -> Any:
-    try:
-        from lowtide.kernels.triton import fewbit
-    except ImportError:
-        return None
-    return fewbit
+    return launches.triton_kernels("fewbit")
 
 
 # -- proofs by looking at all inputs ---------------------------------------------------------------------
@@ -82,21 +70,22 @@ def _triton_kernels() -> Any:
 _proofs: dict[tuple[Any, ...], Any] = {}
 
 
-def _has_torchs_bits(book: Codebook, x: Tensor, fast: Any) -> bool:
-    """Whether the kernel that computes the activation too gives what torch's does.
+def _with_torchs_bits(book: Codebook, x: Tensor, fast: Any) -> int | None:
+    """In which way the kernel that computes the activation too gives what torch's does, if in any.
 
     In 16 bits there are 65,536 inputs, and at the first use on a device all of them are compared.
     """
-    if x.element_size() != 2 or not fast.has_activation(book.curve) or book.curve.name == "softplus":  # autocast widens
-        return False
+    if x.element_size() != 2 or book.curve.name == "softplus":  # autocast widens that one
+        return None
     key = book.curve, x.dtype, x.device
     if key not in _proofs:
         if not _may_look(x):
-            return False
+            return None
         inputs = _all_inputs(x)
         with torch.no_grad():
-            found, expected = fast.forward(inputs, book)[0], book.curve(inputs)
-        _proofs[key] = _same_bits(found, expected)
+            expected = book.curve(inputs)
+            ways = fast.activations(book.curve)
+            _proofs[key] = next((w for w in ways if _same_bits(fast.forward(inputs, book, w)[0], expected)), None)
     return _proofs[key]
 
 

@@ -1,13 +1,20 @@
-"""Launches of kernels in Triton, for whoever watches: they are no ops, so a dispatch mode does not see them."""
+"""Where kernels in Triton run, and their launches for whoever watches: they are no ops, which a dispatch mode sees."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 Watcher = Callable[[str, Sequence[Tensor | None], Callable[[], None]], None]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 watcher: Watcher | None = None  # for all threads: backward runs on its own
 
@@ -35,3 +42,18 @@ def show(name: str, tensors: Sequence[Tensor | None], launch: Callable[[], None]
         by(name, tensors, launch)
     finally:
         watcher = by
+
+
+def can_run(x: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether Triton can work on a tensor, whose values have another ``dtype`` where it holds their bytes."""
+    runs = watcher is not None or not isinstance(x, FakeTensor)  # a watcher keeps fake tensors from a launch
+    return x.is_cuda and (dtype or x.dtype) in _DTYPES and runs
+
+
+@cache
+def triton_kernels(name: str) -> Any:
+    """A module of ``kernels/triton``; None where there is no Triton."""
+    try:
+        return import_module(f"lowtide.kernels.triton.{name}")
+    except ImportError:
+        return None

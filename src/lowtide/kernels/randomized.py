@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide.kernels import launches
 from lowtide.kernels.reference import randomized as reference
 from lowtide.kernels.reference.randomized import Sketch
-
-_FAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def project(x: Tensor, seed: Tensor, sketch: Sketch) -> Tensor:
@@ -28,21 +24,11 @@ def draw_seed(device: torch.device) -> Tensor:
 
 
 def _fast_kernels(x: Tensor, sketch: Sketch) -> Any:
-    runs = launches.watcher is not None or not isinstance(x, FakeTensor)  # a watcher keeps fake tensors from a launch
-    if not (x.is_cuda and x.dtype in _FAST and x.numel() and runs):
+    if not (launches.can_run(x) and x.numel()):
         return None
-    fast = _triton_kernels()
+    fast = launches.triton_kernels("randomized")
     if fast is not None and sketch.kind in ("rows", "dct"):
         # Of larger blocks, a sort draws the rows, and an FFT is the transform: torch has both.
         rows = x.shape[0]
         return fast if -(-rows // sketch.blocks(rows)) <= fast.MOST_ROWS else None
     return fast
-
-
-@cache
-def _triton_kernels() -> Any:
-    try:
-        from lowtide.kernels.triton import randomized
-    except ImportError:
-        return None
-    return randomized

@@ -24,6 +24,7 @@ CODES = {
     "prelu": 12,
 }
 GELU_TANH = 7
+GELU_CUDA13 = 13
 
 
 @triton.jit
@@ -48,6 +49,29 @@ def tanh(x):
 
 
 @triton.jit
+def erf_cuda13(x):
+    """The error function as CUDA 13 rounds it, and so torch's GELU where it was built with that.
+
+    ``tl.erf`` is an older release's, whose last bits differ beyond 1.003; GELU shows them where 1 + erf is small. The
+    bits fix the coefficients: x + x·p(x²) inside, ±(1 - 2^(-|x| - |x|·q(|x|))) outside.
+    """
+    size = tl.abs(x)
+    far = size >= 1.00296
+    t = tl.where(far, size, x * x)
+    p = tl.where(far, 0.000112198715, 8.4834945e-05)
+    p = tl.fma(p, t, tl.where(far, -0.0013275252, -0.00082130916))
+    p = tl.fma(p, t, tl.where(far, 0.008396535, 0.005213489))
+    p = tl.fma(p, t, tl.where(far, -0.040246584, -0.026868774))
+    p = tl.fma(p, t, tl.where(far, 0.15950431, 0.11284005))
+    p = tl.fma(p, t, tl.where(far, 0.9129177, -0.37612665))
+    p = tl.fma(p, t, tl.where(far, 0.62906003, 0.12837915))
+    base = tl.where(far, -size, x)
+    p = tl.fma(p, base, base)
+    outside = 1.0 - tl.exp2(p)
+    return tl.where(far, tl.where(x < 0.0, -outside, outside), p)
+
+
+@triton.jit
 def phi(y, a, b, ACT: tl.constexpr):
     """Z = φ(y); ``a`` and ``b`` are the activation's numbers, ``a`` the slope of a PReLU."""
     if ACT == 1:
@@ -65,6 +89,8 @@ def phi(y, a, b, ACT: tl.constexpr):
         return 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
     elif ACT == 7:
         return 0.5 * y * (1.0 + tanh(0.7978845608028654 * (y + 0.044715 * y * y * y)))
+    elif ACT == 13:
+        return 0.5 * y * (1.0 + erf_cuda13(y * 0.7071067811865476))
     elif ACT == 8:
         return y * tl.minimum(tl.maximum(y + 3.0, 0.0), 6.0) / 6.0
     elif ACT == 9:

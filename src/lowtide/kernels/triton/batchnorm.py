@@ -12,18 +12,18 @@ Results do not depend on timing: sums are put down by position and added in orde
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lowtide.kernels import launches
 from lowtide.kernels.activations import Activation
 from lowtide.kernels.reference.batchnorm import Affine, Keeps, Running, Sums
 from lowtide.kernels.triton import batchnorm_programs as programs
 from lowtide.kernels.triton.activations import CODES, GELU_TANH
+from lowtide.kernels.triton.launcher import Launcher, current_stream
 
 _KEEPS = {"x": 0, "xhat": 1, "z": 2}
 _STAGES = 3  # loads that a program that sums has in flight
@@ -103,57 +103,12 @@ def _grid(x: Tensor, streams: int | None = None) -> Grid:
     return grid_of(x.shape, is_nhwc(x), x.dtype, x.device, streams)
 
 
-class _Launcher:
-    """Launches a kernel with as little Python as can be: once compiled, its handle is called with bare addresses."""
-
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
-        self._handles: dict[Any, tuple[Any, Any, Any]] = {}
-
-    def __call__(
-        self,
-        count: int,
-        grid: Grid,
-        dtypes: tuple[torch.dtype | None, ...],
-        tensors: tuple[Tensor | None, ...],
-        numbers: tuple[float, ...],
-        constants: tuple[Any, ...],
-        **options: int,
-    ) -> None:
-        """Start ``count`` programs. The grid and the ``dtypes`` of the parameters say what Triton specialises on."""
-        if launches.watcher is not None:
-            again = partial(self, count, grid, dtypes, tensors, numbers, constants, **options)
-            launches.show(self._kernel.__name__, tensors, again)
-            return
-        device = grid.device
-        if device is not None and device != _current_device():
-            with torch.cuda.device(device):
-                self(count, grid, dtypes, tensors, numbers, constants, **options)
-            return
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        bits = 0
-        for address in addresses:
-            bits |= address or 0
-        handle = self._handles.get((grid, dtypes, constants)) if bits & 15 == 0 else None
-        if handle is not None:
-            run, function, metadata = handle
-            stream = _current_stream(device)
-            run(count, 1, 1, stream, function, metadata, None, None, None, *addresses, *numbers, *constants)
-            return
-        compiled = self._kernel[(count,)](*tensors, *numbers, *constants, **options)
-        if compiled is not None and bits & 15 == 0:  # the interpreter compiles nothing
-            self._handles[grid, dtypes, constants] = compiled.run, compiled.function, compiled.packed_metadata
-
-
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # none where torch has no CUDA
-_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-
-_forward_whole_launch = _Launcher(programs.forward_whole)
-_measure_launch = _Launcher(programs.measure)
-_normalize_launch = _Launcher(programs.normalize)
-_backward_whole_launch = _Launcher(programs.backward_whole)
-_reduce_launch = _Launcher(programs.reduce)
-_apply_launch = _Launcher(programs.apply)
+_forward_whole_launch = Launcher(programs.forward_whole)
+_measure_launch = Launcher(programs.measure)
+_normalize_launch = Launcher(programs.normalize)
+_backward_whole_launch = Launcher(programs.backward_whole)
+_reduce_launch = Launcher(programs.reduce)
+_apply_launch = Launcher(programs.apply)
 
 
 class _Scratch(NamedTuple):
@@ -171,7 +126,7 @@ def _scratch(grid: Grid, x: Tensor, *, fresh: bool) -> _Scratch:
     if isinstance(x, FakeTensor):
         return _Scratch(x.new_empty(0), x.new_empty(0))  # it stays from step to step, and is small
     device = x.device
-    stream = _current_stream(grid.device) if grid.device is not None else 0
+    stream = current_stream(grid.device) if grid.device is not None else 0
     held = [] if fresh else _scratches.setdefault((grid.device, stream), [])
     needed = 3 * grid.parts * grid.channels
     if held and held[-1].sums.numel() >= needed and held[-1].counts.numel() >= grid.sums.tiles:
@@ -242,7 +197,7 @@ def forward(
     code, a, b = _numbers(activation)
     held, var, momentum, batches = running
     _forward_whole_launch(
-        grid.whole.tiles, grid, (_dtype(weight), _dtype(bias), _dtype(slopes), _dtype(held)),
+        grid.whole.tiles,
         (x, z, xhat, residual, mean, invstd, weight, bias, slopes, held, var, batches),
         (grid.channels, grid.rows, float(eps), float(momentum), a, b),
         (*grid.whole.constants, code, keep_xhat, residual is not None, weight is not None, bias is not None,
@@ -265,7 +220,7 @@ def _measure(grid: Grid, x: Tensor, running: Running, eps: float, *, fresh: bool
     scratch = _scratch(grid, x, fresh=fresh)
     held, var, momentum, batches = running
     _measure_launch(
-        grid.sums.tiles * grid.parts, grid, (_dtype(held),),
+        grid.sums.tiles * grid.parts,
         (x, mean, invstd, held, var, batches, scratch.sums, scratch.counts),
         (grid.channels, grid.rows, grid.parts, float(eps), float(momentum)),
         (*grid.sums.constants, grid.at_once, _STAGES, held is not None, batches is not None),
@@ -305,7 +260,7 @@ def _normalize(
     code, a, b = _numbers(activation)
     mean, invstd, weight, bias = affine
     _normalize_launch(
-        grid.map.tiles * grid.map.blocks, grid, (_dtype(weight), _dtype(bias), _dtype(slopes)),
+        grid.map.tiles * grid.map.blocks,
         (kept, z, xhat, residual, mean, invstd, weight, bias, slopes),
         (grid.channels, grid.rows, grid.map.tiles, a, b),
         (*grid.map.constants, code, keep_xhat, keeps == "xhat", residual is not None, weight is not None,
@@ -344,20 +299,19 @@ def backward(
     dy = torch.empty_like(kept) if added is not None else dz
     joins = 2 if joined is not None else int(residual is not None)
     has = (joins, weight is not None, bias is not None, slopes is not None and slopes.numel() == 1)
-    dtypes = (_dtype(weight), _dtype(bias), _dtype(slopes))
     parameters = (mean, invstd, weight, bias, slopes)
     found = (dbias, dweight, dslopes)
     unit = torch.finfo(kept.dtype).eps / 2
     if grid.whole is not None and sums is None:
         _backward_whole_launch(
-            grid.whole.tiles, grid, dtypes, (dz, kept, added, dx, dy, *parameters, *found),
+            grid.whole.tiles, (dz, kept, added, dx, dy, *parameters, *found),
             (grid.channels, grid.rows, a, b, unit),
             (*grid.whole.constants, code, _KEEPS[keeps], training, *has), num_warps=grid.whole.warps,
         )  # fmt: skip
     else:
         scratch = _scratch(grid, kept, fresh=fresh)
         _reduce_launch(
-            grid.sums.tiles * grid.parts, grid, dtypes,
+            grid.sums.tiles * grid.parts,
             (dz, kept, added, *parameters, *found, scratch.sums, scratch.counts),
             (grid.channels, grid.rows, grid.parts, a, b, unit),
             (*grid.sums.constants, grid.at_once, _STAGES, code, _KEEPS[keeps], *has),
@@ -365,7 +319,7 @@ def backward(
         )  # fmt: skip
         means, count = ((dbias, dweight), float(grid.rows)) if sums is None else (sums(dbias, dweight), 1.0)
         _apply_launch(
-            grid.map.tiles * grid.map.blocks, grid, dtypes, (dz, kept, added, dx, dy, *parameters, *means),
+            grid.map.tiles * grid.map.blocks, (dz, kept, added, dx, dy, *parameters, *means),
             (grid.channels, grid.rows, grid.map.tiles, count, a, b, unit),
             (*grid.map.constants, code, _KEEPS[keeps], training, *has), num_warps=grid.map.warps,
         )  # fmt: skip
@@ -376,10 +330,6 @@ def backward(
 
 def _per_channel(grid: Grid, x: Tensor) -> Tensor:
     return torch.empty(grid.channels, dtype=torch.float32, device=x.device)
-
-
-def _dtype(tensor: Tensor | None) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype
 
 
 def _wrote(*buffers: Tensor | None) -> None:

@@ -10,15 +10,12 @@ by element where the vocabulary is odd.
 
 from __future__ import annotations
 
-from functools import partial
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.kernels import launches
 from lowtide.kernels.reference.chunked_loss import Rules
+from lowtide.kernels.triton.launcher import Launcher
 
 _BLOCK = 4096
 _WARPS = 8
@@ -29,50 +26,17 @@ def rows_(logits: Tensor, target: Tensor, losses: Tensor, rules: Rules, scale: T
 
     Columns are neighbours in memory; the distance between rows is free. A target that is no class gives nan.
     """
-    tensors = (logits, target, losses, scale, rules.weight, rules.weight_sum)
-    if launches.watcher is not None:
-        launches.show("chunked_loss_rows", tensors, partial(_launch, *tensors, rules=rules))
-    else:
-        _launch(*tensors, rules=rules)
-
-
-def _launch(
-    logits: Tensor,
-    target: Tensor,
-    losses: Tensor,
-    scale: Tensor | None,
-    weight: Tensor | None,
-    weight_sum: Tensor | None,
-    *,
-    rules: Rules,
-) -> None:
     assert logits.stride(1) == 1
     assert target.stride(0) == losses.stride(0) == 1
-    if logits.is_cuda and logits.device.index != torch.cuda.current_device():
-        with torch.cuda.device(logits.device):
-            _launch(logits, target, losses, scale, weight, weight_sum, rules=rules)
-        return
     count, classes = logits.shape
-    block = min(_BLOCK, triton.next_power_of_2(classes))
-    _rows[(count,)](
-        logits,
-        target,
-        losses,
-        scale,
-        weight,
-        weight_sum,
-        logits.stride(0),
-        0 if scale is None or scale.numel() == 1 else scale.stride(0),
-        classes,
-        rules.ignore_index,
-        float(rules.smoothing),
-        GRADIENT=scale is not None,
-        WEIGHTED=weight is not None,
-        SMOOTHED=rules.smoothing != 0,
-        TAIL=classes % block != 0,
-        BLOCK=block,
+    block = min(_BLOCK, 1 << (classes - 1).bit_length())
+    stride = 0 if scale is None or scale.numel() == 1 else scale.stride(0)
+    _launch(
+        count, (logits, target, losses, scale, rules.weight, rules.weight_sum),
+        (logits.stride(0), stride, classes, rules.ignore_index, float(rules.smoothing)),
+        (scale is not None, rules.weight is not None, rules.smoothing != 0, classes % block != 0, block),
         num_warps=_WARPS if block == _BLOCK else 4,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
@@ -173,3 +137,6 @@ def _rows(
                 z = tl.load(logits_ptr + whole + k, mask=here, other=float("-inf")).to(tl.float32)
                 dz = _slope(z, whole + k, here, t, highest, factor, even, hit, weight_ptr, WEIGHTED, SMOOTHED)
                 tl.store(logits_ptr + whole + k, dz.to(logits_ptr.dtype.element_ty), mask=here)
+
+
+_launch = Launcher(_rows, "chunked_loss_rows")

@@ -11,15 +11,13 @@ moves nothing between threads, and one call of Philox4x32 has 16 random bits for
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.kernels import launches
 from lowtide.kernels.reference.compress import PHILOX_ROUNDS, SMALLEST, buffer_bytes, groups_of
+from lowtide.kernels.triton.launcher import Launcher
 
 _VALUES = 4096  # that a program works on
 _WARPS = 4
@@ -28,29 +26,20 @@ _WARPS = 4
 def compress(x: Tensor, bits: int, group: int, seed: Tensor, call: int) -> Tensor:
     """One buffer of bytes for a flat, contiguous tensor; ``seed``, an int64 on its device, and ``call`` are added."""
     buffer = torch.empty(buffer_bytes(x.numel(), bits, group, x.dtype), dtype=torch.uint8, device=x.device)
-    _launch(_compress, (x, buffer, seed), (x.numel(), call), bits, group)
+    _launch(_compress_launch, (x, buffer, seed), (x.numel(), call), bits, group)
     return buffer
 
 
 def decompress(buffer: Tensor, numel: int, dtype: torch.dtype, bits: int, group: int) -> Tensor:
     """The flat tensor."""
     out = torch.empty(numel, dtype=dtype, device=buffer.device)
-    _launch(_decompress, (buffer, out), (numel,), bits, group)
+    _launch(_decompress_launch, (buffer, out), (numel,), bits, group)
     return out
 
 
-def _launch(kernel: Any, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], bits: int, group: int) -> None:
-    def launch() -> None:
-        rows = max(1, _VALUES // group)
-        count = groups_of(numbers[0], group)
-        programs = (-(-count // rows),)
-        with torch.cuda.device_of(tensors[0]):
-            kernel[programs](*tensors, *numbers, count, BITS=bits, GROUP=group, ROWS=rows, num_warps=_WARPS)
-
-    if launches.watcher is None:
-        launch()
-    else:
-        launches.show(kernel.__name__, tensors, launch)
+def _launch(launcher: Launcher, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], bits: int, group: int) -> None:
+    rows, count = max(1, _VALUES // group), groups_of(numbers[0], group)
+    launcher(-(-count // rows), tensors, (*numbers, count), (bits, group, rows), num_warps=_WARPS)
 
 
 # -- programs --------------------------------------------------------------------------------------------
@@ -202,3 +191,7 @@ def _decompress(buffer_ptr, out_ptr, n, count, BITS: tl.constexpr, GROUP: tl.con
             value = tl.where((zeros == 1) & (code == 0), 0.0, value)
             here = at + (byte * (8 // BITS) + i) * PART
             tl.store(out_ptr + here, value.to(out_ptr.dtype.element_ty), mask=here < n)
+
+
+_compress_launch = Launcher(_compress)
+_decompress_launch = Launcher(_decompress)

@@ -10,8 +10,6 @@ to there, and loads, which all threads share, above.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -20,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide.kernels.curves import Curve
 from lowtide.kernels.reference.fewbit import Codebook, constants, packed_bytes
-from lowtide.kernels.triton.activations import CODES, GELU_TANH, phi
-from lowtide.kernels.triton.batchnorm import _Launcher
+from lowtide.kernels.triton.activations import CODES, GELU_CUDA13, GELU_TANH, phi
+from lowtide.kernels.triton.launcher import Launcher
 
 _GROUPS = 256  # of 8 elements, for each program
 _WARPS = 4
@@ -29,17 +27,19 @@ _TABLE = -1  # in place of a gate's kind
 _NO_ACTIVATION = -1
 
 
-def has_activation(curve: Curve) -> bool:
-    """Whether ``forward`` can compute it."""
-    return curve.function is None and curve.name in CODES
+def activations(curve: Curve) -> tuple[int, ...]:
+    """The ways in which ``forward`` can compute it. They differ in last bits."""
+    if curve.function is not None or curve.name not in CODES:
+        return ()
+    if curve.name == "gelu":
+        return (GELU_TANH,) if curve.numbers[0] else (GELU_CUDA13, CODES["gelu"])
+    return (CODES[curve.name],)
 
 
-def forward(x: Tensor, book: Codebook) -> tuple[Tensor, Tensor]:
+def forward(x: Tensor, book: Codebook, activation: int) -> tuple[Tensor, Tensor]:
     """Y and the codes of a dense x, in one pass. Whether y has torch's bits is for the caller to find out."""
     y = torch.empty_like(x)
-    curve = book.curve
-    act = GELU_TANH if curve.name == "gelu" and curve.numbers[0] else CODES[curve.name]
-    return y, _encode(x, y, book, act)
+    return y, _encode(x, y, book, activation)
 
 
 def encode(x: Tensor, book: Codebook, *, rounded: bool = False) -> Tensor:
@@ -58,8 +58,8 @@ def _encode(x: Tensor, y: Tensor | None, book: Codebook, act: int, *, rounded: b
             low, high = torch.tensor([low, high], dtype=x.dtype).tolist()
     a, b = (*book.curve.numbers, 0.0, 0.0)[:2]
     _encode_launch(
-        triton.cdiv(count, 8 * _GROUPS), _kind(count, x), (x.dtype,),
-        (x, y, codes, _table(book, x, 0)), (count, count // 8, float(low), float(high), float(a), float(b)),
+        -(-count // (8 * _GROUPS)), (x, y, codes, _table(book, x, 0)),
+        (count, count // 8, float(low), float(high), float(a), float(b)),
         (bits, kind, act, count % 8 != 0, count >= 2**31, _GROUPS), num_warps=_WARPS,
     )  # fmt: skip
     return codes
@@ -73,23 +73,10 @@ def decode(dy: Tensor, codes: Tensor, book: Codebook) -> Tensor:
         gate = book.curve.gate
         kind, on, off = gate.kind, gate.on, gate.off
     _decode_launch(
-        triton.cdiv(count, 8 * _GROUPS), _kind(count, dy), (dy.dtype,),
-        (dy, codes, dx, _table(book, dy, 1)), (count, count // 8, float(on), float(off)),
+        -(-count // (8 * _GROUPS)), (dy, codes, dx, _table(book, dy, 1)), (count, count // 8, float(on), float(off)),
         (book.bits, kind, off == 0, count % 8 != 0, count >= 2**31, _GROUPS), num_warps=_WARPS,
     )  # fmt: skip
     return dx
-
-
-class _Kind(NamedTuple):
-    """What Triton specialises on, besides dtypes and constants."""
-
-    device: int | None
-    specialised: tuple[bool, ...]
-
-
-def _kind(count: int, x: Tensor) -> _Kind:
-    sizes = (count, count // 8)
-    return _Kind(x.device.index, (*(s % 16 == 0 for s in sizes), *(s == 1 for s in sizes), count >= 2**31))
 
 
 def _table(book: Codebook, x: Tensor, which: int) -> Tensor | None:
@@ -227,5 +214,5 @@ def fewbit_decode(
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=there)
 
 
-_encode_launch = _Launcher(fewbit_encode)
-_decode_launch = _Launcher(fewbit_decode)
+_encode_launch = Launcher(fewbit_encode)
+_decode_launch = Launcher(fewbit_decode)

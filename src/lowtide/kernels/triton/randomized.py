@@ -11,16 +11,13 @@ has the same ones.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.kernels import launches
 from lowtide.kernels.reference.randomized import DCT_SIGNS, KINDS, NORMALS, PLACES, SIGNS, Cut, Sketch
+from lowtide.kernels.triton.launcher import Launcher
 
 MOST_ROWS = 128  # of a block whose rows or frequencies are drawn by comparing each with each
 
@@ -34,34 +31,21 @@ def project(x: Tensor, seed: Tensor, sketch: Sketch) -> Tensor:
     cut = Cut(rows, sketch.kept(rows), sketch.blocks(rows))
     out = x.new_empty(cut.kept, columns)
     most = cut.most(cut.kept)
-    tile = max(16, min(128, triton.next_power_of_2(most)))  # of kept rows: 16 at least for a product of matrices
+    tile = max(16, min(128, 1 << (most - 1).bit_length()))  # of kept rows: 16 at least for a product of matrices
     numbers = (rows, columns, cut.kept, cut.blocks, x.stride(0), x.stride(1))
     if sketch.kind == "rows":
         width = 256
         grid = cut.blocks * -(-most // tile) * -(-columns // width)
-        _launch(_sample, grid, (x, out, seed), (*numbers, -(-most // tile)), BK=tile, BN=MOST_ROWS, BH=width)
+        _sample_launch(grid, (x, out, seed), (*numbers, -(-most // tile)), (tile, MOST_ROWS, width))
         return out
     width = 128 if x.dtype.itemsize == 2 else 64
     grid = cut.blocks * -(-most // tile) * -(-columns // width)
-    _launch(
-        _project, grid, (x, out, seed), (*numbers, -(-most // tile)),
-        KIND=KINDS.index(sketch.kind), BK=tile, BN=MOST_ROWS, BH=width,
-        PRECISION="tf32x3" if x.dtype is torch.float32 else "tf32", num_warps=8 if tile > 64 else 4,
+    precision = "tf32x3" if x.dtype is torch.float32 else "tf32"
+    _project_launch(
+        grid, (x, out, seed), (*numbers, -(-most // tile)),
+        (KINDS.index(sketch.kind), tile, MOST_ROWS, width, precision), num_warps=8 if tile > 64 else 4,
     )  # fmt: skip
     return out
-
-
-def _launch(kernel: Any, count: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], **constants: Any) -> None:
-    if launches.watcher is not None:
-        name = kernel.__name__.removeprefix("_") + "_rows"
-        launches.show(name, tensors, partial(_launch, kernel, count, tensors, numbers, **constants))
-        return
-    device = tensors[0].device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            kernel[(count,)](*tensors, *numbers, **constants)
-        return
-    kernel[(count,)](*tensors, *numbers, **constants)
 
 
 @triton.jit
@@ -168,3 +152,7 @@ def _drawn(seed, block, n, k, BN: tl.constexpr):
     smaller = (key[None, :] < key[:, None]) | ((key[None, :] == key[:, None]) & (i[None, :] < i[:, None]))
     rank = tl.sum(smaller.to(tl.int32), axis=1)
     return tl.sum(tl.where(rank[None, :] == k[:, None], i[None, :], 0), axis=1)
+
+
+_project_launch = Launcher(_project, "project_rows")
+_sample_launch = Launcher(_sample, "sample_rows")

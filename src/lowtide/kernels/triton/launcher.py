@@ -1,0 +1,73 @@
+# pyright: basic
+"""The one way in which kernels in Triton are launched: shown to whoever watches, and with little Python."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.kernels import launches
+
+
+class Launcher:
+    """Launches a kernel whose parameters are tensors, then numbers, then constants.
+
+    Once a kernel is compiled for such arguments, its handle is called with bare addresses.
+    """
+
+    def __init__(self, kernel: Any, name: str | None = None) -> None:
+        self._kernel = kernel
+        self._name = name or kernel.__name__.removeprefix("_")
+        self._handles: dict[Any, tuple[Any, Any, Any]] = {}
+
+    def __call__(
+        self,
+        count: int,
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[float, ...],
+        constants: tuple[Any, ...],
+        **options: int,
+    ) -> None:
+        """Start ``count`` programs on the device of the first tensor."""
+        if launches.watcher is not None:
+            launches.show(self._name, tensors, partial(self, count, tensors, numbers, constants, **options))
+            return
+        first = tensors[0]
+        assert first is not None
+        device = first.device.index
+        if device is not None and device != _current_device():
+            with torch.cuda.device(device):
+                self(count, tensors, numbers, constants, **options)
+            return
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        bits = 0
+        for address in addresses:
+            bits |= address or 0
+        aligned = bits & 15 == 0  # what is not is rare, and left to Triton
+        key = None
+        if aligned:
+            dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+            key = (device, *dtypes, *map(_specialised, numbers), constants, *options.values())
+            handle = self._handles.get(key)
+            if handle is not None:
+                run, function, metadata = handle
+                stream = current_stream(device)
+                run(count, 1, 1, stream, function, metadata, None, None, None, *addresses, *numbers, *constants)
+                return
+        compiled = self._kernel[(count,)](*tensors, *numbers, *constants, **options)
+        if compiled is not None and aligned:  # the interpreter compiles nothing
+            self._handles[key] = compiled.run, compiled.function, compiled.packed_metadata
+
+
+def _specialised(number: float) -> int:
+    """What Triton makes a kernel for: whether a number is whole, 1, a multiple of 16, wider than 32 bits."""
+    if isinstance(number, float):
+        return -1
+    return 1 if number == 1 else 2 * (number & 15 == 0) + 4 * (not -(2**31) <= number < 2**31)
+
+
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # none where torch has no CUDA
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
