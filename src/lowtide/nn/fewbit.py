@@ -162,8 +162,9 @@ class _FewBit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (codes,) = ctx.saved_tensors
-        scale = _Scale.apply if torch.is_grad_enabled() else _scale
-        return scale(gradients[0], codes, ctx.book, ctx.strides).to(ctx.dtype), None, None  # pyright: ignore
+        scale: Any = _Scale.apply if torch.is_grad_enabled() else _scale
+        dx = scale(gradients[0], codes, ctx.book, ctx.strides)
+        return dx if dx.dtype == ctx.dtype else dx.to(ctx.dtype), None, None
 
 
 # Without the step that is for ``torch.func`` alone, where torch's own ops run.

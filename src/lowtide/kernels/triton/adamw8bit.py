@@ -32,11 +32,14 @@ _COLUMNS = 8  # of the address table: p, g, both codes, both scales, the count, 
 
 @triton.jit(do_not_specialize=["seed"])
 def adamw8bit(
-    table, chunks, beta1, beta2, eps, keep, decay, rate, unbias, seed,
+    table, chunks, new1, beta2, new2, eps, keep, decay, rate, unbias, seed,
     P: tl.constexpr, G: tl.constexpr, EIGHT: tl.constexpr, ALIGNED: tl.constexpr, MAXIMIZE: tl.constexpr,
     ROUNDS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one tensor: ``keep`` is 1 - lr·decay (AdamW), ``rate`` lr/(1-β1ᵗ), ``unbias`` 1/sqrt(1-β2ᵗ)."""
+    """One chunk of one tensor: ``keep`` is 1 - lr·decay (AdamW), ``rate`` lr/(1-β1ᵗ), ``unbias`` 1/sqrt(1-β2ᵗ).
+
+    ``new1`` and ``new2`` are 1-β1 and 1-β2: from β in float32 they would have five digits right.
+    """
     program = tl.program_id(0)
     row = table + 8 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1)
@@ -82,8 +85,8 @@ def adamw8bit(
             if MAXIMIZE:
                 g = -g
             g += decay * p
-            m += (g - m) * (1 - beta1)
-            v = v * beta2 + g * g * (1 - beta2)
+            m += (g - m) * new1
+            v = v * beta2 + g * g * new2
             root = tl.sqrt(v)
             p = p * keep - rate * (m / (root * unbias + eps))
             if ROUNDS:
@@ -146,7 +149,7 @@ def launch(prepared: Sequence[Launch], hyper: Hyper, *, seed: int | None = None)
     for (p_dtype, g_dtype, eight, aligned, device), table, chunks in prepared:
         with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
             adamw8bit[(len(chunks),)](
-                table, chunks, hyper.beta1, hyper.beta2, hyper.eps,
+                table, chunks, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, hyper.eps,
                 1.0 - decay if hyper.decoupled else 1.0,
                 0.0 if hyper.decoupled else float(hyper.weight_decay),
                 hyper.lr / (1 - hyper.beta1**hyper.step), (1 - hyper.beta2**hyper.step) ** -0.5,
