@@ -11,9 +11,7 @@ with CIFAR-10; without a GPU it is left out unless it is asked for.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -23,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.harness import RESULTS, Row, record, skip
+from benchmarks.harness import Row, arguments, default_device, record, results_of, skip
 from lowtide import LowtideError, zoo
 from lowtide.data import Samples, cifar10
 
@@ -46,8 +44,8 @@ def main(
 ) -> None:
     if device is None and not quick and not torch.cuda.is_available():
         skip("it takes hours without a GPU; --quick tries it, --device cpu insists")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    results = results or (Path(tempfile.gettempdir()) / "lowtide-quick" if quick else RESULTS)
+    device = device or default_device()
+    results = results_of(results, quick=quick)
     try:
         train_set, test_set = cifar10(data)
     except LowtideError as error:
@@ -168,13 +166,14 @@ def _autocast(device: str) -> AbstractContextManager[object]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--data", help="the folder with CIFAR-10; LOWTIDE_DATA otherwise")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="the GPU if there is one")
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--results", type=Path, help="where rows are appended; benchmarks/results otherwise")
-    parser.add_argument(
-        "--quick", action="store_true", help="two small runs on few images, with rows in a temporary folder"
+    main(
+        **arguments(
+            __doc__,
+            "data",
+            "device",
+            "quick",
+            epochs={"type": int, "default": 20},
+            seeds={"type": int, "default": 5},
+            results={"default": None},
+        )
     )
-    main(**vars(parser.parse_args()))

@@ -13,8 +13,6 @@ Without a GPU: seconds. lowtide's layers run ATen's kernels there, and should be
 
 from __future__ import annotations
 
-import argparse
-import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import RESULTS, Row, compare, record
+from benchmarks.gpu_time import copy_bandwidth, replayed, timed
+from benchmarks.harness import RESULTS, Row, arguments, compare, record
 from lowtide.nn import BatchNormAct2d, keep_one_buffer
 
 SHAPES = [(64, 64, 112, 112), (64, 256, 56, 56), (64, 512, 28, 28), (256, 512, 14, 14), (64, 2048, 7, 7)]
@@ -132,47 +131,5 @@ def agree(ours: nn.Module, theirs: nn.Module, x: Tensor, gradient: Tensor) -> No
         raise SystemExit(f"the gradients differ by {error:.1e}")
 
 
-def timed(run: Callable[[], object], *, calls: int = 20, rounds: int = 5) -> list[float]:
-    """Seconds of a call, calls one after the other, as in training: what Python costs counts where it shows."""
-    for _ in range(3):
-        run()
-    taken: list[float] = []
-    for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        for _ in range(calls):
-            run()
-        end.record()
-        end.synchronize()
-        taken.append(begin.elapsed_time(end) / 1e3 / calls)
-    return taken
-
-
-def replayed(run: Callable[[], object], *, calls: int = 10, rounds: int = 5) -> list[float]:
-    """Seconds of a call on the GPU alone: calls are captured as a graph, and the graph is replayed."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(calls):
-            run()
-    return [seconds / calls for seconds in timed(graph.replay, calls=2, rounds=rounds)]
-
-
-def copy_bandwidth() -> float:
-    """Bytes a second of a copy, read and written."""
-    source = torch.empty(2**28, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / statistics.median(timed(lambda: target.copy_(source)))
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the rows go")
-    options = parser.parse_args()
-    main(compiled=not options.no_compile, results=options.results)
+    main(**arguments(__doc__, "no_compile", "results"))

@@ -14,35 +14,32 @@ folder with both data sets. The loss curves go to docs/images/batchnorm_report_l
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
-import csv
 import gc
 import io
 import itertools
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.harness import RESULTS, ROOT, Row, record, skip
+from benchmarks.batchnorm_variants import VARIANTS, Convert
+from benchmarks.drawing import color_by, say_drawn, side_by_side
+from benchmarks.harness import RESULTS, ROOT, Row, arguments, default_device, read, record, results_of, skip
 from lowtide import LowtideError, Workload, profile, zoo
 from lowtide.data import COMMANDS, Samples, mnist, speech_commands
-from lowtide.errors import MissingExtra
 from lowtide.zoo.batches import classification_loss
 
 NAME = "batchnorm_report"
 LIMIT_ERROR = 5  # times PyTorch's own: a ReLU near zero falls to either side by rounding, and then it shows
 POINTS = 40  # of a loss curve
-
-Convert = Callable[[nn.Module], nn.Module]
+FIGURE = ROOT / "docs" / "images" / f"{NAME}_losses.svg"
 
 
 @dataclass(frozen=True)
@@ -77,10 +74,10 @@ def main(
     results: Path | None = None,
 ) -> None:
     if draw:
-        draw_curves(results or RESULTS)
+        say_drawn(lambda: draw_curves(results or RESULTS, FIGURE))
         return
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    results = results or (Path(tempfile.gettempdir()) / "lowtide-quick" if quick else RESULTS)
+    device = device or default_device()
+    results = results_of(results, quick=quick)
     if device == "cpu":
         torch.set_num_threads(1)  # several that wait for each other on a busy machine measure the machine
     for load in (_resnet_1d, _lenet):  # the short and telling one first
@@ -90,7 +87,7 @@ def main(
             skip(str(error))
         measure(experiment, device, 1 if quick else runs, results)
     if results == RESULTS:
-        draw_curves(results)
+        say_drawn(lambda: draw_curves(RESULTS, FIGURE))
 
 
 def _lenet(data: str | None, device: str, epochs: int | None, quick: bool) -> Experiment:
@@ -114,115 +111,6 @@ def _part(samples: Samples, limit: int | None, device: str) -> Samples:
     order = torch.randperm(len(samples.labels), generator=torch.Generator().manual_seed(0))[:limit]
     inputs, labels = samples if limit is None else (samples.inputs[order], samples.labels[order])
     return Samples(inputs.to(device), labels.to(device))
-
-
-# -- The variants --------------------------------------------------------------------------------------
-
-
-def plain(model: nn.Module) -> nn.Module:
-    return model
-
-
-def like_the_report(model: nn.Module) -> nn.Module:
-    return _replace(model, lambda norm, _: KeepsNormalised(norm), joined=False)
-
-
-def own(strategy: Literal["standard", "checkpoint"]) -> Convert:
-    def convert(model: nn.Module) -> nn.Module:
-        from lowtide.nn import BatchNormAct1d
-
-        def layer(norm: nn.BatchNorm1d, activation: str) -> nn.Module:
-            made = BatchNormAct1d(
-                norm.num_features,
-                activation=activation,
-                strategy=strategy,
-                eps=norm.eps,
-                momentum=norm.momentum,
-                affine=norm.affine,
-                track_running_stats=norm.track_running_stats,
-            )
-            made.load_state_dict(norm.state_dict())
-            return made
-
-        return _replace(model, layer, joined=True)
-
-    return convert
-
-
-VARIANTS: dict[str, Convert] = {
-    "PyTorch": plain,
-    "like the report's, normalised data kept": like_the_report,
-    "own, without recomputation": own("standard"),
-    "own, with recomputation": own("checkpoint"),
-}
-
-
-def _replace(model: nn.Module, layer: Callable[[nn.BatchNorm1d, str], nn.Module], *, joined: bool) -> nn.Module:
-    """Put a layer in the place of each BatchNorm1d, and if ``joined`` of the ReLU right after it."""
-    for parent in model.modules():
-        if not isinstance(parent, nn.Sequential):
-            continue
-        for index, child in enumerate(parent):
-            if isinstance(child, nn.BatchNorm1d):
-                active = joined and index + 1 < len(parent) and isinstance(parent[index + 1], nn.ReLU)
-                parent[index] = layer(child, "relu" if active else "identity")
-                if active:
-                    parent[index + 1] = nn.Identity()
-    return model
-
-
-class KeepsNormalised(nn.Module):
-    """BatchNorm1d as the report has it without recomputation: input and normalised data are kept, by plain ops."""
-
-    def __init__(self, norm: nn.BatchNorm1d) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        norm = self.norm
-        if not self.training:
-            return norm(x)
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        assert norm.num_batches_tracked is not None
-        assert norm.momentum is not None
-        y, mean, var = _KeepNormalised.apply(x, norm.weight, norm.bias, norm.eps)
-        with torch.no_grad():
-            count = x.numel() // x.shape[1]
-            norm.num_batches_tracked.add_(1)
-            norm.running_mean.lerp_(mean, norm.momentum)
-            norm.running_var.lerp_(var * (count / (count - 1)), norm.momentum)
-        return y
-
-
-class _KeepNormalised(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        var, mean = torch.var_mean(x, _dims(x), correction=0, keepdim=True)
-        normalised = (x - mean) * torch.rsqrt(var + eps)
-        ctx.save_for_backward(x, normalised, var, weight)
-        ctx.eps = eps
-        y = normalised * _wide(weight, x) + _wide(bias, x)
-        mean, var = mean.flatten(), var.flatten()
-        ctx.mark_non_differentiable(mean, var)
-        return y, mean, var
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        dy, *_ = gradients
-        x, normalised, var, weight = ctx.saved_tensors
-        dims, count = _dims(x), x.numel() // x.shape[1]
-        dbias, dweight = dy.sum(dims), (dy * normalised).sum(dims)
-        inner = dy - _wide(dbias, x) / count - normalised * _wide(dweight, x) / count
-        return inner * _wide(weight, x) * torch.rsqrt(var + ctx.eps), dweight, dbias, None
-
-
-def _dims(x: Tensor) -> list[int]:
-    return [dim for dim in range(x.dim()) if dim != 1]
-
-
-def _wide(values: Tensor, x: Tensor) -> Tensor:
-    return values.view(1, -1, *(1,) * (x.dim() - 2))
 
 
 # -- Measuring -----------------------------------------------------------------------------------------
@@ -396,42 +284,25 @@ def _count(number: int, thing: str) -> str:
 COLORS = dict(zip(VARIANTS, ("#8a8f98", "#e69f00", "#009e73", "#0072b2"), strict=True))
 
 
-def draw_curves(results: Path, path: Path = ROOT / "docs" / "images" / f"{NAME}_losses.svg") -> None:
-    """Draw the loss curves of the latest rows, a panel for each experiment; without altair, say so."""
-    from lowtide.reporting.charts import FONT, altair_module, chart_of
+def draw_curves(results: Path, path: Path) -> Path:
+    """The loss curves of the latest rows, a panel for each experiment."""
+    from lowtide.reporting.charts import altair_module, chart_of
     from lowtide.reporting.figures import save_figure
 
-    try:
-        alt: Any = altair_module()
-        panels = [_panel(alt, chart_of(alt, points), title) for title, points in _points(results).items()]
-        title = alt.TitleParams(
-            "Training loss",
-            subtitle="Median over the runs; each point is the mean of some steps.",
-            anchor="start",
-            subtitleColor="#666",
-            offset=14,
-        )
-        chart = alt.hconcat(*panels, title=title, background="white", padding=16)
-        chart = chart.configure(font=FONT).configure_view(stroke=None).configure_axis(gridColor="#e6e8eb")
-        print(f"drawn to {save_figure(chart, path)}")
-    except MissingExtra as missing:
-        print(missing)
+    alt: Any = altair_module()
+    panels = [_panel(alt, chart_of(alt, points), title) for title, points in _points(results).items()]
+    subtitle = "Median over the runs; each point is the mean of some steps."
+    return save_figure(side_by_side(alt, panels, "Training loss", subtitle), path)
 
 
 def _panel(alt: Any, points: Any, title: str) -> Any:
-    color = alt.Color(
-        "variant:N",
-        title=None,
-        scale=alt.Scale(domain=list(COLORS), range=list(COLORS.values())),
-        legend=alt.Legend(orient="bottom", columns=1, labelLimit=320),  # the browser's font may be wider than ours
-    )
     lines = points.mark_line(strokeWidth=1.8).encode(
         x=alt.X("step:Q", title="step", scale=alt.Scale(nice=False), axis=alt.Axis(tickCount=8)),
         # A logarithm, since LeNet's falls to a thirtieth.
         y=alt.Y(
             "loss:Q", title="loss (log scale)", scale=alt.Scale(type="log", nice=False), axis=alt.Axis(tickCount=5)
         ),
-        color=color,
+        color=color_by(alt, "variant", COLORS, columns=1),
     )
     heading = alt.TitleParams(title, anchor="start", fontSize=11, fontWeight=500)
     return lines.properties(width=400, height=280, title=heading)
@@ -442,8 +313,7 @@ def _points(results: Path) -> dict[str, list[dict[str, Any]]]:
     path = results / f"{NAME}_losses.csv"
     if not path.exists():
         raise SystemExit(f"{path} is not there: train first")
-    with path.open(newline="") as file:
-        latest = {(row["hardware"], row["case"], row["subject"]): row for row in csv.DictReader(file)}
+    latest = {(row["hardware"], row["case"], row["subject"]): row for row in read(path)}
     found: dict[str, list[dict[str, Any]]] = {}
     for (hardware, case, variant), row in latest.items():
         experiment, _, step = case.rpartition(", step ")
@@ -453,14 +323,15 @@ def _points(results: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--data", help="the folder with the data sets; LOWTIDE_DATA otherwise")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="the GPU if there is one")
-    parser.add_argument("--epochs", type=int, help="of LeNet; 10 in the report")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--results", type=Path, help="where rows are appended; benchmarks/results otherwise")
-    parser.add_argument(
-        "--quick", action="store_true", help="one run on a few samples, with rows in a temporary folder"
+    main(
+        **arguments(
+            __doc__,
+            "data",
+            "device",
+            "quick",
+            "draw",
+            epochs={"type": int, "help": "of LeNet; 10 in the report"},
+            runs={"type": int, "default": 3},
+            results={"default": None},
+        )
     )
-    parser.add_argument("--draw", action="store_true", help="draw the loss curves of the rows that are there")
-    main(**vars(parser.parse_args()))

@@ -13,7 +13,6 @@ included. On a GPU "time" is the GPU's alone, by replaying a CUDA graph; "time a
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 from collections.abc import Callable
@@ -24,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.bench_batchnorm import replayed, timed
-from benchmarks.harness import RESULTS, Row, compare, record
+from benchmarks.gpu_time import replayed, timed
+from benchmarks.harness import RESULTS, Row, arguments, compare, default_device, record
 from lowtide.nn import BatchNormAct2d
 from lowtide.nn.functional import Strategy
 
@@ -48,7 +47,7 @@ CPU_SHAPES = {
 
 
 def main(*, results: Path = RESULTS) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     for case, (shape, groups) in (SHAPES if device == "cuda" else CPU_SHAPES).items():
         blocks = make_blocks(shape, groups, device)
@@ -181,7 +180,4 @@ def _sizes(found: torch.profiler.profile) -> list[int]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the rows go")
-    options = parser.parse_args()
-    main(results=options.results)
+    main(**arguments(__doc__, "results"))

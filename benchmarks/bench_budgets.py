@@ -10,8 +10,6 @@ checkpointing by hand takes, the others lie evenly between the smallest and the 
 
 from __future__ import annotations
 
-import argparse
-import csv
 import gc
 import math
 import time
@@ -25,7 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from benchmarks.harness import RESULTS, Row, record, skip
+from benchmarks.drawing import color_by, say_drawn
+from benchmarks.harness import RESULTS, ROOT, Row, arguments, read, record, skip
+from benchmarks.steps import plain_step
 from lowtide import Workload, apply, plan, zoo
 from lowtide.errors import BudgetError
 from lowtide.planning.budget import baseline_profile
@@ -43,10 +43,13 @@ COLORS = {
     "checkpoint, √n segments": "#1baf7a",
     "checkpoint_sequential, √n": "#eda100",
 }
-DRAWING = Path(__file__).parent.parent / "docs" / "images" / "budgets.svg"
+DRAWING = ROOT / "docs" / "images" / "budgets.svg"
 
 
-def main(*, only: str = "", device: str = "cuda", results: Path = RESULTS) -> None:
+def main(*, only: str = "", device: str = "cuda", draw: bool = False, results: Path = RESULTS) -> None:
+    if draw:
+        say_drawn(lambda: draw_steps(results / "budgets.csv", DRAWING))
+        return
     if device == "cuda" and not torch.cuda.is_available():
         skip("it measures a GPU's memory and time")
     failed: list[str] = []
@@ -105,14 +108,13 @@ def budgets_between(smallest: int, largest: int, peers: Sequence[int]) -> list[i
     return sorted([*same, *(smallest + (largest - smallest) * share // (even - 1) for share in range(even))])
 
 
-def draw(rows: Path, path: Path) -> Path:
+def draw_steps(rows: Path, path: Path) -> Path:
     """Seconds of a step over its measured peak: plans as a line, checkpointing by hand as points."""
     from lowtide.reporting.charts import FONT, altair_module, chart_of
     from lowtide.reporting.figures import save_figure
 
     alt: Any = altair_module()
-    with rows.open(newline="") as file:
-        latest = {(row["case"], row["subject"], row["metric"]): float(row["value"]) for row in csv.DictReader(file)}
+    latest = {(row["case"], row["subject"], row["metric"]): float(row["value"]) for row in read(rows)}
     points = [
         {
             "case": case,
@@ -129,12 +131,7 @@ def draw(rows: Path, path: Path) -> Path:
         shared = {
             "x": alt.X("peak:Q", title="measured peak, GiB", scale=alt.Scale(zero=False, padding=20)),
             "y": alt.Y("step:Q", title="step, ms", scale=alt.Scale(zero=False, padding=20)),
-            "color": alt.Color(
-                "how:N",
-                title=None,
-                scale=alt.Scale(domain=list(COLORS), range=list(COLORS.values())),
-                legend=alt.Legend(orient="bottom", columns=3, columnPadding=48, labelLimit=320),
-            ),
+            "color": color_by(alt, "how", COLORS, columns=3, columnPadding=48),
         }
         line = chart_of(alt, [p for p in own if p["how"].startswith("lowtide")]).mark_line(point=True, strokeWidth=2)
         marks = chart_of(alt, [p for p in own if not p["how"].startswith("lowtide")]).mark_point(size=90, filled=True)
@@ -152,28 +149,21 @@ def _rows(case: str, subject: str, peak: int, seconds: Sequence[float]) -> list[
 def measure(work: Workload) -> tuple[list[float], int]:
     """Seconds of some steps, and the peak of one."""
     for _ in range(3):
-        _step(work)
+        plain_step(work)
     _synchronize()
     if work.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    _step(work)
+    plain_step(work)
     _synchronize()
     peak = torch.cuda.max_memory_allocated() if work.device.type == "cuda" else 0
     times: list[float] = []
     for _ in range(9):
         start = time.perf_counter()
         for _ in range(3):
-            _step(work)
+            plain_step(work)
         _synchronize()
         times.append((time.perf_counter() - start) / 3)
     return times, peak
-
-
-def _step(work: Workload) -> None:
-    assert work.optimizer is not None
-    work.optimizer.zero_grad()
-    work.compute_loss().backward()
-    work.optimizer.step()
 
 
 def _synchronize() -> None:
@@ -254,12 +244,4 @@ CHECKPOINTS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="cases whose name holds this")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the rows go")
-    parser.add_argument("--draw", action="store_true", help="draw the rows that are there")
-    options = parser.parse_args()
-    if options.draw:
-        print(f"drew {draw(options.results / 'budgets.csv', DRAWING)}")
-    else:
-        main(only=options.only, results=options.results)
+    main(**arguments(__doc__, "only", "results", "draw"))

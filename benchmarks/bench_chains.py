@@ -9,17 +9,15 @@ docs/images/chains.svg where altair is installed; --draw draws the rows that are
 
 from __future__ import annotations
 
-import argparse
-import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import RESULTS, ROOT, Row, record, seconds
+from benchmarks.drawing import color_by, say_drawn
+from benchmarks.harness import RESULTS, ROOT, Row, arguments, read, record, seconds
 from lowtide.chains import Chain, Optimal, Schedule, keep_all, recursive, simulate, sqrt
-from lowtide.errors import MissingExtra
 
 DEPTHS = [4, 8, 16, 32, 64, 128, 256, 512, 1024]
 DEEPEST_OPTIMAL = 256  # O(n³): 1024 stages take a minute
@@ -49,10 +47,7 @@ def main(repeats: int = 3, draw: bool = False) -> None:
         rows = [row for depth in DEPTHS for row in growth(depth)]
         rows += speed(repeats)
         record("chains", rows)
-    try:
-        print(f"drawn to {draw_laws(RESULTS / 'chains.csv', ROOT / 'docs' / 'images' / 'chains.svg')}")
-    except MissingExtra as missing:
-        print(missing)
+    say_drawn(lambda: draw_laws(RESULTS / "chains.csv", ROOT / "docs" / "images" / "chains.svg"))
     if draw:
         return
     slowest = max(row.value for row in rows if row.metric == "time to plan")
@@ -128,21 +123,14 @@ def draw_laws(rows: Path, path: Path) -> Path:
     from lowtide.reporting.figures import save_figure
 
     alt: Any = altair_module()
-    with rows.open(newline="") as file:
-        latest = {(row["case"], row["subject"], row["metric"]): float(row["value"]) for row in csv.DictReader(file)}
+    latest = {(row["case"], row["subject"], row["metric"]): float(row["value"]) for row in read(rows)}
     points = [
         {"depth": int(case.split()[0]), "planner": subject, "metric": metric, "value": value}
         for (case, subject, metric), value in latest.items()
         if case.endswith(" equal stages")
     ]
     naive = "datum.label == 'keep everything' ? 'keep everything (naive)' : datum.label"
-    color = alt.Color(
-        "planner:N",
-        title=None,
-        scale=alt.Scale(domain=list(COLORS), range=list(COLORS.values())),
-        # Fonts may be wider than ours.
-        legend=alt.Legend(orient="bottom", columns=4, columnPadding=48, labelLimit=320, labelExpr=naive),
-    )
+    color = color_by(alt, "planner", COLORS, columns=4, columnPadding=48, labelExpr=naive)
 
     def panel(metric: str, title: str, scale: Any) -> Any:
         own = [point for point in points if point["metric"] == metric]
@@ -164,6 +152,4 @@ def draw_laws(rows: Path, path: Path) -> Path:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--draw", action="store_true", help="draw the rows that are there")
-    main(**vars(parser.parse_args()))
+    main(**arguments(__doc__, "draw"))

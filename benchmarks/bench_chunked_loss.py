@@ -14,10 +14,8 @@ Without a GPU: the same at small shapes, in seconds.
 
 from __future__ import annotations
 
-import argparse
 import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,15 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.bench_batchnorm import replayed, timed
-from benchmarks.bench_trace import plain_step
-from benchmarks.harness import RESULTS, Row, compare, record
+from benchmarks.gpu_time import replayed, timed
+from benchmarks.harness import RESULTS, Row, arguments, compare, record
+from benchmarks.steps import Way, plain_step, under
 from lowtide import Workload, profile, zoo
 from lowtide.chains import Tree
 from lowtide.techniques.chunked_loss import chunk_loss
 from lowtide.techniques.segments import apply_tree
-
-Way = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -230,17 +226,5 @@ def peak_above_static(work: Workload) -> float:
     return peak
 
 
-def under(way: Way, run: Callable[[], object]) -> Callable[[], object]:
-    def wrapped() -> object:
-        with way():
-            return run()
-
-    return wrapped
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the rows go")
-    options = parser.parse_args()
-    main(compiled=not options.no_compile, results=options.results)
+    main(**arguments(__doc__, "no_compile", "results"))

@@ -9,9 +9,9 @@ three seeds. On a GPU also the kernels alone, as a share of their floor: every b
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,10 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.bench_batchnorm import copy_bandwidth, replayed, timed
-from benchmarks.bench_sqrt import outcome
-from benchmarks.bench_trace import plain_step
-from benchmarks.harness import RESULTS, Row, compare, record
+from benchmarks.gpu_time import copy_bandwidth, replayed, timed
+from benchmarks.harness import RESULTS, Row, arguments, compare, default_device, record
+from benchmarks.steps import Way, outcome, plain_step, under
 from lowtide import Workload, profile, zoo
 from lowtide.kernels.compress import Draws, compress, decompress
 from lowtide.nn import compressed
@@ -50,7 +49,7 @@ SIZE = 16 * 1024 * 4096
 
 
 def main(*, results: Path = RESULTS) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device()
     torch.set_num_threads(1)
     if device == "cuda":
         record("compress_kernels", kernels(), device=device, results=results)
@@ -64,7 +63,7 @@ def steps(case: str, work: Workload, device: str, repeats: int) -> list[Row]:
     plain = profile(work)
     technique = Compress()
     options = {bits: o for o in technique.options(plain) for bits in (8, 4, 2) if set(_bits(o)) == {bits}}
-    ways: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    ways: dict[str, Way] = {
         "plain step": nullcontext,
         "torch save_on_cpu": lambda: torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda"),
         "lowtide, √n recomputation": lambda: apply_options(work, [_root(plain)]),
@@ -83,15 +82,7 @@ def steps(case: str, work: Workload, device: str, repeats: int) -> list[Row]:
         if not torch.equal(found["loss"], expected["loss"]):
             raise SystemExit(f"{case}, {subject}: another loss than the plain step's")
         rows.append(Row.of(case, subject, "gradient error", [100 * _error(found, expected)], "%"))
-
-    def run(way: Callable[[], AbstractContextManager[object]]) -> Callable[[], object]:
-        def step() -> None:
-            with way():
-                plain_step(work)
-
-        return step
-
-    contenders = {subject: run(way) for subject, way in ways.items()}
+    contenders = {subject: under(way, partial(plain_step, work)) for subject, way in ways.items()}
     return rows + compare(case, contenders, check=lambda: None, repeats=repeats, warmup=1, device=device)
 
 
@@ -174,6 +165,4 @@ def _root(plain: Profile) -> Any:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    main(results=parser.parse_args().results)
+    main(**arguments(__doc__, "results"))

@@ -9,7 +9,6 @@ takes, Python included, one step after the other; "step, GPU time" is a CUDA gra
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.bench_batchnorm import timed
-from benchmarks.harness import RESULTS, Row, record, skip
+from benchmarks.gpu_time import timed
+from benchmarks.harness import RESULTS, Row, arguments, record, skip
 from lowtide import zoo
 from lowtide.techniques.batchnorm import convert
 
@@ -111,9 +110,4 @@ class Step:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="cases whose name holds this")
-    parser.add_argument("--variants", default="", help="variants whose name holds this")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the rows go")
-    options = parser.parse_args()
-    main(only=options.only, variants=options.variants, results=options.results)
+    main(**arguments(__doc__, "only", "results", variants={"default": "", "help": "variants whose name holds this"}))

@@ -6,10 +6,11 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 
-from benchmarks.harness import Row, record
+from benchmarks.harness import RESULTS, Row, arguments, record
 from lowtide import profile, sweep, zoo
 from lowtide.workload import Workload
 
@@ -18,7 +19,7 @@ LENGTHS = (512, 1024, 1536, 2048, 2560, 3072)
 LIMITS = {"time": 5.0, "resident memory": 800e6, "heat map": 40.0}
 
 
-def main() -> None:
+def main(*, results: Path = RESULTS) -> None:
     alone = [sys.executable, "-m", "benchmarks.bench_fake", "medium"]
     seconds, resident = map(float, subprocess.run(alone, check=True, capture_output=True, text=True).stdout.split())
     case = "GPT-2 medium, batch 16 x 1024, bf16 autocast, for the H200"
@@ -35,6 +36,7 @@ def main() -> None:
             Row.of("GPT-2, 7 batches by 6 lengths, for the V100", "heat map", "time", [taken], "s"),
             Row.of("GPT-2, 7 batches by 6 lengths, for the V100", "heat map", "points traced", [grid.traced], ""),
         ],
+        results=results,
     )
     if seconds > LIMITS["time"] or resident > LIMITS["resident memory"] or taken > LIMITS["heat map"]:
         raise SystemExit(f"{seconds:.1f} s, {resident / 1e6:.0f} MB, heat map {taken:.1f} s: over {LIMITS}")
@@ -53,4 +55,4 @@ def _medium() -> None:
 
 
 if __name__ == "__main__":
-    _medium() if sys.argv[1:] == ["medium"] else main()
+    _medium() if sys.argv[1:] == ["medium"] else main(**arguments(__doc__, "results"))

@@ -10,7 +10,6 @@ what one call after the other takes. The curves and their steps are drawn to doc
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.bench_batchnorm import copy_bandwidth, replayed, timed
-from benchmarks.harness import RESULTS, ROOT, Row, compare, record
-from lowtide.errors import MissingExtra
+from benchmarks.drawing import say_drawn
+from benchmarks.gpu_time import copy_bandwidth, replayed, timed
+from benchmarks.harness import RESULTS, ROOT, Row, arguments, compare, record
 from lowtide.kernels.curves import CURVES, Curve
 from lowtide.nn import fewbit
 from lowtide.nn.fewbit_tables import BITS, table_of
@@ -40,10 +39,7 @@ def main(*, draw: bool = False, compiled: bool = True, results: Path = RESULTS) 
         else:
             on_a_cpu(results)
     if draw or not torch.cuda.is_available():
-        try:
-            print(f"drawn to {draw_curves(FIGURE)}")
-        except MissingExtra as missing:
-            print(missing)
+        say_drawn(lambda: draw_curves(FIGURE))
 
 
 def accuracy() -> list[Row]:
@@ -58,13 +54,14 @@ def accuracy() -> list[Row]:
 def on_a_cpu(results: Path) -> None:
     x, dy = torch.randn(CPU_SHAPE, requires_grad=True), torch.randn(CPU_SHAPE)
     runs = contenders()
+    case = f"GELU {'x'.join(map(str, CPU_SHAPE))} float32"
     rows = compare(
-        f"GELU {'x'.join(map(str, CPU_SHAPE))} float32",
+        case,
         {name: step(module, x, dy) for name, module in runs.items()},
         check=lambda: [agree(module, x, dy) for module in runs.values()],
         repeats=9,
     )
-    record("fewbit", [*rows, *kept("GELU " + "x".join(map(str, CPU_SHAPE)) + " float32", runs, x)], results=results)
+    record("fewbit", [*rows, *kept(case, runs, x)], results=results)
 
 
 def on_a_gpu(compiled: bool, results: Path) -> None:
@@ -176,9 +173,4 @@ def draw_curves(path: Path) -> Path:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--draw", action="store_true", help="draw the curves alone")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the rows go")
-    options = parser.parse_args()
-    main(draw=options.draw, compiled=not options.no_compile, results=options.results)
+    main(**arguments(__doc__, "draw", "no_compile", "results"))

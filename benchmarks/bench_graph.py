@@ -6,14 +6,14 @@ The program keeps everything, so that it runs the plain step's ops, each once. O
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.bench_sqrt import outcome
-from benchmarks.bench_trace import plain_step
-from benchmarks.harness import Row, compare, record
+from benchmarks.harness import RESULTS, Row, arguments, compare, default_device, record
+from benchmarks.steps import outcome, plain_step
 from lowtide import Workload, profile, zoo
 from lowtide.engines.graph import planned_loss
 from lowtide.planning.strategies import plain
@@ -24,13 +24,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def main(repeats: int = 25) -> None:
+def main(repeats: int = 25, results: Path = RESULTS) -> None:
     torch.set_num_threads(1)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device()
     rows: list[Row] = []
     for case, options in CASES.items():
         rows += measure(case, zoo.workload(device=device, **options), repeats)
-    record("graph", rows, device=device)
+    record("graph", rows, device=device, results=results)
 
 
 def measure(case: str, work: Workload, repeats: int) -> list[Row]:
@@ -57,4 +57,4 @@ def measure(case: str, work: Workload, repeats: int) -> list[Row]:
 
 
 if __name__ == "__main__":
-    main()
+    main(**arguments(__doc__, "results"))

@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
-from benchmarks.harness import ROOT, Row, record
+from benchmarks.harness import RESULTS, ROOT, Row, arguments, record
 
 # Each sample is a fresh interpreter that times the second part after the first.
 SUBJECTS = {
@@ -21,14 +22,14 @@ SUBJECTS = {
 LIMIT_SECONDS = 0.3
 
 
-def main(repeats: int = 5) -> None:
+def main(repeats: int = 5, results: Path = RESULTS) -> None:
     check()
     samples: dict[str, list[float]] = {subject: [] for subject in SUBJECTS}
     for _ in range(repeats):
         for subject, (before, timed) in SUBJECTS.items():
             samples[subject].append(seconds(before, timed))
     rows = [Row.of("a new interpreter", subject, "time", taken, "s") for subject, taken in samples.items()]
-    record("import", rows)
+    record("import", rows, results=results)
     if rows[1].value > LIMIT_SECONDS:
         raise SystemExit(f"import lowtide takes {rows[1].value:.2f} s, more than {LIMIT_SECONDS} s")
 
@@ -60,4 +61,4 @@ def run(code: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(**arguments(__doc__, "results"))

@@ -12,7 +12,6 @@ lowered for all; LARS' bound and LAMB's rate are the better of two that were tri
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -23,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.harness import RESULTS, Row, record, seconds, skip
+from benchmarks.harness import RESULTS, Row, arguments, default_device, record, seconds, skip
 from lowtide import zoo
 from lowtide.data import mnist
 from lowtide.errors import LowtideError
@@ -57,7 +56,7 @@ def ways() -> Iterator[tuple[str, int, Make, str | None]]:
 
 
 def main(*, data: str | None = None, results: Path = RESULTS) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device()
     try:
         (images, labels), test = mnist(data)
     except LowtideError as error:
@@ -122,9 +121,5 @@ def _top(make: Make, factor: int, rule: str | None) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", help="the folder with MNIST; LOWTIDE_DATA otherwise")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the rows go")
-    options = parser.parse_args()
     torch.set_num_threads(1)
-    main(data=options.data, results=options.results)
+    main(**arguments(__doc__, "data", "results"))

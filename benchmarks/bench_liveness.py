@@ -8,9 +8,7 @@ measure the machine. The curves go to docs/images/liveness.svg; --draw draws tho
 
 from __future__ import annotations
 
-import argparse
 import copy
-import csv
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import RESULTS, ROOT, Row, compare, record
+from benchmarks.drawing import color_by, say_drawn, side_by_side
+from benchmarks.harness import RESULTS, ROOT, Row, arguments, compare, read, record
 from lowtide import Workload, zoo
 from lowtide.engines.graph import planned_loss
-from lowtide.errors import MissingExtra
 from lowtide.planning.program import Program
 from lowtide.planning.strategies import Usage, compare_strategies, plain, sqrt_without_cheap, without_cheap
 from lowtide.tracing.joint import Joint, capture_joint
@@ -106,10 +104,7 @@ def main(repeats: int = 15, draw: bool = False) -> None:
                     steps += time_steps(case, work, repeats)
         record(OVER_DEPTH, depths)
         record(NAME, steps)
-    try:
-        print(f"drawn to {draw_curves(RESULTS / f'{OVER_DEPTH}.csv', ROOT / 'docs' / 'images' / 'liveness.svg')}")
-    except MissingExtra as missing:
-        print(missing)
+    say_drawn(lambda: draw_curves(RESULTS / f"{OVER_DEPTH}.csv", ROOT / "docs" / "images" / "liveness.svg"))
 
 
 def rows_of(case: str, usage: Usage) -> list[Row]:
@@ -158,12 +153,11 @@ def gradients(work: Workload, loss: Callable[[Any], Tensor]) -> list[Tensor]:
 
 def draw_curves(rows: Path, path: Path) -> Path:
     """Bytes over depth, a panel for each network, both in powers of two: what grows with a power is a line."""
-    from lowtide.reporting.charts import FONT, altair_module, chart_of
+    from lowtide.reporting.charts import altair_module, chart_of
     from lowtide.reporting.figures import save_figure
 
     alt: Any = altair_module()
-    with rows.open(newline="") as file:
-        latest = {(row["case"], row["subject"]): float(row["value"]) / 2**20 for row in csv.DictReader(file)}
+    latest = {(row["case"], row["subject"]): float(row["value"]) / 2**20 for row in read(rows)}
     panels: list[Any] = []
     for network, (_, what, _, _) in NETWORKS.items():
         points = [
@@ -172,15 +166,8 @@ def draw_curves(rows: Path, path: Path) -> Path:
             if case.startswith(f"{network}, ") and case.endswith(what)
         ]
         panels.append(_panel(alt, chart_of(alt, points + _law(points)), f"{network}: {what}", points))
-    title = alt.TitleParams(
-        "Results of a step, by how memory is planned",
-        subtitle="One arena with static offsets; parameters and their gradients are apart. Bytes by the joint graph.",
-        anchor="start",
-        subtitleColor="#666",
-        offset=14,
-    )
-    chart = alt.hconcat(*panels, title=title, background="white", padding=16)
-    chart = chart.configure(font=FONT).configure_view(stroke=None).configure_axis(gridColor="#e6e8eb")
+    subtitle = "One arena with static offsets; parameters and their gradients are apart. Bytes by the joint graph."
+    chart = side_by_side(alt, panels, "Results of a step, by how memory is planned", subtitle)
     return save_figure(chart.configure_legend(labelFontSize=12), path)
 
 
@@ -203,14 +190,7 @@ def _panel(alt: Any, lines: Any, title: str, points: list[dict[str, Any]]) -> An
             axis=alt.Axis(values=depths),
         ),
         y=alt.Y("size:Q", title="MiB", scale=alt.Scale(type="log", base=2), axis=alt.Axis(format="~g", tickCount=8)),
-        color=alt.Color(
-            "strategy:N",
-            title=None,
-            scale=alt.Scale(domain=list(COLORS), range=list(COLORS.values())),
-            legend=alt.Legend(
-                orient="bottom", columns=4, columnPadding=48, labelLimit=320
-            ),  # fonts may be wider than ours
-        ),
+        color=color_by(alt, "strategy", COLORS, columns=4, columnPadding=48),
     )
     law = f"datum.strategy == '{list(COLORS)[-1]}'"
     solid = encoded.transform_filter(f"!({law})").mark_line(point=True)
@@ -223,6 +203,4 @@ def _panel(alt: Any, lines: Any, title: str, points: list[dict[str, Any]]) -> An
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--draw", action="store_true", help="draw the curves of the rows that are there")
-    main(**vars(parser.parse_args()))
+    main(**arguments(__doc__, "draw"))

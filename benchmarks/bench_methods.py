@@ -11,7 +11,6 @@ products, convolutions and attention, counted over the traced step; what a Trito
 
 from __future__ import annotations
 
-import argparse
 import gc
 import math
 import time
@@ -22,7 +21,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import RESULTS, Row, record
+from benchmarks.harness import RESULTS, Row, arguments, default_device, record
+from benchmarks.steps import plain_step
 from lowtide import LowtideError, Workload, apply, plan, profile, zoo
 from lowtide.planning.prediction import apply_options, estimate_peak
 from lowtide.profiling import Profile
@@ -78,7 +78,7 @@ class Figures:
 
 
 def main(*, only: str = "", device: str | None = None, repeats: int = 5, results: Path = RESULTS) -> None:
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or default_device()
     if device == "cpu":
         torch.set_num_threads(1)  # several that wait for each other on a busy machine measure the machine
     for case, settings in CASES[device].items():
@@ -90,7 +90,7 @@ def measure_case(case: str, settings: dict[str, Any], device: str, repeats: int,
     half = {**settings, "batch": settings["batch"] // 2}
     plain = zoo.workload(device=device, **settings)
     for _ in range(3):  # its state, and the workspaces of libraries, are there before anything is counted
-        _step(plain)
+        plain_step(plain)
     assert plain.optimizer is not None
     plain.optimizer.zero_grad()
     known = list(methods(plain))
@@ -205,13 +205,13 @@ def figures(method: Method, work: Workload, plain: Workload, repeats: int) -> Fi
     others = torch.cuda.memory_allocated() - _bytes_of(work) if on_gpu else 0
     with method.run(work) as applied:
         for _ in range(2):  # optimizer state exists from here on
-            _step(applied.work)
+            plain_step(applied.work)
         traced = profile(applied.work)
         peak, static = traced.peak_bytes, traced.static_bytes
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            _step(applied.work)
+            plain_step(applied.work)
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - others
             applied.work.optimizer.zero_grad()  # pyright: ignore[reportOptionalMemberAccess]: the zoo gives one
@@ -259,22 +259,12 @@ def _seconds(work: Workload) -> float:
     if on_gpu:
         torch.cuda.synchronize()
     start = time.perf_counter()
-    _step(work)
+    plain_step(work)
     if on_gpu:
         torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
-def _step(work: Workload) -> None:
-    assert work.optimizer is not None
-    work.optimizer.zero_grad()
-    work.compute_loss().backward()
-    work.optimizer.step()
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="", help="methods whose name has this in it; the plain step always runs")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="the GPU if there is one")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where rows are appended")
-    main(**vars(parser.parse_args()))
+    only = {"help": "methods whose name holds this; the plain step always runs"}
+    main(**arguments(__doc__, "device", "results", only=only))

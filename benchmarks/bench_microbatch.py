@@ -9,7 +9,6 @@ is the accuracy of a LeNet on MNIST (with --data or LOWTIDE_DATA). On a CPU one 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.bench_trace import plain_step
-from benchmarks.harness import RESULTS, Row, compare, record
+from benchmarks.harness import RESULTS, Row, arguments, compare, default_device, record
+from benchmarks.steps import plain_step
 from lowtide import Workload, microbatch, profile, zoo
 from lowtide.data import mnist
 from lowtide.errors import LowtideError
@@ -50,7 +49,7 @@ BATCH, IMAGES, EPOCHS, SEEDS = 128, 6_000, 2, (0, 1, 2)
 
 
 def main(*, data: str | None = None, repeats: int = 5, results: Path = RESULTS) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device()
     rows: list[Row] = []
     for case, (options, sizes, tolerance) in (GPU if device == "cuda" else CPU).items():
         work = zoo.workload(device=device, optimizer="sgd", **options)
@@ -182,9 +181,5 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", help="the folder with MNIST; LOWTIDE_DATA otherwise")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the rows go")
-    options = parser.parse_args()
     torch.set_num_threads(1)
-    main(data=options.data, results=options.results)
+    main(**arguments(__doc__, "data", "results"))

@@ -11,7 +11,6 @@ Needs, for quality, a folder with MRPC and the weights: the installed package gt
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
@@ -25,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.bench_budgets import measure
-from benchmarks.harness import RESULTS, Row, record
+from benchmarks.harness import RESULTS, Row, arguments, default_device, record
 from lowtide import LowtideError, Workload, profile, zoo
 from lowtide.data import Pairs, mrpc
 from lowtide.data.wordpiece import WordPiece
@@ -64,7 +63,7 @@ def main(
     ratio: float = RATIO,
     results: Path = RESULTS,
 ) -> None:
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or default_device()
     chosen = {
         way: {name: {**knobs, **({"ratio": ratio} if "ratio" in knobs else {})} for name, knobs in wanted.items()}
         for way, wanted in WAYS.items()
@@ -343,17 +342,18 @@ def _batch(words: WordPiece, encoded: Encoded, labels: Tensor, device: str) -> t
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--data", help="the folder with MRPC; LOWTIDE_DATA otherwise")
-    parser.add_argument("--model", help="the folder with the weights; else LOWTIDE_DATA, else the installed package")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="the GPU if there is one")
-    parser.add_argument("--only", choices=["memory", "quality"], default="")
-    parser.add_argument(
-        "--ways", nargs="*", choices=list(WAYS), default=list(WAYS), help="beside plain; all by default"
+    main(
+        **arguments(
+            __doc__,
+            "data",
+            "device",
+            "results",
+            model={"help": "the folder with the weights; else LOWTIDE_DATA, else the installed package"},
+            only={"choices": ["memory", "quality"], "help": "one part alone"},
+            ways={"nargs": "*", "choices": list(WAYS), "default": list(WAYS), "help": "beside plain; all by default"},
+            seeds={"type": int, "help": "runs of each way; 5 on a GPU, 1 elsewhere"},
+            epochs={"type": int, "default": EPOCHS},
+            rate={"type": float, "default": LEARNING_RATE, "help": "the largest learning rate"},
+            ratio={"type": float, "default": RATIO, "help": "rows of a sketch, of the input's"},
+        )
     )
-    parser.add_argument("--seeds", type=int, help="runs of each way; 5 on a GPU, 1 elsewhere")
-    parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--rate", type=float, default=LEARNING_RATE, help="the largest learning rate")
-    parser.add_argument("--ratio", type=float, default=RATIO, help="rows of a sketch, of the input's")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where rows are appended")
-    main(**vars(parser.parse_args()))

@@ -6,9 +6,10 @@ the fastest option of the technique that fits.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row, record
+from benchmarks.harness import RESULTS, Row, arguments, record
 from lowtide import profile, zoo
 from lowtide.planning import estimate_peak
 from lowtide.techniques import techniques
@@ -23,8 +24,13 @@ NAMES = {"sqrt": "√n segments", "optimal": "optimal"}
 SHARES = (0.8, 0.6, 0.4, 0.25)
 
 
-def main() -> None:
-    record("optimal", [row for case, options in CASES.items() for row in rows_of(case, options)], device="cpu")
+def main(*, results: Path = RESULTS) -> None:
+    record(
+        "optimal",
+        [row for case, options in CASES.items() for row in rows_of(case, options)],
+        device="cpu",
+        results=results,
+    )
 
 
 def rows_of(case: str, options: dict[str, Any]) -> list[Row]:
@@ -44,4 +50,4 @@ def rows_of(case: str, options: dict[str, Any]) -> list[Row]:
 
 
 if __name__ == "__main__":
-    main()
+    main(**arguments(__doc__, "results"))

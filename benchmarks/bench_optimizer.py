@@ -11,7 +11,6 @@ On a CPU: a smaller set of parameters, and the result: LeNet on MNIST where the 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.bench_batchnorm import timed
-from benchmarks.harness import RESULTS, Row, compare, record
+from benchmarks.gpu_time import timed
+from benchmarks.harness import RESULTS, Row, arguments, compare, default_device, record
 from lowtide import Workload, profile, zoo
 from lowtide.data import mnist
 from lowtide.errors import LowtideError
@@ -51,7 +50,7 @@ def bitsandbytes(parameters: Any) -> torch.optim.Optimizer:
 
 
 def main(*, data: str | None = None, results: Path = RESULTS) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device()
     size: dict[str, Any] = {} if device == "cuda" else {"layers": 2, "width": 256, "heads": 4, "vocab": 5000}
     with torch.device("meta"):
         shapes = [p.shape for p in zoo.model("gpt2-medium", **size).parameters()]
@@ -183,9 +182,5 @@ def _train(seed: int, dtype: torch.dtype, make: Make, images: Tensor, labels: Te
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", help="the folder with MNIST; LOWTIDE_DATA otherwise")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the rows go")
-    options = parser.parse_args()
     torch.set_num_threads(1)
-    main(data=options.data, results=options.results)
+    main(**arguments(__doc__, "data", "results"))

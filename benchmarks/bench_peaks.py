@@ -7,8 +7,6 @@ beside the figures that were measured there. ``--kernels FILE`` writes what the 
 
 from __future__ import annotations
 
-import argparse
-import csv
 import json
 import subprocess
 import sys
@@ -19,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.harness import RESULTS, Row, record
+from benchmarks.harness import RESULTS, Row, arguments, read, record
 from lowtide import profile, zoo
 from lowtide.profiling.kernels import kernel_key, measure
 from lowtide.tracing import trace
@@ -41,7 +39,10 @@ LIMITS = {"real trace": 0.01, "fake trace, kernels measured": 0.02, "predicted w
 PLAIN = "torch's allocator"
 
 
-def main(kernels: str = "") -> None:
+def main(kernels: str = "", case: str = "", out: str = "") -> None:
+    if case:
+        Path(out).write_text(json.dumps(_measure_case(case)))
+        return
     if torch.cuda.is_available():
         rows: list[Row] = []
         found: dict[str, int] = {}
@@ -120,12 +121,11 @@ def _measured() -> dict[str, int]:
     path = RESULTS / "peaks.csv"
     if not path.exists():
         return {}
-    with path.open(newline="") as file:
-        return {
-            row["case"]: int(float(row["value"]))
-            for row in csv.DictReader(file)
-            if row["subject"] == PLAIN and row["metric"] == "allocated peak"
-        }
+    return {
+        row["case"]: int(float(row["value"]))
+        for row in read(path)
+        if row["subject"] == PLAIN and row["metric"] == "allocated peak"
+    }
 
 
 def _complain(rows: list[Row]) -> None:
@@ -134,12 +134,11 @@ def _complain(rows: list[Row]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", default="", help="measure one workload only, and write the figures to --out")
-    parser.add_argument("--out", default="")
-    parser.add_argument("--kernels", default="", help="write what the kernels allocated to this file")
-    options = parser.parse_args()
-    if options.case:
-        Path(options.out).write_text(json.dumps(_measure_case(options.case)))
-    else:
-        main(options.kernels)
+    main(
+        **arguments(
+            __doc__,
+            case={"default": "", "help": "measure one workload only, and write the figures to --out"},
+            out={"default": "", "help": "the file for them"},
+            kernels={"default": "", "help": "write what the kernels allocated to this file"},
+        )
+    )

@@ -8,21 +8,22 @@ step's gradients, relative to theirs. bfloat16 on a CPU without instructions for
 
 from __future__ import annotations
 
-import argparse
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import RESULTS, Row, compare, record
+from benchmarks.harness import RESULTS, Row, arguments, compare, default_device, record
+from benchmarks.steps import plain_step
 from lowtide import Workload, profile, zoo
 from lowtide.techniques import Option, techniques
 
 
 def main(*, results: Path = RESULTS) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device()
     large = device == "cuda"
     sizes: dict[str, Any] = {"layers": 8, "width": 1024, "heads": 16, "batch": 8, "seq": 512} if large else {
         "layers": 4, "width": 256, "heads": 4, "vocab": 2000, "batch": 4, "seq": 64,
@@ -46,18 +47,11 @@ def main(*, results: Path = RESULTS) -> None:
         rows.append(Row.of(case, subject, "peak", [found.peak_bytes], "B"))
         rows.append(Row.of(case, subject, "saved for backward", [found.saved_bytes], "B"))
         rows.append(Row.of(case, subject, "gradient error", [round(100 * error, 3)], "%"))
-        rows += compare(case, {subject: lambda step=step: run(step)}, check=lambda: None, repeats=5, device=device)[:1]
+        rows += compare(case, {subject: partial(plain_step, step)}, check=lambda: None, repeats=5, device=device)[:1]
         if applied is not None:
             applied()
         work.model.load_state_dict(start)  # all of them from the same weights
     record("precision", rows, device=device, results=results)
-
-
-def run(work: Workload) -> None:
-    assert work.optimizer is not None
-    work.optimizer.zero_grad()
-    work.compute_loss().backward()
-    work.optimizer.step()
 
 
 def gradients(work: Workload) -> Tensor:
@@ -73,8 +67,5 @@ def _name(option: Option) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the rows go")
-    options = parser.parse_args()
     torch.set_num_threads(1)
-    main(results=options.results)
+    main(**arguments(__doc__, "results"))

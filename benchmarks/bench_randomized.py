@@ -9,7 +9,6 @@ gradient, for a random input and a gradient that depends on it, as the mean over
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -18,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.bench_batchnorm import replayed, timed
-from benchmarks.harness import RESULTS, Row, compare, record
+from benchmarks.gpu_time import replayed, timed
+from benchmarks.harness import RESULTS, Row, arguments, compare, default_device, record
 from lowtide.nn import RandomizedLinear
 
 RATIO = 0.2
@@ -32,7 +31,7 @@ WHOLE: list[tuple[str, int | None]] = [("rademacher", None), ("dct", None)]  # o
 
 
 def main(*, results: Path = RESULTS) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device()
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     for rows, inner, outer in SHAPES if device == "cuda" else CPU_SHAPES:
         torch.manual_seed(0)
@@ -113,6 +112,4 @@ def kept_bytes(layer: nn.Module, x: Tensor) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the rows go")
-    main(results=parser.parse_args().results)
+    main(**arguments(__doc__, "results"))

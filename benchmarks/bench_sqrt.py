@@ -8,19 +8,20 @@ On a CPU one thread computes: several that wait for each other on a busy machine
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from benchmarks.bench_trace import plain_step
-from benchmarks.harness import Row, compare, record
+from benchmarks.harness import RESULTS, Row, arguments, compare, default_device, record
+from benchmarks.steps import Way, outcome, plain_step, under
 from lowtide import Workload, profile, zoo
 from lowtide.techniques import Forward, Undo, replace_forward
 from lowtide.techniques.sqrt import checkpoint_segments
-from lowtide.tracing.unchanged import unchanged
 
 # The model, and where its chains of blocks are.
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -46,13 +47,13 @@ class Peer(Forward):
         return checkpoint_sequential(list(self.module.children()), self.segments, input, use_reentrant=False)
 
 
-def main(repeats: int = 9) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def main(repeats: int = 9, results: Path = RESULTS) -> None:
+    device = default_device()
     torch.set_num_threads(1)
     rows: list[Row] = []
     for case, (options, paths) in CASES.items():
         rows += measure(case, zoo.workload(device=device, optimizer="sgd", **options), paths, device, repeats)
-    record("sqrt", rows, device=device)
+    record("sqrt", rows, device=device, results=results)
 
 
 def measure(case: str, work: Workload, paths: tuple[str, ...], device: str, repeats: int) -> list[Row]:
@@ -70,7 +71,7 @@ def measure(case: str, work: Workload, paths: tuple[str, ...], device: str, repe
     def theirs(segments: int) -> Callable[[], ExitStack]:
         return lambda: _all(replace_forward(Peer(chain, segments)) for chain in chains)
 
-    ways: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    ways: dict[str, Way] = {
         "plain step": nullcontext,
         f"lowtide, √n = {root} segments": ours(root),
         f"lowtide, {root} segments, the last kept": ours(root, kept=1),
@@ -89,15 +90,7 @@ def measure(case: str, work: Workload, paths: tuple[str, ...], device: str, repe
         rows.append(Row.of(case, subject, "allocated peak", [traced.peak_bytes], "B"))
         rows.append(Row.of(case, subject, "saved for backward", [traced.saved_bytes], "B"))
         rows.append(Row.of(case, subject, "tensors that differ", [different], ""))
-
-    def run(way: Callable[[], AbstractContextManager[object]]) -> Callable[[], object]:
-        def step() -> None:
-            with way():
-                plain_step(work)
-
-        return step
-
-    contenders = {subject: run(way) for subject, way in ways.items()}
+    contenders = {subject: under(way, partial(plain_step, work)) for subject, way in ways.items()}
     return rows + compare(case, contenders, check=lambda: None, repeats=repeats, warmup=1, device=device)
 
 
@@ -108,17 +101,5 @@ def _all(undos: Iterable[Undo]) -> ExitStack:
     return stack
 
 
-def outcome(work: Workload) -> dict[str, Tensor]:
-    """Everything that a step leaves, copied; the step itself is taken back."""
-    with unchanged(work):
-        torch.manual_seed(0)
-        loss = plain_step(work)
-        model = work.model
-        found = {"loss": loss, "generator": torch.get_rng_state()}
-        found |= {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
-        found |= dict(model.named_buffers())
-        return {name: value.detach().clone() for name, value in found.items()}
-
-
 if __name__ == "__main__":
-    main()
+    main(**arguments(__doc__, "results"))

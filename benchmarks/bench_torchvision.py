@@ -11,7 +11,6 @@ After ``undo()`` classes, ``state_dict`` and output are the original's bit for b
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import importlib
@@ -25,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.bench_block import memory
-from benchmarks.harness import RESULTS, Row, record, skip
+from benchmarks.harness import RESULTS, Row, arguments, record, skip
 from lowtide import Workload, convert
 
 # The shape of the batch, and what is not the builder's default.
@@ -213,8 +212,4 @@ def check_undone(case: str, ours: Step, plain: Step, trained: dict[str, Tensor],
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="networks whose name holds this")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the rows go")
-    options = parser.parse_args()
-    main(only=options.only, results=options.results)
+    main(**arguments(__doc__, "only", "results"))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Row, compare, record
+from benchmarks.harness import RESULTS, Row, arguments, compare, record
+from benchmarks.steps import plain_step
 from lowtide import Workload, profile, zoo
 from lowtide.tracing import trace
 
@@ -13,7 +16,7 @@ LIMIT_RATIO = 1.3
 LIMIT_ERROR = 0.01
 
 
-def main(name: str = "resnet50", batch: int = 4, repeats: int = 5) -> None:
+def main(name: str = "resnet50", batch: int = 4, repeats: int = 5, results: Path = RESULTS) -> None:
     work = zoo.workload(name, batch=batch)
     case = f"{name}, batch {batch}"
     plain_step(work)
@@ -32,19 +35,10 @@ def main(name: str = "resnet50", batch: int = 4, repeats: int = 5) -> None:
     rows = compare(case, contenders, check=check, repeats=repeats, warmup=1)
     rows.append(Row.of(case, "lowtide, traced step", "allocated peak", [ours], "B"))
     rows.append(Row.of(case, "torch.profiler, memory", "allocated peak", [theirs], "B"))
-    record("trace", rows)
+    record("trace", rows, results=results)
     ratio = next(row for row in rows if row.subject.startswith("lowtide") and row.unit == "x")
     if ratio.value > LIMIT_RATIO:
         raise SystemExit(f"a traced step takes {ratio.value:.2f} plain ones, more than {LIMIT_RATIO}")
-
-
-def plain_step(work: Workload) -> Tensor:
-    assert work.optimizer is not None
-    work.optimizer.zero_grad(set_to_none=True)
-    loss = work.compute_loss()
-    loss.backward()
-    work.optimizer.step()
-    return loss.detach()
 
 
 def profiler_peak(work: Workload) -> int:
@@ -66,4 +60,4 @@ def profiler_peak(work: Workload) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    main(**arguments(__doc__, "results"))

@@ -13,6 +13,7 @@ Needs torch, numpy and scipy alone.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import gc
 import importlib.metadata
@@ -21,12 +22,13 @@ import platform
 import re
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -133,6 +135,28 @@ def skip(reason: str) -> NoReturn:
     raise SystemExit(0)
 
 
+def arguments(doc: str | None, *shared: str, **own: dict[str, Any]) -> dict[str, Any]:
+    """What the command line asks of a benchmark, by the names of its ``main``'s arguments.
+
+    ``shared`` are options that mean the same in all of them. Its ``own`` are as ``add_argument`` takes them, or say
+    what is other in a shared one.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, how in {**{name: {} for name in shared}, **own}.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **{**_SHARED.get(name, {}), **how})
+    return vars(parser.parse_args())
+
+
+def default_device() -> str:
+    """The GPU if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def results_of(results: Path | None, *, quick: bool) -> Path:
+    """Where rows go if nothing else is said: those of a quick try to a temporary folder."""
+    return results or (Path(tempfile.gettempdir()) / "lowtide-quick" if quick else RESULTS)
+
+
 def record(name: str, rows: Iterable[Row], *, device: str = "cpu", results: Path = RESULTS) -> Path:
     """Append rows to ``results/<name>.csv`` with the date, the hardware and the versions, and print them."""
     path = results / f"{name}.csv"
@@ -179,9 +203,7 @@ def table(name: str, *, results: Path = RESULTS) -> str:
     path = results / f"{name}.csv"
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there: run lowtide bench {name} first")
-    with path.open(newline="") as file:
-        entries = list(csv.DictReader(file))
-    latest = {(e["hardware"], e["case"], e["subject"], e["metric"]): e for e in entries}
+    latest = {(e["hardware"], e["case"], e["subject"], e["metric"]): e for e in read(path)}
     parts: list[str] = []
     for hardware in dict.fromkeys(e["hardware"] for e in latest.values()):
         mine = [e for e in latest.values() if e["hardware"] == hardware]
@@ -190,6 +212,12 @@ def table(name: str, *, results: Path = RESULTS) -> str:
         where = f"*{hardware}; {versions}; median (quartiles). Rows: benchmarks/results/{path.name}.*"
         parts.append(f"{render([_row(e) for e in mine])}\n\n{where}")
     return "\n\n".join(parts)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The rows of a file as they stand there, oldest first."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -239,6 +267,16 @@ def format_value(value: float, unit: str) -> str:
         return format_size(value)
     return f"{value:.2f}{unit}" if unit else f"{value:g}"
 
+
+_SHARED: dict[str, dict[str, Any]] = {
+    "data": {"help": "the folder with the data sets; LOWTIDE_DATA otherwise"},
+    "device": {"choices": ["cpu", "cuda"], "help": "the GPU if there is one"},
+    "draw": {"action": "store_true", "help": "draw the rows that are there"},
+    "no_compile": {"action": "store_false", "dest": "compiled", "help": "leave torch.compile out"},
+    "only": {"default": "", "help": "cases whose name holds this"},
+    "quick": {"action": "store_true", "help": "a small run, with rows in a temporary folder"},
+    "results": {"type": Path, "default": RESULTS, "help": "where the rows go"},
+}
 
 _START = re.compile(r"^<!-- table: ([\w-]+) -->$", re.MULTILINE)
 _BLOCK = re.compile(r"^(<!-- table: ([\w-]+) -->)$\n(?:(?!^<!-- table:).)*?^(<!-- end -->)$", re.MULTILINE | re.DOTALL)

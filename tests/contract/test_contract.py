@@ -16,7 +16,9 @@ from lowtide.profiling import profile
 from lowtide.techniques import Check, Forward, Technique, register, replace_forward, techniques
 from lowtide.workload import Workload
 
-from .contract import WORKLOADS, TechniqueContract, assert_agree, assert_restored, run, snapshot, wide
+from .contract import TechniqueContract
+from .outcomes import assert_agree, assert_restored, run, snapshot
+from .workloads import WORKLOADS, wide
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "example_technique.py"
 

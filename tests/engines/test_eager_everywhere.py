@@ -25,7 +25,7 @@ from lowtide.techniques import Option
 from lowtide.techniques.optimal import Optimal
 from lowtide.workload import Workload
 
-from ..contract.contract import Residual
+from ..contract.workloads import Residual
 from ..ranks import on_two_ranks
 
 # -- models ----------------------------------------------------------------------------------------------

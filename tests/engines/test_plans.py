@@ -23,7 +23,7 @@ from lowtide.profiling import Profile, profile
 from lowtide.techniques import Fidelity
 from lowtide.zoo.catalog import ENTRIES
 
-from ..contract.contract import assert_restored, snapshot
+from ..contract.outcomes import assert_restored, snapshot
 from ..planning.steps import chain
 from ..ranks import on_two_ranks
 from ..tracing.allocator import allocated_peak

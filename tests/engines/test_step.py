@@ -18,7 +18,8 @@ from lowtide.planning import Choice, Plan, plan
 from lowtide.techniques import Fidelity, register
 from lowtide.workload import Workload
 
-from ..contract.contract import WORKLOADS, assert_restored, larger, snapshot
+from ..contract.outcomes import assert_restored, snapshot
+from ..contract.workloads import WORKLOADS, larger
 from ..planning.steps import Loose, chain
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

@@ -16,7 +16,8 @@ from lowtide.planning import Choice, Plan, plan
 from lowtide.techniques import Applied, Check, Fidelity, Forward, Option, register, replace_forward
 from lowtide.workload import Workload
 
-from ..contract.contract import WORKLOADS, assert_restored, larger, snapshot
+from ..contract.outcomes import assert_restored, snapshot
+from ..contract.workloads import WORKLOADS, larger
 from ..planning.steps import Loose, chain
 
 

@@ -15,7 +15,7 @@ from lowtide.profiling import Profile, profile
 from lowtide.techniques import Fidelity, Option, register
 from lowtide.workload import Workload
 
-from ..contract.contract import assert_restored, snapshot
+from ..contract.outcomes import assert_restored, snapshot
 from .steps import Loose, chain
 
 

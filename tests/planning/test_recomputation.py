@@ -23,7 +23,7 @@ from lowtide.tracing.accumulation import held_by_call
 from lowtide.tracing.joint import Joint, capture_joint
 from lowtide.workload import Workload
 
-from ..contract.contract import assert_restored, snapshot
+from ..contract.outcomes import assert_restored, snapshot
 from .steps import chain
 
 

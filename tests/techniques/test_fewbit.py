@@ -16,7 +16,8 @@ from lowtide.profiling import profile
 from lowtide.techniques import Fidelity, techniques
 from lowtide.techniques.fewbit import FewBit, keep_few_bits, measure_inputs
 from lowtide.workload import Workload
-from tests.contract.contract import TechniqueContract, run
+from tests.contract.contract import TechniqueContract
+from tests.contract.outcomes import run
 
 
 def build(model, *shape):

@@ -25,8 +25,9 @@ from lowtide.techniques.sqrt import Sqrt
 from lowtide.techniques.stages import BlockStages
 from lowtide.workload import Workload
 
-from ..contract.contract import Residual, assert_agree, assert_restored, run
-from ..contract.contract import snapshot as take
+from ..contract.outcomes import assert_agree, assert_restored, run
+from ..contract.outcomes import snapshot as take
+from ..contract.workloads import Residual
 
 
 def chain(depth: int, width: int = 4, batch: int = 3) -> Workload:

@@ -10,8 +10,9 @@ from lowtide.planning import predict
 from lowtide.planning.prediction import apply_options
 from lowtide.profiling import profile
 from lowtide.techniques import Option, techniques
-from tests.contract.contract import WORKLOADS, TechniqueContract, run, wide
-from tests.contract.contract import _seeded as seeded
+from tests.contract.contract import TechniqueContract
+from tests.contract.outcomes import run
+from tests.contract.workloads import WORKLOADS, seeded, wide
 
 NAME = "optimizer_in_backward"
 

@@ -1,5 +1,7 @@
 """Optimizer states as a technique: the contract where they are large enough, their bytes, and plans that use them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,8 +11,8 @@ from lowtide.errors import LowtideError
 from lowtide.planning import predict
 from lowtide.profiling import profile
 from lowtide.techniques import techniques
-from tests.contract.contract import TechniqueContract, wide
-from tests.contract.contract import _seeded as seeded
+from tests.contract.contract import TechniqueContract
+from tests.contract.workloads import seeded, wide
 
 
 class TestContract(TechniqueContract):
@@ -107,3 +109,18 @@ def test_a_step_without_such_states_says_so():
     option = technique.options(profile(seeded(wide)()))[0]
     with pytest.raises(LowtideError, match="Adagrad has no states in 8bit"):
         technique.apply(work, [option])
+
+
+def test_momentum_of_sgd_is_offered_in_8_bits_by_bitsandbytes():
+    pytest.importorskip("bitsandbytes")
+    work = seeded(wide)()
+    work = replace(work, optimizer=torch.optim.SGD(work.model.parameters(), lr=0.1, momentum=0.9))
+    technique, plain = techniques()["optimizer_state"], profile(work)
+    (option,) = technique.options(plain)
+    assert option.knob("state") == "8bit"
+    removed = sum(interval.bytes for interval in technique.price(option, plain).removed)
+    assert removed == 4 * 64 * 64 - 64 * 64 - 4 * 64 * 64 // 256
+    table = 4 * 256  # of the values of codes, once for all parameters
+    assert plain.static_bytes - predict(work, [option], plain).static_bytes == removed - table
+    plain_sgd = replace(work, optimizer=torch.optim.SGD(work.model.parameters(), lr=0.1))
+    assert not technique.options(profile(plain_sgd))

@@ -10,8 +10,8 @@ import lowtide
 from lowtide.optim import LossScale
 from lowtide.profiling import profile
 from lowtide.techniques import Option, techniques
-from tests.contract.contract import WORKLOADS, TechniqueContract, wide
-from tests.contract.contract import _seeded as seeded
+from tests.contract.contract import TechniqueContract
+from tests.contract.workloads import WORKLOADS, seeded, wide
 
 FLOAT16 = Option("precision", ("",), (("autocast", "float16"),))
 BFLOAT16 = Option("precision", ("",), (("autocast", "bfloat16"),))

@@ -20,8 +20,9 @@ from lowtide.techniques.segments import Segments
 from lowtide.techniques.sqrt import Sqrt, checkpoint_segments
 from lowtide.workload import Workload
 
-from ..contract.contract import Residual, assert_agree, assert_restored, run
-from ..contract.contract import snapshot as take
+from ..contract.outcomes import assert_agree, assert_restored, run
+from ..contract.outcomes import snapshot as take
+from ..contract.workloads import Residual
 
 
 def chain(depth: int, width: int = 4) -> Workload:

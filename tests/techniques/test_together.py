@@ -16,7 +16,7 @@ from lowtide.errors import LowtideError
 from lowtide.planning import apply_options, predict
 from lowtide.profiling import Profile, profile
 from lowtide.techniques import Check, Fidelity, Option, techniques
-from tests.contract.contract import assert_agree, assert_restored, run, snapshot
+from tests.contract.outcomes import assert_agree, assert_restored, run, snapshot
 
 NAMES = list(techniques())
 

@@ -9,7 +9,7 @@ from lowtide import Workload, zoo
 from lowtide.chains import keep_all, simulate
 from lowtide.planning.stages import Stages
 from lowtide.tracing.joint import capture_joint, capture_joints
-from tests.contract.contract import assert_restored, snapshot
+from tests.contract.outcomes import assert_restored, snapshot
 
 
 class Branch(nn.Module):

@@ -57,7 +57,13 @@ class Curve:
         for name, (function, _) in _FUNCTIONS.items():
             if activation in (function, getattr(F, name, None), getattr(torch, name, None)):
                 return cls(name, _DEFAULTS.get(name, ()))
-        return cls(getattr(activation, "__name__", type(activation).__name__), (), cast(_In, activation))
+        curve = cls(getattr(activation, "__name__", type(activation).__name__), (), cast(_In, activation))
+        if not curve._acts_on_each_element():
+            raise LowtideError(
+                f"{curve} does not act on each element alone, so a slope for each is not its derivative",
+                hint="Few-bit backward is for functions of one number, the same one in every call.",
+            )
+        return curve
 
     def __call__(self, x: Tensor) -> Tensor:
         """Y, as torch computes it."""
@@ -88,6 +94,13 @@ class Curve:
     def gate(self) -> Gate:
         """How a gate opens and closes."""
         return _GATES[self.name](*self.numbers)
+
+    def _acts_on_each_element(self) -> bool:
+        """As far as some numbers show it, together and one by one."""
+        x = torch.linspace(-2.0, 2.0, 9, dtype=torch.float64).view(3, 3)
+        with torch.no_grad():
+            together, alone = self(x.clone()), [self(value.clone()) for value in x.view(9, 1, 1)]
+        return together.shape == x.shape and torch.allclose(together.reshape(9), torch.cat(alone).reshape(9))
 
     def __repr__(self) -> str:
         if self.name == "gelu":

@@ -1,10 +1,10 @@
 """What acts on optimizers: states in 8 bits or on the host, steps inside backward, 16-bit weights, larger batches.
 
-    undo = lowtide.optim.lower_state(optimizer, "8bit")      # any torch Adam or AdamW, in place
+    undo = lowtide.optim.lower_state(optimizer, "8bit")      # torch's Adam, AdamW or SGD, in place
     undo = lowtide.optim.step_in_backward(optimizer)         # gradients are never all alive
     undo = lowtide.optim.round_updates(optimizer)            # bfloat16 weights without a master copy
     undo = lowtide.optim.store_gradients(optimizer, "8bit")  # between backward and step
-    scheduler = lowtide.optim.scale_batch(optimizer, 16, warmup_steps=500)
+    undo = lowtide.optim.scale_rates(optimizer, 16, warmup_steps=500)  # a batch 16 times as large
 
 The optimizer stays the object that it was: loops, schedulers and checkpoints go on using it.
 """
@@ -12,7 +12,7 @@ The optimizer stays the object that it was: loops, schedulers and checkpoints go
 from lowtide.optim.adamw8bit import AdamW8bit
 from lowtide.optim.gradients import store_gradients
 from lowtide.optim.in_backward import step_in_backward
-from lowtide.optim.large_batch import lamb, lars, scale_batch
+from lowtide.optim.large_batch import lamb, lars, scale_batch, scale_rates
 from lowtide.optim.rounding import round_stochastically, round_updates
 from lowtide.optim.scaling import LossScale
 from lowtide.optim.state import lower_state
@@ -26,6 +26,7 @@ __all__ = [
     "round_stochastically",
     "round_updates",
     "scale_batch",
+    "scale_rates",
     "step_in_backward",
     "store_gradients",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,8 +15,8 @@ from lowtide.errors import LowtideError
 from lowtide.kernels import adamw8bit as kernels
 from lowtide.kernels.adamw8bit import Entry
 from lowtide.kernels.reference.adamw8bit import BLOCK, Hyper, Moments, decode, encode
-from lowtide.optim.exact import put_back
-from lowtide.optim.single import PLAIN_STATES
+from lowtide.optim.exact import load_exactly, loads_exactly
+from lowtide.optim.single import FIRST, PLAIN_STATES
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -27,7 +28,8 @@ class AdamW8bit(torch.optim.Optimizer):
     """torch's AdamW with both moments in 8 bits, a float32 scale for each 256 values; parameters of any float dtype.
 
     Parameters with less than ``LEAST`` values keep float32 moments. ``rounding="stochastic"`` rounds bfloat16 weights
-    up or down at random, right on average, so that they need no float32 copy. Saved and resumed bit for bit.
+    up or down at random, right on average, so that they need no float32 copy. Saved and resumed bit for bit; a state of
+    torch's Adam or AdamW can be loaded too, and is put into 8 bits.
 
     >>> weight = torch.nn.Parameter(torch.ones(64, 64))
     >>> optimizer = AdamW8bit([weight], lr=0.1)
@@ -68,23 +70,25 @@ class AdamW8bit(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for number, group in enumerate(self.param_groups):
-            ready: dict[int, list[tuple[Tensor, dict[str, Any]]]] = {}
-            found = [(p, self._state(p)) for p in group["params"] if p.grad is not None]
+        next_first = 0
+        for group in self.param_groups:
+            first = group.get(FIRST, next_first)
+            next_first = first + len(group["params"])
+            rounds = group["rounding"] == "stochastic"
+            found = [(n, p, self._state(p)) for n, p in enumerate(group["params"], first) if p.grad is not None]
             if found:
-                counts = [state["step"] for _, state in found]
+                counts = [state["step"] for _, _, state in found]
                 torch._foreach_add_(counts, torch.tensor(1.0))  # pyright: ignore[reportPrivateImportUsage]
-            for p, state in found:
-                ready.setdefault(count_of(state["step"]), []).append((p, state))
-            for count, members in ready.items():
-                seed = (group["seed"] * 2654435761 + number * 40503 + count * 97003) % 2**30
-                self._step(number, members, _hyper(group, count), seed if group["rounding"] == "stochastic" else None)
+            for count, number, members in _runs(found, of_neighbours=rounds):
+                # The kernels add a parameter's place in the run: its noise is its own, whoever is stepped with it.
+                seed = (group["seed"] * 2654435761 + count * 97003) % 2**30 + number
+                self._step(number, members, _hyper(group, count), seed if rounds else None)
         return loss
 
-    def _step(self, number: int, members: list[tuple[Tensor, dict[str, Any]]], hyper: Hyper, seed: int | None) -> None:
-        """Step parameters of a group that have come as far. While nothing has moved, the last launches are repeated.
+    def _step(self, number: int, members: list[_Member], hyper: Hyper, seed: int | None) -> None:
+        """Step parameters that have come as far. While nothing has moved, the last launches are repeated.
 
-        Hundreds of parameters take longer to look at than to step.
+        Hundreds of parameters take longer to look at than to step. ``number`` is the first one's.
         """
         places = _places(members)
         known: dict[int, _Last] = vars(self).setdefault("_last", {})
@@ -105,12 +109,30 @@ class AdamW8bit(torch.optim.Optimizer):
         if places is not None and launches is not None:
             known[number] = _Last(places, launches, [state["exp_avg"] for _, state in members])
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Another group, as torch has it; amsgrad is refused."""
+        _refuse_amsgrad(param_group)
+        super().add_param_group(param_group)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume: codes stay codes."""
-        vars(self).pop(PLAIN_STATES, None)
+        """Resume: codes stay codes, and moments of torch's Adam or AdamW are put into 8 bits.
+
+        Another optimizer's state is refused, and then nothing is changed.
+        """
+        groups, states = list(state_dict["param_groups"]), dict(state_dict["state"])
+        # Where the numbers of groups or parameters differ, torch says so after this.
+        for index, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
+            _refuse_amsgrad(saved)
+            groups[index] = {**{key: group[key] for key in self.defaults if key in group}, **saved}
+            for p, number in zip(group["params"], saved["params"], strict=False):
+                if states.get(number):
+                    states[number] = _in_8bit(p, states[number])
+        with nullcontext() if loads_exactly(self) else load_exactly(self):
+            super().load_state_dict({**state_dict, "param_groups": groups, "state": states})
         vars(self).pop("_last", None)
-        super().load_state_dict(state_dict)
-        put_back(self, state_dict)
+        for state in self.state.values():  # a fused AdamW counts on the device, where reading it would wait
+            if "step" in state:
+                state["step"] = state["step"].cpu()
 
     def _state(self, p: Tensor) -> dict[str, Any]:
         state = self.state[p]
@@ -122,6 +144,25 @@ class AdamW8bit(torch.optim.Optimizer):
         return state
 
 
+_Member = tuple[Tensor, dict[str, Any]]  # a parameter and its state
+
+
+def _runs(
+    found: list[tuple[int, Tensor, dict[str, Any]]], *, of_neighbours: bool
+) -> list[tuple[int, int, list[_Member]]]:
+    """Parameters that have come as far, with their step count and the number of the first of them.
+
+    ``of_neighbours``: only those whose numbers follow each other.
+    """
+    runs: dict[tuple[int, int], list[tuple[int, _Member]]] = {}
+    placed: dict[int, int] = {}
+    for number, p, state in found:
+        count = count_of(state["step"])
+        place = placed[count] = placed.get(count, -1) + 1
+        runs.setdefault((count, number - place if of_neighbours else 0), []).append((number, (p, state)))
+    return [(count, run[0][0], [member for _, member in run]) for (count, _), run in runs.items()]
+
+
 class _Last(NamedTuple):
     """The launches of the last step, and where all tensors were. Moments are held: none can take their place."""
 
@@ -130,7 +171,7 @@ class _Last(NamedTuple):
     moments: list[Tensor]
 
 
-def _places(members: list[tuple[Tensor, dict[str, Any]]]) -> tuple[Any, ...] | None:
+def _places(members: list[_Member]) -> tuple[Any, ...] | None:
     """Where parameters, gradients and moments are; None where some are fake, or would have to be copied."""
     found: list[Any] = []
     for p, state in members:
@@ -163,6 +204,24 @@ def lowered(p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     else:
         moments = Moments(*flats)
     return {"step": torch.tensor(float(state["step"])), **_named(moments)}
+
+
+def _in_8bit(p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """A saved state as it is where it is one of AdamW8bit, else torch's, lowered."""
+    moments = [state.get(key) for key in _KEYS[:2]]
+    if "step" not in state or "max_exp_avg_sq" in state or any(m is None or m.numel() != p.numel() for m in moments):
+        raise LowtideError(
+            f"The saved state of a parameter of {tuple(p.shape)} is not that of Adam or AdamW for it",
+            where=", ".join(state),
+            hint="Load what AdamW8bit or torch's Adam or AdamW saved, without amsgrad.",
+        )
+    is_ours = "exp_avg_scale" in state or (p.ndim != 1 and state["exp_avg"].ndim == 1)
+    return state if is_ours else lowered(p, state)
+
+
+def _refuse_amsgrad(group: dict[str, Any]) -> None:
+    if group.get("amsgrad"):
+        raise LowtideError("There is no amsgrad with states in 8 bits", hint="Leave amsgrad out.")
 
 
 def raised(p: Tensor, state: dict[str, Any], *, fused: bool) -> dict[str, Any]:

@@ -1,13 +1,15 @@
-"""States in 4 bits, by torchao."""
+"""Optimizers of maintained libraries in the place of torch's: states in 4 bits by torchao, in 8 by bitsandbytes."""
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowtide.errors import MissingExtra
+from lowtide.errors import LowtideError, MissingExtra
 from lowtide.optim.single import PLAIN_STATES
 from lowtide.techniques.technique import Undo
 
@@ -15,8 +17,8 @@ from lowtide.techniques.technique import Undo
 class Adam4bit:
     """What it takes to make torch's Adam or AdamW torchao's with 4-bit states.
 
-    torchao compiles its step, which needs a C++ compiler on a CPU (or the environment variable TORCHDYNAMO_DISABLE=1),
-    and wants the rate as a tensor, which schedulers fill.
+    torchao compiles its step; for parameters on a CPU it runs as it is, since compiling there needs a C++ compiler. It
+    wants the rate as a tensor, which schedulers fill.
     """
 
     def __init__(self, *, decoupled: bool) -> None:
@@ -25,7 +27,7 @@ class Adam4bit:
         except ImportError as error:
             raise MissingExtra("torchao", extra="optim") from error
         base: Any = optim.AdamW4bit if decoupled else optim.Adam4bit
-        self.optimizer: Any = _steps_drop_plain_states(base)([torch.empty(0)], lr=1e-3)
+        self.optimizer: Any = _runs_anywhere(base)([torch.empty(0)], lr=1e-3)
 
     def lowered(self, p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """The state of torch's AdamW for one parameter, in 4 bits; nothing where there is none yet."""
@@ -60,11 +62,215 @@ class Adam4bit:
         return Undo(restore)
 
 
-def _steps_drop_plain_states(base: type) -> type:
-    """The class of torchao, whose first step lets go of what the states were before."""
+_SLOTS = ("state1", "state2")  # as bitsandbytes calls the states, each with a table of values and a scale for a block
+_BLOCK, _LEAST = 256, 4096  # bitsandbytes' own: values to a scale, and values below which states stay in float32
+_RULES = ("momentum", "lars", "lion", "lamb", "adam", "rmsprop", "adagrad")
+_CANNOT = ("nesterov", "dampening", "maximize", "amsgrad", "differentiable")
+
+
+def has_bridge(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether 8-bit states are bitsandbytes': for torch's SGD and for bitsandbytes' own optimizers."""
+    return type(optimizer) is torch.optim.SGD or _is_bitsandbytes(optimizer)
+
+
+class Bitsandbytes:
+    """What it takes to have bitsandbytes step an optimizer, with the same numbers and the same rule.
+
+    torch's SGD with momentum, torch's Adam and AdamW where updates are to have a ``bound``, and bitsandbytes' own
+    optimizers with 32-bit states. With a ``bound``, an update's norm is at most that share of the weight's: SGD is then
+    LARS, and Adam LAMB. bitsandbytes' step on 8-bit states knows no bound, so that its LARS8bit is SGD8bit; here a
+    bounded step decodes the states of one parameter, runs the 32-bit one and encodes them again.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, bits: int = 8, bound: float | None = None) -> None:
+        _refuse(optimizer)
+        library = import_bitsandbytes()
+        self.functional = library.functional
+        self.keys = _SLOTS
+        self.is_torchs = not _is_bitsandbytes(optimizer)
+        if self.is_torchs:
+            is_sgd = isinstance(optimizer, torch.optim.SGD)
+            self.keys = ("momentum_buffer",) if is_sgd else ("exp_avg", "exp_avg_sq")
+            states = library.optim.optimizer
+            kind = bridged(states.Optimizer1State if is_sgd else states.Optimizer2State, self)
+            rule = ("lars" if bound else "momentum") if is_sgd else ("lamb" if bound else "adam")
+            self.optimizer: Any = kind(rule, [torch.empty(0)], optim_bits=bits, max_unorm=bound or 0.0)
+            self.optimizer.defaults = dict(optimizer.defaults)  # groups get nothing that schedulers could mistake
+        else:
+            self.optimizer = copy.copy(optimizer)
+            self.optimizer.__dict__ = dict(vars(optimizer))
+            self.optimizer.__class__ = bridged(type(optimizer), self)
+            self.optimizer.args = copy.copy(self.optimizer.args)
+            self.optimizer.args.optim_bits = bits
+            self.optimizer.name2qmap = {}
+            self.optimizer.fill_qmap()
+        self.bits = bits
+
+    def lowered(self, p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """A parameter's state as bitsandbytes keeps it; nothing where there is none yet."""
+        if state.get(self.keys[0]) is None:
+            return {}
+        # torch's SGD counts no steps, and bitsandbytes' first one begins the average anew.
+        found: dict[str, Any] = {"step": int(state.get("step", 1))}
+        for number, (slot, key) in enumerate(zip(_SLOTS, self.keys, strict=False), 1):
+            if key not in state:
+                continue
+            values = state[key].to(p.device, torch.float32).contiguous()
+            if self.bits == 8 and p.numel() >= _LEAST:
+                table = self.optimizer.name2qmap["dynamic" if number == 1 else "udynamic"].to(p.device)
+                found[slot], found[f"absmax{number}"] = self.encode(values, table)
+                found[f"qmap{number}"] = table
+            else:
+                found[slot] = values.clone()
+        if self.optimizer.args.max_unorm > 0:
+            found["unorm_vec"] = torch.zeros(1, device=p.device)
+        return found
+
+    def raised(self, p: Tensor, state: dict[str, Any], *, fused: bool) -> dict[str, Any]:
+        """The state as the optimizer had it before; ``fused`` says where it counts its steps."""
+        if "state1" not in state:
+            return {}
+        found: dict[str, Any] = {} if "momentum_buffer" in self.keys else {"step": state["step"]}
+        for slot, key in zip(_SLOTS, self.keys, strict=False):
+            if slot in state:
+                values = self.decode(state, slot) if state[slot].dtype == torch.uint8 else state[slot].clone()
+                found[key] = values.to(p.dtype) if self.is_torchs else values
+        if self.is_torchs and "step" in found:
+            found["step"] = torch.tensor(float(found["step"]), device=p.device if fused else "cpu")
+        elif "unorm_vec" in state:
+            found["unorm_vec"] = state["unorm_vec"]
+        return found
+
+    def encode(self, values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and the scales of their blocks."""
+        codes, state = self.functional.quantize_blockwise(values, code=table, blocksize=_BLOCK)
+        return codes, state.absmax
+
+    def decode(self, state: dict[str, Any], slot: str) -> Tensor:
+        """The values of a state in float32."""
+        number = slot[-1]
+        return self.functional.dequantize_blockwise(
+            state[slot], absmax=state[f"absmax{number}"], code=state[f"qmap{number}"], blocksize=_BLOCK
+        )
+
+
+def bridged(base: Any, bridge: Bitsandbytes) -> Any:
+    """A class of bitsandbytes that reads torch's groups, and keeps its bound with 8-bit states too."""
+
+    @torch.no_grad()
+    def step(self: Any, closure: Any = None) -> Any:
+        """One step; bitsandbytes' own waits for the device after each parameter, for the sake of paged states."""
+        vars(self).pop(PLAIN_STATES, None)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for gindex, group in enumerate(self.param_groups):
+            for pindex, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    if not self.state[p]:
+                        self.init_state(group, p, gindex, pindex)
+                    self.update_step(group, p, gindex, pindex)
+        return loss
+
+    def get_config(self: Any, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+        _refuse_group(group)
+        read = {"eps": 0.0, **group, "lr": float(group["lr"])}
+        if "momentum" in group:
+            read["betas"] = (group["momentum"], 0.0)
+        return base.get_config(self, gindex, pindex, read)
+
+    def init_state(self: Any, group: Any, p: Tensor, gindex: int, pindex: int) -> None:
+        self.name2qmap = dict(self.name2qmap)  # a copy over fake tensors shares it, and writes to it
+        base.init_state(self, group, p, gindex, pindex)
+
+    def update_step(self: Any, group: Any, p: Tensor, gindex: int, pindex: int) -> None:
+        state = self.state[p]
+        coded = {slot: state[slot] for slot in _SLOTS if slot in state and state[slot].dtype == torch.uint8}
+        if not coded or not self.args.max_unorm:
+            base.update_step(self, group, p, gindex, pindex)
+            return
+        try:
+            state.update({slot: bridge.decode(state, slot) for slot in coded})
+            base.update_step(self, group, p, gindex, pindex)
+            for slot, codes in coded.items():
+                found, scales = bridge.encode(state[slot], state[f"qmap{slot[-1]}"])
+                codes.copy_(found)
+                state[f"absmax{slot[-1]}"].copy_(scales)
+        finally:
+            state.update(coded)
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
+        states = dict(state_dict["state"])
+        # Where the numbers of groups or parameters differ, bitsandbytes says so after this.
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            for p, number in zip(group["params"], saved["params"], strict=False):
+                state = {**states.get(number, {}), **states.get(number, {}).get(base._FSDP_WRAPPED_QUANT_STATE_KEY, {})}
+                first = state.get(bridge.keys[0])
+                if first is not None and first.dtype != torch.uint8:
+                    states[number] = bridge.lowered(p, state)
+        base.load_state_dict(self, {**state_dict, "state": states}, move_to_device)
+        vars(self).pop(PLAIN_STATES, None)
+
+    methods = {
+        "step": step,
+        "get_config": get_config,
+        "init_state": init_state,
+        "update_step": torch.no_grad()(update_step),
+        "load_state_dict": load_state_dict,
+    }
+    return type(base.__name__, (base,), {**methods, "__doc__": base.__doc__})
+
+
+def import_bitsandbytes() -> Any:
+    """The library, or what to install."""
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise MissingExtra("bitsandbytes", extra="optim") from error
+    return bitsandbytes
+
+
+def _is_bitsandbytes(optimizer: object) -> bool:
+    return any(base.__module__.startswith("bitsandbytes.") for base in type(optimizer).__mro__)
+
+
+def _refuse(optimizer: Any) -> None:
+    """Refuse an optimizer that bitsandbytes would step by another rule, or not at all."""
+    theirs = _is_bitsandbytes(optimizer)
+    if theirs and (optimizer.optimizer_name not in _RULES or optimizer.args.optim_bits != 32 or optimizer.is_paged):
+        raise LowtideError(
+            f"{type(optimizer).__name__} has no 32-bit states that could be in 8 bits",
+            hint=f"There are bridges for bitsandbytes' {', '.join(_RULES)}.",
+        )
+    for group in optimizer.param_groups:
+        _refuse_group(group)
+        for p in group["params"]:
+            if not p.is_contiguous() or p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise LowtideError(
+                    f"bitsandbytes steps contiguous parameters of 16 or 32 bits, and one is {p.dtype} with strides "
+                    f"{tuple(p.stride())}",
+                    hint='The state can be on the host instead: "cpu".',
+                )
+
+
+def _refuse_group(group: dict[str, Any]) -> None:
+    cannot = [name for name in _CANNOT if group.get(name)]
+    if "decoupled_weight_decay" in group and group["weight_decay"] and not group["decoupled_weight_decay"]:
+        cannot.append("weight decay in the gradient")
+    if "momentum" in group and not group["momentum"]:
+        raise LowtideError("SGD without momentum has no state", hint="There is nothing to lower.")
+    if cannot:
+        raise LowtideError(f"bitsandbytes has no {cannot[0]}", hint='The state can be on the host instead: "cpu".')
+
+
+def _runs_anywhere(base: type) -> type:
+    """The class of torchao, uncompiled on a CPU; its first step lets go of what the states were before."""
 
     def step(self: Any, closure: Any = None) -> Any:
         vars(self).pop(PLAIN_STATES, None)
-        return base.step(self, closure)
+        compiles = all(p.is_cuda for group in self.param_groups for p in group["params"])
+        with nullcontext() if compiles else torch.compiler.set_stance("force_eager"):
+            return base.step(self, closure)
 
     return type(base.__name__, (base,), {"step": step, "__doc__": base.__doc__})

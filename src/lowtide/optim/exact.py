@@ -2,41 +2,81 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from collections import defaultdict
+from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lowtide.techniques.technique import Undo
 
+State = dict[str, Any]
+Receive = Callable[[Tensor, State, dict[str, Any]], State]
 
-def load_exactly(optimizer: torch.optim.Optimizer) -> Undo:
-    """Have ``load_state_dict`` keep the dtypes and the devices that states were saved with, codes among them.
 
-    A state that was on the host stays there; one that was on a device goes to its parameter's.
+def as_saved(parameter: Tensor, state: State, group: dict[str, Any]) -> State:
+    """A copy of a parameter's state in the dtypes that it was saved in, on the parameter's device.
+
+    Scalars on the host, such as step counts, stay there, but for the counts of steps that run on the device alone.
     """
-    seen: list[dict[str, Any]] = []
+    on_device = group.get("fused") or group.get("capturable")
 
-    def before(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        seen.append(state_dict)
+    def copied(key: str, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.ndim == 0 and not (key == "step" and on_device):
+            return value.clone() if value.device.type == "cpu" else value.to(parameter.device, copy=True)
+        return pytree.tree_map_only(Tensor, lambda t: t.to(parameter.device, copy=True), value)
 
-    def after(optimizer: torch.optim.Optimizer) -> None:
-        put_back(optimizer, seen.pop())
+    return {key: copied(key, value) for key, value in state.items()}
 
+
+def load_exactly(optimizer: torch.optim.Optimizer, receive: Receive = as_saved) -> Undo:
+    """Have ``load_state_dict`` give each parameter what ``receive(parameter, state, group)`` makes of its saved state.
+
+    torch neither casts the states nor moves them: what is received on the host was never on the device. An error of
+    ``receive`` leaves the optimizer as it was.
+    """
+    loading = _Loading(receive)
     handles = (
-        optimizer.register_load_state_dict_pre_hook(before),
-        optimizer.register_load_state_dict_post_hook(after),
+        optimizer.register_load_state_dict_pre_hook(loading.before),
+        optimizer.register_load_state_dict_post_hook(loading.after),
     )
     return Undo(*(handle.remove for handle in handles))
 
 
-def put_back(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Set the tensors of a loaded state to what was saved."""
-    numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for number, parameter in zip(numbers, parameters, strict=True):
-        for key, value in state_dict["state"].get(number, {}).items():
-            if isinstance(value, Tensor):
-                stays = value.device.type == "cpu" and (value.ndim == 0 or value.is_pinned())
-                optimizer.state[parameter][key] = value.clone() if stays else value.to(parameter.device, copy=True)
+def loads_exactly(optimizer: Any) -> bool:
+    """Whether ``load_exactly`` is in force."""
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), _Loading) for hook in hooks)
+
+
+def keeps_parameter_dtype(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether states are in the dtypes of their parameters, as those of torch's own optimizers are."""
+    bases = type(optimizer).__mro__
+    return any(b.__module__.startswith("torch.optim.") and b is not torch.optim.Optimizer for b in bases)
+
+
+class _Loading:
+    """Takes states out of what torch loads, and puts them where they belong when torch has loaded the groups."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.receive = receive
+        self.states: dict[Any, State] = {}
+
+    def before(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        left = dict(state_dict["state"])
+        self.states = {}
+        # Where the numbers of groups or parameters differ, torch says so after this.
+        for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+            for parameter, number in zip(group["params"], saved["params"], strict=False):
+                if number in left:
+                    self.states[parameter] = self.receive(parameter, left.pop(number), saved)
+        self.states.update(deepcopy(left))  # of no parameter
+        return {**state_dict, "state": {}}
+
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        states, self.states = self.states, {}
+        # torch's own door: it brings states of older versions up to date.
+        optimizer.__setstate__({"state": defaultdict(dict, states), "param_groups": optimizer.param_groups})

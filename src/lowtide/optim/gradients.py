@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -10,14 +11,16 @@ from torch import Tensor
 from lowtide.errors import LowtideError
 from lowtide.kernels.adamw8bit import random_bits
 from lowtide.kernels.reference.adamw8bit import BLOCK, round_by
-from lowtide.optim.hooks import StepPart, refuse_scaled, take_part
+from lowtide.optim.hooks import StepPart, refuse_where, take_part
 from lowtide.optim.in_backward import is_stepped_in_backward
 from lowtide.optim.single import SingleStep
 from lowtide.techniques.technique import Undo
 
 Bits = Literal["16bit", "8bit"]
-_Packed = tuple[Tensor, Tensor | None]  # bfloat16, or int8 with the scales of its blocks
+_Packed8 = tuple[Tensor, Tensor]
+_Packed = tuple[Tensor, Tensor | None]  # bfloat16, or int8 with the scales of its blocks; both flat
 
+PIECES = {"cpu": 2**16, "cuda": 2**20}  # values packed at a time: what caches hold; few launches
 COUNT = "gradient_roundings"  # in the optimizer's first group, and so in what is saved
 
 
@@ -26,32 +29,43 @@ def store_gradients(optimizer: torch.optim.Optimizer, bits: Bits = "16bit", *, s
 
     ``backward`` leaves ``p.grad`` at None and ``optimizer.step()`` unpacks a parameter at a time. Several backwards
     before a step are summed, each sum rounded stochastically. Whoever reads ``p.grad`` in between, such as clipping by
-    the norm, finds none. ``optimizer.zero_grad()`` lets them go; ``model.zero_grad()`` knows nothing of them.
+    the norm, finds none. ``optimizer.zero_grad()`` lets them go; ``model.zero_grad()`` knows nothing of them. The undo
+    puts what waits for a step into ``p.grad``.
     """
     if bits not in ("16bit", "8bit"):
         raise LowtideError(f"Gradients cannot be kept in {bits!r}", hint='Pass "16bit" or "8bit".')
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise LowtideError("LBFGS steps all parameters as one", hint="Use another optimizer.")
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if any(p.is_complex() for p in parameters):
+        raise LowtideError("Gradients of complex parameters are not stored in less", hint="Use another technique.")
     if any(map(is_stepped_in_backward, parameters)):
-        raise LowtideError("Parameters that are stepped in backward have no gradients to keep")
-    refuse_scaled(optimizer, "stored gradients")
+        raise LowtideError(
+            "Parameters that are stepped in backward have no gradients to keep",
+            hint="Use stored gradients or steps in backward, not both.",
+        )
+    refuse_where(optimizer, "needs_gradients", "stored gradients")
     store = GradientStore(optimizer, bits, seed)
-    undo = take_part(optimizer, store)
-    undo.add(store.forget_at_zero_grad(optimizer))
-    undo.add(lambda: optimizer.param_groups[0].pop(COUNT, None))
-    for parameter in parameters:
-        undo.add(parameter.register_post_accumulate_grad_hook(store).remove)
-    return undo
+    with Undo(store.give_back) as undo:
+        undo.add(take_part(optimizer, store))
+        undo.add(store.forget_at_zero_grad(optimizer))
+        optimizer.param_groups[0].setdefault(COUNT, 0)
+        undo.add(lambda: optimizer.param_groups[0].pop(COUNT, None))  # loading a state replaces the group
+        for parameter in parameters:
+            undo.add(parameter.register_post_accumulate_grad_hook(store).remove)
+        return undo.keep()
 
 
 class GradientStore(StepPart):
     """Takes gradients when they are made, and gives them back one at a time."""
+
+    needs_step = "Stored gradients wait for the step"
 
     def __init__(self, optimizer: torch.optim.Optimizer, bits: Bits, seed: int) -> None:
         super().__init__(optimizer)
         self.bits: Bits = bits
         self.seed = seed
         self.packed: dict[Tensor, _Packed] = {}
-        optimizer.param_groups[0].setdefault(COUNT, 0)
 
     def __str__(self) -> str:
         return f"gradients in {self.bits}"
@@ -71,18 +85,36 @@ class GradientStore(StepPart):
         """The hook for a copy of the optimizer, over other parameters: itself."""
         return self
 
+    def set_aside(self) -> Undo:
+        """Begin with none, as a trace does; the undo has those again that wait now."""
+        waiting, self.packed = self.packed, {}
+
+        def restore() -> None:
+            self.packed = waiting
+
+        return Undo(restore)
+
+    def give_back(self) -> None:
+        """Put what waits for a step where it would be without."""
+        for parameter, packed in self.packed.items():
+            parameter.grad = unpack(packed, parameter).to(parameter.dtype)
+        self.packed.clear()
+
     def __call__(self, parameter: Tensor) -> None:
         """Runs when a gradient is there: pack it, with what is there already."""
         gradient = parameter.grad
         assert gradient is not None
-        parameter.grad = None
+        if gradient.layout is not torch.strided:
+            raise LowtideError(
+                f"A gradient with layout {gradient.layout} is not stored in {self.bits}",
+                hint="Make the layer's gradients dense: sparse=False.",
+            )
+        group = self.single.optimizer.param_groups[0]
+        group[COUNT] = group.get(COUNT, 0) + 1  # a state that was saved without has none
+        seed = (self.seed * 2654435761 + group[COUNT]) % 2**31
         with torch.no_grad():
-            wide = gradient.float()
-            if parameter in self.packed:
-                wide = wide + unpack(self.packed.pop(parameter), parameter)
-            group = self.single.optimizer.param_groups[0]
-            group[COUNT] = group.get(COUNT, 0) + 1  # a state that was saved without has none
-            self.packed[parameter] = pack(wide, self.bits, seed=(self.seed * 2654435761 + group[COUNT]) % 2**31)
+            self.packed[parameter] = pack(gradient, self.bits, seed=seed, onto=self.packed.get(parameter))
+        parameter.grad = None
 
     def ready(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         return [p for group in optimizer.param_groups for p in group["params"] if p in self.packed]
@@ -95,25 +127,69 @@ class GradientStore(StepPart):
             parameter.grad = None
 
 
-def pack(gradient: Tensor, bits: Bits, *, seed: int) -> _Packed:
-    """Round a float32 gradient stochastically: right on average."""
-    if bits == "16bit":
-        return round_by(gradient, random_bits(gradient, seed)), None
+def pack(gradient: Tensor, bits: Bits, *, seed: int, onto: _Packed | None = None) -> _Packed:
+    """Round a gradient stochastically: right on average. It is added to what is there already, ``onto``.
+
+    A piece at a time, so that what lies between is small beside a large gradient.
+    """
     flat = gradient.reshape(-1)
-    missing = -flat.numel() % BLOCK
-    rows = torch.nn.functional.pad(flat, (0, missing)).view(-1, BLOCK)
-    scale = rows.abs().amax(1)
-    share = rows / torch.where(scale == 0, 1.0, scale)[:, None] * 127
-    noise = random_bits(share, seed).float() / 65536
-    codes = (share + noise).floor().clamp(-127, 127).to(torch.int8)
-    return codes.view(-1)[: flat.numel()].clone(), scale
+    codes = torch.empty_like(flat, dtype=torch.bfloat16 if bits == "16bit" else torch.int8)
+    scale = None if bits == "16bit" else torch.empty(_blocks(flat), dtype=torch.float32, device=flat.device)
+    for number, (start, end) in enumerate(_pieces(flat)):
+        wide = flat[start:end].float()
+        if onto is not None:
+            wide = wide + _unpacked(onto, start, end)
+        each = (seed + number * 97003) % 2**31
+        if scale is None:
+            codes[start:end] = round_by(wide, random_bits(wide, each))
+        else:
+            rounded, scale[start // BLOCK : -(-end // BLOCK)] = _to_8_bits(wide, each)
+            codes[start:end] = rounded
+    return codes, scale
 
 
 def unpack(packed: _Packed, like: Tensor) -> Tensor:
     """The gradient in float32."""
-    codes, scale = packed
+    whole = torch.empty(like.shape, dtype=torch.float32, device=packed[0].device)
+    flat = whole.view(-1)
+    for start, end in _pieces(flat):
+        flat[start:end] = _unpacked(packed, start, end)
+    return whole
+
+
+def packed_bytes(count: int, bits: Bits) -> int:
+    """What a gradient of so many values takes while it waits."""
+    return 2 * count if bits == "16bit" else count + 4 * -(-count // BLOCK)
+
+
+def _pieces(flat: Tensor) -> Iterator[tuple[int, int]]:
+    size = PIECES.get(flat.device.type, PIECES["cuda"])
+    for start in range(0, flat.numel(), size):
+        yield start, min(start + size, flat.numel())
+
+
+def _blocks(flat: Tensor) -> int:
+    return -(-flat.numel() // BLOCK)
+
+
+def _to_8_bits(wide: Tensor, seed: int) -> _Packed8:
+    rows = _rows(wide)
+    scale = rows.abs().amax(1)
+    share = rows / torch.where(scale == 0, 1.0, scale)[:, None] * 127
+    noise = random_bits(share, seed).float() / 65536
+    return (share + noise).floor().clamp(-127, 127).to(torch.int8).view(-1)[: wide.numel()], scale
+
+
+def _unpacked(packed: _Packed, start: int, end: int) -> Tensor:
+    """Some of the values in float32; ``start`` is the first of a block."""
+    codes, scale = packed[0][start:end], packed[1]
     if scale is None:
         return codes.float()
-    missing = -codes.numel() % BLOCK
-    rows = torch.nn.functional.pad(codes, (0, missing)).view(-1, BLOCK).float()
-    return (rows / 127 * scale[:, None]).view(-1)[: codes.numel()].view(like.shape)
+    share = _rows(codes).float() / 127
+    return (share * scale[start // BLOCK : -(-end // BLOCK), None]).view(-1)[: codes.numel()]
+
+
+def _rows(flat: Tensor) -> Tensor:
+    """Blocks as rows, the last one filled with zeros."""
+    missing = -flat.numel() % BLOCK
+    return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, BLOCK)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -68,13 +68,12 @@ def take_part(optimizer: torch.optim.Optimizer, part: StepPart) -> Undo:
     return Undo(*(handle.remove for handle in handles))
 
 
-def refuse_scaled(optimizer: Any, what: str) -> None:
-    """Refuse what leaves no gradients until the step where somebody checks them there."""
-    if any(hasattr(getattr(hook, "__self__", None), "guard") for hook in optimizer._optimizer_step_pre_hooks.values()):
-        raise LowtideError(
-            f"A scaled loss looks at the gradients before the step, and {what} leave none",
-            hint="Use bfloat16, which needs no scale.",
-        )
+def refuse_where(optimizer: Any, needs: Literal["needs_gradients", "needs_step"], what: str) -> None:
+    """Refuse ``what`` where something that acts before the step says that it ``needs`` what would not be there."""
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        reason = getattr(getattr(hook, "__self__", None), needs, None)
+        if reason is not None:
+            raise LowtideError(f"{reason}, and {what} leave nothing for it", hint="Undo one of the two.")
 
 
 def part_of(optimizer: Any) -> StepPart | None:

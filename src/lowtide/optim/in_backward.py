@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import LowtideError
-from lowtide.optim.hooks import part_of, refuse_scaled
+from lowtide.optim.hooks import part_of, refuse_where
 from lowtide.optim.single import SingleStep
 from lowtide.techniques.technique import Undo
 from lowtide.tracing.internals import gradient_hooks
@@ -35,7 +35,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> Undo:
         raise LowtideError(
             "A parameter is stepped in backward already", hint="Call undo() of the first one before applying it."
         )
-    refuse_scaled(optimizer, "steps in backward")
+    refuse_where(optimizer, "needs_step", "steps in backward")
     hook = StepHook(optimizer)
     handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
     return Undo(*(handle.remove for handle in handles))

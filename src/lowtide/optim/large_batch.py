@@ -8,7 +8,16 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import ParamsT
 
-from lowtide.errors import LowtideError, MissingExtra
+from lowtide.errors import LowtideError
+from lowtide.optim.bridges import Bitsandbytes, import_bitsandbytes
+from lowtide.optim.in_backward import is_stepped_in_backward
+from lowtide.optim.state import convert
+from lowtide.techniques.technique import Undo
+
+Rule = Literal["linear", "sqrt"]
+
+RULES: tuple[Rule, ...] = ("linear", "sqrt")
+COUNT = "large_batch_steps"  # in the optimizer's first group, and so in what is saved
 
 
 def scale_batch(
@@ -16,7 +25,7 @@ def scale_batch(
     factor: float,
     *,
     warmup_steps: int,
-    rule: Literal["linear", "sqrt"] = "linear",
+    rule: Rule = "linear",
 ) -> LambdaLR:
     """A scheduler for a batch ``factor`` times as large: from the optimizer's rate up to ``factor`` times it.
 
@@ -33,14 +42,50 @@ def scale_batch(
     0.3
     0.4
     """
-    if factor <= 0 or warmup_steps < 0 or rule not in ("linear", "sqrt"):
-        raise LowtideError(f"factor={factor}, warmup_steps={warmup_steps}, rule={rule!r} cannot be")
-    top = factor if rule == "linear" else factor**0.5
-    return LambdaLR(optimizer, _WarmUp(top, warmup_steps))
+    return LambdaLR(optimizer, WarmUp(_top(factor, warmup_steps, rule), warmup_steps))
 
 
-class _WarmUp:
-    """From 1 to ``top``; an object, so that the scheduler can be saved."""
+def scale_rates(
+    optimizer: torch.optim.Optimizer, factor: float, *, warmup_steps: int, rule: Rule = "linear", bound: float = 0.0
+) -> Undo:
+    """Step as ``scale_batch`` would, without a scheduler to call: the rate is multiplied while a step runs.
+
+    Between steps ``group["lr"]`` is what it was: schedulers of your own go on with it, and the undo has it as it is.
+    Steps are counted in the first group, and so in what is saved. With a ``bound``, bitsandbytes steps torch's
+    SGD as LARS, and Adam or AdamW as LAMB: an update's norm is at most that share of the weight's.
+    """
+    top = _top(factor, warmup_steps, rule)
+    if any(isinstance(_owner(hook), _ScaledStep) for hook in optimizer._optimizer_step_pre_hooks.values()):
+        raise LowtideError("The rates are scaled already", hint="Call undo() of the first one before applying it.")
+    if any(is_stepped_in_backward(p) for group in optimizer.param_groups for p in group["params"]):
+        raise LowtideError("Parameters that are stepped in backward have no step to scale the rates of")
+    with Undo() as undo:
+        if bound:
+            undo.add(bound_updates(optimizer, bound))
+        step = _ScaledStep(WarmUp(top, warmup_steps))
+        undo.add(lambda: optimizer.param_groups[0].pop(COUNT, None))  # loading a state replaces the group
+        undo.add(step.restore)
+        before = optimizer.register_step_pre_hook(step.before)
+        undo.add(before.remove)
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(before.id, last=False)  # before those that step parameters themselves
+        undo.add(optimizer.register_step_post_hook(step.after).remove)
+        return undo.keep()
+
+
+def bound_updates(optimizer: torch.optim.Optimizer, bound: float) -> Undo:
+    """Have bitsandbytes step torch's SGD with momentum as LARS, Adam and AdamW as LAMB, from where they are."""
+    if bound <= 0 or type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        raise LowtideError(
+            f"{type(optimizer).__name__} has no updates that could be bounded by {bound}",
+            hint="There is LARS for torch.optim.SGD with momentum and LAMB for Adam and AdamW; the bound is above 0.",
+        )
+    bounded = Bitsandbytes(optimizer, bits=32, bound=bound)
+    return convert(optimizer, bounded.optimizer, bounded.lowered, bounded.raised)
+
+
+class WarmUp:
+    """From 1 to ``top``; an object, so that a scheduler with it can be saved."""
 
     def __init__(self, top: float, steps: int) -> None:
         self.top = top
@@ -50,23 +95,60 @@ class _WarmUp:
         return self.top if step >= self.steps else 1 + (self.top - 1) * step / self.steps
 
 
+class _ScaledStep:
+    """Multiplies rates before a step and puts them back after it."""
+
+    part_of_step = True  # a trace leaves hooks of the user's own out, but not this
+    needs_step = "Scaled rates act while the optimizer steps"
+
+    def __init__(self, multiple: WarmUp) -> None:
+        self.multiple = multiple
+        self._rates: list[tuple[dict[str, Any], Any]] = []
+
+    def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called by torch before a step."""
+        self.restore()  # of a step that failed
+        multiple = self.multiple(optimizer.param_groups[0].get(COUNT, 0))
+        self._rates = [(group, group["lr"]) for group in optimizer.param_groups]
+        for group, rate in self._rates:
+            group["lr"] = rate * multiple
+
+    def after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called by torch after a step."""
+        self.restore()
+        first = optimizer.param_groups[0]
+        first[COUNT] = first.get(COUNT, 0) + 1
+
+    def restore(self) -> None:
+        """Give the rates back that a step found."""
+        for group, rate in self._rates:
+            group["lr"] = rate
+        self._rates = []
+
+
 def lars(params: ParamsT, lr: float, **options: Any) -> torch.optim.Optimizer:
     """LARS (You et al., 2017) of bitsandbytes: SGD with a rate for each layer from the norms of weight and gradient.
 
     ``max_unorm`` bounds the norm of an update by that share of the weight's.
     """
     options = {"momentum": 0.9, "max_unorm": 0.02, **options}
-    return _bitsandbytes().optim.LARS(params, lr=lr, **options)
+    return import_bitsandbytes().optim.LARS(params, lr=lr, **options)
 
 
 def lamb(params: ParamsT, lr: float, **options: Any) -> torch.optim.Optimizer:
     """LAMB (You et al., 2019) of bitsandbytes: Adam with the norm of a layer's update bounded by that of its weight."""
-    return _bitsandbytes().optim.LAMB(params, lr=lr, **options)
+    return import_bitsandbytes().optim.LAMB(params, lr=lr, **options)
 
 
-def _bitsandbytes() -> Any:
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise MissingExtra("bitsandbytes", extra="optim") from error
-    return bitsandbytes
+def _top(factor: float, warmup_steps: int, rule: str) -> float:
+    """What the rate is multiplied by once it is warm."""
+    if factor <= 0 or warmup_steps < 0 or rule not in RULES:
+        raise LowtideError(
+            f"factor={factor}, warmup_steps={warmup_steps}, rule={rule!r} cannot be",
+            hint=f"The factor is above 0, there are 0 steps or more, and the rule is one of: {', '.join(RULES)}.",
+        )
+    return factor if rule == "linear" else factor**0.5
+
+
+def _owner(hook: Any) -> object:
+    return getattr(hook, "__self__", None)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.optim.exact import load_exactly
+from lowtide.optim.exact import as_saved, keeps_parameter_dtype, load_exactly
 from lowtide.optim.hooks import StepPart, take_part
 from lowtide.optim.single import SingleStep
 from lowtide.techniques.technique import Undo
@@ -20,15 +20,19 @@ def offload_state(optimizer: torch.optim.Optimizer) -> Undo:
     """Keep an optimizer's states in memory of the host; the step is the optimizer's own, on the device, bit for bit.
 
     On a GPU the memory is pinned, and copies run beside the steps on a stream of their own: the states of two
-    parameters are on the device at a time. Scalars, such as step counts, stay where they are.
+    parameters are on the device at a time. Scalars, such as step counts, stay where they are. ``state_dict()`` waits
+    for the copies; whoever reads ``optimizer.state`` itself after a step has to synchronise first. What is loaded goes
+    to the host, and was never on the device.
     """
     part = _Offloaded(optimizer)
     undo = take_part(optimizer, part)
-    undo.add(load_exactly(optimizer))
+    undo.add(load_exactly(optimizer, part.receive))
+    undo.add(optimizer.register_state_dict_pre_hook(part.wait).remove)
     for parameter, state in optimizer.state.items():
         part.put_away(parameter, state, {})
 
     def restore() -> None:
+        part.wait()
         undo()
         for parameter, state in optimizer.state.items():
             state.update({key: value.to(parameter.device) for key, value in _large(state).items()})
@@ -62,6 +66,21 @@ class _Offloaded(StepPart):
         for device, stream in self._streams.items():  # the next step reads what these copies write
             torch.cuda.current_stream(device).wait_stream(stream)
 
+    def wait(self, _: object = None) -> None:
+        """Wait until all that was put away is there."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def receive(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+        """What a saved state becomes: on the host, in the dtypes in which the optimizer keeps states."""
+        large = _large(state)
+        found = as_saved(parameter, {key: value for key, value in state.items() if key not in large}, group)
+        casts = keeps_parameter_dtype(self.single.optimizer) and parameter.is_floating_point()
+        for key, value in large.items():
+            dtype = parameter.dtype if casts and value.is_floating_point() else value.dtype
+            found[key] = self._place(parameter, value, dtype).copy_(value)
+        return {key: found[key] for key in state}
+
     def _fetch(self, parameter: Tensor, state: dict[str, Any]) -> _Fetched:
         """Start to copy a state to the device: the places on the host, and what to wait for."""
         host = _large(state)
@@ -87,7 +106,7 @@ class _Offloaded(StepPart):
                 continue
             place = host.get(key)
             if place is None:
-                place = torch.empty_like(value, device="cpu", pin_memory=stream is not None)
+                place = self._place(parameter, value, value.dtype)
             if stream is None:
                 place.copy_(value)
             else:
@@ -96,6 +115,10 @@ class _Offloaded(StepPart):
                     place.copy_(value, non_blocking=True)
                 value.record_stream(stream)
             state[key] = place
+
+    def _place(self, parameter: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory of the host for a state."""
+        return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=self._stream(parameter) is not None)
 
     def _stream(self, parameter: Tensor) -> Any:
         """Where copies run; None where nothing really runs on a GPU."""

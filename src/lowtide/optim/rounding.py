@@ -10,12 +10,14 @@ from torch import Tensor
 from lowtide.errors import LowtideError
 from lowtide.kernels.adamw8bit import random_bits
 from lowtide.kernels.reference.adamw8bit import round_by
-from lowtide.optim.exact import load_exactly
+from lowtide.optim.exact import as_saved, keeps_parameter_dtype, load_exactly
 from lowtide.optim.hooks import StepPart, take_part
 from lowtide.optim.single import SingleStep
 from lowtide.techniques.technique import Undo
 
 How = Literal["stochastic", "kahan"]
+
+COUNT, REST = "roundings", "rounded_away"  # in a parameter's state, and so in what is saved
 
 
 def round_updates(optimizer: torch.optim.Optimizer, how: How = "stochastic", *, seed: int = 0) -> Undo:
@@ -23,7 +25,8 @@ def round_updates(optimizer: torch.optim.Optimizer, how: How = "stochastic", *, 
 
     A small update of a bfloat16 weight is lost when the sum is rounded to nearest. ``"stochastic"`` rounds up or down
     at random, right on average (bfloat16 alone); ``"kahan"`` keeps what was rounded away in a second 16-bit tensor.
-    Weights in float32 are stepped as they were. A run that is saved and resumed rounds as one that went on.
+    Weights in float32 are stepped as they were. A run that is saved and resumed rounds as one that went on; a state
+    that was saved without rounding can be loaded too. The undo leaves states as a plain step expects them.
 
     >>> weight = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
     >>> optimizer = torch.optim.SGD([weight], lr=1e-3)
@@ -39,10 +42,15 @@ def round_updates(optimizer: torch.optim.Optimizer, how: How = "stochastic", *, 
     if how == "stochastic" and torch.float16 in dtypes:
         raise LowtideError("Stochastic rounding is for bfloat16 weights", hint='Pass "kahan" for float16.')
     undo = take_part(optimizer, _Rounded(optimizer, how, seed))
-    undo.add(load_exactly(optimizer))
+    undo.add(load_exactly(optimizer, lambda p, state, group: _widened(as_saved(p, state, group))))
     for state in optimizer.state.values():
-        state.update({key: value.float() for key, value in state.items() if _is_short(value)})
-    return undo
+        _widened(state)
+
+    def restore() -> None:
+        undo()
+        _give_back(optimizer)
+
+    return Undo(restore)
 
 
 def round_stochastically(x: Tensor, *, seed: int) -> Tensor:
@@ -67,23 +75,48 @@ class _Rounded(StepPart):
     def run(self, single: SingleStep, parameters: list[Tensor]) -> None:
         numbers = {p: i for i, p in enumerate(p for g in single.optimizer.param_groups for p in g["params"])}
         for parameter in parameters:
-            state = single.optimizer.state[parameter]
+            state = _widened(single.optimizer.state[parameter])
             gradient = parameter.grad
             assert gradient is not None
             wide = parameter.float()
-            if (rest := state.get("rounded_away")) is not None:
+            if (rest := state.get(REST)) is not None:
                 wide += rest
             wide.grad = gradient.float()
             single(parameter, instead=wide)
             wide.grad = None
-            count = state["roundings"] = int(state.get("roundings", 0)) + 1
+            count = state[COUNT] = int(state.get(COUNT, 0)) + 1
             if self.how == "stochastic":
                 seed = (self.seed * 2654435761 + count * 97003 + numbers[parameter] * 40503) % 2**31
                 parameter.copy_(round_stochastically(wide, seed=seed))
             else:
                 parameter.copy_(wide)
-                state["rounded_away"] = (wide - parameter.float()).to(parameter.dtype)
+                state[REST] = (wide - parameter.float()).to(parameter.dtype)
+
+
+def _widened(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with float32 where it had 16 bits, in place; what was rounded away stays short."""
+    state.update({key: value.float() for key, value in state.items() if key != REST and _is_short(value)})
+    return state
+
+
+def _give_back(optimizer: torch.optim.Optimizer) -> None:
+    """Leave states as a plain step expects them. Weights in float32 by now get what was rounded away of them."""
+    short = keeps_parameter_dtype(optimizer)
+    for parameter, state in list(optimizer.state.items()):
+        state.pop(COUNT, None)
+        rest = state.pop(REST, None)
+        if rest is not None and parameter.dtype == torch.float32:
+            parameter.data += rest
+        if short and parameter.dtype in (torch.bfloat16, torch.float16):
+            floats = {key: value for key, value in state.items() if _is_wide(value)}
+            state.update({key: value.to(parameter.dtype) for key, value in floats.items()})
+        if not state:
+            del optimizer.state[parameter]
 
 
 def _is_short(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) and value.ndim > 0
+
+
+def _is_wide(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.float32 and value.ndim > 0

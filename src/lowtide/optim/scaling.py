@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -14,32 +15,41 @@ from lowtide.optim.hooks import part_of
 from lowtide.optim.in_backward import is_stepped_in_backward
 from lowtide.techniques.technique import Undo
 
+SAVED = "loss_scale"  # in an optimizer's first group, where it is saved
+
 
 class LossScale:
     """A scale that gradients have between the loss and the parameters, and that follows what float16 can hold.
 
     ``scale(loss, model)`` gives the loss with the same value. Where a gradient reaches a parameter it is divided by
-    the scale, so that ``p.grad`` is always true: clipping and accumulation need no care. ``guard(optimizer)`` has a
-    step with gradients that are not finite left out and the scale halved; after ``growth_interval`` good steps it
-    doubles. As ``torch.amp.GradScaler`` does, it waits for the device once a step.
+    the scale, so that ``p.grad`` is always true: clipping and accumulation need no care, nor have other losses with
+    backward passes of their own. A backward pass is scaled as a whole: what is added to a scaled loss has to be scaled
+    too, as in ``scale(loss + penalty, model)`` or ``scale(loss, model) + scale(penalty, model)``; without, its
+    gradients would be divided by a scale that they never had. Gradients of what is no parameter of the model stay
+    scaled.
+
+    ``guard(optimizer)`` has a step with gradients that are not finite left out and the scale halved; after
+    ``growth_interval`` good steps it doubles. As ``torch.amp.GradScaler`` does, it waits for the device once a step.
+    The scale is then saved and loaded with the optimizer's ``state_dict``.
     """
+
+    needs_gradients = needs_step = "A scaled loss looks at the gradients before the step"
 
     def __init__(self, initial: float = 2.0**16, growth_interval: int = 2000) -> None:
         self.value = initial
         self.growth_interval = growth_interval
         self.good_steps = 0
         self._hooked = WeakTensorKeyDictionary()
-        self._active = 1.0  # of the backward pass that comes next
         self._handles: list[Any] = []
+        self._pass: weakref.ref[_Pass] | None = None  # the last backward pass that had a scale
 
     def scale(self, loss: Tensor, model: nn.Module) -> Tensor:
         """The loss as it is, with a backward pass that starts from the scale."""
-        self._active = self.value
         for parameter in model.parameters():
             if parameter.requires_grad and parameter not in self._hooked:
                 self._hooked[parameter] = True
                 self._handles.append(parameter.register_hook(_Unscale(self)))
-        return _Scaled.apply(loss, self.value)  # pyright: ignore[reportReturnType]
+        return _Scaled.apply(loss, self)  # pyright: ignore[reportReturnType]
 
     def guard(self, optimizer: torch.optim.Optimizer) -> Undo:
         """Leave steps out whose gradients are not finite; refused where none are left to look at until the step."""
@@ -52,7 +62,11 @@ class LossScale:
         handle = optimizer.register_step_pre_hook(self._before)
         hooks: Any = optimizer._optimizer_step_pre_hooks
         hooks.move_to_end(handle.id, last=False)  # before those that step parameters themselves
-        return Undo(handle.remove)
+        return Undo(
+            handle.remove,
+            optimizer.register_state_dict_post_hook(self._save).remove,
+            optimizer.register_load_state_dict_post_hook(self._load).remove,
+        )
 
     def remove(self) -> None:
         """Take the hooks from the parameters."""
@@ -62,12 +76,28 @@ class LossScale:
         self._hooked.clear()
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs."""
+        """What a resumed run needs. A guarded optimizer saves it with its own."""
         return {"value": self.value, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on from there."""
         self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
+
+    def _running(self) -> float | None:
+        """The scale of the backward pass that runs; None where it has none, or none runs."""
+        found = None if self._pass is None else self._pass()
+        return None if found is None or found.is_over else found.scale
+
+    def _enter(self) -> float:
+        """The same, from a scaled loss's node: now it has one, until it is over or has failed."""
+        scale = self._running()
+        if scale is not None:
+            return scale
+        if torch._C._current_graph_task_id() != -1:  # a prediction has a backward pass in Python, without these hooks
+            begun = _Pass(self.value)
+            torch.autograd.Variable._execution_engine.queue_callback(begun)  # pyright: ignore[reportAttributeAccessIssue]
+            self._pass = weakref.ref(begun)
+        return self.value
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -81,25 +111,46 @@ class LossScale:
         for parameter in held:  # an optimizer leaves out what has no gradient
             parameter.grad = None
 
+    def _save(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        state_dict["param_groups"][0][SAVED] = self.state_dict()
+
+    def _load(self, optimizer: torch.optim.Optimizer) -> None:
+        saved = optimizer.param_groups[0].pop(SAVED, None)
+        if saved is not None:  # a run that had no scale saved none
+            self.load_state_dict(saved)
+
+
+class _Pass:
+    """A backward pass with its scale. The pass itself holds it, and calls it at its end: one that fails lets it go."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        self.is_over = False
+
+    def __call__(self) -> None:
+        self.is_over = True
+
 
 class _Unscale:
     """At a parameter: in the parameter's own precision, before the gradient is added to what is there."""
 
     __torch_unserializable__ = True  # a pickle of the model goes without, as it should
+    part_of_gradient = True  # whoever keeps users' hooks from running lets this one run
 
     def __init__(self, scale: LossScale) -> None:
         self.scale = scale
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        return gradient / self.scale._active
+        scale = self.scale._running()
+        return gradient if scale is None else gradient / scale
 
 
 class _Scaled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, scale: LossScale) -> Tensor:
         ctx.scale = scale
         return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0] * ctx.scale, None
+        return gradients[0] * ctx.scale._enter(), None

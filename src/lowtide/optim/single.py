@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 PLAIN_STATES = "_lowtide_plain_states"  # of an optimizer: what its states were, until its first step
+FIRST = "first_number"  # in a group of one parameter alone: the parameter's number in the whole optimizer
 
 
 class SingleStep:
@@ -22,7 +23,7 @@ class SingleStep:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self._shadow = _shadow(optimizer)
-        self._groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._places = _places(optimizer)
 
     def __call__(self, parameter: Tensor, *, instead: Tensor | None = None) -> None:
         """Step ``parameter`` by its ``grad``; or step ``instead``, with its own grad, in the parameter's place."""
@@ -30,18 +31,23 @@ class SingleStep:
         if type(self._shadow) is not type(optimizer):  # its states were lowered since
             self._shadow = _shadow(optimizer)
         shadow = self._shadow
-        index = self._groups.get(parameter)
-        if index is None:  # a group was added since
-            self._groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-            index = self._groups[parameter]
+        if parameter not in self._places:  # a group was added since
+            self._places = _places(optimizer)
+        index, number = self._places[parameter]
         vars(optimizer).pop(PLAIN_STATES, None)
         stepped = parameter if instead is None else instead
-        shadow.param_groups = [{**optimizer.param_groups[index], "params": [stepped]}]
+        shadow.param_groups = [{**optimizer.param_groups[index], "params": [stepped], FIRST: number}]
         if instead is None:
             shadow.state = optimizer.state
         else:
             shadow.state = defaultdict(dict, {instead: optimizer.state[parameter]})
         shadow.step()
+
+
+def _places(optimizer: torch.optim.Optimizer) -> dict[Tensor, tuple[int, int]]:
+    """The number of each parameter's group, and its own."""
+    pairs = ((p, index) for index, group in enumerate(optimizer.param_groups) for p in group["params"])
+    return {p: (index, number) for number, (p, index) in enumerate(pairs)}
 
 
 def _shadow(optimizer: torch.optim.Optimizer) -> Any:

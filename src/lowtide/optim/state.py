@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lowtide.errors import LowtideError
 from lowtide.optim.adamw8bit import AdamW8bit, lowered, raised
-from lowtide.optim.bridges import Adam4bit
+from lowtide.optim.bridges import Adam4bit, Bitsandbytes, has_bridge
+from lowtide.optim.exact import as_saved, load_exactly
 from lowtide.optim.offload import offload_state
 from lowtide.optim.single import PLAIN_STATES
 from lowtide.techniques.technique import Undo
@@ -23,41 +24,46 @@ _State = dict[str, Any]
 def lower_state(optimizer: torch.optim.Optimizer, state: str) -> Undo:
     """Keep the optimizer's state in less memory, from now on; the undo gives it back as torch keeps it.
 
-    ``"8bit"``: torch's Adam and AdamW with moments in 8 bits (``AdamW8bit``). ``"4bit"``: AdamW with moments in 4, by
-    torchao. ``"cpu"``: any optimizer, its state in pinned memory of the host, copied to the device a parameter at a
-    time; the same bits as without.
+    ``"8bit"``: torch's Adam and AdamW with moments in 8 bits (``AdamW8bit``); by bitsandbytes torch's SGD with momentum
+    and bitsandbytes' own optimizers, such as Lion, LARS and LAMB. ``"4bit"``: AdamW with moments in 4, by torchao.
+    ``"cpu"``: any optimizer, its state in pinned memory of the host, copied to the device a parameter at a time; the
+    same bits as without.
 
     The optimizer stays the object that it was, with the same groups: loops and schedulers go on using it. What state
-    there is, is converted.
+    there is, is converted, and so is a plain one that is loaded later.
     """
     if state not in KINDS:
         raise LowtideError(f"There is no optimizer state {state!r}", hint=f"Pass one of: {', '.join(KINDS)}.")
     if state == "cpu":
         return offload_state(optimizer)
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or optimizer.defaults.get("amsgrad"):
+    if state == "8bit" and has_bridge(optimizer):
+        eight = Bitsandbytes(optimizer)
+        return convert(optimizer, eight.optimizer, eight.lowered, eight.raised)
+    amsgrad = any(group.get("amsgrad") for group in (optimizer.defaults, *optimizer.param_groups))
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or amsgrad:
         raise LowtideError(
             f"{type(optimizer).__name__} has no states in {state}",
-            hint='They are for torch.optim.Adam and AdamW without amsgrad; "cpu" is for any optimizer.',
+            hint='They are for torch.optim.Adam and AdamW without amsgrad, "8bit" for SGD too, "cpu" for all.',
         )
-    fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     decoupled = isinstance(optimizer, torch.optim.AdamW)
     if state == "4bit":
         four = Adam4bit(decoupled=decoupled)
-        undo = _convert(optimizer, four.optimizer, four.lowered, partial(four.raised, fused=fused))
+        undo = convert(optimizer, four.optimizer, four.lowered, four.raised)
         undo.add(four.rates_as_tensors(optimizer))
+        undo.add(_load_in_4bit(optimizer, four))
         return undo
     other = AdamW8bit([torch.empty(0)], decoupled_weight_decay=decoupled)
-    return _convert(optimizer, other, lowered, partial(raised, fused=fused))
+    return convert(optimizer, other, lowered, raised)
 
 
-def _convert(
+def convert(
     optimizer: torch.optim.Optimizer,
     other: torch.optim.Optimizer,
     lower: Callable[[Tensor, _State], _State],
-    lift: Callable[[Tensor, _State], _State],
+    lift: Callable[..., _State],
 ) -> Undo:
     """Make the optimizer one of other's class, its groups as they are with what they lack, its states lowered."""
-    groups = [set(group) for group in optimizer.param_groups]
+    groups, defaults = [set(group) for group in optimizer.param_groups], optimizer.defaults
     plain = {p: dict(state) for p, state in optimizer.state.items()}
     states = {p: lower(p, state) for p, state in plain.items()}
     other.defaults.update({key: value for key, value in optimizer.defaults.items() if key in other.defaults})
@@ -68,20 +74,49 @@ def _convert(
     replace_states(optimizer, states)
     # Until the first step, on the host: a plan that is tried and taken back leaves the states bit for bit.
     vars(optimizer)[PLAIN_STATES] = {p: _to_host(state) for p, state in plain.items()}
+    undo.add(optimizer.register_load_state_dict_post_hook(_forget_plain_states).remove)
 
     def restore() -> None:
         plain = vars(optimizer).pop(PLAIN_STATES, None)
         if plain is not None:
             states = {p: _from_host(state) for p, state in plain.items()}
         else:
-            states = {p: lift(p, state) for p, state in optimizer.state.items()}
+            states = {
+                p: lift(p, optimizer.state[p], fused=any({**defaults, **group}.get(k) for k in ("fused", "capturable")))
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if p in optimizer.state
+            }
         undo()
-        for group, before in zip(optimizer.param_groups, groups, strict=False):
-            for key in [key for key in group if key not in before]:
-                del group[key]
+        added = [set(defaults)] * (len(optimizer.param_groups) - len(groups))
+        for group, before in zip(optimizer.param_groups, groups + added, strict=True):
+            for key in [key for key in other.defaults if key not in before]:
+                group.pop(key, None)
+            for key, value in defaults.items():  # which a group that was added since has not
+                group.setdefault(key, value)
         replace_states(optimizer, states)
 
     return Undo(restore)
+
+
+def _load_in_4bit(optimizer: torch.optim.Optimizer, four: Adam4bit) -> Undo:
+    """Have what is loaded put into 4 bits where it is not, with rates as torchao wants them."""
+
+    def receive(p: Tensor, state: _State, group: dict[str, Any]) -> _State:
+        if "max_exp_avg_sq" in state or (state and "exp_avg" not in state):
+            raise LowtideError("The saved state is not that of Adam or AdamW without amsgrad", where=", ".join(state))
+        return four.lowered(p, state) if type(state.get("exp_avg")) is Tensor else as_saved(p, state, group)
+
+    def after(optimizer: torch.optim.Optimizer) -> None:
+        four.rates_as_tensors(optimizer)
+
+    undo = load_exactly(optimizer, receive)
+    undo.add(optimizer.register_load_state_dict_post_hook(after).remove)
+    return undo
+
+
+def _forget_plain_states(optimizer: torch.optim.Optimizer) -> None:
+    vars(optimizer).pop(PLAIN_STATES, None)
 
 
 def _to_host(state: dict[str, Any]) -> dict[str, Any]:

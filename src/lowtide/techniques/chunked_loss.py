@@ -17,7 +17,7 @@ from lowtide.errors import LowtideError, PlanError
 from lowtide.nn.chunked_loss import chunk_rows
 from lowtide.nn.lazy_logits import lazy_logits
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.forward import Forward, replace_forward
+from lowtide.techniques.forward import Forward, apply_at_sites, replace_forward
 from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price, Undo
 from lowtide.tracing.graph import Graph, Op
 from lowtide.workload import Workload
@@ -32,9 +32,8 @@ def chunk_loss(head: nn.Linear, chunk: int | None = None, *, path: str = "") -> 
     >>> with chunk_loss(model[2]):
     ...     loss = nn.functional.cross_entropy(model(torch.randn(5, 4)), torch.arange(5))
     """
-    if type(head).forward is not nn.Linear.forward or "forward" in head.__dict__:
-        if isinstance(head.__dict__.get("forward"), ChunkedHead):
-            return replace_forward(ChunkedHead(head, chunk, path), path=path)  # which refuses it
+    is_plain = type(head).forward is nn.Linear.forward and "forward" not in head.__dict__
+    if not is_plain and not isinstance(head.__dict__.get("forward"), ChunkedHead):  # replace_forward refuses a second
         raise LowtideError(
             f"{type(head).__name__} is no nn.Linear with its own forward, whose logits could be made in chunks",
             where=path,
@@ -84,18 +83,13 @@ class ChunkedLoss:
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Put the lazy forward on every head; the model is untouched if one cannot take it."""
-        with Undo() as undo:
-            for option in options:
-                for path in option.site:
-                    try:
-                        head = work.model.get_submodule(path)
-                    except AttributeError:
-                        what = f"The model has no module {path!r}"
-                        raise PlanError(what, hint="The plan is of another model.") from None
-                    if not isinstance(head, nn.Linear):
-                        raise PlanError(f"{type(head).__name__} is no nn.Linear", where=path)
-                    undo.add(chunk_loss(head, _rows(option), path=path))
-            return Applied(work, undo.keep())
+
+        def chunk(head: nn.Module, path: str, option: Option) -> Undo:
+            if not isinstance(head, nn.Linear):
+                raise PlanError(f"{type(head).__name__} is no nn.Linear", where=path)
+            return chunk_loss(head, _rows(option), path=path)
+
+        return apply_at_sites(work, options, chunk)
 
     def check(self, option: Option) -> Check:
         """The same mathematics: sums over rows in another order, each at most rounded as often as in plain PyTorch."""

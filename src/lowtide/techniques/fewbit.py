@@ -23,7 +23,7 @@ from lowtide.nn.fewbit import book_for, few_bit
 from lowtide.nn.fewbit_tables import Density, Normal, table_of
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.forward import Forward, replace_forward
+from lowtide.techniques.forward import Forward, apply_at_sites, replace_forward
 from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price, Undo
 from lowtide.tracing.graph import Graph, Op
 from lowtide.workload import Workload
@@ -125,12 +125,11 @@ class FewBit:
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Give the activations another forward; the model is untouched if one of them is not what the plan says."""
-        with Undo() as undo:
-            for option in options:
-                for path in option.site:
-                    module = _find(work.model, path)
-                    undo.add(replace_forward(_coded(module, _bits(option) or 1, path), path=path))
-            return Applied(work, undo.keep())
+
+        def code(module: nn.Module, path: str, option: Option) -> Undo:
+            return replace_forward(_coded(module, _bits(option) or 1, path), path=path)
+
+        return apply_at_sites(work, options, code)
 
     def check(self, option: Option) -> Check:
         """Exact with gates alone. Else the error of a gradient stays below the bound that the option states.
@@ -193,13 +192,6 @@ def _coded(module: nn.Module, bits: int, path: str, density: Any = "normal") -> 
 
 def _activations(model: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules() if read_module(module) is not None}
-
-
-def _find(model: nn.Module, path: str) -> nn.Module:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        raise PlanError(f"The model has no module {path!r}", hint="The plan is of another model.") from None
 
 
 def _bits(option: Option) -> int:

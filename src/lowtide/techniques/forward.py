@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lowtide.errors import LowtideError
-from lowtide.techniques.technique import Undo
+from lowtide.errors import LowtideError, PlanError
+from lowtide.techniques.technique import Applied, Option, Undo
+
+if TYPE_CHECKING:
+    from lowtide.workload import Workload
 
 
 class Forward:
@@ -61,3 +64,22 @@ def replace_forward(forward: Forward, *, path: str = "") -> Undo:
             module.__dict__["forward"] = forward.replaced
 
     return Undo(restore)
+
+
+def apply_at_sites(
+    work: Workload, options: Sequence[Option], change: Callable[[nn.Module, str, Option], Undo]
+) -> Applied:
+    """Change the module at each site of the options; the model is untouched if one cannot be changed."""
+    with Undo() as undo:
+        for option in options:
+            for path in option.site:
+                undo.add(change(module_at(work.model, path), path, option))
+        return Applied(work, undo.keep())
+
+
+def module_at(model: nn.Module, path: str) -> nn.Module:
+    """The module that a plan names."""
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        raise PlanError(f"The model has no module {path!r}", hint="The plan is of another model.") from None

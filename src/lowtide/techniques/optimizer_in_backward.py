@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from lowtide.errors import PlanError
 from lowtide.optim.in_backward import step_in_backward
 from lowtide.profiling.profile import Profile
+from lowtide.techniques.in_backward import completed_gradients, refuse_ddp
 from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price
-from lowtide.tracing.graph import Graph
 from lowtide.workload import Workload
 
 
@@ -28,14 +28,14 @@ class OptimizerInBackward:
         """One, for the whole step."""
         graph = profile.graph
         steps = "optimizer" in graph.phase_starts()
-        return [Option(self.name, ("",))] if steps and len(_gradients(graph)) > 1 else []
+        return [Option(self.name, ("",))] if steps and len(completed_gradients(graph)) > 1 else []
 
     def price(self, option: Option, profile: Profile) -> Price:
         """A gradient dies when it is complete, instead of at the end."""
         graph = profile.graph
         removed = [
             Interval(graph.storages[storage].bytes, whole + 1, graph.storages[storage].death, "a gradient let go")
-            for storage, whole in _gradients(graph).items()
+            for storage, whole in completed_gradients(graph).items()
             if whole + 1 < graph.storages[storage].death
         ]
         return Price(Fidelity.CHANGED, removed=tuple(removed))
@@ -46,20 +46,9 @@ class OptimizerInBackward:
             raise PlanError("The optimizer steps in backward for the whole step or not at all", where=str(options[0]))
         if work.optimizer is None:
             return Applied(work)
+        refuse_ddp(work.model)
         return Applied(work, step_in_backward(work.optimizer))
 
     def check(self, option: Option) -> Check:
         """The parameters are a plain step's; no gradients are left to compare."""
         return Check(Fidelity.CHANGED, leaves_gradients=False)
-
-
-def _gradients(graph: Graph) -> dict[int, int]:
-    """The storages of gradients, each with the op of the backward pass that completes it."""
-    wanted = {storage.id for storage in graph.on_device if storage.category == "gradient"}
-    complete = {id: graph.storages[id].birth for id in wanted}
-    for op in graph.ops:
-        if op.phase == "backward":
-            for value in (*op.inputs, *op.outputs):
-                if value.storage in wanted:
-                    complete[value.storage] = max(complete[value.storage], op.index)
-    return complete

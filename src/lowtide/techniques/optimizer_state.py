@@ -13,17 +13,20 @@ from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kin
 from lowtide.tracing.graph import Storage
 from lowtide.workload import Workload
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS, _MOMENTUM = ("exp_avg", "exp_avg_sq"), "momentum_buffer"
 _BYTES = {"8bit": 1 + 4 / 256, "4bit": 0.5 + 4 / 128}  # of a value, with its share of the block's scale
 _PINNED_COPIES = 55e9  # bytes a second, each way, where the profile knows no better
 
 
 class OptimizerState:
-    """Moments of Adam and AdamW in 8 or 4 bits; any optimizer's state on the host. The knob ``state`` says which."""
+    """Moments in 8 or 4 bits, or any optimizer's state on the host; the knob ``state`` says which.
+
+    Adam's and AdamW's are lowtide's own in 8 bits and torchao's in 4, SGD's momentum is bitsandbytes' in 8.
+    """
 
     name = "optimizer_state"
     kind: Kind = "step"
-    needs = f"Adam or AdamW on a parameter of {LEAST} values or more, or an optimizer with a state on a GPU"
+    needs = f"moments of Adam, AdamW or SGD of {LEAST} values or more, or an optimizer with a state on a GPU"
     conflicts: frozenset[str] = frozenset()
 
     def options(self, profile: Profile) -> list[Option]:
@@ -80,10 +83,14 @@ def _lowered(profile: Profile, kind: str) -> Iterator[tuple[Storage, int]]:
         if graph.tensor_device == "cuda":
             yield from ((s, 0) for s in states if s.bytes > 8)
         return
-    is_adam = keys <= {"step", *_MOMENTS} and keys >= set(_MOMENTS)
-    if not is_adam or (kind == "4bit" and find_spec("torchao") is None):
+    library = {"4bit": "torchao"}.get(kind)
+    moments = _MOMENTS
+    if keys == {_MOMENTUM} and kind == "8bit":  # of SGD
+        library, moments = "bitsandbytes", (_MOMENTUM,)
+    is_known = keys <= {"step", *moments} and keys >= set(moments)
+    if not is_known or (library is not None and find_spec(library) is None):
         return
     for storage in states:
         size = {"float32": 4, "bfloat16": 2, "float16": 2}.get(storage.dtype, 0)
-        if size and storage.label.endswith(_MOMENTS) and storage.bytes // size >= LEAST:
+        if size and storage.label.endswith(moments) and storage.bytes // size >= LEAST:
             yield storage, round(storage.bytes // size * _BYTES[kind])

@@ -74,10 +74,10 @@ class Precision:
                 if work.optimizer is not None:
                     undo.add(scale.guard(work.optimizer))
             if option.knob("weights", False):
-                undo.add(lower_weights(work.model))
-                if work.optimizer is not None:
+                if work.optimizer is not None:  # first, so that it is undone last: states then follow the weights
                     how = "kahan" if option.knob("rounding", "stochastic") == "kahan" else "stochastic"
                     undo.add(round_updates(work.optimizer, how))
+                undo.add(lower_weights(work.model))
             loss = LowerLoss(work.loss, work.device.type, dtype, scale)
             return Applied(replace(work, loss=loss, autocast=dtype), undo.keep())
 

@@ -18,7 +18,7 @@ from lowtide.kernels.reference.randomized import Sketch
 from lowtide.nn.randomized import randomized_linear
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.forward import Forward, replace_forward
+from lowtide.techniques.forward import Forward, apply_at_sites, module_at, replace_forward
 from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price, Undo
 from lowtide.tracing.graph import Graph, Op, Value
 from lowtide.workload import Workload
@@ -50,14 +50,14 @@ def randomize(
             raise LowtideError("The model has no nn.Linear that could be randomized")
     with Undo() as undo:
         for path in paths:
-            undo.add(replace_forward(Randomized(_linear(model, path), how), path=path))
+            undo.add(_put(how, module_at(model, path), path))
         return undo.keep()
 
 
 class Randomized(Forward):
     """The forward of a ``nn.Linear`` that keeps a sketch of its input."""
 
-    def __init__(self, module: nn.Linear, sketch: Sketch) -> None:
+    def __init__(self, module: nn.Module, sketch: Sketch) -> None:
         super().__init__(module)
         self.sketch = sketch
 
@@ -106,12 +106,7 @@ class RandomizedLinears:
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Put a randomized forward on every layer; the model is untouched if one cannot take it."""
-        with Undo() as undo:
-            for option in options:
-                sketch = _sketch(option)
-                for path in option.site:
-                    undo.add(replace_forward(Randomized(_linear(work.model, path), sketch), path=path))
-            return Applied(work, undo.keep())
+        return apply_at_sites(work, options, lambda module, path, option: _put(_sketch(option), module, path))
 
     def check(self, option: Option) -> Check:
         """The loss and all other gradients as they are; weights' gradients right on average."""
@@ -125,20 +120,15 @@ def _sketch(option: Option) -> Sketch:
     return Sketch(kind, ratio)  # pyright: ignore[reportArgumentType]
 
 
-def _linear(model: nn.Module, path: str) -> nn.Linear:
-    try:
-        module = model.get_submodule(path)
-    except AttributeError:
-        raise PlanError(f"The model has no module {path!r}", hint="The plan is of another model.") from None
-    if isinstance(module.__dict__.get("forward"), Randomized):
-        return module  # pyright: ignore[reportReturnType]  # refused where it is replaced, with what to do
-    if not _is_plain(module):
+def _put(sketch: Sketch, module: nn.Module, path: str) -> Undo:
+    # A second sketch is refused where it is put, with what to do.
+    if not _is_plain(module) and not isinstance(module.__dict__.get("forward"), Randomized):
         raise PlanError(
             f"{type(module).__name__} does not run as a nn.Linear",
             where=path,
             hint="Randomize first, then apply what replaces forward.",
         )
-    return module  # pyright: ignore[reportReturnType]
+    return replace_forward(Randomized(module, sketch), path=path)
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -22,6 +22,8 @@ BUILT_IN = (
     "lowtide.techniques.precision:Precision",
     "lowtide.techniques.optimizer_state:OptimizerState",
     "lowtide.techniques.optimizer_in_backward:OptimizerInBackward",
+    "lowtide.techniques.stored_gradients:StoredGradients",
+    "lowtide.techniques.large_batch:LargeBatch",
     "lowtide.techniques.randomized:RandomizedLinears",
     "lowtide.techniques.fewbit:FewBit",
 )

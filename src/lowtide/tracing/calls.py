@@ -48,6 +48,8 @@ class Call:
         """Whether made-up values are safe: a library's own records (bytes, seeds) must not be made up."""
         tensors = [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, _Shape)]
         name = self.function.__name__
+        if self.function.namespace == "bitsandbytes":  # its codes are places in a table of 256: any will do
+            return True
         if self.function.namespace != "aten" or "foreach" in name or "attention_backward" in name:
             return False
         return not any(shape.dtype in (torch.uint8, torch.uint64) or shape.device == "meta" for shape in tensors)

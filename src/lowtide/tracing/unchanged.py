@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lowtide.tracing.internals import autograd
+from lowtide.tracing.internals import autograd, gradient_hooks
 from lowtide.workload import Workload
 
 
@@ -34,6 +34,8 @@ def unchanged(work: Workload, *, fake: bool = False) -> Generator[None]:
         stack.callback(_restore_gradients, leaves, [leaf.grad for leaf in leaves])
         for leaf in leaves:
             leaf.grad = None
+        for store in _stores(parameters):
+            stack.callback(store.set_aside())
         if work.optimizer is not None:
             stack.callback(_restore_optimizer, work.optimizer, *_optimizer_snapshot(work.optimizer))
         if not fake:
@@ -109,6 +111,12 @@ def state_tensors(optimizer: torch.optim.Optimizer | None, parameters: list[Tens
         return []
     chosen = list(optimizer.state) if parameters is None else parameters
     return [value for p in chosen for value in optimizer.state[p].values() if isinstance(value, Tensor)]
+
+
+def _stores(parameters: list[Tensor]) -> set[Any]:
+    """What keeps gradients elsewhere than in ``.grad`` until the step."""
+    hooks = (hook for parameter in parameters for hook in gradient_hooks(parameter).values())
+    return {hook for hook in hooks if hasattr(hook, "set_aside")}
 
 
 def _restore_gradients(parameters: list[Tensor], gradients: list[Tensor | None]) -> None:

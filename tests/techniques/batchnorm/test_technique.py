@@ -19,7 +19,8 @@ from lowtide.techniques.batchnorm import convert
 from lowtide.techniques.batchnorm.technique import BatchNorm, _Pairs
 from lowtide.workload import Workload
 
-from ...contract.contract import TechniqueContract, assert_agree, run
+from ...contract.contract import TechniqueContract
+from ...contract.outcomes import assert_agree, run
 
 
 class Joined(nn.Module):

@@ -18,7 +18,7 @@ from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.chain import Chains
 from lowtide.techniques.compress.allocation import KEPT, Layer, allocate_bits
-from lowtide.techniques.forward import Forward, replace_forward
+from lowtide.techniques.forward import Forward, module_at, replace_forward
 from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Knob, Option, Price, Undo
 from lowtide.tracing.graph import Op
 from lowtide.workload import Workload
@@ -91,7 +91,7 @@ class Compress:
             for option in options:
                 for path, bits in _bits(option).items():
                     check(bits, _group(option))
-                    module = _find(work.model, path)
+                    module = module_at(work.model, path)
                     undo.add(replace_forward(Compressed(module, bits, _group(option)), path=path))
             return Applied(work, undo.keep())
 
@@ -288,10 +288,3 @@ def _bits(option: Option) -> dict[str, int]:
 
 def _group(option: Option) -> int:
     return int(str(option.knob("group", GROUP)))
-
-
-def _find(model: nn.Module, path: str) -> nn.Module:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        raise PlanError(f"The model has no module {path!r}", hint="The plan is of another model.") from None

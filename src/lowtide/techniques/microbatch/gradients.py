@@ -82,7 +82,9 @@ class Gradients:
             hooks: Any = tensor._backward_hooks
             if len(hooks) > 1:
                 put_aside.append((hooks, dict(hooks)))
-                for key in [key for key, hook in hooks.items() if hook is not each]:
+                for key in [
+                    key for key, hook in hooks.items() if hook is not each and not hasattr(hook, "part_of_gradient")
+                ]:
                     del hooks[key]
             each.is_active = True
         try:

@@ -57,14 +57,7 @@ class MicrobatchLoss:
     """A loss in pieces. ``__wrapped__`` is the loss of one piece."""
 
     def __init__(
-        self,
-        work: Workload,
-        size: int,
-        *,
-        reduction: Reduction = "auto",
-        weight: Weight | None = None,
-        split: Split = None,
-        exact: bool = False,
+        self, work: Workload, size: int, *, reduction: Reduction, weight: Weight | None, split: Split, exact: bool
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise LowtideError(f"size={size!r} is not a number of samples", hint="Write for example size=8.")

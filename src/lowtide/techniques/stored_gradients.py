@@ -1,0 +1,90 @@
+"""Gradients that wait for the optimizer in 16 or 8 bits, as a technique."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lowtide.errors import PlanError
+from lowtide.optim.gradients import PIECES, Bits, packed_bytes, store_gradients
+from lowtide.profiling.profile import Profile
+from lowtide.techniques.in_backward import completed_gradients, refuse_ddp
+from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price
+from lowtide.tracing.graph import Storage
+from lowtide.workload import Workload
+
+_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_BITS: tuple[Bits, ...] = ("16bit", "8bit")
+_ROUNDING = {"16bit": 14, "8bit": 16}  # bytes for each value of the piece that is being rounded
+
+
+class StoredGradients:
+    """Each gradient is packed when it is complete, and unpacked when its parameter is stepped. The knob is ``bits``.
+
+    What is stored is right on average. Yet there are no gradients to look at or to clip between backward and step, so
+    the fidelity is ``changed``: it is used where it is asked for. Unlike a step in backward it leaves several backwards
+    to one step.
+    """
+
+    name = "stored_gradients"
+    kind: Kind = "step"
+    needs = "an optimizer, and two or more parameters that get a gradient"
+    conflicts: frozenset[str] = frozenset({"optimizer_in_backward"})  # which leaves nothing to store
+
+    def options(self, profile: Profile) -> list[Option]:
+        """16 and 8 bits, where that is less than the gradients have."""
+        graph = profile.graph
+        gradients = [graph.storages[id] for id in completed_gradients(graph)]
+        if "optimizer" not in graph.phase_starts() or len(gradients) < 2:
+            return []
+        found = [bits for bits in _BITS if any(_packed(gradient, bits) < gradient.bytes for gradient in gradients)]
+        return [Option(self.name, ("",), (("bits", bits),)) for bits in found]
+
+    def price(self, option: Option, profile: Profile) -> Price:
+        """A gradient is packed from when it is complete; the step has one of them whole, the largest at the most."""
+        bits, graph, end = _bits(option), profile.graph, len(profile.graph.ops)
+        removed: list[Interval] = []
+        added: list[Interval] = []
+        for id, whole in completed_gradients(graph).items():
+            gradient = graph.storages[id]
+            label, start, death = gradient.label, whole + 1, gradient.death
+            if start >= death:
+                continue
+            rounding = gradient.bytes + _ROUNDING[bits] * min(_count(gradient), PIECES[graph.tensor_device])
+            removed.append(Interval(gradient.bytes, start, death, f"{label}, let go"))
+            added.append(Interval(_packed(gradient, bits), start, death, f"{label} in {bits}"))
+            added.append(Interval(rounding, start, start + 1, f"{label} while it is rounded"))
+        first = graph.phase_starts().get("optimizer", end) + 1  # on its first op falls the rounding of the last one
+        largest = max((4 * _count(graph.storages[id]) for id in completed_gradients(graph)), default=0)
+        if first < end:
+            added.append(Interval(largest, first, end, "a gradient, unpacked"))
+        return Price(Fidelity.CHANGED, added=tuple(added), removed=tuple(removed))
+
+    def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
+        """Put the store between backward and the optimizer's step. Without an optimizer there is nothing to do."""
+        if any(option.site != ("",) for option in options) or len(options) != 1:
+            raise PlanError("Gradients are stored in one way, for the whole step", where=str(options[0]))
+        bits = _bits(options[0])
+        if work.optimizer is None:
+            return Applied(work)
+        refuse_ddp(work.model)
+        return Applied(work, store_gradients(work.optimizer, bits))
+
+    def check(self, option: Option) -> Check:
+        """The step is one of rounded gradients; none are left to compare."""
+        return Check(Fidelity.CHANGED, leaves_gradients=False)
+
+
+def _bits(option: Option) -> Bits:
+    bits = option.knob("bits")
+    for known in _BITS:
+        if bits == known:
+            return known
+    raise PlanError(f"bits={bits!r} is none of {', '.join(_BITS)}", where=str(option))
+
+
+def _packed(gradient: Storage, bits: Bits) -> int:
+    return packed_bytes(_count(gradient), bits)
+
+
+def _count(gradient: Storage) -> int:
+    return gradient.bytes // _SIZES.get(gradient.dtype, 4)

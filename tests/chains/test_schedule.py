@@ -1,0 +1,50 @@
+"""Schedules read and print as in the document; the simulator counts every byte and refuses what cannot run."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowtide.chains import Chain, Kind, Operation, Schedule, simulate
+from lowtide.errors import PlanError
+
+
+def test_schedules_read_and_print_as_in_the_document():
+    text = "F1c, F2n, F3e, B3, F1e, F2e, B2, B1"
+    schedule = Schedule.parse(text)
+    assert str(schedule) == text
+    assert schedule.operations[1] == Operation(Kind.NOTHING, 1)
+    assert schedule.runs == (2, 2, 1)
+    for wrong in ("F1x", "B1e", "F0e", "", "Loss"):
+        with pytest.raises(PlanError, match="is not an operation"):
+            Schedule.parse(wrong)
+
+
+def test_the_simulator_counts_what_is_there_by_hand():
+    # value 0: 2 B, value 1: 3 B, value 2: 5 B; stage 1 saves 7 B, stage 2 saves 11 B; gradients as their values.
+    chain = Chain([1, 10], [100, 1000], [2, 3, 5], [7, 11], [13, 17], [19, 23])
+    found = simulate(chain, Schedule.parse("F1c, F2e, B2, F1e, B1"))
+    during = [2 + 3 + 13, 2 + 3 + 11 + 17, 2 + 3 + 11 + (5 + 3) + 23, 2 + 3 + 7 + 13, 2 + 7 + (3 + 2) + 19]
+    assert found.during_bytes.tolist() == during
+    assert found.live_bytes.tolist() == [2 + 3, 2 + 3 + 11, 2 + 3, 2 + 3 + 7, 2 + 2]
+    assert (found.peak_bytes, found.peak_operation) == (47, 2)
+    assert found.seconds == 1 + 10 + 1000 + 1 + 100
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("F2e", "F2e cannot run as operation 1: its input, the output of stage 1, is not there"),
+        ("F1c, F2n, F2e", "F2e cannot run as operation 3: its input"),
+        ("F1c, F1e", "F1e cannot run as operation 2: its result is there already"),
+        ("F1e, F2e, F3e, B2", "the gradient there is that of stage 3's output"),
+        ("F1c, F2c, F3e, B3, B2", "what it needs of its forward is not kept"),
+        ("F1n", "its input is not its own to let go"),
+        ("F1e, F2n", "its input is not its own to let go"),
+        ("F1e, F2e, F3e, B3, B2", "ends before the backward of stage 1"),
+        ("F1e, F2e, F3e, F4e", "the chain has 3 stages"),
+        ("F1c, F2e", "ends before the backward of stage 3"),
+    ],
+)
+def test_the_simulator_refuses_what_cannot_run(text, said):
+    with pytest.raises(PlanError, match=said):
+        simulate(Chain.uniform(3), Schedule.parse(text))

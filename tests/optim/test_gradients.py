@@ -1,0 +1,124 @@
+"""Stored gradients: right on average with the variance of theory, small in between, and nothing lost or left behind."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide.optim as lo
+from lowtide.errors import LowtideError
+from lowtide.optim.gradients import COUNT, PIECES, pack, packed_bytes, unpack
+
+BATCH = torch.randn(4, 20, generator=torch.Generator().manual_seed(1))
+
+
+def made(optimizer=torch.optim.SGD):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3))
+    return model, optimizer(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("bits", ["16bit", "8bit"])
+def test_a_step_is_right_on_average_and_its_variance_is_that_of_rounding(bits):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.zeros(600))
+    gradient = torch.randn(600).exp() * torch.randn(600).sign()
+    draws = []
+    for seed in range(2000):
+        with torch.no_grad():
+            weight.zero_()
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        with lo.store_gradients(optimizer, bits, seed=seed):
+            (weight * gradient).sum().backward()
+            optimizer.step()
+        draws.append(-weight.detach().clone())
+    found, exact = torch.stack(draws).double(), gradient.double()
+    # Between the two nearest values a and b, x falls on b with probability (x - a)/(b - a): variance (x - a)(b - x).
+    if bits == "16bit":
+        low = (gradient.view(torch.int32) & -65536).view(torch.float32).double()
+        high = (((gradient.view(torch.int32) >> 16) + 1) << 16).view(torch.float32).double()
+    else:
+        scale = torch.cat([part.abs().amax().expand(len(part)) for part in exact.split(256)])
+        share = exact / scale * 127
+        low, high = share.floor() * scale / 127, (share.floor() + 1) * scale / 127
+    variance = float(((exact - low) * (high - exact)).abs().sum())
+    error = found.var(0).sum().sqrt() / 2000**0.5
+    assert (found.mean(0) - exact).norm() <= 3 * error
+    assert float(found.var(0).sum()) == pytest.approx(variance, rel=0.1)
+
+
+@pytest.mark.parametrize("bits", ["16bit", "8bit"])
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 5000])
+def test_bytes_are_as_said(bits, count):
+    codes, scale = pack(torch.randn(count), bits, seed=0)
+    assert codes.nbytes + (0 if scale is None else scale.nbytes) == packed_bytes(count, bits)
+    assert unpack((codes, scale), torch.empty(count)).shape == (count,)
+
+
+@pytest.mark.parametrize("bits", ["16bit", "8bit"])
+@pytest.mark.parametrize("onto", [False, True])
+def test_a_piece_at_a_time_is_as_near_as_all_at_once(bits, onto, monkeypatch):
+    monkeypatch.setitem(PIECES, "cpu", 512)
+    torch.manual_seed(0)
+    first, second = torch.randn(3, 700), torch.randn(3, 700)
+    held = pack(first, bits, seed=1) if onto else None
+    total = (unpack(held, first) if held else 0) + second
+    found = unpack(pack(second, bits, seed=2, onto=held), second)
+    step = 2**-7 * total.abs() if bits == "16bit" else total.abs().max() / 127
+    assert ((found - total).abs() <= step * 1.0001).all()  # a rounding's own roundoff
+    assert (found != total).any()
+    off = (found - total).view(-1)
+    assert not torch.equal(off[:512] > 0, off[512:1024] > 0)  # each piece has bits of its own
+
+
+def test_the_undo_puts_what_waits_into_grad():
+    model, optimizer = made()
+    model(BATCH).square().sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    with lo.store_gradients(optimizer):
+        model(BATCH).square().sum().backward()
+        assert all(p.grad is None for p in model.parameters())
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=2**-7, atol=0)  # the step of bfloat16
+
+
+def test_a_refusal_leaves_the_optimizer_as_it_was():
+    model, optimizer = made()
+    before = copy.deepcopy(optimizer.state_dict())
+    with lo.round_updates(optimizer):
+        with pytest.raises(LowtideError, match="already done by stochastic rounding"):
+            lo.store_gradients(optimizer)
+        model(BATCH).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+    assert optimizer.state_dict() == before
+    assert "zero_grad" not in vars(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "kind"),
+    [(torch.ones(2, dtype=torch.complex64), torch.optim.SGD), (torch.ones(2), torch.optim.LBFGS)],
+    ids=["complex", "LBFGS"],
+)
+def test_what_cannot_be_stored_is_refused(parameter, kind):
+    with pytest.raises(LowtideError):
+        lo.store_gradients(kind([nn.Parameter(parameter)], lr=0.1))
+
+
+def test_a_sparse_gradient_says_what_to_do_and_is_not_lost():
+    table = nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    with lo.store_gradients(optimizer):
+        with pytest.raises(LowtideError, match="sparse=False"):
+            table(torch.tensor([1, 2])).sum().backward()
+        assert table.weight.grad is not None
+
+
+def test_undo_after_a_state_was_loaded_leaves_no_count():
+    model, optimizer = made(torch.optim.AdamW)
+    with lo.store_gradients(optimizer, "8bit"):
+        model(BATCH).sum().backward()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert COUNT not in optimizer.param_groups[0]

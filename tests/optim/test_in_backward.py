@@ -1,0 +1,143 @@
+"""Steps of one parameter at a time, most of them in backward: a plain step's bits, and gradients never all alive."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lowtide.optim as lo
+from lowtide import LowtideError
+from lowtide.optim.in_backward import is_stepped_in_backward
+from tests.optim.training import BATCHES, OPTIMIZERS, WAYS, equal, make, train
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("way", ["in backward", "cpu"])
+def test_the_same_bits_as_a_plain_step(name, way):
+    expected, state = [], []
+    for use in (WAYS["plain"], WAYS[way]):
+        model = make()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        use(optimizer)
+        expected.append(train(model, optimizer, BATCHES[:5]))
+        state.append(optimizer.state_dict())
+    assert equal(*expected)
+    assert state[0]["param_groups"] == state[1]["param_groups"]
+    for number, held in state[0]["state"].items():
+        assert held.keys() == state[1]["state"][number].keys()
+        assert all(
+            torch.equal(value, state[1]["state"][number][key]) for key, value in held.items() if value is not None
+        )
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(20, 16)
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, x):
+        hidden = checkpoint(lambda t: torch.tanh(self.mix(self.embed(t))), x, use_reentrant=False)
+        return F.cross_entropy(F.linear(hidden, self.embed.weight), x)
+
+
+def test_tied_weights_under_a_checkpoint_step_once_in_backward():
+    x = torch.arange(20)
+    results = []
+    for use in (WAYS["plain"], WAYS["in backward"]):
+        model = Tied()
+        optimizer = OPTIMIZERS["AdamW"](model.parameters())
+        use(optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).backward()
+            optimizer.step()
+        results.append([p.detach() for p in model.parameters()])
+        assert all(state["step"] == 3 for state in optimizer.state.values())
+    assert equal(*results)
+
+
+def test_gradients_are_never_all_alive_in_backward():
+    model = make()
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    alive = []
+
+    def count(_):
+        alive.append(sum(p.grad is not None for p in model.parameters()))
+
+    handles = [p.register_post_accumulate_grad_hook(count) for p in model.parameters()]
+    with lo.step_in_backward(optimizer):
+        train(model, optimizer, BATCHES[:1])
+    assert max(alive) == 1
+    for handle in handles:
+        handle.remove()
+    model(BATCHES[0]).mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_scheduler_and_the_groups_of_the_users_optimizer_go_on():
+    results = []
+    for use in (WAYS["plain"], WAYS["in backward"]):
+        model = make()
+        layers = list(model.children())
+        optimizer = torch.optim.SGD(
+            [{"params": layers[0].parameters(), "lr": 0.1}, {"params": layers[2].parameters()}], lr=0.01, momentum=0.9
+        )
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        use(optimizer)
+        for x in BATCHES[:4]:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+        results.append([p.detach() for p in model.parameters()])
+    assert equal(*results)
+
+
+@pytest.mark.parametrize("first", ["8bit", "in backward"])
+def test_8bit_states_and_steps_in_backward_work_together_in_either_order(first):
+    results = []
+    for both in (False, True):
+        model = make()
+        optimizer = OPTIMIZERS["AdamW"](model.parameters())
+        order = ["8bit", "in backward"] if first == "8bit" else ["in backward", "8bit"]
+        undos = [WAYS[way](optimizer) for way in (order if both else ["8bit"])]
+        results.append(train(model, optimizer, BATCHES[:4]))
+        for undo in reversed(undos):
+            undo()
+        assert type(optimizer) is torch.optim.AdamW
+        assert optimizer.state[model[0].weight]["step"] == 4
+    assert equal(*results)
+
+
+def test_rounding_and_steps_in_backward_work_together():
+    results = []
+    for ways in (["stochastic"], ["in backward", "stochastic"], ["stochastic", "in backward"]):
+        model = make(torch.bfloat16)
+        optimizer = OPTIMIZERS["AdamW"](model.parameters())
+        for way in ways:
+            WAYS[way](optimizer)
+        results.append(train(model, optimizer, BATCHES[:3]))
+    assert equal(results[0], results[1])
+    assert equal(results[0], results[2])
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        (lambda optimizer: lo.store_gradients(optimizer, "8bit"), "Stored gradients wait for the step"),
+        (lambda optimizer: lo.scale_rates(optimizer, 4, warmup_steps=2), "Scaled rates act while the optimizer steps"),
+        (lambda optimizer: lo.LossScale().guard(optimizer), "A scaled loss looks at the gradients"),
+    ],
+    ids=["stored gradients", "scaled rates", "a scaled loss"],
+)
+def test_what_needs_the_step_refuses_steps_in_backward(before, reason):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    with before(optimizer):
+        with pytest.raises(LowtideError, match=reason):
+            lo.step_in_backward(optimizer)
+        assert not is_stepped_in_backward(weight)
+    lo.step_in_backward(optimizer)()

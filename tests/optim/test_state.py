@@ -1,0 +1,161 @@
+"""States that take less, on an optimizer that is there: in 8 bits, in 4, and as they were again."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide.optim as lo
+from lowtide.errors import LowtideError
+from tests.optim.training import BATCHES, OPTIMIZERS, equal, make, train
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_8bit_states_take_two_bytes_and_small_ones_stay(kind):
+    model = make()
+    optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.1)
+    plain = make()
+    expected = train(plain, kind(plain.parameters(), lr=1e-2, weight_decay=0.1), BATCHES[:3])
+    undo = lo.lower_state(optimizer, "8bit")
+    found = train(model, optimizer, BATCHES[:3])
+    assert all((a - b).norm() < 0.02 * b.norm() for a, b in zip(found, expected, strict=True) if b.norm() > 1e-2)
+    weight, bias = optimizer.state[model[0].weight], optimizer.state[model[0].bias]
+    values = 64 * 96
+    assert sum(value.nbytes for key, value in weight.items() if key != "step") == 2 * values + 2 * 4 * values // 256
+    assert bias["exp_avg"].dtype == torch.float32
+    undo()
+    assert type(optimizer) is kind
+    assert optimizer.state[model[0].weight]["exp_avg"].shape == (96, 64)
+    train(model, optimizer, BATCHES[:1])
+
+
+def test_8bit_states_that_were_not_stepped_come_back_bit_for_bit():
+    model = make()
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    train(model, optimizer, BATCHES[:2])
+    before = copy.deepcopy(optimizer.state_dict())
+    lo.lower_state(optimizer, "8bit")()
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for number, held in before["state"].items():
+        assert all(torch.equal(after["state"][number][key], value) for key, value in held.items())
+
+
+def test_a_scheduler_made_before_8bit_states_does_not_bypass_them():
+    model = make()
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    with lo.lower_state(optimizer, "8bit"):
+        train(model, optimizer, BATCHES[:1])
+        assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.int8
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 5e-3
+    train(model, optimizer, BATCHES[:1])
+    scheduler.step()
+    assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.float32
+    assert optimizer.state[model[0].weight]["step"] == 2
+
+
+def test_what_cannot_be_lowered_says_so():
+    weight = nn.Parameter(torch.ones(3))
+    with pytest.raises(LowtideError, match="RMSprop has no states in 8bit"):
+        lo.lower_state(torch.optim.RMSprop([weight]), "8bit")
+    with pytest.raises(LowtideError, match="no optimizer state '3bit'"):
+        lo.lower_state(torch.optim.AdamW([weight]), "3bit")
+    optimizer = torch.optim.AdamW([weight])
+    with lo.step_in_backward(optimizer), pytest.raises(LowtideError, match="already"):
+        lo.step_in_backward(optimizer)
+    with lo.lower_state(optimizer, "cpu"), pytest.raises(LowtideError, match="states on the host"):
+        lo.round_updates(optimizer)
+    with pytest.raises(LowtideError, match="closure"), lo.lower_state(optimizer, "cpu"):
+        optimizer.step(lambda: weight.sum())
+
+
+def test_4bit_states_are_torchaos_or_name_the_extra():
+    model = make()
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    train(model, optimizer, BATCHES[:1])
+    try:
+        import torchao  # noqa: F401
+    except ImportError:
+        with pytest.raises(LowtideError, match=r"lowtide\[optim\]"):
+            lo.lower_state(optimizer, "4bit")
+        return
+    other = make()
+    expected = train(other, OPTIMIZERS["AdamW"](other.parameters()), BATCHES[:4])
+    with lo.lower_state(optimizer, "4bit"):
+        found = train(model, optimizer, BATCHES[1:4])
+        codes = optimizer.state[model[0].weight]["exp_avg"].codes
+        assert codes.nbytes == 64 * 96 // 2
+    assert type(optimizer) is torch.optim.AdamW
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2)
+    assert all((a - b).norm() < 0.1 * b.norm() for a, b in zip(found, expected, strict=True) if b.norm() > 1e-1)
+    train(model, optimizer, BATCHES[:1])
+
+
+def test_a_group_that_was_added_while_states_are_lowered_is_a_plain_one_after_undo():
+    model, other = make(), make()
+    optimizer = torch.optim.AdamW(model[0].parameters(), lr=1e-2)
+    reference = torch.optim.AdamW(other[0].parameters(), lr=1e-2)
+    undo = lo.lower_state(optimizer, "8bit")
+    for each, layers in ((optimizer, model), (reference, other)):
+        each.add_param_group({"params": list(layers[2].parameters()), "lr": 1e-3})
+    train(model, optimizer, BATCHES[:1])
+    undo()
+    assert [set(group) for group in optimizer.param_groups] == [set(group) for group in reference.param_groups]
+    assert optimizer.param_groups[1]["lr"] == 1e-3
+    assert optimizer.state[model[2].weight]["exp_avg"].dtype == torch.float32
+    train(model, optimizer, BATCHES[:1])
+    assert optimizer.state[model[2].weight]["step"] == 2
+
+
+def test_an_undo_before_a_step_keeps_what_was_loaded():
+    model = make()
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    train(model, optimizer, BATCHES[:1])
+    undo = lo.lower_state(optimizer, "8bit")
+    other = make()
+    further = OPTIMIZERS["AdamW"](other.parameters())
+    train(other, further, BATCHES[:3])
+    optimizer.load_state_dict(further.state_dict())
+    undo()
+    assert optimizer.state[model[0].weight]["step"] == 3
+
+
+@pytest.mark.parametrize("kind", ["8bit", "4bit"])
+def test_amsgrad_of_one_group_is_refused(kind):
+    model = make()
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "amsgrad": True}]
+    optimizer = torch.optim.AdamW(groups)
+    with pytest.raises(LowtideError, match="amsgrad"):
+        lo.lower_state(optimizer, kind)
+    assert type(optimizer) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize("saved_in", ["4bit", "plain"])
+def test_4bit_states_resume_bit_for_bit_and_take_plain_ones(saved_in):
+    pytest.importorskip("torchao")
+
+    def start(*, lowers):
+        model = make()
+        optimizer = OPTIMIZERS["AdamW"](model.parameters())
+        if lowers:
+            lo.lower_state(optimizer, "4bit")
+        return model, optimizer
+
+    model, optimizer = start(lowers=saved_in == "4bit")
+    train(model, optimizer, BATCHES[:3])
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    if saved_in == "plain":
+        lo.lower_state(optimizer, "4bit")
+    expected = train(model, optimizer, BATCHES[3:6])
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)  # torchao's tensors are classes of its own
+    model, optimizer = start(lowers=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert optimizer.state[model[0].weight]["exp_avg"].codes.nbytes == 64 * 96 // 2
+    assert equal(train(model, optimizer, BATCHES[3:6]), expected)

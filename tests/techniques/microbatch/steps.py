@@ -1,0 +1,72 @@
+"""Small steps for the tests of microbatch, and how their results are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lowtide import Workload
+
+Outcome = dict[str, Tensor]
+
+
+def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def mlp(samples: int = 7, *, loss: Callable[[nn.Module, Any], Tensor] = cross_entropy) -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    return Workload(model, loss, (torch.randn(samples, 5).double(), torch.randint(3, (samples,))))
+
+
+def step(work: Workload) -> Outcome:
+    """What a step from a fixed seed leaves; buffers are put back."""
+    buffers = {name: value.clone() for name, value in work.model.named_buffers()}
+    torch.manual_seed(1)
+    work.model.zero_grad()
+    loss = work.compute_loss()
+    loss.backward()
+    found = {"loss": loss.detach()}
+    found |= {f"{name}.grad": p.grad.clone() for name, p in work.model.named_parameters() if p.grad is not None}
+    for name, value in work.model.named_buffers():
+        found[name] = value.clone()
+        value.copy_(buffers[name])
+    work.model.zero_grad()
+    return found
+
+
+def assert_same(found: Outcome, expected: Outcome, rtol: float = 1e-12) -> None:
+    """In the norm of each tensor; what is 0 but for rounding is measured by the largest gradient."""
+    assert found.keys() == expected.keys()
+    largest = max(float(value.double().norm()) for name, value in expected.items() if name.endswith(".grad"))
+    for name, value in expected.items():
+        error = float((found[name].double() - value.double()).norm())
+        assert error <= rtol * max(float(value.double().norm()), largest * 1e-3), name
+
+
+def without_randomness(work: Workload) -> Workload:
+    for module in work.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
+            vars(module)["dropout"] = 0.0
+    return work
+
+
+def in_float64(work: Workload) -> Workload:
+    batch = pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, work.batch)
+    return replace(work, model=work.model.double(), batch=batch, optimizer=None)
+
+
+def normed(*layers: nn.Module, samples: int = 7) -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(3 * 4 * 4, 5)).double()
+    x = torch.randn(samples, 3, 4, 4).double() + torch.arange(samples).double()[:, None, None, None]
+    return Workload(model, cross_entropy, (x, torch.randint(5, (samples,))))

@@ -1,0 +1,96 @@
+"""Batch norm in pieces: statistics move once as by the full batch, and ``exact`` normalises by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide import zoo
+from lowtide.errors import LowtideError
+from lowtide.nn import BatchRenormAct2d
+
+from .steps import Outcome, assert_same, cross_entropy, in_float64, mlp, normed, step
+
+
+@pytest.mark.parametrize("momentum", [0.1, 1.0, None])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, BatchRenormAct2d])
+def test_running_statistics_move_once_as_by_the_full_batch(momentum: float | None, norm: type[nn.Module]) -> None:
+    """Of a first layer, whose input is the batch itself: mean and variance, between pieces too, are exact."""
+    work = normed(norm(3, momentum=momentum))
+    expected, found = step(work), step(lowtide.microbatch(work, 3))
+    for name in ("0.running_mean", "0.running_var"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-14)
+    assert found["0.num_batches_tracked"] == 1
+
+
+def test_a_layer_that_runs_twice_moves_twice() -> None:
+    norm = nn.BatchNorm2d(3)
+    work = normed(norm, nn.Identity(), norm)
+    before = step(work)
+    found = step(lowtide.microbatch(work, 3))
+    assert found["0.num_batches_tracked"] == before["0.num_batches_tracked"] == 2
+
+
+def test_instance_norm_is_as_of_the_full_batch() -> None:
+    work = normed(nn.InstanceNorm2d(3, affine=True, track_running_stats=True))
+    assert_same(step(lowtide.microbatch(work, 3)), step(work))
+
+
+def test_the_model_is_as_it_was_even_after_an_error() -> None:
+    work = normed(nn.BatchNorm2d(3))
+    norm = work.model[0]
+
+    def fails(model: nn.Module, batch: Any) -> Tensor:
+        if len(batch[0]) == 1:
+            raise ValueError("at the last piece")
+        return cross_entropy(model, batch)
+
+    attributes, buffers = dict(vars(norm)), dict(norm._buffers)
+    for exact in (False, True):
+        with pytest.raises(ValueError, match="at the last piece"):
+            lowtide.microbatch(replace(work, loss=fails), 3, reduction="mean", exact=exact).compute_loss()
+        assert {k: v for k, v in vars(norm).items() if k != "training"} == {
+            k: v for k, v in attributes.items() if k != "training"
+        }
+        assert all(norm._buffers[name] is buffer for name, buffer in buffers.items())
+        assert not norm._forward_hooks
+        assert not norm._forward_pre_hooks
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_exact_gives_the_loss_and_the_statistics_of_the_full_batch(converted: bool) -> None:
+    work = in_float64(zoo.small("resnet18", batch=8))
+    expected = step(work)
+    if converted:
+        lowtide.convert(work.model)
+    found = step(lowtide.microbatch(work, 3, exact=True))
+    pieces = step(lowtide.microbatch(work, 3))
+    names = ["loss", *(name for name, _ in work.model.named_buffers())]
+    for name in names:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-12)
+    assert abs(pieces["loss"] - expected["loss"]) > 1e-3  # without, it is another loss
+
+    def error(outcome: Outcome) -> float:
+        wrong = [outcome[name] - value for name, value in expected.items() if name.endswith(".grad")]
+        return float(torch.stack([each.norm() for each in wrong]).norm())
+
+    assert error(found) < 0.7 * error(pieces)
+
+
+def test_exact_is_exact_without_batch_norm_and_where_a_layer_keeps_no_statistics() -> None:
+    work = mlp()
+    assert_same(step(lowtide.microbatch(work, 3, exact=True)), step(work))
+    untracked = normed(nn.BatchNorm2d(3, track_running_stats=False))
+    found = step(lowtide.microbatch(untracked, 3, exact=True))
+    torch.testing.assert_close(found["loss"], step(untracked)["loss"], rtol=1e-12, atol=0)
+    assert untracked.model[0].running_mean is None
+
+
+def test_exact_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(LowtideError, match="cannot normalise a piece"):
+        lowtide.microbatch(normed(BatchRenormAct2d(3)), 3, exact=True).compute_loss()

@@ -1,0 +1,145 @@
+"""Microbatch as a technique: beside the others, on two ranks, priced and planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lowtide
+from lowtide import Workload, zoo
+from lowtide.planning.prediction import estimate_peak
+from lowtide.techniques import Fidelity, techniques
+from lowtide.techniques.sqrt import checkpoint_segments
+
+from ...ranks import on_two_ranks
+from .steps import Outcome, assert_same, cross_entropy, in_float64, mlp, normed, step, without_randomness
+
+# -- with the other techniques -------------------------------------------------------------------------
+
+
+def test_converted_batch_norms_give_what_plain_ones_give_in_pieces() -> None:
+    """As a loop that accumulates gives it, by plain PyTorch."""
+    work = in_float64(zoo.small("resnet50", batch=6))
+    x, y = work.batch
+    by_hand: Outcome = {}
+    for i in (0, 3):
+        part = step(replace(work, batch=(x[i : i + 3], y[i : i + 3])))
+        for name, value in part.items():
+            if name.endswith(".grad"):
+                by_hand[name] = by_hand.get(name, 0) + value / 2
+    assert_same({n: v for n, v in step(lowtide.microbatch(work, 3)).items() if n in by_hand}, by_hand)
+    plain = step(lowtide.microbatch(work, 3))
+    for joins in (1, 2):
+        with lowtide.convert(work.model, joins=joins):
+            assert_same(step(lowtide.microbatch(work, 3)), plain, rtol=1e-9)
+
+
+def test_recomputed_segments_inside_pieces_change_nothing() -> None:
+    work = in_float64(zoo.small("wrn28-2", batch=6))
+    expected = step(lowtide.microbatch(work, 2))
+    with checkpoint_segments(work.model.stages[0]):
+        found = step(lowtide.microbatch(work, 2))
+        assert lowtide.profile(lowtide.microbatch(work, 2)).peak_bytes < lowtide.profile(work).peak_bytes
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_checkpoint_inside_the_loss_moves_statistics_as_often_as_in_the_full_batch() -> None:
+    from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+    work = normed(nn.BatchNorm2d(3))
+    around = replace(work, loss=lambda m, b: checkpoint(cross_entropy, m, b, use_reentrant=False))
+    with set_checkpoint_early_stop(False):  # or else a batch norm behind the last saved tensor runs but once
+        expected, found = step(around), step(lowtide.microbatch(around, 3))
+    for name in ("0.running_mean", "0.running_var", "0.num_batches_tracked"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-14)
+
+
+def _ddp_reduces_once(rank: int) -> None:
+    work = mlp(8)
+    x, y = (part[4 * rank : 4 * rank + 4] for part in work.batch)
+    expected = step(work)
+    model = DistributedDataParallel(work.model)
+    pieces = lowtide.microbatch(replace(work, model=model, batch=(x, y)), 3)
+    for _ in range(2):
+        found = step(pieces)
+        for name, value in expected.items():
+            if name.endswith(".grad"):
+                torch.testing.assert_close(found[f"module.{name}"], value, rtol=1e-12, atol=1e-15)
+
+
+test_on_two_ranks = on_two_ranks(_ddp_reduces_once)
+
+
+# -- the technique -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "fidelity"),
+    [
+        (lambda: zoo.small("gpt2", batch=4), Fidelity.UNBIASED),
+        (lambda: without_randomness(zoo.small("gpt2", batch=4)), Fidelity.ROUNDOFF),
+        (lambda: zoo.small("wrn28-2", batch=4), Fidelity.CHANGED),
+    ],
+)
+def test_fidelity_is_of_this_model(make: Callable[[], Workload], fidelity: Fidelity) -> None:
+    technique = techniques()["microbatch"]
+    plain = lowtide.profile(make(), fake=True)
+    options = technique.options(plain)
+    assert [option.knob("size") for option in options] == [2, 1]
+    assert {technique.check(option).fidelity for option in options} == {fidelity}
+    assert {technique.price(option, plain).fidelity for option in options} == {fidelity}
+
+
+def test_estimates_are_near_what_a_trace_gives() -> None:
+    technique = techniques()["microbatch"]
+    work = without_randomness(zoo.small("gpt2", batch=8, layers=4, width=128, seq=64))
+    plain = lowtide.profile(work)
+    for option in technique.options(plain)[:2]:
+        estimate = estimate_peak(plain.graph, [technique.price(option, plain)])
+        with technique.apply(work, [option]) as applied:
+            assert estimate == pytest.approx(lowtide.profile(applied.work).peak_bytes, rel=0.05)
+
+
+def test_the_planner_takes_it_where_it_is_the_fastest_that_fits() -> None:
+    work = without_randomness(zoo.small("gpt2", batch=8, layers=2, width=128, seq=64, optimizer="sgd"))
+    plan = lowtide.plan(work, "75%", engine="eager")
+    assert plan.options[0].technique == "microbatch"
+    assert plan.fidelity is Fidelity.ROUNDOFF
+    found = lowtide.verify(work, plan)
+    assert found.results_agree, found
+    assert found.peak_bytes <= plan.budget_bytes
+    with lowtide.apply(plan, work) as planned:
+        first = planned(work.batch)
+        assert first.isfinite()
+        assert planned.loss(work.batch).requires_grad
+
+
+def test_a_predicted_step_on_a_gpu_that_is_not_here_has_pieces_too() -> None:
+    work = without_randomness(zoo.small("gpt2", batch=8, device="meta"))
+    plain = lowtide.profile(work, device="h200")
+    pieces = lowtide.profile(lowtide.microbatch(work, 2), device="h200")
+    assert pieces.storage_peak_bytes < plain.storage_peak_bytes
+
+
+def test_with_dropout_a_step_is_another_draw_of_the_same_distribution() -> None:
+    """The gradient of a linear layer behind dropout: its mean and its variance over the draws are known."""
+    torch.manual_seed(0)
+    samples, width, p, draws = 6, 64, 0.5, 2000
+    x = torch.randn(samples, width, dtype=torch.float64)
+    model = nn.Sequential(nn.Dropout(p), nn.Linear(width, 1, bias=False)).double()
+    work = lowtide.microbatch(Workload(model, lambda m, x: m(x).mean(), x), 4)
+    found: list[Tensor] = []
+    for _ in range(draws):
+        model.zero_grad()
+        work.compute_loss().backward()
+        found.append(model[1].weight.grad[0])
+    drawn = torch.stack(found)
+    variance = p / (1 - p) * x.square().sum(0) / samples**2
+    error = (variance.sum() / draws).sqrt()
+    assert (drawn.mean(0) - x.mean(0)).norm() <= 3 * error
+    assert float(drawn.var(0).sum()) == pytest.approx(float(variance.sum()), rel=0.1)
