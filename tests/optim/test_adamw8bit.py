@@ -59,9 +59,9 @@ def test_moments_that_are_moved_in_place_are_found_again(monkeypatch):
     from lowtide.kernels import adamw8bit as kernels
 
     monkeypatch.setattr(kernels, "_fits", lambda entry: True)
-    weight = nn.Parameter(torch.zeros(4096))
+    weight = nn.Parameter(torch.zeros(4096, device="cuda" if torch.cuda.is_available() else "cpu"))
     optimizer = lo.AdamW8bit([weight], lr=0.1)
-    weight.grad = torch.ones(4096)
+    weight.grad = torch.ones_like(weight)
     optimizer.step()
     moments = optimizer.state[weight]["exp_avg"]
     old = moments.clone()

@@ -130,7 +130,7 @@ def test_on_a_gpu_loaded_states_are_pinned_and_go_on_bit_for_bit(name, saved_on,
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
     optimizer.load_state_dict(saved[1])
-    assert torch.cuda.max_memory_allocated() - held < 4096  # step counts at most
+    assert torch.cuda.max_memory_allocated() - held < 64 * 96  # less than the moment of a matrix, were it in 8 bits
     assert all(value.device.type == "cpu" and value.is_pinned() for value in moments(optimizer))
     assert equal(train(model, optimizer, batches[3:6]), expected)
     assert all(value.device.type == "cpu" for value in moments(optimizer))
