@@ -96,7 +96,8 @@ def kernels() -> list[Row]:
             draws = Draws(0)
             stored = compress(x, draws, bits=bits)
             back = decompress(stored, SIZE, dtype, bits=bits)
-            if float((back.float() - x.float()).norm() / x.float().norm()) > 1.5 / (2**bits - 1):
+            # A group of normal numbers is some 6 wide, and stochastic rounding has a deviation of √(1/6) steps at most.
+            if float((back.float() - x.float()).norm() / x.float().norm()) > 6 / 6**0.5 / (2**bits - 2):
                 raise SystemExit(f"{bits} bits, {dtype}: values do not come back")
             floor = (x.nbytes + stored.nbytes) / bandwidth
             case = f"16x1024x4096 {str(dtype)[6:]}, {bits} bits"

@@ -134,13 +134,14 @@ def rows_of(case: str, method: Method, whole: Figures, less: Figures, plain: Fig
 
 def methods(work: Workload) -> Iterator[Method]:
     """Every registered technique that has an option here, and the planner's own recomputation."""
-    baseline = profile(work, fake=True)
+    baselines = {len(work.batch[0]): profile(work, fake=True)}  # by batch: all techniques look at the same
+    (baseline,) = baselines.values()
     for name, technique in techniques().items():
         options = best_options(technique, baseline, _usual(technique, work))
         if options:
             price = technique.price(options[0], baseline)
             fidelity = max(technique.check(option).fidelity for option in options)
-            yield Method(f"{_said(name, options)}, {fidelity}", _applying(technique), price)
+            yield Method(f"{_said(name, options)}, {fidelity}", _applying(technique, baselines), price)
         else:
             print(f"{work.name}: {name} has nothing to offer (it needs {technique.needs})")
     yield Method(f"plan in {BUDGET} of the memory, {Fidelity.BITWISE}", _planned)
@@ -173,9 +174,12 @@ def _apart(options: Sequence[Option]) -> bool:
     return len(options) == 1 or len(places) == len(set(places))
 
 
-def _applying(technique: Technique) -> Callable[[Workload], Applied]:
+def _applying(technique: Technique, baselines: dict[int, Profile]) -> Callable[[Workload], Applied]:
     def run(work: Workload) -> Applied:
-        return apply_options(work, best_options(technique, profile(work, fake=True), _usual(technique, work)))
+        batch = len(work.batch[0])
+        if batch not in baselines:
+            baselines[batch] = profile(work, fake=True)
+        return apply_options(work, best_options(technique, baselines[batch], _usual(technique, work)))
 
     return run
 
@@ -206,9 +210,11 @@ def figures(method: Method, work: Workload, plain: Workload, repeats: int) -> Fi
     with method.run(work) as applied:
         for _ in range(2):  # optimizer state exists from here on
             plain_step(applied.work)
-        traced = profile(applied.work)
-        peak, static = traced.peak_bytes, traced.static_bytes
-        if on_gpu:
+        if not on_gpu:
+            traced = profile(applied.work)
+            peak, static = traced.peak_bytes, traced.static_bytes
+        else:
+            traced = profile(applied.work, fake=True) if repeats else None  # nobody asks for its operations
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             plain_step(applied.work)
@@ -224,7 +230,7 @@ def figures(method: Method, work: Workload, plain: Workload, repeats: int) -> Fi
     return Figures(
         peak,
         static,
-        sum(map(flops, traced.graph.ops)),
+        0 if traced is None else sum(map(flops, traced.graph.ops)),
         [mine for _, mine in pairs],
         [mine / base for base, mine in pairs],
     )
