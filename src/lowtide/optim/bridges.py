@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -51,13 +52,16 @@ class Adam4bit:
         return found
 
     def rates_as_tensors(self, optimizer: torch.optim.Optimizer) -> Undo:
-        """Rates as torchao wants them, and as numbers again."""
+        """Rates as torchao wants them; those that nobody changed since are to the bit what they were afterwards."""
+        before = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
 
         def restore() -> None:
-            for group in optimizer.param_groups:
-                group["lr"] = float(group["lr"])
+            for group, rate in zip_longest(optimizer.param_groups, before):
+                now = torch.as_tensor(group["lr"], dtype=torch.float32)
+                untouched = rate is not None and torch.equal(now, torch.as_tensor(rate, dtype=torch.float32))
+                group["lr"] = rate if untouched else float(group["lr"])
 
         return Undo(restore)
 

@@ -13,6 +13,7 @@ from lowtide.errors import PlanError
 from lowtide.optim.rounding import round_updates
 from lowtide.optim.scaling import LossScale
 from lowtide.profiling.profile import Profile
+from lowtide.techniques.microbatch.loss import in_pieces
 from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Knob, Option, Price, Undo
 from lowtide.tracing.graph import Graph
 from lowtide.workload import Workload, autocast
@@ -98,6 +99,9 @@ class LowerLoss:
         self.scale = scale
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        pieces = in_pieces(self.__wrapped__)
+        if self.scale is not None and pieces is not None:  # they have gradients before the whole's scale comes back
+            pieces.scale = torch.tensor(self.scale.value)
         with autocast(self.device, self.dtype):  # here too: whoever calls the loss alone has bfloat16 weights as well
             loss = self.__wrapped__(model, batch)
         return self.scale.scale(loss, model) if self.scale is not None and loss.requires_grad else loss
