@@ -54,6 +54,7 @@ USUAL: dict[str, Callable[[int], dict[str, Knob]]] = {
     "fewbit": lambda batch: {"bits": 3},
     "randomized": lambda batch: {"ratio": 0.2},
     "microbatch": lambda batch: {"size": batch // 4},
+    "optimizer_state": lambda batch: {"state": "8bit"},
 }
 
 
