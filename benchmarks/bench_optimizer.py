@@ -115,6 +115,8 @@ def peaks() -> list[Row]:
         "16-bit gradients": [lambda o: store_gradients(o, "16bit")],
         "8-bit gradients": [lambda o: store_gradients(o, "8bit")],
     }
+    if find_spec("torchao") is not None:
+        ways["4-bit states, by torchao"] = [lambda o: lower_state(o, "4bit")]
     rows: list[Row] = []
     for subject, changes in ways.items():
         work: Workload = zoo.workload("gpt2", optimizer="adamw", **sizes)

@@ -254,7 +254,7 @@ def test_what_cannot_be_is_refused():
         FewBit(nn.PReLU())
     with pytest.raises(LowtideError, match="Unknown activation"):
         FewBit("softmax")
-    for mixes in (nn.Softmax(-1), nn.Dropout(0.5), lambda x: x / x.norm(), lambda x: x.sum()):
+    for mixes in (nn.Softmax(-1), nn.GLU(), nn.Dropout(0.5), lambda x: x / x.norm(), lambda x: x.sum()):
         with pytest.raises(LowtideError, match="each element alone"):
             FewBit(mixes)
     with pytest.raises(LowtideError, match="Unknown density"):

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import lowtide.optim as lo
@@ -141,3 +143,29 @@ def test_what_needs_the_step_refuses_steps_in_backward(before, reason):
             lo.step_in_backward(optimizer)
         assert not is_stepped_in_backward(weight)
     lo.step_in_backward(optimizer)()
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("act", [lo.step_in_backward, lo.store_gradients])
+def test_ddp_is_refused_before_anything_is_stepped(act, one_process):
+    """It adds gradients up over processes after the hooks of parameters."""
+    model = nn.Linear(4, 4)
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    undo = act(early)
+    wrapped = DistributedDataParallel(model)
+    before = model.weight.detach().clone()
+    with pytest.raises(LowtideError, match="DistributedDataParallel adds"):
+        wrapped(torch.randn(2, 4)).sum().backward()
+    assert torch.equal(model.weight, before)
+    undo()
+    with pytest.raises(LowtideError, match=r"DistributedDataParallel adds.*fully_shard"):
+        act(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    others = nn.Linear(4, 4)
+    act(torch.optim.SGD(others.parameters(), lr=0.1))
+    others(torch.randn(2, 4)).sum().backward()

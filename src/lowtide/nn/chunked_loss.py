@@ -65,6 +65,8 @@ def linear_cross_entropy(
             f"The input's rows are {list(input.shape[:-1])} and the targets {list(target.shape)}",
             hint="Pass one class index for each row of features.",
         )
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise LowtideError(f"label_smoothing={label_smoothing} is not between 0 and 1")
     options = Options(ignore_index, label_smoothing, reduction, chunk)
     precision = Precision.now(input, weight, bias)
     if precision is None or not is_supported(input, weight, bias, target, class_weight):
@@ -236,6 +238,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.early = any(needs) and options.reduction != "none"
         kind = wide(precision.logits)
         total = _total(target, rules, kind) if options.reduction == "mean" else None
+        ctx.counted = None if total is None else (total, target.numel())  # for whoever adds up such means
         later, scale = None, None
         if ctx.early:
             scale = torch.ones((), dtype=kind, device=x.device) if total is None else total.reciprocal()

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowtide.errors import LowtideError
 from lowtide.kernels.adamw8bit import random_bits
 from lowtide.kernels.reference.adamw8bit import BLOCK, round_by
-from lowtide.optim.hooks import StepPart, refuse_where, take_part
+from lowtide.optim.hooks import StepPart, refuse_ddp, refuse_where, take_part
 from lowtide.optim.in_backward import is_stepped_in_backward
 from lowtide.optim.single import SingleStep
 from lowtide.techniques.technique import Undo
@@ -44,6 +44,7 @@ def store_gradients(optimizer: torch.optim.Optimizer, bits: Bits = "16bit", *, s
             "Parameters that are stepped in backward have no gradients to keep",
             hint="Use stored gradients or steps in backward, not both.",
         )
+    refuse_ddp(parameters)
     refuse_where(optimizer, "needs_gradients", "stored gradients")
     store = GradientStore(optimizer, bits, seed)
     with Undo(store.give_back) as undo:
@@ -66,6 +67,7 @@ class GradientStore(StepPart):
         self.bits: Bits = bits
         self.seed = seed
         self.packed: dict[Tensor, _Packed] = {}
+        self._is_first = True
 
     def __str__(self) -> str:
         return f"gradients in {self.bits}"
@@ -102,6 +104,9 @@ class GradientStore(StepPart):
 
     def __call__(self, parameter: Tensor) -> None:
         """Runs when a gradient is there: pack it, with what is there already."""
+        if self._is_first:  # the model may have been wrapped since
+            refuse_ddp([parameter])
+            self._is_first = False
         gradient = parameter.grad
         assert gradient is not None
         if gradient.layout is not torch.strided:

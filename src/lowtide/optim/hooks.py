@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lowtide.errors import LowtideError
@@ -74,6 +77,20 @@ def refuse_where(optimizer: Any, needs: Literal["needs_gradients", "needs_step"]
         reason = getattr(getattr(hook, "__self__", None), needs, None)
         if reason is not None:
             raise LowtideError(f"{reason}, and {what} leave nothing for it", hint="Undo one of the two.")
+
+
+def refuse_ddp(parameters: Iterable[Tensor]) -> None:
+    """Refuse parameters that DDP holds: it adds gradients up over processes only after the parameters' own hooks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    if not {p for module in wrapped for p in module.parameters()}.isdisjoint(parameters):
+        raise LowtideError(
+            "DistributedDataParallel adds gradients up over processes after they would be used or packed in backward",
+            hint="Use FSDP2 (fully_shard), which does so before, or leave gradients until the step.",
+        )
 
 
 def part_of(optimizer: Any) -> StepPart | None:

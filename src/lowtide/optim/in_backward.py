@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import LowtideError
-from lowtide.optim.hooks import part_of, refuse_where
+from lowtide.optim.hooks import part_of, refuse_ddp, refuse_where
 from lowtide.optim.single import SingleStep
 from lowtide.techniques.technique import Undo
 from lowtide.tracing.internals import gradient_hooks
@@ -35,6 +35,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> Undo:
         raise LowtideError(
             "A parameter is stepped in backward already", hint="Call undo() of the first one before applying it."
         )
+    refuse_ddp(parameters)
     refuse_where(optimizer, "needs_step", "steps in backward")
     hook = StepHook(optimizer)
     handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
@@ -51,12 +52,16 @@ class StepHook:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.step = SingleStep(optimizer)
+        self._is_first = True
 
     def of(self, optimizer: torch.optim.Optimizer) -> StepHook:
         """The hook for a copy of the optimizer, over other parameters."""
         return StepHook(optimizer)
 
     def __call__(self, parameter: Tensor) -> None:
+        if self._is_first:  # the model may have been wrapped since
+            refuse_ddp([parameter])
+            self._is_first = False
         part = part_of(self.step.optimizer)  # looked up each time: it may come after this
         if part is not None and part.takes(parameter):
             with torch.no_grad():

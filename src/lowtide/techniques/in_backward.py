@@ -1,11 +1,7 @@
-"""What techniques share that act on gradients inside the backward pass: when each is complete, and where it is not."""
+"""What techniques share that act on gradients inside the backward pass: when each is complete."""
 
 from __future__ import annotations
 
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-from lowtide.errors import PlanError
 from lowtide.tracing.graph import Graph
 
 
@@ -19,14 +15,3 @@ def completed_gradients(graph: Graph) -> dict[int, int]:
                 if value.storage in wanted:
                     complete[value.storage] = max(complete[value.storage], op.index)
     return complete
-
-
-def refuse_ddp(model: nn.Module) -> None:
-    """Refuse a model that DDP wraps: it adds gradients up over processes only after the parameters' own hooks."""
-    for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel):
-            raise PlanError(
-                "DistributedDataParallel reduces a gradient after it would be used or packed in backward",
-                where=name or type(module).__name__,
-                hint="Use FSDP2 (fully_shard), which reduces before, or leave gradients until the step.",
-            )

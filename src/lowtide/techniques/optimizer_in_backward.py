@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lowtide.errors import PlanError
 from lowtide.optim.in_backward import step_in_backward
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.in_backward import completed_gradients, refuse_ddp
+from lowtide.techniques.in_backward import completed_gradients
 from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price
 from lowtide.workload import Workload
 
@@ -46,7 +46,6 @@ class OptimizerInBackward:
             raise PlanError("The optimizer steps in backward for the whole step or not at all", where=str(options[0]))
         if work.optimizer is None:
             return Applied(work)
-        refuse_ddp(work.model)
         return Applied(work, step_in_backward(work.optimizer))
 
     def check(self, option: Option) -> Check:

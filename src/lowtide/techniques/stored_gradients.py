@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lowtide.errors import PlanError
 from lowtide.optim.gradients import PIECES, Bits, packed_bytes, store_gradients
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.in_backward import completed_gradients, refuse_ddp
+from lowtide.techniques.in_backward import completed_gradients
 from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.graph import Storage
 from lowtide.workload import Workload
@@ -64,10 +64,7 @@ class StoredGradients:
         if any(option.site != ("",) for option in options) or len(options) != 1:
             raise PlanError("Gradients are stored in one way, for the whole step", where=str(options[0]))
         bits = _bits(options[0])
-        if work.optimizer is None:
-            return Applied(work)
-        refuse_ddp(work.model)
-        return Applied(work, store_gradients(work.optimizer, bits))
+        return Applied(work) if work.optimizer is None else Applied(work, store_gradients(work.optimizer, bits))
 
     def check(self, option: Option) -> Check:
         """The step is one of rounded gradients; none are left to compare."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.errors import WorkloadError
+from lowtide.nn import linear_cross_entropy
 
 from .steps import assert_same, cross_entropy, mlp, step
 
@@ -54,6 +55,59 @@ def test_ignored_targets_do_not_count(name: str, size: int) -> None:
     work = mlp(8, loss=LOSSES[name])
     work = replace(work, batch=(work.batch[0], IGNORED))
     assert_same(step(lowtide.microbatch(work, size, reduction="sum" if "sum" in name else "mean")), step(work))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_cross_entropy_in_chunks_counts_as_torchs(size: int, smoothing: float) -> None:
+    def loss(model: Any, batch: Any) -> Tensor:
+        last = model[-1]
+        x = model[:-1](batch[0])
+        return linear_cross_entropy(x, last.weight, batch[1], last.bias, label_smoothing=smoothing, chunk=2)
+
+    work = mlp(8, loss=loss)
+    work = replace(work, batch=(work.batch[0], IGNORED))
+    plain = replace(work, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1], label_smoothing=smoothing))
+    assert_same(step(lowtide.microbatch(work, size)), step(plain))
+
+
+MIXED: dict[str, Callable[[nn.Module, Any], Tensor]] = {
+    "a penalty on outputs": lambda m, b: cross_entropy(m, b) + m(b[0]).square().mean(),
+    "two cross entropies": lambda m, b: cross_entropy(m, b) + F.cross_entropy(2 * m(b[0]), b[1]),
+    "class weights and a penalty": lambda m, b: (
+        F.cross_entropy(m(b[0]), b[1], weight=torch.tensor([1.0, 5.0, 0.5], dtype=torch.float64))
+        + m(b[0]).square().mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_mean_over_what_counts_beside_something_else_is_refused_where_not_all_counts(name: str) -> None:
+    work = mlp(8, loss=MIXED[name])
+    ignoring = replace(work, batch=(work.batch[0], IGNORED))
+    with pytest.raises(WorkloadError, match=r"neither of them|no one weight of a piece is right"):
+        lowtide.microbatch(ignoring, 3).compute_loss()
+    if "class weights" not in name:
+        assert_same(step(lowtide.microbatch(work, 3)), step(work))
+
+
+def test_a_later_batch_is_refused_too_where_its_targets_do_not_all_count() -> None:
+    work = mlp(8, loss=MIXED["a penalty on outputs"])
+    pieces = lowtide.microbatch(work, 3)
+    assert_same(step(pieces), step(work))
+    with pytest.raises(WorkloadError, match=r"no one weight of a piece is right.*weight="):
+        pieces.compute_loss(batch=(work.batch[0], IGNORED))
+
+
+def test_padding_at_the_end_of_a_batch_shows_in_the_trial() -> None:
+    def by_hand(model: nn.Module, batch: Any) -> Tensor:
+        total = F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+        return total / (batch[1] != -100).sum()
+
+    work = mlp(8, loss=by_hand)
+    work = replace(work, batch=(work.batch[0], torch.tensor([1, 0, 2, 1, 2, -100, -100, -100])))
+    with pytest.raises(WorkloadError, match=r"neither of them.*weight="):
+        lowtide.microbatch(work, 2).compute_loss()
 
 
 def test_class_weights_count() -> None:

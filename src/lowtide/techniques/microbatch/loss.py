@@ -14,11 +14,11 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, WorkloadError
 from lowtide.techniques.microbatch.gradients import Gradients
 from lowtide.techniques.microbatch.pieces import Batch, Split
 from lowtide.techniques.microbatch.statistics import Recording, WholeStatistics
-from lowtide.techniques.microbatch.weights import Reduction, Weight, counted, find_reduction
+from lowtide.techniques.microbatch.weights import Reduction, Weight, find_means, find_reduction, is_mixed
 from lowtide.tracing.compiled import compiled_modules
 from lowtide.tracing.unchanged import modules_of
 from lowtide.workload import Workload
@@ -77,6 +77,7 @@ class MicrobatchLoss:
         self.exact = exact
         self.found: Literal["mean", "sum"] | None = None if reduction == "auto" else reduction
         self.compiled = compiled_modules(work)
+        self.mixed: bool | None = None  # whether it is more than the mean of a cross entropy
         self.extra: list[Tensor] | None = None  # what else the loss trains; known after the first step
         self.scale: Tensor | None = None  # the last gradient that came back to the loss
         self._optimizer = work.optimizer
@@ -186,8 +187,20 @@ class _Run:
 
     def _share(self, loss: Tensor, samples: int) -> Any:
         """What a piece counts: a number, or a tensor where a cross entropy has counted."""
-        share, tokens = samples / self.batch.samples, counted(loss)
-        return share if tokens is None else tokens[0] * (share / max(tokens[1], 1))
+        share, means = samples / self.batch.samples, find_means(loss)
+        if not means:
+            return share
+        if self.loss.mixed is None:  # what a loss is made of stays
+            self.loss.mixed = is_mixed(loss, means)
+        if not self.loss.mixed:
+            return means[0].total * (share / max(means[0].targets, 1))
+        if not self.is_traced and any(float(mean.total) != mean.targets for mean in means):
+            raise WorkloadError(
+                "The loss adds a mean over the targets that count to something else, and here not all count: no one "
+                "weight of a piece is right for both",
+                hint="Pass weight=, a function that counts in a batch what the whole loss is a mean over.",
+            )
+        return share
 
     def _backward(self, losses: list[Tensor], share: Any, own: dict[int, Tensor], piece: tuple[int, int]) -> None:
         value = losses[0].detach()

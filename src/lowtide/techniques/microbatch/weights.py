@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,22 +28,52 @@ _MOST_TRIED = 8  # samples of a piece
 _DEPTH = 4  # how far behind the loss a cross entropy is looked for: (1 - ε) * cross_entropy + ε * more
 
 
-def counted(loss: Tensor) -> tuple[Tensor, int] | None:
-    """How many targets the mean of a cross entropy was over (weighted, without ignored ones), and of how many.
+class Mean(NamedTuple):
+    """A cross entropy's mean: over how many targets it was (weighted, without ignored ones), and of how many."""
 
-    None where the loss is no such mean, or where looking would have a checkpoint run again.
+    node: Any
+    total: Tensor
+    targets: int
+
+
+def find_means(loss: Tensor) -> list[Mean]:
+    """The cross entropies near a loss that are means: torch's own and lowtide's in chunks.
+
+    Not those of which the count cannot be read without having a checkpoint run again.
     """
+    found: dict[Any, Mean] = {}  # by node: two ways may lead to one
     nodes = [loss.grad_fn]
     for _ in range(_DEPTH):
-        found = [node for node in nodes if node is not None and node.name().startswith("NllLoss")]
-        if found:
-            node: Any = found[0]
-            if len(found) > 1 or node._saved_reduction != 1:
-                return None
-            total, target = _saved(node._raw_saved_total_weight), _saved(node._raw_saved_target)
-            return None if total is None or target is None else (total, target.numel())
-        nodes = [edge for node in nodes if node is not None for edge, _ in node.next_functions]
-    return None
+        near: list[Any] = [node for node in nodes if node is not None]
+        for node in near:
+            if (counted := getattr(node, "counted", None)) is not None:
+                found[node] = Mean(node, *counted)
+            elif node.name().startswith("NllLoss") and node._saved_reduction == 1:
+                total, target = _saved(node._raw_saved_total_weight), _saved(node._raw_saved_target)
+                if total is not None and target is not None:
+                    found[node] = Mean(node, total, target.numel())
+        nodes = [edge for node in near for edge, _ in node.next_functions]
+    return list(found.values())
+
+
+def is_mixed(loss: Tensor, means: list[Mean]) -> bool:
+    """Whether a loss is more than one mean: then no weight of a piece is right for all of it, but where all count.
+
+    It is one where everything behind it goes through the mean's own log-softmax, as with label smoothing.
+    """
+    if len(means) != 1:
+        return len(means) > 1
+    ends = {means[0].node, *(edge for edge, _ in means[0].node.next_functions if "LogSoftmax" in str(edge))}
+    seen, stack = set(ends), [loss.grad_fn]
+    while stack:
+        node: Any = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            return True
+        stack += [edge for edge, _ in node.next_functions]
+    return False
 
 
 def _saved(raw: Any) -> Tensor | None:
@@ -82,9 +112,8 @@ def find_reduction(
 def _try(
     loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Batch, size: int
 ) -> Literal["mean", "sum"] | None:
-    each = min(size, _MOST_TRIED)
-    middle, end = size, min(size + each, batch.samples)  # parts of the first two pieces
-    parts = [list(range(each)), list(range(middle, end))]
+    each, middle = min(size, _MOST_TRIED), (batch.samples + 1) // 2
+    parts = [_spread(0, middle, each), _spread(middle, batch.samples, each)]
     before = _generators(batch)
     whole = _without_graph(loss, model, batch.chosen(parts[0] + parts[1]))
     if not all(torch.equal(was, now) for was, now in zip(before, _generators(batch), strict=True)):
@@ -97,10 +126,10 @@ def _try(
     weights: list[Any] = []
     for part in parts:
         value = loss(model, batch.chosen(part))
-        tokens = counted(value)
+        means = find_means(value)
         close = _closeness(value)
         values.append(value.detach().double())
-        weights.append(float(len(part)) if tokens is None else float(tokens[0]))
+        weights.append(float(len(part)) if not means or is_mixed(value, means) else float(means[0].total))
     whole = float(whole)
     mean = float(sum(v * w for v, w in zip(values, weights, strict=True) if w) / max(sum(weights), 1e-30))
     total = float(sum(values))
@@ -116,6 +145,12 @@ def _try(
         hint="If it is a mean over what the samples have (tokens that are not padding), pass weight=, a function "
         "that counts them in a batch. If samples see each other, the batch cannot be split.",
     )
+
+
+def _spread(start: int, end: int, count: int) -> list[int]:
+    """At most so many samples, over all of a part of the batch: what is padded may lie at its end."""
+    count = min(count, end - start)
+    return [start + i * (end - start) // count for i in range(count)]
 
 
 def _without_graph(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
