@@ -38,6 +38,16 @@ def test_an_uneven_last_piece_counts_what_it_has(size: int) -> None:
     assert_same(step(lowtide.microbatch(work, size)), step(work))
 
 
+def test_no_sample_is_left_alone_for_a_batch_norm() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    batch = torch.randn(16, 5).double(), torch.randint(3, (16,))
+    lengths: list[int] = []
+    model.register_forward_pre_hook(lambda _, args: lengths.append(len(args[0])) if model.training else None)
+    lowtide.microbatch(Workload(model, cross_entropy, batch), 5, reduction="mean").compute_loss().backward()
+    assert lengths == [5, 5, 3, 3]
+
+
 def test_pieces_run_one_after_the_other_with_the_samples_they_should_have() -> None:
     seen: list[list[int]] = []
 
@@ -48,7 +58,7 @@ def test_pieces_run_one_after_the_other_with_the_samples_they_should_have() -> N
     work = mlp(7, loss=loss)
     work = replace(work, batch=(*work.batch, torch.arange(7)))
     lowtide.microbatch(work, 3, reduction="mean").compute_loss()
-    assert seen == [[0, 1, 2], [3, 4, 5], [6]]
+    assert seen == [[0, 1, 2], [3, 4], [5, 6]]  # none is left alone
 
 
 @dataclass

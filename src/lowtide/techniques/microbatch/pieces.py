@@ -56,9 +56,14 @@ class Batch:
         return cls(leaves, rows, structure, next(iter(sizes.values())))
 
     def pieces(self, size: int) -> Iterator[tuple[int, int]]:
-        """From which sample to which; the last piece may be smaller."""
-        for start in range(0, self.samples, size):
-            yield start, min(start + size, self.samples)
+        """From which sample to which; the last piece may be smaller.
+
+        A sample that would be left alone gets half of the piece before it: a batch norm cannot do with one.
+        """
+        ends = [*range(size, self.samples, size), self.samples]
+        if len(ends) > 1 and size > 2 and ends[-1] - ends[-2] == 1:
+            ends[-2] -= size // 2
+        yield from zip([0, *ends[:-1]], ends, strict=True)
 
     def piece(self, start: int, end: int, own: Mapping[int, Tensor] | None = None) -> Any:
         """The same structure with some of the samples; ``own`` has leaves that are cut already."""
