@@ -154,6 +154,11 @@ def quality(data: str | None, results: Path) -> None:
     }
     if find_spec("bitsandbytes") is not None:
         ways["float32 weights, bitsandbytes AdamW8bit"] = (torch.float32, bitsandbytes)
+    if find_spec("torchao") is not None:
+        ways["float32 weights, AdamW, 4-bit states by torchao"] = (
+            torch.float32,
+            changed(lambda o: lower_state(o, "4bit")),
+        )
     case = "LeNet on MNIST, 2 epochs of 6,000 images, batch 64"
     rows: list[Row] = []
     for subject, (dtype, make) in ways.items():
