@@ -5,7 +5,8 @@ LeNet without batch norm on MNIST's first 20,000 images, five epochs, SGD with m
 batch (linear scaling) after a warm-up over the first of the epochs; LARS and LAMB are those of bitsandbytes.
 
 How the numbers were chosen: with 0.02 instead of 0.005 (and fewer images) SGD scaled by 16 diverged, so the rate was
-lowered for all; with a warm-up over a tenth of the steps it depended on the seed; LARS' bound and LAMB's rate are the better of two that were tried by short runs, on test images.
+lowered for all; with a warm-up over a tenth of the steps it depended on the seed. LARS' bound and LAMB's rate are the
+better of two that were tried by short runs, on test images.
 
     LOWTIDE_DATA=folder PYTHONPATH=src:. python -m benchmarks.bench_large_batch [--data DIR] [--results DIR]
 """
