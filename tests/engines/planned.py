@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -68,9 +68,9 @@ def planned(work: Workload) -> Ready:
     return Ready(apply(found, work), work, copy.deepcopy(work.model.state_dict()))
 
 
-def smallest_budget(work: Workload, plain: Profile) -> int:
+def smallest_budget(work: Workload, plain: Profile, engine: Literal["graph", "eager"] = "graph") -> int:
     with pytest.raises(BudgetError) as refused:
-        plan(work, 1, profile=plain, engine="graph")
+        plan(work, 1, profile=plain, engine=engine)
     found = re.search(r"(\d+) bytes\)", str(refused.value))
     assert found is not None
     return int(found[1])
