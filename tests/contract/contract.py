@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from lowtide.errors import LowtideError
 from lowtide.planning import predict
 from lowtide.profiling import Profile, profile
-from lowtide.techniques import Check, Fidelity, Option, Technique
+from lowtide.techniques import Check, Fidelity, Option, Technique, techniques
 from lowtide.workload import Workload
 
 from .outcomes import (
@@ -48,6 +48,7 @@ from .outcomes import (
     snapshot,
     without_dropout,
 )
+from .workloads import seeded, wide
 
 DRAWS = 2_000
 SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
@@ -240,3 +241,17 @@ class TechniqueContract:
         with pytest.raises((LowtideError, AttributeError)):
             technique.apply(work, [foreign])
         assert_restored(work.model, before)
+
+
+class StepContract(TechniqueContract):
+    """The same for a technique of the step, by its name, over a model with a matrix that is large enough for it."""
+
+    name: str
+
+    @pytest.fixture
+    def technique(self):
+        return techniques()[self.name]
+
+    @pytest.fixture
+    def work(self):
+        return seeded(wide)()

@@ -11,7 +11,7 @@ from lowtide.planning.budget import _Search
 from lowtide.planning.prediction import apply_options, estimate_peak
 from lowtide.profiling import profile
 from lowtide.techniques import Fidelity, Option, techniques
-from tests.contract.contract import TechniqueContract
+from tests.contract.contract import StepContract
 from tests.contract.outcomes import run
 from tests.contract.workloads import WORKLOADS, seeded, wide
 
@@ -22,14 +22,8 @@ def option(**knobs):
     return Option(NAME, ("",), tuple(knobs.items()))
 
 
-class TestContract(TechniqueContract):
-    @pytest.fixture
-    def technique(self):
-        return techniques()[NAME]
-
-    @pytest.fixture
-    def work(self):
-        return seeded(wide)()
+class TestContract(StepContract):
+    name = NAME
 
 
 def test_a_step_by_name_is_one_at_the_scaled_rate():

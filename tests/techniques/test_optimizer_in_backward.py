@@ -10,21 +10,15 @@ from lowtide.planning import predict
 from lowtide.planning.prediction import apply_options
 from lowtide.profiling import profile
 from lowtide.techniques import Option, techniques
-from tests.contract.contract import TechniqueContract
+from tests.contract.contract import StepContract
 from tests.contract.outcomes import run
 from tests.contract.workloads import WORKLOADS, seeded, wide
 
 NAME = "optimizer_in_backward"
 
 
-class TestContract(TechniqueContract):
-    @pytest.fixture
-    def technique(self):
-        return techniques()[NAME]
-
-    @pytest.fixture
-    def work(self):
-        return seeded(wide)()
+class TestContract(StepContract):
+    name = NAME
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

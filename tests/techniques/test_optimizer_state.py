@@ -11,18 +11,12 @@ from lowtide.errors import LowtideError
 from lowtide.planning import predict
 from lowtide.profiling import profile
 from lowtide.techniques import techniques
-from tests.contract.contract import TechniqueContract
+from tests.contract.contract import StepContract
 from tests.contract.workloads import seeded, wide
 
 
-class TestContract(TechniqueContract):
-    @pytest.fixture
-    def technique(self):
-        return techniques()["optimizer_state"]
-
-    @pytest.fixture
-    def work(self):
-        return seeded(wide)()
+class TestContract(StepContract):
+    name = "optimizer_state"
 
 
 def test_the_price_is_what_a_trace_then_finds():

@@ -10,22 +10,16 @@ import lowtide
 from lowtide.optim import LossScale
 from lowtide.profiling import profile
 from lowtide.techniques import Option, techniques
-from tests.contract.contract import TechniqueContract
-from tests.contract.workloads import WORKLOADS, seeded, wide
+from tests.contract.contract import StepContract
+from tests.contract.workloads import WORKLOADS
 
 FLOAT16 = Option("precision", ("",), (("autocast", "float16"),))
 BFLOAT16 = Option("precision", ("",), (("autocast", "bfloat16"),))
 WEIGHTS = Option("precision", ("",), (("autocast", "bfloat16"), ("weights", True), ("rounding", "kahan")))
 
 
-class TestContract(TechniqueContract):
-    @pytest.fixture
-    def technique(self):
-        return techniques()["precision"]
-
-    @pytest.fixture
-    def work(self):
-        return seeded(wide)()
+class TestContract(StepContract):
+    name = "precision"
 
 
 def gradients(work):

@@ -10,7 +10,7 @@ from lowtide.planning import predict
 from lowtide.planning.prediction import apply_options, estimate_peak
 from lowtide.profiling import profile
 from lowtide.techniques import Fidelity, Option, techniques
-from tests.contract.contract import TechniqueContract
+from tests.contract.contract import StepContract
 from tests.contract.outcomes import run
 from tests.contract.workloads import WORKLOADS, seeded, wide
 
@@ -21,14 +21,8 @@ def option(bits):
     return Option(NAME, ("",), (("bits", bits),))
 
 
-class TestContract(TechniqueContract):
-    @pytest.fixture
-    def technique(self):
-        return techniques()[NAME]
-
-    @pytest.fixture
-    def work(self):
-        return seeded(wide)()
+class TestContract(StepContract):
+    name = NAME
 
 
 @pytest.mark.parametrize("bits", ["16bit", "8bit"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from lowtide.optim.single import SingleStep
 from lowtide.techniques.technique import Undo
 
 
-class StepPart:
+class StepPart(ABC):
     """Steps parameters before the optimizer's own step, which then finds no gradient of theirs.
 
     Subclass it and write ``run``. Gradients are there again when the step is over, as after any step.
@@ -36,9 +37,9 @@ class StepPart:
         found = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         return [p for p in found if self.takes(p)]
 
+    @abstractmethod
     def run(self, single: SingleStep, parameters: list[Tensor]) -> None:
         """Step parameters by their gradients."""
-        raise NotImplementedError
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called by torch before a step. The optimizer may be a copy over fake tensors."""

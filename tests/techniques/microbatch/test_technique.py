@@ -16,22 +16,15 @@ from lowtide.planning.prediction import estimate_peak
 from lowtide.techniques import Fidelity, Option, Technique, techniques
 from lowtide.techniques.sqrt import checkpoint_segments
 
-from ...contract.contract import TechniqueContract
-from ...contract.workloads import seeded, wide
+from ...contract.contract import StepContract
 from ...ranks import on_two_ranks
 from .steps import Outcome, assert_same, cross_entropy, in_float64, mlp, normed, step, without_randomness
 
 
-class TestContract(TechniqueContract):
+class TestContract(StepContract):
     """Where nothing is random and no statistics are taken, pieces are the plain step but for roundoff."""
 
-    @pytest.fixture
-    def technique(self) -> Technique:
-        return techniques()["microbatch"]
-
-    @pytest.fixture
-    def work(self) -> Workload:
-        return seeded(wide)()
+    name = "microbatch"
 
     def test_its_fidelity_is_roundoff(self, technique: Technique, option: Option) -> None:
         assert technique.check(option).fidelity is Fidelity.ROUNDOFF
