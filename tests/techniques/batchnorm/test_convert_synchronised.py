@@ -18,6 +18,7 @@ from lowtide.techniques.batchnorm import convert
 from lowtide.techniques.batchnorm.technique import BatchNorm
 from tests.nn.test_synchronised import UNEVEN, counted, same, summed
 from tests.ranks import on_two_ranks
+from tests.techniques.batchnorm.converting import RESIDUALS, assert_converts, hooked, pickled, results, snapshot
 from tests.techniques.batchnorm.models import (
     Decoder,
     EndsElsewhere,
@@ -28,7 +29,6 @@ from tests.techniques.batchnorm.models import (
     conv,
     image,
 )
-from tests.techniques.batchnorm.test_convert import RESIDUALS, assert_converts, hooked, pickled, results, snapshot
 
 
 def synchronised(model: nn.Module, group: Any = None) -> Any:
