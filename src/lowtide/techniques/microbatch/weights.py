@@ -63,8 +63,9 @@ def is_mixed(loss: Tensor, means: list[Mean]) -> bool:
     """
     if len(means) != 1:
         return len(means) > 1
-    ends = {means[0].node, *(edge for edge, _ in means[0].node.next_functions if "LogSoftmax" in str(edge))}
-    seen, stack = set(ends), [loss.grad_fn]
+    behind = [edge for edge, _ in means[0].node.next_functions if edge is not None]
+    seen = {means[0].node, *(node for node in behind if node.name().startswith("LogSoftmax"))}
+    stack = [loss.grad_fn]
     while stack:
         node: Any = stack.pop()
         if node is None or node in seen:
