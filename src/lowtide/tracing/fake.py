@@ -46,6 +46,7 @@ def fake_workload(work: Workload, mode: FakeTensorMode, device: torch.device) ->
         batch = pytree.tree_map_only(Tensor, twins, work.batch)
         optimizer = None
         if work.optimizer is not None:
+            _make_code_tables(work.optimizer)
             optimizer = _fake_optimizer(work.optimizer, twins)
             _carry_hooks(work.optimizer, optimizer)
         foreach_types.append(FakeTensor)  # else optimizers would leave their foreach path
@@ -94,6 +95,17 @@ class _Twins:
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(twin, requires_grad=tensor.requires_grad)
         return twin.detach().requires_grad_(tensor.requires_grad)
+
+
+def _make_code_tables(optimizer: Any) -> None:
+    """Have torchao's optimizers make their tables of codes now.
+
+    They make them in their first step, once for the whole process: in a fake one, of numbers that nobody knows.
+    """
+    if hasattr(optimizer, "_subclass_zeros"):
+        block = torch.empty(optimizer.block_size)
+        for signed in (True, False):
+            optimizer._subclass_zeros(block, signed, block.numel())
 
 
 def _fake_optimizer(optimizer: torch.optim.Optimizer, twins: _Twins) -> torch.optim.Optimizer:
