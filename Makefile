@@ -35,7 +35,7 @@ types: $(READY)
 	$(BIN)/basedpyright --level error
 
 tests: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: $(READY)
 	LOWTIDE_SOAK=1 $(BIN)/python -m pytest

@@ -59,6 +59,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "empty": lambda t: t[:0],
 }
 _profiles: dict[str, Profile] = {}  # of the plain steps, by name: they do not change
+_options: dict[tuple[int, str], tuple[Technique, list[Option]]] = {}  # of a technique for a step, neither changes
 
 
 class TechniqueContract:
@@ -72,7 +73,10 @@ class TechniqueContract:
 
     @pytest.fixture(params=["first", "middle", "last"])
     def option(self, request: pytest.FixtureRequest, technique: Technique, work: Workload, plain: Profile) -> Option:
-        options = list(technique.options(plain))
+        key = id(technique), work.name
+        if key not in _options:
+            _options[key] = technique, list(technique.options(plain))
+        options = _options[key][1]
         if not options:
             pytest.skip(f"{technique.name} has nothing to offer here: it needs {technique.needs}")
         at = {"first": 0, "middle": len(options) // 2, "last": len(options) - 1}[request.param]
@@ -114,8 +118,8 @@ class TechniqueContract:
     def test_random_gradients_are_right_on_average(self, technique, work, plain, option) -> None:
         if technique.check(option).fidelity is not Fidelity.UNBIASED:
             pytest.skip("it is not random, or not promised to be right on average")
-        if not SOAK and option != technique.options(plain)[0]:
-            pytest.skip("one option in the default run")
+        if not SOAK and (option != technique.options(plain)[0] or work.name == "convnet"):
+            pytest.skip("one option in the default run, of all models but the convolutions'")
         expected = gradients(work)
         mean, spread = torch.zeros_like(expected), torch.zeros_like(expected)
         with technique.apply(work, [option]) as applied, torch.random.fork_rng(devices=[]):

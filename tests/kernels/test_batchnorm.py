@@ -26,6 +26,13 @@ SHAPES = {
     "many parts": (9, 3, 30, 41) if not GPU else (70, 5, 50, 61),
     "many parts, NHWC": (9, 3, 30, 41) if not GPU else (70, 37, 50, 61),
 }
+# The interpreter takes seconds for many parts, whose sums only these two have in different ways.
+CASES = [
+    (name, act)
+    for act in ACTIVATIONS
+    for name in SHAPES
+    if GPU or not name.startswith("many") or act.name in ("leaky_relu", "prelu")
+]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # a few units of the dtype
 
 
@@ -63,8 +70,7 @@ def slopes_of(act, channels):
     return torch.rand(channels, device=DEVICE) if act.name == "prelu" else None
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("act", ACTIVATIONS, ids=repr)
+@pytest.mark.parametrize(("name", "act"), CASES, ids=repr)
 def test_forward_and_backward_are_those_of_float64(name, act):
     x, dz, weight, bias = make(name)
     slopes = slopes_of(act, x.shape[1])

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,11 +7,10 @@ from hypothesis import strategies as st
 
 from lowtide import zoo
 from lowtide.errors import BudgetError, PlanError
-from lowtide.planning import apply_options, plan, predict, resolve_budget
+from lowtide.planning import apply_options, plan, resolve_budget
 from lowtide.planning import budget as budget_module
 from lowtide.profiling import Profile, profile
-from lowtide.techniques import Fidelity, Option, register
-from lowtide.workload import Workload
+from lowtide.techniques import Fidelity, register
 
 from ..contract.outcomes import assert_restored, snapshot
 from .steps import Loose, chain
@@ -42,7 +39,9 @@ def test_a_budget_is_read_as_people_write_it(written: int | str, size: int) -> N
     assert resolve_budget(written, 1000, "cpu").bytes == size
 
 
-@pytest.mark.parametrize("written", ["much", "%", "x%", "-5%", "0%", "nan%", "6 parsecs", -3])
+@pytest.mark.parametrize(
+    "written", ["much", "%", "x%", "-5%", "0%", "nan%", "inf%", "1e300%", "9" * 400, 10**400, "6 parsecs", -3]
+)
 def test_what_is_no_budget_is_refused(written: int | str) -> None:
     with pytest.raises(BudgetError, match=r"Write for example|negative"):
         resolve_budget(written, 1000, "cpu")
@@ -89,27 +88,15 @@ def test_the_measured_peak_is_the_predicted_one_and_within_the_budget() -> None:
         assert found.baseline.peak_bytes == before.peak_bytes
 
 
-def predict_once(work: Workload, options: Sequence[Option], baseline: Profile) -> Profile:
-    if options[0] not in _predicted:
-        _predicted[options[0]] = predict(work, options, baseline)
-    return _predicted[options[0]]
-
-
-_predicted: dict[Option, Profile] = {}
-
-
 @settings(max_examples=20, deadline=None)
 @given(shares=st.tuples(st.integers(40, 110), st.integers(40, 110)))
 def test_a_larger_budget_is_never_predicted_slower(plain: Profile, shares: tuple[int, int]) -> None:
-    remembered = pytest.MonkeyPatch()
-    remembered.setattr(budget_module, "predict", predict_once)  # a budget changes no prediction
     seconds = []
     for share in sorted(shares):
         try:
             seconds.append(plan(chain(), f"{share}%", profile=plain).seconds)
         except BudgetError:
             seconds.append(float("inf"))
-    remembered.undo()
     assert seconds[1] <= seconds[0]
 
 
@@ -121,6 +108,15 @@ def test_an_impossible_budget_names_the_smallest_one_and_that_one_works(plain: P
     assert plan(work, smallest, profile=plain).peak_bytes == smallest
     with pytest.raises(BudgetError):
         plan(work, smallest - 1, profile=plain)
+
+
+def test_an_option_is_traced_once_for_a_profile(plain: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = chain()
+    found = plan(work, "60%", profile=plain, engine="eager")
+    traced = []
+    monkeypatch.setattr(budget_module, "predict", lambda *args: traced.append(args))
+    assert plan(work, "60%", profile=plain, engine="eager").peak_bytes == found.peak_bytes
+    assert not traced
 
 
 def test_a_model_that_nothing_can_help_says_what_is_missing() -> None:

@@ -30,7 +30,7 @@ def test_the_price_is_what_a_trace_then_finds():
 
 
 def test_a_plan_uses_it_when_it_is_allowed_and_takes_it_back():
-    work = lowtide.zoo.workload("gpt2", layers=2, width=256, heads=4, vocab=512, batch=1, seq=8, optimizer="adamw")
+    work = lowtide.zoo.workload("gpt2", layers=1, width=128, heads=4, vocab=512, batch=1, seq=8, optimizer="adamw")
     plain = profile(work)
     optimizer = work.optimizer
     weight = max(work.model.parameters(), key=lambda p: p.numel())

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide.chains import Schedule
 from lowtide.errors import BudgetError, LowtideError, PlanError, TraceError
-from lowtide.planning.plan import Baseline, Choice, Fingerprint, Plan, Recomputation
+from lowtide.fingerprint import Fingerprint
+from lowtide.planning.plan import Baseline, Choice, Plan, Recomputation
 from lowtide.planning.prediction import estimate_peak, predict
 from lowtide.planning.recomputation import SCHEDULE_SLACK, SMALLEST, Recomputations, recomputations
 from lowtide.profiling import Profile
@@ -19,7 +21,7 @@ from lowtide.profiling import profile as profile_step
 from lowtide.profiling.devices import find_device
 from lowtide.sizes import format_size, parse_size
 from lowtide.techniques.registry import techniques
-from lowtide.techniques.technique import Fidelity, Option, Price
+from lowtide.techniques.technique import Fidelity, Option, Price, Technique
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
@@ -27,7 +29,11 @@ Engine = Literal["auto", "eager", "graph"]
 
 _SLACK = 1.01  # an option whose estimate is this much above the budget is still looked at
 _FRAGMENTATION = 0.03  # of a GPU, what the allocator is expected to lose
+_LARGEST_SHARE = 1e9  # in percent: more is a slip, and soon no number of bytes
 _CONTEXT_BYTES = 600 * 2**20  # of a GPU that is not here, what its CUDA context takes
+
+# Peaks under options that were traced, by the profile of the plain step: it is often planned for several budgets.
+_traced: MutableMapping[Profile, dict[Option, tuple[Technique, int, int]]] = WeakIdKeyDictionary()
 
 
 def plan(
@@ -44,9 +50,9 @@ def plan(
 
     ``budget`` is "6GiB", "800MB", a number of bytes, "60%" of the plain step's peak, or "device". ``allow``
     says what a plan may use where that is not bitwise and roundoff: a fidelity class with all stricter ones, or a
-    technique's name beside them. A ``profile`` of the plain step saves tracing it; with ``fake``, or for a ``device``
-    that is not here, it is predicted, and so it is where the plain step does not fit. The model is left as it
-    was.
+    technique's name beside them. A ``profile`` of the plain step saves tracing it, and tracing again what was traced
+    for an earlier plan with it. With ``fake``, or for a ``device`` that is not here, it is predicted, and so it is
+    where the plain step does not fit. The model is left as it was.
 
     ``engine`` says what may run the step: "eager" leaves the model's own code to run, with techniques in its modules;
     "graph" captures the loss, forward and backward, and plans op by op; "auto" takes the faster plan of both.
@@ -56,6 +62,9 @@ def plan(
     """
     if engine not in ("auto", "eager", "graph"):
         raise PlanError(f"There is no engine {engine!r}", hint="Write engine='auto', 'eager' or 'graph'.")
+    fingerprint = Fingerprint.of(work)
+    if profile is not None:
+        _check_profile(profile, fingerprint)
     baseline = profile or baseline_profile(work, fake=fake, device=device)
     wanted = resolve_budget(budget, baseline.peak_bytes, baseline.graph.device)
     permitted = _Permission.of(allow)
@@ -72,7 +81,7 @@ def plan(
         seconds_source=baseline.seconds_source,
         baseline=base,
         choices=_choices(found, search.faster_peak(found, permitted), base, wanted.bytes),
-        fingerprint=Fingerprint.of(work),
+        fingerprint=fingerprint,
         device=baseline.graph.device,
         notes=tuple(note for note in (wanted.said, *search.notes) if note),
         program=search.recomputation(found, wanted.bytes),
@@ -100,7 +109,7 @@ def resolve_budget(budget: int | str, baseline_peak: int, device: str) -> Budget
             share = float(budget.strip()[:-1])
         except ValueError:
             share = math.nan
-        if not share > 0:
+        if not 0 < share < _LARGEST_SHARE:
             raise BudgetError(f"Not a share of the plain step's peak: {budget!r}", hint="Write for example 60%.")
         size = int(baseline_peak * share / 100)
         return Budget(size, f"{budget.strip()} of the plain step's {format_size(baseline_peak)}")
@@ -242,13 +251,19 @@ class _Search:
             assert self.recomputations is not None
             found = self.recomputations.profile(candidate.option)
             return _Found(candidate, found.peak_bytes, found.storage_peak_bytes)
-        assert candidate.option is not None
-        try:
-            found = predict(self.work, [candidate.option], self.baseline)
-        except Exception as error:  # any failure says the same: not this option
-            self.notes.append(f"{candidate.option} was left out: {error}")
-            return None
-        return _Found(candidate, found.peak_bytes, found.storage_peak_bytes)
+        option = candidate.option
+        assert option is not None
+        technique = techniques()[option.technique]
+        traced = _traced.setdefault(self.baseline, {})
+        known = traced.get(option)
+        if known is None or known[0] is not technique:
+            try:
+                found = predict(self.work, [option], self.baseline)
+            except Exception as error:  # any failure says the same: not this option
+                self.notes.append(f"{option} was left out: {error}")
+                return None
+            known = traced[option] = technique, found.peak_bytes, found.storage_peak_bytes
+        return _Found(candidate, *known[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +299,12 @@ def baseline_profile(work: Workload, *, fake: bool, device: str | None) -> Profi
         return profile_step(work, fake=fake, device=device)
     except torch.OutOfMemoryError:  # the very reason to plan: predict what cannot be run
         return profile_step(work, fake=True, device=device)
+
+
+def _check_profile(profile: Profile, fingerprint: Fingerprint) -> None:
+    differs = profile.fingerprint and profile.fingerprint.difference(fingerprint, was="profiled")
+    if differs:
+        raise PlanError(f"The profile is of {differs}", hint="Leave profile= out, or profile this step.")
 
 
 def _choices(found: _Found, faster_peak: int, base: Baseline, budget: int) -> tuple[Choice, ...]:
