@@ -1,6 +1,7 @@
 """16-bit weights without a float32 copy: rounding that loses nothing, and states as they should be."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -145,6 +146,66 @@ def test_a_state_that_was_saved_without_rounding_is_loaded(how):
     optimizer.load_state_dict(saved[1])
     assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.float32
     assert equal(train(model, optimizer, BATCHES[2:5]), expected)
+
+
+def lion(parameters):
+    return pytest.importorskip("bitsandbytes").optim.Lion(parameters, lr=1e-2)
+
+
+LOWERED = {
+    "8bit": (OPTIMIZERS["AdamW"], "8bit"),
+    "4bit": (OPTIMIZERS["AdamW"], "4bit"),
+    "SGD by bitsandbytes": (OPTIMIZERS["SGD"], "8bit"),
+    "Lion of bitsandbytes": (lion, "8bit"),
+}
+
+
+@pytest.mark.parametrize("how", ["stochastic", "kahan"])
+@pytest.mark.parametrize("first", ["lowered", "rounded"])
+@pytest.mark.parametrize("name", LOWERED)
+def test_lowered_states_with_rounded_updates_resume_bit_for_bit(name, first, how):
+    pytest.importorskip("torchao" if name == "4bit" else "bitsandbytes" if "bitsandbytes" in name else "torch")
+    optimizer_of, kind = LOWERED[name]
+
+    def start():
+        model = make(torch.bfloat16)  # it has matrices and biases, of which some stay in float32
+        model[2].float()
+        model[2].register_forward_pre_hook(lambda _, inputs: inputs[0].float())
+        model[3].register_forward_hook(lambda _, inputs, output: output.bfloat16())
+        optimizer = optimizer_of(model.parameters())
+        ways = [lambda: lo.lower_state(optimizer, kind), lambda: lo.round_updates(optimizer, how)]
+        for way in ways if first == "lowered" else ways[::-1]:
+            way()
+        return model, optimizer
+
+    model, optimizer = start()
+    train(model, optimizer, BATCHES[:3])
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    expected = train(model, optimizer, BATCHES[3:6])
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    model, optimizer = start()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert equal(train(model, optimizer, BATCHES[3:6]), expected)
+
+
+def test_8bit_states_come_and_go_without_what_was_rounded_away_being_lost():
+    model = make(torch.bfloat16)
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+
+    def kept():
+        return [optimizer.state[p]["rounded_away"] for p in model.parameters()]
+
+    with lo.round_updates(optimizer, "kahan"):
+        train(model, optimizer, BATCHES[:1])
+        before = kept()
+        with lo.lower_state(optimizer, "8bit"):
+            assert equal(kept(), before)
+            train(model, optimizer, BATCHES[:1])
+            before = kept()
+        assert equal(kept(), before)
 
 
 def test_a_state_that_was_saved_with_rounding_is_loaded_by_a_plain_optimizer():

@@ -32,6 +32,92 @@ def test_a_step_with_overflown_gradients_is_left_out_also_with_states_on_the_hos
     assert scale.value == 2.0**15
 
 
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        torch.full((10_000,), 700.0, dtype=torch.float16),
+        torch.full((4,), 1e20),
+        torch.full((4,), 1e300, dtype=torch.float64),
+        torch.ones(0),
+    ],
+    ids=["float16", "float32", "float64", "empty"],
+)
+def test_gradients_that_are_finite_are_stepped_however_large_their_norm_is(gradient):
+    weight, other = nn.Parameter(torch.zeros_like(gradient)), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight, other], lr=0.5)
+    scale = LossScale()
+    scale.guard(optimizer)
+    weight.grad, other.grad = gradient.clone(), torch.ones(2)
+    optimizer.step()
+    assert torch.equal(weight, -0.5 * gradient)
+    assert scale.state_dict() == {"value": 2.0**16, "good_steps": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_one_value_that_is_not_finite_leaves_the_step_out(dtype, value):
+    weight, other = nn.Parameter(torch.zeros(1000, dtype=dtype)), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([other, weight], lr=0.5)
+    scale = LossScale()
+    scale.guard(optimizer)
+    weight.grad, other.grad = torch.ones(1000, dtype=dtype), torch.ones(2)
+    weight.grad[500] = value
+    optimizer.step()
+    assert not weight.any()
+    assert not other.any()
+    assert scale.value == 2.0**15
+
+
+# -- several optimizers ------------------------------------------------------------------------------------
+
+
+def scales_over(iterations, step):
+    """The scale after each iteration, for the losses' factors of two optimizers."""
+    weights = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=1e-3) for weight in weights]
+    model = nn.ParameterList(weights)
+    return step(
+        model, optimizers, [lambda f=f: [w.sum() * x for w, x in zip(weights, f, strict=True)] for f in iterations]
+    )
+
+
+def with_grad_scaler(model, optimizers, iterations):
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+    found = []
+    for losses in iterations:
+        model.zero_grad()
+        scaler.scale(sum(losses())).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        found.append(scaler.get_scale())
+    return found, [p.detach() for p in model.parameters()]
+
+
+def with_loss_scale(model, optimizers, iterations):
+    scale = LossScale(initial=16.0, growth_interval=2)
+    for optimizer in optimizers:
+        scale.guard(optimizer)
+    found = []
+    for losses in iterations:
+        model.zero_grad()
+        scale.scale(sum(losses()), model).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        found.append(scale.value)
+    return found, [p.detach() for p in model.parameters()]
+
+
+def test_one_scale_of_two_optimizers_changes_once_an_iteration_as_grad_scalers():
+    big = float("inf")
+    iterations = [(1, 1), (1, 1), (big, big), (1, 1), (1, big), (big, 1), (1, 1), (1, big), (1, 1), (1, 1)]
+    expected, weights = scales_over(iterations, with_grad_scaler)
+    found, mine = scales_over(iterations, with_loss_scale)
+    assert found == expected
+    assert min(expected) < 16 < max(expected)
+    assert equal(mine, weights)
+
+
 @pytest.mark.parametrize("other", [step_in_backward, store_gradients])
 def test_a_scale_and_what_leaves_no_gradients_refuse_each_other(other):
     _, optimizer = made()
@@ -175,6 +261,28 @@ def test_the_scale_is_saved_and_loaded_with_the_optimizer():
     with before.guard(plain):
         plain.load_state_dict(made(torch.optim.AdamW)[1].state_dict())  # saved without a scale
         assert before.state_dict() == LossScale().state_dict()
+
+
+def test_the_scale_is_loaded_with_states_by_bitsandbytes_too():
+    pytest.importorskip("bitsandbytes")
+
+    def start():
+        weight = nn.Parameter(torch.ones(64, 64))
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        lower_state(optimizer, "8bit")
+        scale = LossScale()
+        scale.guard(optimizer)
+        return weight, optimizer, scale
+
+    weight, optimizer, scale = start()
+    for value in (1.0, float("inf")):
+        weight.grad = torch.full((64, 64), value)
+        optimizer.step()
+    twin, other, again = start()
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert again.state_dict() == scale.state_dict() == {"value": 2.0**15, "good_steps": 0}
+    assert "loss_scale" not in other.param_groups[0]
+    assert torch.equal(other.state[twin]["state1"], optimizer.state[weight]["state1"])
 
 
 def test_a_float16_run_of_the_technique_resumes_bit_for_bit():

@@ -26,7 +26,8 @@ def test_8bit_states_take_two_bytes_and_small_ones_stay(kind):
     assert all((a - b).norm() < 0.02 * b.norm() for a, b in zip(found, expected, strict=True) if b.norm() > 1e-2)
     weight, bias = optimizer.state[model[0].weight], optimizer.state[model[0].bias]
     values = 64 * 96
-    assert sum(value.nbytes for key, value in weight.items() if key != "step") == 2 * values + 2 * 4 * values // 256
+    kept = [value for value in weight.values() if torch.is_tensor(value) and value.ndim > 0]
+    assert sum(value.nbytes for value in kept) == 2 * values + 2 * 4 * values // 256
     assert bias["exp_avg"].dtype == torch.float32
     undo()
     assert type(optimizer) is kind

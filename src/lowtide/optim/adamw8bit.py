@@ -16,11 +16,13 @@ from lowtide.kernels import adamw8bit as kernels
 from lowtide.kernels.adamw8bit import Entry
 from lowtide.kernels.reference.adamw8bit import BLOCK, Hyper, Moments, decode, encode
 from lowtide.optim.exact import load_exactly, loads_exactly
+from lowtide.optim.rounding import with_notes
 from lowtide.optim.single import FIRST, PLAIN_STATES
 
 Rounding = Literal["nearest", "stochastic"]
 
 LEAST = 4096  # values of a parameter below which its states stay in float32, as in other 8-bit optimizers
+ORDER = "order"  # in a parameter's state: how its memory was ordered, which is how its moments are
 _KEYS = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
 
 
@@ -99,6 +101,7 @@ class AdamW8bit(torch.optim.Optimizer):
         written: list[tuple[Tensor, Tensor]] = []
         entries: list[Entry] = []
         for p, state in members:
+            _reorder(p, state)
             values, copied = flat(p)
             written += [(p, copied)] if copied is not None else []
             moments = Moments(*(state.get(key) for key in _KEYS))  # pyright: ignore[reportArgumentType]
@@ -106,6 +109,7 @@ class AdamW8bit(torch.optim.Optimizer):
         launches = kernels.step(entries, hyper, seed=seed)
         for parameter, result in written:
             parameter.copy_(result.view(parameter.shape))
+        places = _places(members)  # again: moments that were put into another order have moved
         if places is not None and launches is not None:
             known[number] = _Last(places, launches, [state["exp_avg"] for _, state in members])
 
@@ -140,7 +144,7 @@ class AdamW8bit(torch.optim.Optimizer):
             if p.is_complex() or (p.grad is not None and p.grad.is_sparse):
                 raise LowtideError(f"AdamW8bit has no step for a parameter of {p.dtype} with this gradient")
             moments = empty_moments(p)
-            state.update(step=torch.zeros((), dtype=torch.float32), **_named(moments))
+            state.update(step=torch.zeros((), dtype=torch.float32), **_named(moments, p))
         return state
 
 
@@ -197,13 +201,47 @@ def lowered(p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """The state of torch's AdamW for one parameter, in 8 bits; nothing where there is none yet."""
     if "exp_avg" not in state:
         return {}
-    flats = [flat(_like(p, torch.float32).copy_(state[key]))[0] for key in _KEYS[:2]]
-    if p.numel() >= LEAST:
-        pairs = [encode(value, codes) for value, codes in zip(flats, (torch.int8, torch.uint8), strict=True)]
-        moments = Moments(pairs[0][0].clone(), pairs[1][0].clone(), pairs[0][1], pairs[1][1])
-    else:
-        moments = Moments(*flats)
-    return {"step": torch.tensor(float(state["step"])), **_named(moments)}
+    return {"step": torch.tensor(float(state["step"])), **_coded(p, state["exp_avg"], state["exp_avg_sq"])}
+
+
+def _coded(p: Tensor, first: Tensor, second: Tensor) -> dict[str, Any]:
+    """Moments of the parameter's shape, as its state keeps them."""
+    flats = [flat(_like(p, torch.float32).copy_(moment))[0] for moment in (first, second)]
+    if p.numel() < LEAST:
+        return _named(Moments(*flats), p)
+    pairs = [encode(value, codes) for value, codes in zip(flats, (torch.int8, torch.uint8), strict=True)]
+    return _named(Moments(pairs[0][0].clone(), pairs[1][0].clone(), pairs[0][1], pairs[1][1]), p)
+
+
+def _reorder(p: Tensor, state: dict[str, Any]) -> None:
+    """Put moments into the order of the parameter's memory, which may have another format than when they were made."""
+    order = _order(p)
+    if state.setdefault(ORDER, order) != order:  # older versions noted none
+        state.update(_coded(p, *(_whole(p, state, key) for key in _KEYS[:2])))
+
+
+def _whole(p: Tensor, state: dict[str, Any], key: str) -> Tensor:
+    """A moment in float32, in the parameter's shape."""
+    scale = state.get(f"{key}_scale")
+    values = state[key] if scale is None else decode(state[key], scale)
+    dims: list[int] = []
+    order = state.get(ORDER, _order(p))
+    while order:
+        order, dim = divmod(order, 100)
+        dims.insert(0, dim - 1)
+    ordered = values.view([p.shape[dim] for dim in dims])
+    return ordered.permute([dims.index(dim) for dim in sorted(dims)]).reshape(p.shape)
+
+
+def _order(p: Tensor) -> int:
+    """How ``flat`` goes through the dimensions, two digits for each, the outermost first: 1030402 for channels_last.
+
+    Those of size 1 are left out, since their strides say nothing. An int, which every kind of checkpoint can save.
+    """
+    dims = [dim for dim, size in enumerate(p.shape) if size != 1]
+    if not p.is_contiguous() and _is_dense(p):
+        dims.sort(key=p.stride, reverse=True)
+    return sum((dim + 1) * 100**place for place, dim in enumerate(reversed(dims)))
 
 
 def _in_8bit(p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
@@ -215,8 +253,8 @@ def _in_8bit(p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
             where=", ".join(state),
             hint="Load what AdamW8bit or torch's Adam or AdamW saved, without amsgrad.",
         )
-    is_ours = "exp_avg_scale" in state or (p.ndim != 1 and state["exp_avg"].ndim == 1)
-    return state if is_ours else lowered(p, state)
+    is_ours = ORDER in state or "exp_avg_scale" in state or (p.ndim != 1 and state["exp_avg"].ndim == 1)
+    return {ORDER: _order(p), **state} if is_ours else with_notes(lowered(p, state), state)
 
 
 def _refuse_amsgrad(group: dict[str, Any]) -> None:
@@ -230,12 +268,7 @@ def raised(p: Tensor, state: dict[str, Any], *, fused: bool) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {"step": state["step"].to(p.device) if fused else state["step"].clone()}
     for key in _KEYS[:2]:
-        scale = state.get(f"{key}_scale")
-        values = state[key] if scale is None else decode(state[key], scale)
-        whole = _like(p, p.dtype)
-        dense, copied = flat(whole)
-        dense.copy_(values)
-        found[key] = whole if copied is None else dense.view(p.shape)
+        found[key] = _like(p, p.dtype).copy_(_whole(p, state, key))
     return found
 
 
@@ -280,8 +313,8 @@ def _gradient(p: Tensor) -> Tensor:
     return flat(gradient)[0]
 
 
-def _named(moments: Moments) -> dict[str, Tensor]:
-    return {key: value for key, value in zip(_KEYS, moments, strict=True) if value is not None}
+def _named(moments: Moments, p: Tensor) -> dict[str, Any]:
+    return {ORDER: _order(p), **{key: value for key, value in zip(_KEYS, moments, strict=True) if value is not None}}
 
 
 def _hyper(group: dict[str, Any], count: int) -> Hyper:

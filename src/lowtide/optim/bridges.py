@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import LowtideError, MissingExtra
+from lowtide.optim.rounding import with_notes
 from lowtide.optim.single import PLAIN_STATES
 from lowtide.techniques.technique import Undo
 
@@ -37,6 +38,8 @@ class Adam4bit:
         found: dict[str, Any] = {"step": torch.tensor(float(state["step"]))}
         for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             found[key] = self.optimizer._new_buffer(p, signed)
+            if type(found[key]) is Tensor:  # too small for 4 bits: as it is, also where it is wider than the parameter
+                found[key] = found[key].to(state[key].dtype)
             found[key].copy_(state[key])
         return found
 
@@ -205,15 +208,22 @@ def bridged(base: Any, bridge: Bitsandbytes) -> Any:
             state.update(coded)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        states = dict(state_dict["state"])
+        states, wrapped = dict(state_dict["state"]), base._FSDP_WRAPPED_QUANT_STATE_KEY
         # Where the numbers of groups or parameters differ, bitsandbytes says so after this.
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
             for p, number in zip(group["params"], saved["params"], strict=False):
-                state = {**states.get(number, {}), **states.get(number, {}).get(base._FSDP_WRAPPED_QUANT_STATE_KEY, {})}
+                state = dict(states.get(number, {}))
+                state.update(state.pop(wrapped, {}))
                 first = state.get(bridge.keys[0])
-                if first is not None and first.dtype != torch.uint8:
-                    states[number] = bridge.lowered(p, state)
-        base.load_state_dict(self, {**state_dict, "state": states}, move_to_device)
+                is_plain = first is not None and first.dtype != torch.uint8
+                if state:
+                    states[number] = with_notes(bridge.lowered(p, state), state) if is_plain else state
+        found = {**state_dict, "state": states}
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():  # which bitsandbytes leaves out
+            found = hook(self, found) or found
+        base.load_state_dict(self, found, move_to_device)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
         vars(self).pop(PLAIN_STATES, None)
 
     methods = {

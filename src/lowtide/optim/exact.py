@@ -35,21 +35,23 @@ def as_saved(parameter: Tensor, state: State, group: dict[str, Any]) -> State:
 def load_exactly(optimizer: torch.optim.Optimizer, receive: Receive = as_saved) -> Undo:
     """Have ``load_state_dict`` give each parameter what ``receive(parameter, state, group)`` makes of its saved state.
 
-    torch neither casts the states nor moves them: what is received on the host was never on the device. An error of
-    ``receive`` leaves the optimizer as it was.
+    torch neither casts the states nor moves them: what is received on the host was never on the device. Where it is
+    called again, each ``receive`` gets what the one before made. An error of theirs leaves the optimizer as it was.
     """
-    loading = _Loading(receive)
-    handles = (
-        optimizer.register_load_state_dict_pre_hook(loading.before),
-        optimizer.register_load_state_dict_post_hook(loading.after),
-    )
-    return Undo(*(handle.remove for handle in handles))
+    loading = _loading_of(optimizer)
+    if loading is None:
+        loading = _Loading()
+        loading.handles = (
+            optimizer.register_load_state_dict_pre_hook(loading.before),
+            optimizer.register_load_state_dict_post_hook(loading.after),
+        )
+    loading.receivers.append(receive)
+    return Undo(lambda: loading.leave(receive))
 
 
 def loads_exactly(optimizer: Any) -> bool:
     """Whether ``load_exactly`` is in force."""
-    hooks = optimizer._optimizer_load_state_dict_pre_hooks.values()
-    return any(isinstance(getattr(hook, "__self__", None), _Loading) for hook in hooks)
+    return _loading_of(optimizer) is not None
 
 
 def keeps_parameter_dtype(optimizer: torch.optim.Optimizer) -> bool:
@@ -61,9 +63,16 @@ def keeps_parameter_dtype(optimizer: torch.optim.Optimizer) -> bool:
 class _Loading:
     """Takes states out of what torch loads, and puts them where they belong when torch has loaded the groups."""
 
-    def __init__(self, receive: Receive) -> None:
-        self.receive = receive
+    def __init__(self) -> None:
+        self.receivers: list[Receive] = []
+        self.handles: tuple[Any, ...] = ()
         self.states: dict[Any, State] = {}
+
+    def leave(self, receive: Receive) -> None:
+        """Ask this one no more; without any, torch loads as it does."""
+        self.receivers.remove(receive)
+        for handle in self.handles if not self.receivers else ():
+            handle.remove()
 
     def before(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         left = dict(state_dict["state"])
@@ -72,7 +81,10 @@ class _Loading:
         for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
             for parameter, number in zip(group["params"], saved["params"], strict=False):
                 if number in left:
-                    self.states[parameter] = self.receive(parameter, left.pop(number), saved)
+                    state = left.pop(number)
+                    for receive in self.receivers:
+                        state = receive(parameter, state, saved)
+                    self.states[parameter] = state
         self.states.update(deepcopy(left))  # of no parameter
         return {**state_dict, "state": {}}
 
@@ -80,3 +92,10 @@ class _Loading:
         states, self.states = self.states, {}
         # torch's own door: it brings states of older versions up to date.
         optimizer.__setstate__({"state": defaultdict(dict, states), "param_groups": optimizer.param_groups})
+
+
+def _loading_of(optimizer: Any) -> _Loading | None:
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        if isinstance(owner := getattr(hook, "__self__", None), _Loading):
+            return owner
+    return None

@@ -58,6 +58,11 @@ def round_stochastically(x: Tensor, *, seed: int) -> Tensor:
     return round_by(x, random_bits(x, seed))
 
 
+def with_notes(found: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """What was made of a state, with what rounding noted in it; nothing where nothing was made."""
+    return {**found, **{key: state[key] for key in (COUNT, REST) if key in state}} if found else {}
+
+
 class _Rounded(StepPart):
     """Steps a float32 copy of one parameter after the other."""
 

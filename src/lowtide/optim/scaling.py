@@ -29,8 +29,9 @@ class LossScale:
     scaled.
 
     ``guard(optimizer)`` has a step with gradients that are not finite left out and the scale halved; after
-    ``growth_interval`` good steps it doubles. As ``torch.amp.GradScaler`` does, it waits for the device once a step.
-    The scale is then saved and loaded with the optimizer's ``state_dict``.
+    ``growth_interval`` good steps it doubles. Several optimizers can be guarded: their steps after one backward pass
+    change the scale once, down where one of them was left out. As ``torch.amp.GradScaler`` does, it waits for the
+    device once a step. The scale is then saved and loaded with the optimizer's ``state_dict``.
     """
 
     needs_gradients = needs_step = "A scaled loss looks at the gradients before the step"
@@ -42,6 +43,8 @@ class LossScale:
         self._hooked = WeakTensorKeyDictionary()
         self._handles: list[Any] = []
         self._pass: weakref.ref[_Pass] | None = None  # the last backward pass that had a scale
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since then
+        self._unchanged, self._overflowed = initial, False  # the scale before their steps, and whether one was left out
 
     def scale(self, loss: Tensor, model: nn.Module) -> Tensor:
         """The loss as it is, with a backward pass that starts from the scale."""
@@ -82,6 +85,7 @@ class LossScale:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on from there."""
         self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
+        self._stepped.clear()
 
     def _running(self) -> float | None:
         """The scale of the backward pass that runs; None where it has none, or none runs."""
@@ -93,6 +97,7 @@ class LossScale:
         scale = self._running()
         if scale is not None:
             return scale
+        self._stepped.clear()
         if torch._C._current_graph_task_id() != -1:  # a prediction has a backward pass in Python, without these hooks
             begun = _Pass(self.value)
             torch.autograd.Variable._execution_engine.queue_callback(begun)  # pyright: ignore[reportAttributeAccessIssue]
@@ -101,15 +106,26 @@ class LossScale:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norms = torch._foreach_norm([p.grad for p in held]) if held else []  # pyright: ignore[reportPrivateImportUsage]
-        if not held or bool(torch.stack([norm.float() for norm in norms]).isfinite().all()):
+        finite = _are_finite([p.grad for p in held if p.grad is not None])
+        self._follow(optimizer, finite=finite)
+        if not finite:
+            for parameter in held:  # an optimizer leaves out what has no gradient
+                parameter.grad = None
+
+    def _follow(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
+        """Change the scale once for all steps after a backward pass: one that is left out takes growth back."""
+        if optimizer in self._stepped:  # again: its gradients are others, wherever they come from
+            self._stepped.clear()
+        is_first = not self._stepped
+        self._stepped.add(optimizer)
+        if is_first:
+            self._unchanged, self._overflowed = self.value, False
+        if not finite and not self._overflowed:
+            self.value, self.good_steps, self._overflowed = self._unchanged / 2, 0, True
+        elif finite and is_first:
             self.good_steps += 1
             if self.good_steps >= self.growth_interval:
                 self.value, self.good_steps = self.value * 2, 0
-            return
-        self.value, self.good_steps = self.value / 2, 0
-        for parameter in held:  # an optimizer leaves out what has no gradient
-            parameter.grad = None
 
     def _save(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         state_dict["param_groups"][0][SAVED] = self.state_dict()
@@ -118,6 +134,16 @@ class LossScale:
         saved = optimizer.param_groups[0].pop(SAVED, None)
         if saved is not None:  # a run that had no scale saved none
             self.load_state_dict(saved)
+
+
+def _are_finite(gradients: list[Tensor]) -> bool:
+    """Whether nothing is infinite or nan, by the largest value: other norms overflow where all values are finite."""
+    largest: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    gradients = [gradient for gradient in gradients if gradient.numel()]
+    norms = torch._foreach_norm(gradients, ord=torch.inf) if gradients else []  # pyright: ignore[reportPrivateImportUsage]
+    for norm in norms:
+        largest.setdefault((norm.device, norm.dtype), []).append(norm)
+    return all(bool(torch.stack(some).isfinite().all()) for some in largest.values())
 
 
 class _Pass:

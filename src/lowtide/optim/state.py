@@ -14,6 +14,7 @@ from lowtide.optim.adamw8bit import AdamW8bit, lowered, raised
 from lowtide.optim.bridges import Adam4bit, Bitsandbytes, has_bridge
 from lowtide.optim.exact import as_saved, load_exactly
 from lowtide.optim.offload import offload_state
+from lowtide.optim.rounding import with_notes
 from lowtide.optim.single import PLAIN_STATES
 from lowtide.techniques.technique import Undo
 
@@ -65,7 +66,7 @@ def convert(
     """Make the optimizer one of other's class, its groups as they are with what they lack, its states lowered."""
     groups, defaults = [set(group) for group in optimizer.param_groups], optimizer.defaults
     plain = {p: dict(state) for p, state in optimizer.state.items()}
-    states = {p: lower(p, state) for p, state in plain.items()}
+    states = {p: with_notes(lower(p, state), state) for p, state in plain.items()}
     other.defaults.update({key: value for key, value in optimizer.defaults.items() if key in other.defaults})
     undo = become(optimizer, other)
     for group in optimizer.param_groups:
@@ -81,12 +82,12 @@ def convert(
         if plain is not None:
             states = {p: _from_host(state) for p, state in plain.items()}
         else:
-            states = {
-                p: lift(p, optimizer.state[p], fused=any({**defaults, **group}.get(k) for k in ("fused", "capturable")))
-                for group in optimizer.param_groups
-                for p in group["params"]
-                if p in optimizer.state
-            }
+            states = {}
+            for group in optimizer.param_groups:
+                fused = any({**defaults, **group}.get(key) for key in ("fused", "capturable"))
+                for p in group["params"]:
+                    if p in optimizer.state:
+                        states[p] = with_notes(lift(p, optimizer.state[p], fused=fused), optimizer.state[p])
         undo()
         added = [set(defaults)] * (len(optimizer.param_groups) - len(groups))
         for group, before in zip(optimizer.param_groups, groups + added, strict=True):
@@ -105,7 +106,9 @@ def _load_in_4bit(optimizer: torch.optim.Optimizer, four: Adam4bit) -> Undo:
     def receive(p: Tensor, state: _State, group: dict[str, Any]) -> _State:
         if "max_exp_avg_sq" in state or (state and "exp_avg" not in state):
             raise LowtideError("The saved state is not that of Adam or AdamW without amsgrad", where=", ".join(state))
-        return four.lowered(p, state) if type(state.get("exp_avg")) is Tensor else as_saved(p, state, group)
+        if type(state.get("exp_avg")) is Tensor:
+            return with_notes(four.lowered(p, state), as_saved(p, state, group))
+        return as_saved(p, state, group)
 
     def after(optimizer: torch.optim.Optimizer) -> None:
         four.rates_as_tensors(optimizer)

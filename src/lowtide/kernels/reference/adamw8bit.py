@@ -3,7 +3,8 @@
 A state tensor is cut into blocks of 256 values. A block keeps its largest magnitude a in float32 and, for each value x,
 the nearest of 127 (with a sign) or 255 (without) powers: x ≈ a·(c/127)⁴ or a·(c/255)⁴. The fourth power puts as many
 codes between a/16 and a as below a/16, so that the relative error stays small over many orders of magnitude (1.6% at
-a, 3% at a/16, 6% at a/256 with a sign; half of that without), and a itself is exact.
+a, 3% at a/16, 6% at a/256 with a sign; half of that without), and a itself is exact. Without a sign, as second moments
+are, only 0 has the code 0: a first moment that is left over one that vanished would be divided by eps alone.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def encode(x: Tensor, codes: torch.dtype) -> tuple[Tensor, Tensor]:
     scale = rows.abs().amax(1)
     share = rows.abs() / torch.where(scale == 0, 1.0, scale)[:, None]
     level = (share.sqrt().sqrt() * levels(codes) + 0.5).floor()
-    level = torch.copysign(level, rows) if codes == torch.int8 else level
+    level = torch.copysign(level, rows) if codes == torch.int8 else level.maximum((rows > 0).float())
     return level.to(codes).view(-1)[: x.numel()], scale
 
 

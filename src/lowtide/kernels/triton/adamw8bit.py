@@ -103,7 +103,8 @@ def adamw8bit(
                 root = tl.where(inside, root, 0.0)
                 v_root = tl.max(root, 1)
                 level = tl.sqrt(root / tl.where(v_root == 0, 1.0, v_root)[:, None]) * 255 + 0.5
-                tl.store(v_at + at, level.to(tl.int32).to(tl.uint8), inside)
+                code = tl.maximum(level.to(tl.int32), (v > 0).to(tl.int32))
+                tl.store(v_at + at, code.to(tl.uint8), inside)
                 tl.store(m_scales + blocks, m_scale, there)
                 tl.store(v_scales + blocks, tl.max(tl.where(inside, v, 0.0), 1), there)
             else:
