@@ -6,11 +6,11 @@ as soon as the forward pass no longer needs it; each op that saved it has it dec
 
 from __future__ import annotations
 
-import itertools
+import re
 import sys
 import weakref
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -19,20 +19,35 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide.kernels.compress import DTYPES, GROUP, Draws, buffer_bytes, check, compress, decompress
+from lowtide.kernels.reference.compress import Noise
 from lowtide.nn.rebuild import Chained, Kept, may_open
 from lowtide.tracing.internals import autograd
 
 LEAST_BYTES = 1024  # smaller tensors are kept as they are: there is nothing to gain, and they are often statistics
 
-# Their backward takes the exponential of their output, or sums it over a row: a step of rounding is not small there.
-SENSITIVE = frozenset({"SoftmaxBackward0", "LogSoftmaxBackward0", "SafeSoftmaxBackward0"})
-
-_seeds = itertools.count()
+# Ops by parts of their names, in lower case and without "_": ATen's and torch's nodes, and other libraries' functions.
+# The backward of these takes the exponential of what they read, less a log-sum that is exact: a step of rounding would
+# grow without bound. In a fused attention it then takes the row sums of dO * O off dO @ V.T, of which little is left
+# where a row attends to one place: the value and the result cannot be rounded either.
+_EXPONENTIATING = re.compile("attention|attn|fmha|logsumexp|logcumsumexp|logndtr|ctcloss")
+# That of these takes the exponential of their result, sums it over a row, or divides by it.
+_SENSITIVE = re.compile(f"softmax|ndtri|(?<!r)sqrt|{_EXPONENTIATING.pattern}")
 
 
 def sensitive(tensor: Tensor) -> bool:
-    """What ``compressed`` keeps by itself, of what it could compress: the results of softmax and log-softmax."""
-    return _origin(tensor.grad_fn).name() in SENSITIVE
+    """What ``compressed`` keeps by itself, of what it could compress: the results of softmax, attention, sqrt, ..."""
+    node = _base(tensor).grad_fn
+    return node is not None and is_sensitive(node.name())
+
+
+def is_sensitive(op: str) -> bool:
+    """Whether the result of an op, or node, is kept."""
+    return _SENSITIVE.search(op.lower().replace("_", "")) is not None
+
+
+def exponentiates(op: str) -> bool:
+    """Whether all that an op, or node, reads is kept for it."""
+    return _EXPONENTIATING.search(op.lower().replace("_", "")) is not None
 
 
 @contextmanager
@@ -42,12 +57,13 @@ def compressed(
     """Store what ops inside save for backward in ``bits`` bits (2, 4 or 8), each ``group`` values with two float32.
 
     The forward pass is as without. A value comes back within (max - min) / (2^bits - 2) of what it was, of its group,
-    and right on average; gradients are therefore approximate. No global random numbers are drawn; with ``seed`` the
-    same ones are drawn in every use.
+    and right on average; gradients are therefore approximate. No global random numbers are drawn: rounding follows from
+    the seed of torch's generator, or ``seed``, and from the values, so that a step that is run again rounds as before.
 
     Kept as they are: parameters, their views and casts; inputs and all else that has no gradient (statistics, masks,
-    integers); tensors below 1 KiB; the inputs of ``torch.utils.checkpoint``, and what is saved inside one; and what
-    ``keep`` says. The first op that saves a tensor decides its bits. Other hooks get the codes to keep in its place.
+    integers); tensors below 1 KiB; what a backward exponentiates, as the query and key of a fused attention; what
+    ``torch.utils.checkpoint`` and compiled regions save; and what ``keep`` says. The first op that saves a tensor
+    decides its bits. Other hooks get the codes to keep in its place.
 
     >>> layers = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
     >>> with compressed(bits=4):
@@ -58,57 +74,75 @@ def compressed(
     if not may_open():
         yield
         return
-    drawn = torch.initial_seed() + 0x9E3779B97F4A7C15 * next(_seeds) if seed is None else seed
-    hooks = _Hooks(bits, group, keep, Draws(drawn))
-    with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+    with Hooks(bits, group, keep, seed).open():
         yield
 
 
 def compressible(tensor: Tensor) -> bool:
     """Whether a tensor that an op saves is an activation, large enough, and of a kind that can be stored."""
-    return (
-        type(tensor) in (Tensor, FakeTensor)
-        and tensor.grad_fn is not None
-        and tensor.dtype in DTYPES
-        and tensor.layout is torch.strided
-        and tensor.device.type in ("cpu", "cuda")
-        and tensor.numel() * tensor.itemsize >= LEAST_BYTES
-        and not tensor.is_neg()
-        and _origin(tensor.grad_fn).name() != "torch::autograd::AccumulateGrad"
-    )
+    if (
+        type(tensor) not in (Tensor, FakeTensor)
+        or tensor.grad_fn is None
+        or tensor.dtype not in DTYPES
+        or tensor.layout is not torch.strided
+        or tensor.device.type not in ("cpu", "cuda")
+        or tensor.numel() * tensor.itemsize < LEAST_BYTES
+        or tensor.is_neg()
+    ):
+        return False
+    origin = _origin(tensor)
+    return origin is not None and origin.name() != "torch::autograd::AccumulateGrad"
 
 
-class _Hooks:
+class Hooks:
     """The hooks of one ``compressed``."""
 
-    def __init__(self, bits: int, group: int, keep: Callable[[Tensor], bool], draws: Draws) -> None:
-        self.bits, self.group, self.keep, self.draws = bits, group, keep, draws
+    def __init__(self, bits: int, group: int, keep: Callable[[Tensor], bool], seed: int | None = None) -> None:
+        self.bits, self.group, self.keep = bits, group, keep
+        self.draws = _DrawsByValue() if seed is None else Draws(seed)
         outer = autograd._top_saved_tensors_default_hooks(True)
         owner = getattr(outer[0], "__self__", None) if outer is not None else None
-        self.outer = owner.outer if isinstance(owner, _Hooks) else outer  # of two of ours, the inner one decides
+        self.outer = owner.outer if isinstance(owner, Hooks) else outer  # of two of ours, the inner one decides
+
+    def open(self) -> AbstractContextManager[None]:
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Any:
-        if compressible(tensor) and not _is_checkpoint(sys._getframe(1)) and not self.keep(tensor):
+        # Nobody says which op saves a tensor. Its result, which it saves last, knows; what it read is then still there.
+        if tensor.grad_fn is not None and exponentiates(tensor.grad_fn.name()):
+            for packed in list(_packed(tensor.grad_fn)):
+                self.put_back(packed)
+        if compressible(tensor) and not _is_opaque(sys._getframe(1)) and not self.keep(tensor):
             place = _Place.of(tensor)
             if place is not None:
                 record = _records.get(place.key)
                 if record is None or not record.is_of(tensor):
                     record = self._record(tensor, place)
                 if record is not None:
-                    return _Stored(record, place)
-        # An op's own output, packed as it is, would keep its node alive, and the node it.
-        if self.outer is None:
-            return Kept(tensor.detach(), tensor._version)
-        return Chained(self.outer[1], self.outer[0](tensor))
+                    return _Stored(record, place, tensor)
+        return self._kept(tensor)
 
     @staticmethod
     def unpack(packed: Any) -> Any:
         return packed.unpack()
 
+    def put_back(self, packed: Any) -> None:
+        """Keep an input of the op that is running as it is, after all."""
+        if isinstance(packed, _Stored):
+            packed.put_back(self._kept)
+
+    def _kept(self, tensor: Tensor) -> Kept | Chained:
+        # An op's own output, packed as it is, would keep its node alive, and the node it.
+        if self.outer is None:
+            return Kept(tensor.detach(), tensor._version)
+        return Chained(self.outer[1], self.outer[0](tensor))
+
     def _record(self, tensor: Tensor, place: _Place) -> _Record | None:
         if buffer_bytes(place.numel, self.bits, self.group, tensor.dtype) >= tensor.untyped_storage().nbytes():
             return None
         flat = place.flat(tensor.detach())
+        if isinstance(self.draws, _DrawsByValue):
+            self.draws.see(flat)
         buffer = compress(flat, self.draws, bits=self.bits, group=self.group)
         kept = Kept(buffer, buffer._version) if self.outer is None else Chained(self.outer[1], self.outer[0](buffer))
         record = _records[place.key] = _Record(tensor, kept, place.numel, self.bits, self.group)
@@ -162,30 +196,88 @@ class _Record:
 class _Stored:
     """What is saved in place of a tensor."""
 
-    __slots__ = ("place", "record")
+    __slots__ = ("_kept", "_place", "_record", "_tensor")
 
-    def __init__(self, record: _Record, place: _Place) -> None:
-        self.record, self.place = record, place
+    def __init__(self, record: _Record, place: _Place, tensor: Tensor) -> None:
+        self._record: _Record | None = record
+        self._kept: Kept | Chained | None = None
+        self._tensor = weakref.ref(tensor)
+        self._place = place
+
+    def put_back(self, keep: Callable[[Tensor], Kept | Chained]) -> None:
+        tensor = self._tensor()
+        if tensor is not None and self._kept is None:
+            self._kept, self._record = keep(tensor), None
 
     def unpack(self) -> Tensor:
-        return self.place.view(self.record.give())
+        if self._record is None:
+            assert self._kept is not None
+            return self._kept.unpack()
+        return self._place.view(self._record.give())
+
+
+class _DrawsByValue(Draws):
+    """Draws that follow from torch's seed and the values of the first tensor.
+
+    A counter would differ in a run that is resumed, and a draw from torch's generator would change what a user draws.
+    From one step to the next the values change, and with them the draws.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(torch.initial_seed())
+        self._drawn: Tensor | None = None
+
+    def see(self, flat: Tensor) -> None:
+        if self._drawn is None:
+            sample = flat[:: max(1, flat.numel() // _SAMPLE)].view(_INTEGERS[flat.itemsize])
+            self._drawn = (sample.sum(dtype=torch.int64) * _ODD + self.seed) & (2**62 - 1)
+
+    def on(self, device: torch.device) -> Tensor:
+        assert self._drawn is not None
+        return self._drawn.to(device)
+
+    def noise(self, x: Tensor, group: int) -> Noise:
+        assert self._drawn is not None
+        if not isinstance(x, FakeTensor):
+            self.seed = int(self._drawn)
+        return super().noise(x, group)
 
 
 _records: weakref.WeakValueDictionary[Any, _Record] = weakref.WeakValueDictionary()  # as long as a graph has them
 
+_SAMPLE = 4096  # of a tensor's values, at least, or all
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ODD = 0x1E3779B97F4A7C15
+
 _VIEWS = frozenset((
-    "AliasBackward0", "AsStridedBackward0", "CloneBackward0", "ExpandBackward0", "PermuteBackward0",
-    "ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0",
-    "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "TBackward0", "ToCopyBackward0", "TransposeBackward0",
-    "UnbindBackward0", "UnsafeSplitBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0",
+    "AliasBackward", "AsStridedBackward", "CloneBackward", "ConjBackward", "DiagonalBackward", "ExpandBackward",
+    "PermuteBackward", "ReshapeAliasBackward", "SelectBackward", "SliceBackward", "SplitBackward",
+    "SplitWithSizesBackward", "SqueezeBackward", "TBackward", "ToCopyBackward", "TransposeBackward", "UnbindBackward",
+    "UnfoldBackward", "UnsafeSplitBackward", "UnsafeViewBackward", "UnsqueezeBackward", "ViewAsComplexBackward",
+    "ViewAsRealBackward", "ViewBackward",
 ))  # fmt: skip
 
 
-def _origin(node: Any) -> Any:
-    """The node that made the values: that before all views, copies and casts."""
-    while node.name() in _VIEWS and node.next_functions[0][0] is not None:
+def _origin(tensor: Tensor) -> Any:
+    """The node that made the values: that before all views, copies and casts. None for a view of a leaf."""
+    node = _base(tensor).grad_fn  # whatever kind of view it is; what a copy was made of, the nodes alone know
+    while node is not None and node.name().rstrip("0123456789") in _VIEWS:
         node = node.next_functions[0][0]
     return node
+
+
+def _base(tensor: Tensor) -> Tensor:
+    """The tensor that it is a view of, or itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def _packed(node: Any) -> Iterator[Any]:
+    """What hooks made of the tensors that a node has saved so far; nothing once its backward let them go."""
+    with suppress(RuntimeError):
+        for name in dir(node):
+            if name.startswith("_raw_saved_"):
+                saved = getattr(node, name)
+                yield from (each.data for each in (saved if isinstance(saved, tuple) else (saved,)))
 
 
 def _stretch(tensor: Tensor) -> int | None:
@@ -201,12 +293,19 @@ def _stretch(tensor: Tensor) -> int | None:
     return numel
 
 
-def _is_checkpoint(frame: FrameType | None) -> bool:
-    """Whether a checkpoint saves its inputs. What is made again from rounded ones would be another function's."""
+_OPAQUE = ("torch.utils.checkpoint", "torch._functorch._aot_autograd")
+
+
+def _is_opaque(frame: FrameType | None) -> bool:
+    """Whether a checkpoint or a compiled region saves.
+
+    What is made again from rounded inputs would be another function's, and what a compiled region does with them is
+    not known.
+    """
     for _ in range(4):
         if frame is None:
             return False
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+        if str(frame.f_globals.get("__name__")).startswith(_OPAQUE):
             return True
         frame = frame.f_back
     return False

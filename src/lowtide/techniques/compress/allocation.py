@@ -10,7 +10,7 @@ reads off one step. Bits are chosen exactly, by dynamic programming over what is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lowtide.errors import LowtideError
-from lowtide.kernels.compress import BITS, GROUP, buffer_bytes
-from lowtide.nn.compress import compressed, sensitive
+from lowtide.kernels.compress import BITS, GROUP, buffer_bytes, check
+from lowtide.nn.compress import Hooks, sensitive
+from lowtide.nn.rebuild import Kept, may_open
 from lowtide.sizes import format_size
 from lowtide.workload import Workload
 
@@ -87,7 +88,8 @@ def measure_layers(work: Workload, paths: Sequence[str], *, group: int = GROUP) 
 
     Gradients and parameters are afterwards as they were; buffers such as running statistics have seen the step.
     """
-    seen: set[tuple[int, int, int]] = set()
+    check(BITS[-1], group)
+    seen: set[_Key] = set()
     found = {path: _Measured(seen) for path in paths}
     before = [(parameter, parameter.grad) for parameter in work.model.parameters()]
     with ExitStack() as stack:
@@ -115,23 +117,16 @@ def _frontier(sizes: NDArray[np.int64], costs: NDArray[np.float64]) -> NDArray[n
 class _Measured:
     """One module while a step runs: bytes and ranges of what it saves, and the gradient of what it returns."""
 
-    def __init__(self, seen: set[tuple[int, int, int]]) -> None:
-        self.kept_bytes = 0
-        self.stored_bytes = [0] * len(BITS)
-        self.spread: Tensor | float = 0.0  # the sum of its values' squared ranges
+    def __init__(self, seen: set[_Key]) -> None:
         self.weight: Tensor | float = 0.0  # the mean squared norm of a row of the gradient
+        self._parts: dict[_Key, _Part] = {}
         self._seen = seen  # by any of the modules: what two of them save is the first one's
 
     def watch(self, module: nn.Module, group: int) -> Any:
         contexts: list[Any] = []
 
-        def keep(tensor: Tensor) -> bool:
-            if not sensitive(tensor):
-                self._saw(tensor, group)
-            return True
-
         def enter(_module: nn.Module, _args: Any) -> None:
-            contexts.append(compressed(BITS[-1], group=group, keep=keep))
+            contexts.append(_Watching(self, group).open() if may_open() else nullcontext())
             contexts[-1].__enter__()
 
         def leave(_module: nn.Module, _args: Any, out: Any) -> None:
@@ -144,23 +139,69 @@ class _Measured:
         return lambda: [handle.remove() for handle in handles]
 
     def layer(self, path: str) -> Layer:
-        variance = float(self.spread) * float(self.weight) / 6
-        two, four, eight = self.stored_bytes
-        return Layer(path, self.kept_bytes, (two, four, eight), variance)
+        parts = self._parts.values()
+        two, four, eight = (sum(buffer_bytes(p.numel, bits, p.group, p.dtype) for p in parts) for bits in BITS)
+        variance = sum(float(p.spread) for p in parts) * float(self.weight) / 6
+        return Layer(path, sum(p.numel * p.dtype.itemsize for p in parts), (two, four, eight), variance)
 
-    def _saw(self, tensor: Tensor, group: int) -> None:
-        key = tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()
+    def saw(self, tensor: Tensor, group: int) -> None:
+        key = _key(tensor)
+        if key in self._parts:
+            self._parts[key].saves += 1
         if key in self._seen:
             return
         self._seen.add(key)
         values = tensor.detach().reshape(-1)
         missing = -len(values) % group
         values = torch.cat([values, values[-1:].expand(missing)]).view(-1, group).double()
-        self.spread = self.spread + (values.amax(1) - values.amin(1)).square().sum() * group
-        self.kept_bytes += tensor.numel() * tensor.itemsize
-        for i, bits in enumerate(BITS):
-            self.stored_bytes[i] += buffer_bytes(tensor.numel(), bits, group, tensor.dtype)
+        spread = (values.amax(1) - values.amin(1)).square().sum() * group
+        self._parts[key] = _Part(tensor.numel(), tensor.dtype, group, spread)
+
+    def saw_not(self, tensor: Tensor) -> None:
+        key = _key(tensor)
+        if key in self._parts:
+            self._parts[key].saves -= 1
+            if not self._parts[key].saves:
+                del self._parts[key]
+                self._seen.remove(key)
 
     def _came(self, gradient: Tensor) -> None:
         rows = max(1, gradient.numel() // gradient.shape[-1]) if gradient.dim() else 1
         self.weight = self.weight + gradient.detach().double().square().sum() / rows
+
+
+class _Watching(Hooks):
+    """Keeps all, and tells what would be stored."""
+
+    def __init__(self, measured: _Measured, group: int) -> None:
+        super().__init__(BITS[-1], group, self._watch)
+        self._measured = measured
+        self._put_back: set[int] = set()  # a result may be saved by others too
+
+    def _watch(self, tensor: Tensor) -> bool:
+        if not sensitive(tensor):
+            self._measured.saw(tensor, self.group)
+        return True
+
+    def put_back(self, packed: Any) -> None:
+        if isinstance(packed, Kept) and id(packed) not in self._put_back:
+            self._put_back.add(id(packed))
+            self._measured.saw_not(packed.tensor)
+
+
+@dataclass(slots=True)
+class _Part:
+    """A tensor that would be stored."""
+
+    numel: int
+    dtype: torch.dtype
+    group: int
+    spread: Tensor  # the sum of its values' squared ranges
+    saves: int = 1
+
+
+_Key = tuple[int, int, int]
+
+
+def _key(tensor: Tensor) -> _Key:
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()

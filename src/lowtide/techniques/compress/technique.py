@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 from lowtide.errors import PlanError
 from lowtide.kernels.compress import BITS, DTYPES, GROUP, buffer_bytes, check
 from lowtide.kernels.reference.compress import groups_at_once
-from lowtide.nn.compress import LEAST_BYTES, compressed
+from lowtide.nn.compress import LEAST_BYTES, compressed, exponentiates, is_sensitive
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.chain import Chains
@@ -213,7 +213,8 @@ class _Saves:
                 saved.dtype in _DTYPES
                 and saved.bytes >= LEAST_BYTES
                 and saved.storage in self._differentiable
-                and _base(saved.made_by) not in _SENSITIVE
+                and not is_sensitive(_base(saved.made_by))
+                and not exponentiates(_base(saved.needed_by))
                 and saved.storage in self._first_need
             )
             site = site if can else ""
@@ -254,7 +255,6 @@ class _Saves:
 
 
 _DTYPES = frozenset(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-_SENSITIVE = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
 _CASTS = frozenset({"_to_copy", "clone"})
 _WITHOUT_GRADIENT = frozenset((
     "bernoulli", "bernoulli_", "empty_like", "full_like", "new_empty", "new_full", "new_zeros", "ones_like",
