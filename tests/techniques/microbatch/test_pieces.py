@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -88,6 +91,70 @@ def test_batches_are_any_pytree_and_what_is_no_tensor_passes_through() -> None:
     assert_same(step(lowtide.microbatch(found, 4)), step(work))
     alone = Workload(model, lambda m, x: m(x).square().mean(), x)
     assert_same(step(lowtide.microbatch(alone, 4)), step(alone))
+
+
+class Encoding(UserDict[str, Any]):
+    """As a tokenizer of Transformers gives it: items are attributes too, and there is more than items."""
+
+    def __init__(self, data: dict[str, Any], encodings: list[str] | None = None) -> None:
+        super().__init__(data)
+        self.encodings = encodings
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["data"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Named(dict[str, Any]):
+    pass
+
+
+class Frozen(Mapping[str, Any]):
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+@pytest.mark.parametrize("kind", [Encoding, Named, Frozen, MappingProxyType])
+def test_batches_are_any_mapping_too(kind: Any) -> None:
+    work = mlp(6)
+    x, y = work.batch
+    seen: list[int] = []
+
+    def forward(model: nn.Module, *, ids: Tensor, labels: Tensor, name: str, more: Any) -> Tensor:
+        seen.append(len(ids))
+        assert len(more[0]["mask"]) == len(ids)
+        assert name == "train"
+        return cross_entropy(model, (ids, labels))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        assert type(batch) is kind
+        assert type(batch["more"][0]) is kind
+        if isinstance(batch, Encoding):
+            assert batch.labels is batch["labels"]
+            assert batch.encodings == ["a"]
+        return forward(model, **batch)
+
+    def make(items: dict[str, Any]) -> Any:
+        return Encoding(items, ["a"]) if kind is Encoding else kind(items)
+
+    batch = make({"ids": x, "labels": y, "name": "train", "more": [make({"mask": torch.ones(6)})]})
+    found = replace(work, loss=loss, batch=batch)
+    assert_same(step(lowtide.microbatch(found, 4, reduction="mean")), step(work))
+    assert seen == [4, 2]
+    assert batch["ids"] is x
+    assert len(batch["more"][0]["mask"]) == 6
+    assert_same(step(lowtide.microbatch(found, 4, split=("ids", "labels", "more"))), step(work))
 
 
 def test_a_batch_whose_tensors_do_not_agree_is_refused_until_split_says_which() -> None:

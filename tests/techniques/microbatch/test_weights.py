@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide import Workload
 from lowtide.errors import WorkloadError
-from lowtide.nn import linear_cross_entropy
+from lowtide.nn import compressed, linear_cross_entropy
 
 from .steps import assert_same, cross_entropy, mlp, step
 
@@ -69,6 +73,129 @@ def test_a_cross_entropy_in_chunks_counts_as_torchs(size: int, smoothing: float)
     work = replace(work, batch=(work.batch[0], IGNORED))
     plain = replace(work, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1], label_smoothing=smoothing))
     assert_same(step(lowtide.microbatch(work, size)), step(plain))
+
+
+HOOKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "saved on the CPU": save_on_cpu,
+    "compressed": lambda: compressed(keep=lambda _: True),
+    "hooks of one's own": lambda: saved_tensors_hooks(lambda t: t, lambda t: t),
+}
+
+
+def under(hooks: Callable[[], AbstractContextManager[Any]]) -> Callable[[nn.Module, Any], Tensor]:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with hooks():
+            return cross_entropy(model, batch)
+
+    return loss
+
+
+def smoothed(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1)
+
+
+HIDDEN: dict[str, Callable[[nn.Module, Any], Tensor]] = {
+    **{name: under(hooks) for name, hooks in HOOKS.items()},
+    "in a checkpoint": lambda m, b: checkpoint(cross_entropy, m, b, use_reentrant=False),
+    "smoothed in a checkpoint": lambda m, b: checkpoint(smoothed, m, b, use_reentrant=False),
+    "in chunks in a checkpoint": lambda m, b: checkpoint(
+        lambda: linear_cross_entropy(m[:-1](b[0]), m[-1].weight, b[1], m[-1].bias), use_reentrant=False
+    ),
+    "beside a metric": lambda m, b: (cross_entropy(m, b), counts_nothing(m, b))[0],
+    "far behind the loss": lambda m, b: 1 + ((((cross_entropy(m, b) + 1) * 2 - 1) / 3) * 3 - 1) / 2 - 1,
+    "as negative log-likelihood": lambda m, b: under_hooks_nll(m, b),
+    "of chosen tokens": lambda m, b: F.cross_entropy(m(b[0])[b[1] >= 0], b[1][b[1] >= 0]),
+}
+
+
+@torch.no_grad()
+def counts_nothing(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1].clamp(min=0))
+
+
+def under_hooks_nll(model: nn.Module, batch: Any) -> Tensor:
+    with save_on_cpu():
+        return F.nll_loss(model(batch[0]).log_softmax(1), batch[1])
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_a_cross_entropy_counts_is_known_wherever_it_is(name: str) -> None:
+    """In a batch where all counts, and in a later one with padding; also where "mean" was said."""
+    work = mlp(8, loss=HIDDEN[name])
+    later = replace(work, batch=(work.batch[0], IGNORED))
+    for reduction in ("auto", "mean"):
+        pieces = lowtide.microbatch(work, 3, reduction=reduction)
+        assert_same(step(pieces), step(work))
+        assert_same(step(replace(pieces, batch=later.batch)), step(later))
+
+
+def test_hooks_around_the_whole_step_hide_no_count() -> None:
+    work = replace(mlp(8), batch=(mlp(8).batch[0], IGNORED))
+    pieces = lowtide.microbatch(work, 3)
+    with save_on_cpu():
+        found = step(pieces)
+    assert_same(found, step(work))
+
+
+def test_a_count_that_cannot_be_seen_is_asked_for() -> None:
+    nll = torch.ops.aten.nll_loss.default
+
+    def unseen(model: nn.Module, batch: Any) -> Tensor:
+        with save_on_cpu():
+            return nll(model(batch[0]).log_softmax(1), batch[1])
+
+    work = mlp(8, loss=unseen)
+    for reduction in ("auto", "mean"):
+        with pytest.raises(WorkloadError, match=r"counts cannot be seen.*weight="):
+            lowtide.microbatch(work, 3, reduction=reduction).compute_loss()
+    assert_same(step(lowtide.microbatch(work, 3, weight=lambda batch: len(batch[1]))), step(work))
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("leaves_python", [False, True])
+def test_compiled_modules_run_compiled_while_counts_are_seen(leaves_python: bool) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    plain = mlp(8, loss=under(save_on_cpu))
+    plain = replace(plain, batch=(plain.batch[0], IGNORED))
+    expected = step(plain)
+    model = plain.model if leaves_python else Around(plain.model)  # torch compiles no nn.Sequential by itself
+    model.compile(backend=backend)
+    pieces = lowtide.microbatch(replace(plain, model=model), 4, reduction="mean")
+    for _ in range(2):
+        found = {name.removeprefix("inner."): value for name, value in step(pieces).items()}
+        assert_same(found, expected)
+    assert len(graphs) == (0 if leaves_python else 1)
+
+
+def test_a_compiled_loss_is_as_plain() -> None:
+    work = mlp(8)
+    compiled = replace(work, loss=torch.compile(cross_entropy, backend="eager", fullgraph=True))
+    assert_same(step(lowtide.microbatch(compiled, 4)), step(work))
+
+
+def test_chosen_tokens_beside_something_else_are_refused_where_samples_have_other_numbers_of_them() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        out, chosen = model(batch[0]), batch[1] >= 0
+        return F.cross_entropy(out[chosen], batch[1][chosen]) + out.square().mean()
+
+    work = mlp(8, loss=loss)
+    pieces = lowtide.microbatch(work, 3)
+    assert_same(step(pieces), step(work))
+    with pytest.raises(WorkloadError, match=r"no one weight of a piece is right.*weight="):
+        pieces.compute_loss(batch=(work.batch[0], IGNORED))
 
 
 MIXED: dict[str, Callable[[nn.Module, Any], Tensor]] = {
@@ -141,6 +268,72 @@ def test_a_loss_that_draws_random_numbers_must_say_its_reduction() -> None:
     with pytest.raises(WorkloadError, match="draws random numbers"):
         lowtide.microbatch(work, 3).compute_loss()
     lowtide.microbatch(work, 3, reduction="mean").compute_loss().backward()
+
+
+# -- losses that tell nothing --------------------------------------------------------------------------
+
+
+def distilled(samples: int, reduction: str) -> Workload:
+    """A student that starts as its teacher: the first loss is 0."""
+    work = mlp(samples)
+    teacher = nn.Linear(5, 3).double()
+    student = nn.Linear(5, 3).double()
+    student.load_state_dict(teacher.state_dict())
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        goal = teacher(batch[0]).detach().log_softmax(1)
+        return F.kl_div(model(batch[0]).log_softmax(1), goal, reduction=reduction, log_target=True)
+
+    return Workload(student, loss, work.batch)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "batchmean"])
+def test_a_first_loss_of_zero_is_no_mean_for_good(reduction: str) -> None:
+    work = distilled(8, reduction)
+    pieces = lowtide.microbatch(work, 3)
+    with pytest.raises(WorkloadError, match=r"tells no mean from a sum.*reduction="):
+        pieces.compute_loss()
+    with torch.no_grad():
+        work.model.bias.add_(torch.tensor([0.0, 1.0, 2.0]))
+    assert_same(step(pieces), step(work))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["mean", "sum"])
+def test_losses_that_cancel_are_told_apart(name: str, dtype: torch.dtype) -> None:
+    """As a policy's first step: advantages add up to 0 in each half of the batch, and gradients do not."""
+    work = mlp(16)
+    model = work.model.to(dtype)
+    advantages = torch.randn(16, dtype=dtype)
+    advantages = torch.cat([half - half.mean() for half in advantages.chunk(2)])
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        log = model(batch[0]).log_softmax(1)[:, 0]
+        return getattr((log - log.detach()).exp() * batch[1], name)()
+
+    work = Workload(model, loss, (work.batch[0].to(dtype), advantages))
+    found, expected = step(lowtide.microbatch(work, 8)), step(work)
+    assert abs(expected.pop("loss")) < 1e-5
+    found.pop("loss")
+    assert_same(found, expected, rtol=1e-12 if dtype is torch.float64 else 1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_first_loss_that_is_not_finite_is_no_mean_for_good(reduction: str) -> None:
+    work = mlp(8, loss=lambda m, b: getattr(m(b[0]).square(), reduction)())
+    pieces = lowtide.microbatch(work, 3)
+    with pytest.raises(WorkloadError, match=r"tells no mean from a sum.*reduction="):
+        pieces.compute_loss(batch=(work.batch[0] + torch.inf, work.batch[1]))
+    assert_same(step(pieces), step(work))
+
+
+def test_samples_that_count_nothing_do_not_hide_a_mean() -> None:
+    work = mlp(8)
+    targets = torch.full((8,), -100)
+    targets[3:6] = torch.tensor([1, 0, 2])  # the trial would see samples 0 and 4
+    targets[4] = -100
+    work = replace(work, batch=(work.batch[0], targets))
+    assert_same(step(lowtide.microbatch(work, 1)), step(work))
 
 
 def test_trying_the_reduction_leaves_nothing_behind() -> None:

@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowtide.errors import LowtideError, WorkloadError
+from lowtide.techniques.microbatch.counts import Counting, is_mixed
 from lowtide.techniques.microbatch.gradients import Gradients
 from lowtide.techniques.microbatch.pieces import Batch, Split
 from lowtide.techniques.microbatch.statistics import Recording, WholeStatistics
-from lowtide.techniques.microbatch.weights import Reduction, Weight, find_means, find_reduction, is_mixed
+from lowtide.techniques.microbatch.weights import Reduction, Weight, find_reduction
 from lowtide.tracing.compiled import compiled_modules
 from lowtide.tracing.unchanged import modules_of
 from lowtide.workload import Workload
@@ -140,6 +141,7 @@ class _Run:
         # Of a tensor with samples, a piece has its own: the gradient of the whole is made of theirs.
         self.rows = {i: torch.zeros_like(batch.leaves[i]) for i in wanted if batch.rows[i]}
         self.strangers: dict[Tensor, None] | None = None
+        self.targets: list[float] | None = None  # of each cross entropy, for a sample of the first piece
 
     def __call__(self) -> Tensor:
         loss = self.loss
@@ -153,18 +155,19 @@ class _Run:
             for number, (start, end) in enumerate(pieces):
                 if recording is not None:
                     recording.start_piece()
-                with ExitStack() as unsynchronised:
+                with ExitStack() as around:
                     if number < len(pieces) - 1:  # the last one tells DDP to expect gradients
                         for module in self.modules:
                             if isinstance(module, DistributedDataParallel):
-                                unsynchronised.enter_context(module.no_sync())
+                                around.enter_context(module.no_sync())
+                    counting = around.enter_context(Counting()) if shares[number] is None else None
                     own = {i: self.batch.leaves[i].detach()[start:end].requires_grad_() for i in self.rows}
                     losses = [loss.__wrapped__(self.model, self.batch.piece(start, end, own))]
                 if not isinstance(losses[0], Tensor) or losses[0].numel() != 1 or losses[0].is_complex():
                     return losses[0]  # which the workload then says
                 values.append(losses[0].detach())
-                if shares[number] is None:
-                    shares[number] = self._share(losses[0], end - start)
+                if counting is not None:
+                    shares[number] = self._share(losses[0], counting, end - start)
                 if losses[0].requires_grad:
                     self._backward(losses, shares[number], own, (start, end))
             if recording is not None:
@@ -185,19 +188,21 @@ class _Run:
         total = sum(weights)
         return [pieces[i] for i in kept], [weights[i] / total for i in kept]
 
-    def _share(self, loss: Tensor, samples: int) -> Any:
+    def _share(self, loss: Tensor, counting: Counting, samples: int) -> Any:
         """What a piece counts: a number, or a tensor where a cross entropy has counted."""
-        share, means = samples / self.batch.samples, find_means(loss)
+        share, means = samples / self.batch.samples, counting.means(loss)
         if not means:
             return share
         if self.loss.mixed is None:  # what a loss is made of stays
             self.loss.mixed = is_mixed(loss, means)
+        if self.targets is None:
+            self.targets = [mean.targets / samples for mean in means]
         if not self.loss.mixed:
-            return means[0].total * (share / max(means[0].targets, 1))
-        if not self.is_traced and any(float(mean.total) != mean.targets for mean in means):
+            return means[0].total / (self.batch.samples * (self.targets[0] or 1))
+        if not self.is_traced and [float(mean.total) / samples for mean in means] != self.targets:
             raise WorkloadError(
-                "The loss adds a mean over the targets that count to something else, and here not all count: no one "
-                "weight of a piece is right for both",
+                "The loss adds a mean over the targets that count to something else, and here not all count, or not as "
+                "many in each piece: no one weight of a piece is right for both",
                 hint="Pass weight=, a function that counts in a batch what the whole loss is a mean over.",
             )
         return share

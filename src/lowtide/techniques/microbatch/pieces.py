@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -30,7 +31,7 @@ class Batch:
 
         Where such tensors differ in their first dimension, nobody can tell: that is an error.
         """
-        found, structure = pytree.tree_flatten_with_path(batch)
+        found, structure = pytree.tree_flatten_with_path(_with_mappings(batch))
         leaves = tuple(leaf for _, leaf in found)
         rows = tuple(
             isinstance(leaf, Tensor) and leaf.ndim > 0 and (split is None or _key(path) in split)
@@ -44,7 +45,7 @@ class Batch:
         if not sizes:
             raise WorkloadError(
                 "The batch has no tensor with samples to split",
-                hint="Pass tensors in dicts, tuples or registered dataclasses"
+                hint="Pass tensors in mappings, tuples or registered dataclasses"
                 + ("." if split is None else f", and in split= their keys: {_keys(found)}."),
             )
         if len(set(sizes.values())) > 1:
@@ -91,3 +92,40 @@ def _key(path: tuple[Any, ...]) -> str | int | None:
 
 def _keys(found: Sequence[tuple[tuple[Any, ...], Any]]) -> str:
     return ", ".join(dict.fromkeys(repr(_key(path)) for path, leaf in found if isinstance(leaf, Tensor)))
+
+
+# -- mappings that are leaves to torch, such as a tokenizer's UserDict ---------------------------------------
+
+
+class _Mapping:
+    """One of them, as a node."""
+
+    def __init__(self, mapping: Mapping[Any, Any]) -> None:
+        self.mapping = mapping
+
+
+def _with_mappings(batch: Any) -> Any:
+    return pytree.tree_map(lambda leaf: _Mapping(leaf) if isinstance(leaf, Mapping) else leaf, batch)
+
+
+def _flatten(node: _Mapping) -> tuple[list[Any], Mapping[Any, Any]]:
+    return [_with_mappings(value) for value in node.mapping.values()], node.mapping
+
+
+def _flatten_with_keys(node: _Mapping) -> tuple[list[tuple[Any, Any]], Mapping[Any, Any]]:
+    values, mapping = _flatten(node)
+    return [(pytree.MappingKey(key), value) for key, value in zip(mapping, values, strict=True)], mapping
+
+
+def _like(values: Any, mapping: Any) -> Mapping[Any, Any]:
+    """The same kind of mapping with other values, and with all that it has beside them."""
+    items = dict(zip(mapping, values, strict=True))
+    if not isinstance(mapping, MutableMapping):
+        return type(mapping)(items)
+    made = copy.copy(mapping)
+    for key, value in items.items():
+        made[key] = value
+    return made
+
+
+pytree.register_pytree_node(_Mapping, _flatten, _like, flatten_with_keys_fn=_flatten_with_keys)

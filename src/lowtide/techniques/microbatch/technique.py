@@ -19,7 +19,7 @@ class Microbatch:
     """The whole step over pieces of its batch.
 
     Knobs: ``size``, the samples of a piece; ``batch``, those of the step; ``norm`` and ``random``, whether the step has
-    batch norms in training, and whether it draws random numbers.
+    batch norms in training, or writes to other buffers, and whether it draws random numbers.
     """
 
     name = "microbatch"
@@ -31,7 +31,7 @@ class Microbatch:
         """Two pieces, four, eight, and so on: to a sample each, or to 32."""
         samples = _samples(profile.graph)
         sizes = dict.fromkeys(math.ceil(samples / 2**i) for i in range(1, _MOST_HALVINGS + 1))
-        facts = (("norm", _normalises(profile.graph)), ("random", _draws(profile.graph)))
+        facts = (("norm", _normalises(profile.graph) or _writes(profile.graph)), ("random", _draws(profile.graph)))
         return [
             Option(self.name, ("",), (("size", size), ("batch", samples), *facts)) for size in sizes if size < samples
         ]
@@ -143,6 +143,18 @@ def _normalises(graph: Graph) -> bool:
     # A layer of lowtide's runs as other ops.
     ran = {op.module for op in graph.ops if op.phase == "forward"} - plain
     return any("BatchNorm" in kinds.get(path, "") or "BatchRenorm" in kinds.get(path, "") for path in ran)
+
+
+def _writes(graph: Graph) -> bool:
+    """Whether the loss writes to a buffer, as spectral norm does: in pieces it would do so several times."""
+    buffers = {s.id for s in graph.storages if s.category == "buffer"}
+    ops = (op for op in graph.ops if op.phase == "forward")
+    return any(value.storage in buffers for op in ops if _is_in_place(op) for value in op.outputs)
+
+
+def _is_in_place(op: Op) -> bool:
+    name, _, overload = op.name.removeprefix("aten.").partition(".")
+    return name.endswith("_") or overload.endswith("out")
 
 
 def _in_training(op: Op) -> bool:

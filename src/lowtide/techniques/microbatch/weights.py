@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from lowtide.errors import WorkloadError
+from lowtide.techniques.microbatch.counts import Counting, is_mixed
 from lowtide.techniques.microbatch.pieces import Batch
 
 Reduction = Literal["auto", "mean", "sum"]
@@ -25,80 +26,14 @@ Weight: TypeAlias = "Callable[[Any], float | Tensor]"
 _CLOSE = {torch.float64: 1e-7, torch.float32: 1e-3}
 _CLOSE_IN_16_BITS = 3e-2
 _MOST_TRIED = 8  # samples of a piece
-_DEPTH = 4  # how far behind the loss a cross entropy is looked for: (1 - ε) * cross_entropy + ε * more
-
-
-class Mean(NamedTuple):
-    """A cross entropy's mean: over how many targets it was (weighted, without ignored ones), and of how many."""
-
-    node: Any
-    total: Tensor
-    targets: int
-
-
-def find_means(loss: Tensor) -> list[Mean]:
-    """The cross entropies near a loss that are means: torch's own and lowtide's in chunks.
-
-    Not those of which the count cannot be read without having a checkpoint run again.
-    """
-    found: dict[Any, Mean] = {}  # by node: two ways may lead to one
-    nodes = [loss.grad_fn]
-    for _ in range(_DEPTH):
-        near: list[Any] = [node for node in nodes if node is not None]
-        for node in near:
-            if (counted := getattr(node, "counted", None)) is not None:
-                found[node] = Mean(node, *counted)
-            elif node.name().startswith("NllLoss") and node._saved_reduction == 1:
-                total, target = _saved(node._raw_saved_total_weight), _saved(node._raw_saved_target)
-                if total is not None and target is not None:
-                    found[node] = Mean(node, total, target.numel())
-        nodes = [edge for node in near for edge, _ in node.next_functions]
-    return list(found.values())
-
-
-def is_mixed(loss: Tensor, means: list[Mean]) -> bool:
-    """Whether a loss is more than one mean: then no weight of a piece is right for all of it, but where all count.
-
-    It is one where everything behind it goes through the mean's own log-softmax, as with label smoothing.
-    """
-    if len(means) != 1:
-        return len(means) > 1
-    behind = [edge for edge, _ in means[0].node.next_functions if edge is not None]
-    seen = {means[0].node, *(node for node in behind if node.name().startswith("LogSoftmax"))}
-    stack = [loss.grad_fn]
-    while stack:
-        node: Any = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            return True
-        stack += [edge for edge, _ in node.next_functions]
-    return False
-
-
-def _saved(raw: Any) -> Tensor | None:
-    """What a node keeps, if no hook stands before it: a checkpoint would run again to give it."""
-    seen: list[Tensor] = []
-
-    def see(tensor: Tensor) -> Tensor:
-        seen.append(tensor)
-        return tensor
-
-    try:
-        raw.register_hooks(see, lambda tensor: tensor)
-    except RuntimeError:  # there are hooks
-        packed = getattr(raw, "data", None)
-        return packed if isinstance(packed, Tensor) else None
-    return seen[0]
 
 
 def find_reduction(
     loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, modules: list[nn.Module], batch: Batch, size: int
-) -> Literal["mean", "sum"] | None:
+) -> Literal["mean", "sum"]:
     """Which reduction a loss has, by a trial on two pieces of the batch; it leaves nothing behind.
 
-    None where the losses are not finite, which tells nothing. An error where it is neither.
+    An error where it is neither, and where its values tell nothing.
     """
     try:
         with _quiet(modules, lambda _: True):
@@ -110,9 +45,7 @@ def find_reduction(
             return _try(loss, model, batch, size)
 
 
-def _try(
-    loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Batch, size: int
-) -> Literal["mean", "sum"] | None:
+def _try(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Batch, size: int) -> Literal["mean", "sum"]:
     each, middle = min(size, _MOST_TRIED), (batch.samples + 1) // 2
     parts = [_spread(0, middle, each), _spread(middle, batch.samples, each)]
     before = _generators(batch)
@@ -122,29 +55,49 @@ def _try(
             "The loss draws random numbers in evaluation mode too, so its reduction cannot be found by trying",
             hint="Say reduction='mean' or reduction='sum'.",
         )
-    values: list[Tensor] = []
+    values: list[float] = []
     close = 0.0
-    weights: list[Any] = []
+    weights: list[float] = []
     for part in parts:
-        value = loss(model, batch.chosen(part))
-        means = find_means(value)
+        with Counting() as counting:
+            value = loss(model, batch.chosen(part))
+        means = counting.means(value)
         close = _closeness(value)
-        values.append(value.detach().double())
+        values.append(float(value.detach()))
         weights.append(float(len(part)) if not means or is_mixed(value, means) else float(means[0].total))
     whole = float(whole)
-    mean = float(sum(v * w for v, w in zip(values, weights, strict=True) if w) / max(sum(weights), 1e-30))
-    total = float(sum(values))
-    if not math.isfinite(whole):
-        return None
-    if math.isclose(mean, whole, rel_tol=close, abs_tol=close * 1e-3):
-        return "mean"
-    if math.isclose(total, whole, rel_tol=close, abs_tol=close * 1e-3):
-        return "sum"
+    mean = sum(v * w for v, w in zip(values, weights, strict=True) if w) / max(sum(weights), 1e-30)
+    total = sum(values)
+    apart = close * max([1e-3, *(abs(v) for v in values if math.isfinite(v))])  # the parts may cancel
+    is_mean, is_sum = (math.isclose(each, whole, rel_tol=close, abs_tol=apart) for each in (mean, total))
+    if (is_mean and is_sum) or not math.isfinite(whole):
+        return _try_twice(loss, model, batch, close)
+    if is_mean or is_sum:
+        return "mean" if is_mean else "sum"
     raise WorkloadError(
         f"The loss of {sum(map(len, parts))} samples is {whole:.6g}; of the same samples in two pieces, the mean is "
         f"{mean:.6g} and the sum {total:.6g}: it is neither of them",
         hint="If it is a mean over what the samples have (tokens that are not padding), pass weight=, a function "
         "that counts them in a batch. If samples see each other, the batch cannot be split.",
+    )
+
+
+def _try_twice(
+    loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Batch, close: float
+) -> Literal["mean", "sum"]:
+    """By one sample that is there twice: for a sum that is twice as much, whatever the other samples add."""
+    for sample in _spread(0, batch.samples, 2 * _MOST_TRIED):
+        once = float(_without_graph(loss, model, batch.chosen([sample])))
+        if once == 0 or not math.isfinite(once):
+            continue
+        twice = float(_without_graph(loss, model, batch.chosen([sample, sample])))
+        if math.isclose(once, twice, rel_tol=close):
+            return "mean"
+        if math.isclose(2 * once, twice, rel_tol=close):
+            return "sum"
+    raise WorkloadError(
+        "The loss is 0, not finite or rounding alone where it was tried, which tells no mean from a sum",
+        hint="Say reduction='mean' or reduction='sum'.",
     )
 
 

@@ -1,0 +1,131 @@
+"""What the cross entropies of a loss count: the targets that are not ignored, with their class weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.errors import WorkloadError
+
+
+class Mean(NamedTuple):
+    """A cross entropy's mean: over how many targets it was (weighted, without ignored ones), and of how many."""
+
+    node: Any
+    total: Tensor
+    targets: int
+
+
+class Counting(TorchFunctionMode):
+    """Inside ``with``, torch's cross entropies are seen as they run; ``means`` then finds those of a loss.
+
+    Their nodes keep the counts too, but saved-tensor hooks may stand before them: a checkpoint would run again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[int, tuple[Tensor, int]] = {}  # by the number of the node in the graph
+        from torch._dynamo.eval_frame import skip_code  # slow to import; a loss in pieces has done so already
+
+        # Compiled functions take this one in; for what they leave to Python, it is not compiled on its own.
+        skip_code(Counting.__torch_function__.__code__)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _CROSS_ENTROPIES or torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
+        with _Totals(self._seen):
+            return func(*args, **(kwargs or {}))
+
+    def means(self, loss: Tensor) -> list[Mean]:
+        """The cross entropies behind a loss that are means: torch's own and lowtide's in chunks.
+
+        An error where one of them has a count that nobody has seen.
+        """
+        found: list[Mean] = []
+        near: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+        known = set(near)
+        for node in near:
+            if (counted := getattr(node, "counted", None)) is not None:
+                found.append(Mean(node, *counted))
+            elif node.name().startswith("NllLoss") and node._saved_reduction == 1:
+                found.append(Mean(node, *(self._seen.get(node._sequence_nr()) or _saved(node))))
+            if min((math.prod(each.shape) for each in node._input_metadata), default=0) <= _FEW:
+                behind = [edge for edge, _ in node.next_functions if edge is not None and edge not in known]
+                known.update(behind)
+                near += behind
+        return found
+
+
+# A mean is one number, and what is made of it on the way to the loss is small: behind large tensors there is none.
+_FEW = 1024
+
+_CROSS_ENTROPIES = frozenset({F.cross_entropy, F.nll_loss})
+_next_node: Any = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
+_NLL_LOSSES = frozenset({torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default})
+
+
+class _Totals(TorchDispatchMode):
+    """Notes the second result of torch's op: the sum of the weights of what counts."""
+
+    def __init__(self, seen: dict[int, tuple[Tensor, int]]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _NLL_LOSSES:
+            # The newest node is this op's. Without a graph it is an older one, which has its count already.
+            self._seen.setdefault(_next_node() - 1, (result[1], args[1].numel()))
+        return result
+
+
+def is_mixed(loss: Tensor, means: list[Mean]) -> bool:
+    """Whether a loss is more than one mean: then no weight of a piece is right for all of it, but where all count.
+
+    It is one where everything behind it goes through the mean's own log-softmax, as with label smoothing.
+    """
+    if len(means) != 1:
+        return len(means) > 1
+    behind = [edge for edge, _ in means[0].node.next_functions if edge is not None]
+    seen = {means[0].node, *(node for node in behind if node.name().startswith("LogSoftmax"))}
+    stack = [loss.grad_fn]
+    while stack:
+        node: Any = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            return True
+        stack += [edge for edge, _ in node.next_functions]
+    return False
+
+
+def _saved(node: Any) -> tuple[Tensor, int]:
+    """What a cross entropy that was not seen keeps (TorchScript runs its own), if no hook stands before it."""
+    seen: list[Tensor] = []
+
+    def see(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor
+
+    try:
+        for raw in (node._raw_saved_total_weight, node._raw_saved_target):
+            raw.register_hooks(see, lambda tensor: tensor)
+    except RuntimeError as error:  # there are hooks
+        raise WorkloadError(
+            "What the loss's cross entropy counts cannot be seen: it is not F.cross_entropy, and has a checkpoint or "
+            "another saved-tensor hook around it",
+            hint="Pass weight=, a function that counts in a batch what the loss is a mean over.",
+        ) from error
+    total, target = seen
+    return total, target.numel()
