@@ -54,7 +54,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md"])
+TECHNIQUES = sorted(f"docs/techniques/{page.name}" for page in (ROOT / "docs" / "techniques").glob("*.md"))
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md", *TECHNIQUES])
 def test_the_code_of_a_page_runs_from_top_to_bottom(name: str, folder: Path) -> None:
     page = ROOT / name
     scope: dict[str, Any] = {"__name__": "__main__"}
@@ -69,6 +72,25 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(name: str, folder: Path) -> 
         elif block.language == "console":
             for command in re.findall(r"^\$ lowtide (.+(?:\\\n.+)*)", block.text, re.MULTILINE):
                 run_command(command.replace("\\\n", " "), where=f"{name}:{block.line}")
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_a_page_names_the_command_of_each_of_its_tables(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    benchmarks = {path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("bench_*.py")}
+    for table in re.findall(r"^<!-- table: (\w+) -->$", text, re.MULTILINE):
+        maker = table if table in benchmarks else table.rpartition("_")[0]  # optimizer_peaks is made by optimizer
+        assert maker in benchmarks
+        assert f"`lowtide bench {maker}`" in text
+
+
+def test_tables_say_what_the_committed_rows_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.harness import fill
+
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        assert fill(text) == text, f"{page}: python -m benchmarks.harness tables"
 
 
 def run_command(command: str, *, where: str) -> None:

@@ -275,6 +275,25 @@ def test_calibration_chooses_slopes_for_the_inputs():
     assert float((after - expected).norm()) < 0.4 * float((before - expected).norm())
 
 
+@pytest.mark.parametrize("make", [fewbit.SiLU, lambda **how: FewBit("silu", **how)], ids=["SiLU", "FewBit"])
+def test_a_calibration_is_saved_and_restored_by_its_density(make, tmp_path):
+    x, dy = torch.randn(500) * 0.2 + 1, torch.ones(500)
+    module, other, third = make(), make(), make()
+    module.calibrate(x)
+    torch.save({"model": module.state_dict(), "density": module.density}, tmp_path / "saved.pt")
+    saved = torch.load(tmp_path / "saved.pt")
+    assert not saved["model"]
+    assert not torch.equal(gradient(other, x, dy), gradient(module, x, dy))
+    other.calibrate(saved["density"])
+    for same in (other, make(density=saved["density"])):
+        assert torch.equal(gradient(same, x, dy), gradient(module, x, dy))
+    assert third.density == "normal"
+    third.calibrate(Uniform())
+    assert third.density == Uniform()
+    third.calibrate("normal")
+    assert torch.equal(gradient(third, x, dy), gradient(make(), x, dy))
+
+
 def test_copies_pickles_and_state_dicts():
     module = nn.Sequential(nn.Linear(4, 4), fewbit.ELU(0.5, bits=2), FewBit("mish"))
     assert list(module.state_dict()) == ["0.weight", "0.bias"]
@@ -292,6 +311,28 @@ def test_gradients_of_gradients():
     (dx,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
     with pytest.raises(LowtideError, match="gradients of gradients"):
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["gelu", "relu"])
+@pytest.mark.parametrize("layout", [torch.clone, torch.t], ids=["as it is", "transposed"])
+def test_batched_gradients_are_those_one_by_one(name, layout):
+    x, module = torch.randn(3, 5), FewBit(name)
+
+    def changed(x):
+        return layout(module(x))
+
+    expected = torch.autograd.functional.jacobian(changed, x)
+    assert torch.equal(torch.autograd.functional.jacobian(changed, x, vectorize=True), expected)
+    leaf = x.clone().requires_grad_()
+    dy = torch.stack([torch.randn_like(layout(x)), torch.full_like(layout(x), math.inf)])
+    y = changed(leaf)
+    (found,) = torch.autograd.grad(y, leaf, dy, retain_graph=True, is_grads_batched=True)
+    mapped = torch.func.vmap(lambda one: torch.autograd.grad(y, leaf, one, retain_graph=True)[0])(dy)
+    torch.testing.assert_close(mapped, found, rtol=0, atol=0, equal_nan=True)
+    for mine, one in zip(found, dy, strict=True):
+        torch.testing.assert_close(
+            mine, torch.autograd.grad(y, leaf, one, retain_graph=True)[0], rtol=0, atol=0, equal_nan=True
+        )
 
 
 def test_gradcheck_of_the_straight_ones():

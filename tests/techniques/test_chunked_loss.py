@@ -110,6 +110,70 @@ def test_any_use_of_the_logits_gives_what_the_plain_model_gives(name, autocast):
             torch.testing.assert_close(mine, value)
 
 
+def copied_then_zeroed(z):
+    kept = z.float()
+    z.mul_(0)
+    return kept.flatten(0, 1)
+
+
+def rows_then_zeroed(z):
+    kept = z[:, ::2].contiguous()
+    z.detach().mul_(0)
+    return kept.flatten(0, 1)
+
+
+def view_of_a_copy(z):
+    kept = z.float()
+    some = kept[:, 1:]
+    z.mul_(0)
+    kept.mul_(3)
+    return some.flatten(0, 1)
+
+
+def copy_that_is_none(z):
+    kept = z.contiguous().flatten(0, 1)
+    z.mul_(3)
+    return kept
+
+
+def gathered_then_zeroed(z):
+    kept = z[ids > 50]
+    z.data.mul_(0)
+    return kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "use", [copied_then_zeroed, rows_then_zeroed, view_of_a_copy, copy_that_is_none, gathered_then_zeroed]
+)
+def test_copies_and_views_follow_writes_as_in_torch(use, dtype):
+    made = model().to(dtype)
+
+    def found():
+        rows = use(made(ids))
+        loss = F.cross_entropy(rows, ids.flatten()[: len(rows)])
+        return [rows.detach(), loss.detach(), *torch.autograd.grad(loss, list(made.parameters()))]
+
+    expected = found()
+    with chunk_loss(made.head, 4):
+        for mine, value in zip(found(), expected, strict=True):
+            assert torch.equal(mine, value)
+
+
+def test_what_is_taken_of_logits_under_no_grad_has_no_gradient():
+    made = model().bfloat16()
+    with chunk_loss(made.head):
+        z = made(ids)
+        with torch.no_grad():
+            kept = z.float()
+        losses = [F.cross_entropy(rows.flatten(0, 1), ids.flatten()) for rows in (kept, z.float())]
+        assert z.lazy.source.whole is None
+        assert [loss.requires_grad for loss in losses] == [False, True]
+        assert torch.equal(*(loss.detach() for loss in losses))
+        assert not (kept + 0).requires_grad
+        assert (z + 0).requires_grad
+
+
 def test_logits_look_like_logits_without_being_there():
     made = model()
     with chunk_loss(made.head):

@@ -161,6 +161,21 @@ def test_measured_inputs_make_better_slopes():
     assert error(seen) < 0.7 * error("normal")
 
 
+def test_inputs_given_by_keyword_are_measured():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.GELU()
+
+        def forward(self, x):
+            return self.act(input=x)
+
+    model, x = Named(), torch.randn(8)
+    assert torch.equal(measure_inputs(model, lambda: model(x))["act"], x)
+    with keep_few_bits(model):
+        assert torch.equal(model(x), F.gelu(x))
+
+
 def test_a_forward_of_somebody_else_is_not_replaced():
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
     model[1].forward = lambda x: x

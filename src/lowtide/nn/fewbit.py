@@ -16,6 +16,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from lowtide.errors import LowtideError
@@ -79,16 +80,23 @@ class FewBit(nn.Module):
         super().__init__()
         of_module = isinstance(activation, nn.Module) and is_in_place(activation)
         self.inplace = of_module if inplace is None else inplace
-        self.book = book_for(activation, bits, density)
+        self._density = _remembered(density)
+        self.book = book_for(activation, bits, self._density)
 
     @property
     def bits(self) -> int:
         """Kept per input."""
         return self.book.bits
 
-    def calibrate(self, inputs: Tensor) -> None:
-        """Choose the slopes anew, for inputs as these."""
-        self.book = book_for(self.book.curve, self.bits, Samples(inputs))
+    @property
+    def density(self) -> str | Density | Tensor:
+        """What the slopes are for, as it was given; inputs are in order."""
+        return _given(self._density)
+
+    def calibrate(self, inputs: str | Density | Tensor) -> None:
+        """Choose the slopes anew, for inputs as these or a density. A ``state_dict`` has them not: save ``density``."""
+        density = _remembered(inputs)
+        self.book, self._density = book_for(self.book.curve, self.bits, density), density
 
     def forward(self, input: Tensor) -> Tensor:
         return few_bit(input, self.book, inplace=self.inplace)
@@ -104,7 +112,7 @@ class _Named(nn.Module):
 
     def __init__(self, *args: Any, bits: int = 3, density: str | Density | Tensor = "normal", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._bits, self._density = bits, Samples(density) if isinstance(density, Tensor) else density
+        self._bits, self._density = bits, _remembered(density)
         self._book = book_for(self._curve(), bits, self._density)
 
     @property
@@ -120,10 +128,15 @@ class _Named(nn.Module):
         """Kept per input."""
         return self._book.bits
 
-    def calibrate(self, inputs: Tensor) -> None:
-        """Choose the slopes anew, for inputs as these."""
-        self._density = Samples(inputs)
-        self._book = book_for(self._curve(), self._bits, self._density)
+    @property
+    def density(self) -> str | Density | Tensor:
+        """What the slopes are for, as it was given; inputs are in order."""
+        return _given(self._density)
+
+    def calibrate(self, inputs: str | Density | Tensor) -> None:
+        """Choose the slopes anew, for inputs as these or a density. A ``state_dict`` has them not: save ``density``."""
+        density = _remembered(inputs)
+        self._book, self._density = book_for(self._curve(), self._bits, density), density
 
     def forward(self, input: Tensor) -> Tensor:
         return few_bit(input, self.book, inplace=is_in_place(self))
@@ -134,6 +147,14 @@ class _Named(nn.Module):
 
     def _curve(self) -> Curve:
         return cast(Curve, read_module(self, self.plain))
+
+
+def _remembered(density: str | Density | Tensor) -> str | Density:
+    return Samples(density) if isinstance(density, Tensor) else density
+
+
+def _given(density: str | Density) -> str | Density | Tensor:
+    return density.values if isinstance(density, Samples) else density
 
 
 # -- the function ----------------------------------------------------------------------------------------
@@ -195,8 +216,17 @@ class _Scale(torch.autograd.Function):
 
 def _scale(dy: Tensor, codes: Tensor, book: Codebook, strides: tuple[int, ...]) -> Tensor:
     if dy.stride() != strides:
-        dy = torch.empty_strided(dy.shape, strides, dtype=dy.dtype, device=dy.device).copy_(dy)
+        dy = dy.new_empty_strided(dy.shape, strides).copy_(dy)
+    if is_legacy_batchedtensor(dy) or is_batchedtensor(dy):
+        return _ops.fewbit_decode(dy, codes, book.key)  # as an op: torch gives it one gradient of a batch at a time
     return kernels.decode(dy, codes, book)
+
+
+def _each(info: Any, in_dims: tuple[Any, ...], dy: Tensor, codes: Tensor, book: str) -> tuple[Tensor, int]:
+    return torch.stack([_ops.fewbit_decode(one, codes, book) for one in dy.unbind(in_dims[0])]), 0
+
+
+torch.library.register_vmap("lowtide::fewbit_decode", _each)
 
 
 def _runs_plain(x: Tensor) -> bool:

@@ -116,6 +116,11 @@ class Samples:
         if not self._values.size:
             raise LowtideError("There is no finite number among the samples", hint="Give some inputs of the layer.")
 
+    @property
+    def values(self) -> torch.Tensor:
+        """The finite ones, in order."""
+        return torch.from_numpy(self._values.copy())
+
     def grid(self, curve: Curve) -> _Array:
         distinct = np.unique(self._values)
         points = (distinct[1:] + distinct[:-1]) / 2

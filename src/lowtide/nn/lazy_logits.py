@@ -2,7 +2,7 @@
 
 What a model and its loss do with logits on the way to cross entropy (views, slices of tokens, ``.float()``) is done to
 the head's input instead, whose rows are those of the logits. Any other use makes the logits whole, once, as the head
-would have: then nothing is saved, and nothing is wrong.
+would have, and with them what lives of their views and copies: then nothing is saved, and nothing is wrong.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class _Source:
         device = self.input.device.type
         self.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         self.versions = self._versions()
+        self.lazy: weakref.WeakSet[_Lazy] = weakref.WeakSet()
         _watch_optimizers()
         _living.add(self)
 
@@ -67,6 +68,9 @@ class _Source:
             # To a checkpoint that we are in, logits were there before it began: it has none of this to run again.
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
                 self.whole = self.linear(self.input, self.weight, self.bias)
+            # Now they can be written to: copies must be there before that, and views be views of them.
+            for lazy in list(self.lazy):
+                lazy.make()
         return self.whole
 
     def check(self) -> None:
@@ -107,7 +111,7 @@ def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         source.is_old = source.is_old or id(source.weight) in changed or id(source.bias) in changed
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Lazy:
     """Logits after some changes: the rows that they are made of, and the same changes to do to whole logits."""
 
@@ -116,6 +120,12 @@ class _Lazy:
     dtype: torch.dtype
     changes: tuple[Callable[[Tensor], Tensor], ...] = ()
     class_last: bool = True  # or second, as cross entropy wants it of more than two dimensions
+    has_grad: bool = True  # no change was done under no_grad
+    before: _Lazy | None = None  # what the last change is done to, until these are made
+    made: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.source.lazy.add(self)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -123,9 +133,19 @@ class _Lazy:
         return (*lead, classes) if self.class_last else (lead[0], classes, *lead[1:])
 
     def tensor(self) -> Tensor:
-        made = _Node.apply(self.source.input, self.source.weight, self.source.bias, self)
+        with torch.set_grad_enabled(self.has_grad):
+            made = _Node.apply(self.source.input, self.source.weight, self.source.bias, self)
         assert made is not None
         return made
+
+    def make(self) -> Tensor:
+        """These logits themselves: a view of those before the last change where that makes views."""
+        whole = self.source.make()  # which makes these too, if they are the first to be asked for
+        if self.made is None:
+            with torch.set_grad_enabled(self.has_grad):
+                self.made = whole if self.before is None else self.changes[-1](self.before.make())
+            self.before = None
+        return self.made
 
     def changed(self, whole: Tensor) -> Tensor:
         """What these changes make of whole logits."""
@@ -136,21 +156,18 @@ class _Lazy:
 
     def then(self, change: Callable[[Tensor], Tensor], rows: Tensor | None = None, **fields: Any) -> Tensor:
         """The logits after one change more, which does this to their rows."""
-        rows = self.rows if rows is None else rows
-        return replace(self, rows=rows, changes=(*self.changes, change), **fields).tensor()
+        fields.update(rows=self.rows if rows is None else rows, has_grad=self.has_grad and torch.is_grad_enabled())
+        return replace(self, changes=(*self.changes, change), before=self, **fields).tensor()
 
 
 class LazyLogits(Tensor):
     """Logits with a shape, a dtype and a graph, and no bytes."""
 
     lazy: _Lazy
-    made: Tensor | None
 
     def whole(self) -> Tensor:
         """The logits themselves."""
-        if self.made is None:
-            self.made = self.lazy.changed(self.lazy.source.make())
-        return self.made
+        return self.lazy.make()
 
     @classmethod
     def __torch_function__(
@@ -185,8 +202,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, lazy: _Lazy) -> Tensor:
         made: Any = Tensor._make_wrapper_subclass(LazyLogits, lazy.shape, dtype=lazy.dtype, device=input.device)
-        made.lazy, made.made = lazy, None
-        ctx.lazy = lazy
+        made.lazy = ctx.lazy = lazy
         return made
 
     @staticmethod
@@ -228,7 +244,8 @@ def _cross_entropy(
     autocast = torch.is_autocast_enabled(lazy.rows.device.type)
     precision = Precision(source.precision.logits, wide(lazy.dtype) if autocast else lazy.dtype)
     options = Options(ignore_index, label_smoothing, reduction, source.chunk)
-    return run(lazy.rows, source.weight, source.bias, target, weight, options, precision)
+    with torch.set_grad_enabled(lazy.has_grad and torch.is_grad_enabled()):
+        return run(lazy.rows, source.weight, source.bias, target, weight, options, precision)
 
 
 def _reshape(input: LazyLogits, *shape: Any, **other: Any) -> Any:

@@ -64,14 +64,16 @@ def measure_inputs(model: nn.Module, run: Callable[[], object], *, limit: int = 
     seen: dict[str, list[Tensor]] = {}
 
     def watch(path: str) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            flat = inputs[0].detach().flatten()
+        def hook(module: nn.Module, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> None:
+            flat = (inputs[0] if inputs else by_name["input"]).detach().flatten()
             some = flat[:: max(1, -(-flat.numel() // limit))]
             seen.setdefault(path, []).append(some.to("cpu", torch.float32, copy=True))
 
         return hook
 
-    handles = [module.register_forward_pre_hook(watch(path)) for path, module in _activations(model).items()]
+    handles = [
+        module.register_forward_pre_hook(watch(path), with_kwargs=True) for path, module in _activations(model).items()
+    ]
     try:
         run()
     finally:
