@@ -191,10 +191,14 @@ def test_a_broken_promise_is_exit_code_one(deep: str, tmp_path: Path) -> None:
         ("train deep.py:workload --budget 60% --arg optimizer=no", ("no optimizer",)),
         ("verify deep.py:workload none.json", ("no file none.json", "--out none.json")),
         ("verify deep.py:workload deep.py", ("not JSON",)),
+        ("verify deep.py:workload binary.json", ("binary.json is not a plan", "--out binary.json")),
         ("bench no-such", ("no benchmark 'no-such'",)),
     ],
 )
-def test_wrong_input_is_answered_in_one_paragraph(deep: str, arguments: str, words: tuple[str, ...]) -> None:
+def test_wrong_input_is_answered_in_one_paragraph(
+    deep: str, tmp_path: Path, arguments: str, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "binary.json").write_bytes(b"\x80\x02}q\x00.")
     answer = lowtide(*arguments.split(), code=2)
     assert answer.err.startswith("error: ")
     assert answer.err.count("\n") == 1

@@ -29,6 +29,10 @@ class BudgetError(LowtideError, ValueError):
     """No plan fits the budget; the message gives the smallest one that would."""
 
 
+class ModifiedError(LowtideError, RuntimeError):
+    """A tensor that the backward pass needs was changed since the forward pass."""
+
+
 class PlanError(LowtideError, ValueError):
     """A plan is malformed, or belongs to another model or batch."""
 

@@ -9,6 +9,7 @@ _UNITS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+_LARGEST = 2**63  # no machine addresses as much
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -23,11 +24,17 @@ def parse_size(size: int | str) -> int:
     if isinstance(size, int):
         if size < 0:
             raise LowtideError(f"A size cannot be negative: {size}")
-        return size
+        return _checked(size)
     match = _SIZE.fullmatch(size)
     if match is None or match[2].lower() not in _UNITS:
         raise LowtideError(f"Not a size: {size!r}", hint="Write for example 6GiB, 800MB or a number of bytes.")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return _checked(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def _checked(size: float) -> int:
+    if size >= _LARGEST:
+        raise LowtideError("A size is less than 2⁶³ bytes", hint="Write for example 6GiB, 800MB or a number of bytes.")
+    return int(size)
 
 
 def format_size(size: float) -> str:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide import Workload
+from lowtide import Workload, apply, plan
 from lowtide.errors import LowtideError
 
 from .counting import Counter
 from .planned import Loss, Ready, planned, squares
+
+# Once for a step, and these tests share theirs; the budget is near the smallest.
+pytestmark = pytest.mark.filterwarnings("ignore:Gradients of .* are there before the step")
 
 
 def test_hooks_of_parameters_see_and_change_gradients(ready: Ready) -> None:
@@ -159,6 +164,17 @@ def test_the_loss_is_freed_with_all_it_kept_where_no_backward_runs(ready: Ready)
         assert counter.bytes == 0
 
 
+def test_a_model_is_let_go_with_its_planned_step() -> None:
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
+    work = Workload(model, squares, torch.randn(256, 16))
+    step = apply(plan(work, "75%", engine="graph"), work)
+    step(work.batch)
+    left = weakref.ref(model)
+    del model, work, step
+    gc.collect()
+    assert left() is None
+
+
 # -- gradients leave early -------------------------------------------------------------------------------
 
 
@@ -185,7 +201,8 @@ def test_gradients_that_are_used_at_once_are_never_all_alive(wide: Ready) -> Non
 def test_accumulation_holds_no_second_set_of_gradients(wide: Ready) -> None:
     whole = sum(p.nbytes for p in wide.work.model.parameters())
     wide.step.loss(wide.work.batch).backward()
-    value = wide.step.loss(wide.work.batch)
+    with pytest.warns(RuntimeWarning, match="come on top of what was planned"):  # the budget is for one set
+        value = wide.step.loss(wide.work.batch)
     with Counter() as counter:
         value.backward()
     wide.work.model.zero_grad()
@@ -222,3 +239,26 @@ def test_a_parameter_written_to_before_backward_is_autograds_error(ready: Ready,
             value.backward()
     ready.work.model.zero_grad()
     ready.work.model.load_state_dict(ready.start)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_loss_written_to_before_backward_is_as_in_plain_pytorch(is_kept: bool) -> None:
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        value = squares(model, x)
+        return value.sqrt() if is_kept else value  # whose backward reads its result
+
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
+    work = Workload(model, loss_of, torch.randn(256, 16))
+    found: list[list[Tensor]] = []
+    with apply(plan(work, "75%", engine="graph"), work) as step:
+        for loss in (step.loss, lambda batch: loss_of(model, batch)):
+            model.zero_grad()
+            value = loss(work.batch)
+            value /= 4
+            if is_kept:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    value.backward()
+            else:
+                value.backward()
+                found.append([value.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert is_kept or all(map(torch.equal, *found))

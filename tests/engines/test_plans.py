@@ -169,6 +169,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
+@pytest.mark.filterwarnings("ignore:Gradients of .* are there before the step")  # of the step before; not asked here
 def test_another_shape_is_planned_once_and_keeps_the_bits(ready: Ready, compiled: list[Any]) -> None:
     def loop(loss: Loss, model: nn.Module) -> list[Tensor]:
         found = []

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations
+from torch.utils.hooks import RemovableHandle
 
 from lowtide import Workload, apply, plan, verify
 from lowtide.engines import Step
-from lowtide.errors import PlanError
-from tests.engines.planned import squares, work_of
+from lowtide.errors import LowtideError, PlanError, WorkloadError
+from lowtide.profiling import profile
+from tests.engines.counting import Counter
+from tests.engines.planned import alive, smallest_budget, squares, work_of
 
 
 @pytest.fixture(autouse=True)
@@ -166,3 +171,82 @@ def test_another_mode_is_warned_about() -> None:
         with pytest.warns(RuntimeWarning, match="not the one that was planned"):
             value = step.loss(work.batch)
         assert torch.equal(value, squares(model, work.batch))
+
+
+HOOKS: dict[str, Callable[[nn.Module], RemovableHandle]] = {
+    "after": lambda module: module.register_forward_hook(lambda _, __, out: out * 2),
+    "before": lambda module: module.register_forward_pre_hook(lambda _, given: tuple(2 * x for x in given)),
+    "of all": lambda module: register_module_forward_hook(lambda each, _, out: out * 2 if each is module else None),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_that_comes_and_goes_after_the_first_step_counts(name: str) -> None:
+    model = nn.Sequential(*layers())
+    work = work_of(model, torch.randn(256, 16))
+    with apply(plan(work, "75%", engine="graph"), work) as step:
+        step(work.batch)
+        hook = HOOKS[name](model[2])
+        with pytest.warns(RuntimeWarning, match="not the one that was planned"):
+            value = step.loss(work.batch)
+        assert torch.equal(value, squares(model, work.batch))
+        hook.remove()
+        assert torch.equal(step.loss(work.batch), squares(model, work.batch))
+
+
+class Remembering(nn.Module):
+    """Keeps what its layers give, as some do for a loss on features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers(6))
+        self.seen: list[Any] = [None] * 6
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place in range(6):
+            x = self.layers[2 * place + 1](self.layers[2 * place](x))
+            self.seen[place] = x.detach()
+        return x
+
+
+def test_what_a_model_keeps_of_its_forward_pass_counts_from_one_step_to_the_next() -> None:
+    torch.manual_seed(0)
+    model = Remembering()
+    work = Workload(model, squares, torch.randn(256, 16))
+    before = profile(work)
+    found = plan(work, smallest_budget(work, before), profile=before, engine="graph")
+    checked = verify(work, found)
+    assert checked.ok, str(checked)
+    squares(model, work.batch)
+    expected = list(model.seen)
+    model.seen = [None] * 6
+    held = sum(tensor.nbytes for tensor in alive(work))
+    with apply(found, work) as step:
+        step.loss(work.batch)  # compiles
+        model.seen = [None] * 6
+        with Counter() as counter:
+            for _ in range(3):
+                model.zero_grad()
+                step.loss(work.batch).backward()
+        assert held + counter.peak_bytes == found.storage_peak_bytes
+    assert all(map(torch.equal, model.seen, expected))  # and backward has written over none of it
+
+
+def test_a_step_that_trains_nothing_any_more_is_refused_in_words() -> None:
+    model = nn.Sequential(*layers())
+    work = Workload(model, squares, torch.randn(256, 16))
+    with apply(plan(work, "75%", engine="graph"), work) as step:
+        step(work.batch)
+        model.requires_grad_(False)
+        with pytest.raises(WorkloadError, match="The loss has no graph"):
+            step.loss(work.batch)
+
+
+def test_a_model_that_is_no_longer_one_graph_is_refused_in_words() -> None:
+    model = nn.Sequential(*layers())
+    work = Workload(model, squares, torch.randn(256, 16))
+    with apply(plan(work, "75%", engine="graph"), work) as step:
+        step(work.batch)
+        model[3].register_forward_hook(lambda _, __, out: out if out.sum() > 0 else -out)
+        with pytest.raises(LowtideError, match=r"no longer captured as one graph.*engine='eager'"):
+            step.loss(work.batch)

@@ -116,7 +116,7 @@ def test_a_larger_batch_is_warned_about_once() -> None:
     work = chain()
     step = apply(plan(work, "60%", fake=True), work)
     step(work.batch[:100])
-    with pytest.warns(RuntimeWarning, match=r"float32\[2048, 16\]\) is larger than the planned one"):
+    with pytest.warns(RuntimeWarning, match=r"float32\[2048, 16\] does not fit the budget"):
         step(torch.randn(2048, 16))
     step(torch.randn(2048, 16))
 

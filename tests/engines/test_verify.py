@@ -110,11 +110,68 @@ def test_a_step_that_differs_from_itself_is_not_held_against_the_plan() -> None:
     work = chain()
     inner = work.loss
     noise = torch.Generator().manual_seed(0)  # a generator that nobody restores
-    noisy = replace(work, loss=lambda m, x: inner(m, x) * (1 + 1e-3 * torch.rand((), generator=noise)))
+    noisy = replace(work, loss=lambda m, x: inner(m, x) * (1 + 1e-5 * torch.rand((), generator=noise)))
     found = verify(noisy, plan(noisy, "60%", fake=True))
     assert found.results_agree
+    assert found.repeatable
     assert not found.agreements[0].equal
     assert any("differs from itself" in note for note in found.notes)
+
+
+def test_an_error_far_above_the_noise_is_held_against_the_plan() -> None:
+    work = chain()
+    inner = work.loss
+    noise = torch.Generator().manual_seed(0)
+    noisy = replace(work, loss=lambda m, x: inner(m, x) * (1 + 1e-7 * torch.rand((), generator=noise)))
+    with register(Off(Fidelity.BITWISE)):
+        assert not verify(noisy, plan_of(noisy, Off(Fidelity.BITWISE))).results_agree
+
+
+def test_a_step_that_is_not_repeatable_cannot_be_verified() -> None:
+    work = chain()
+    inner = work.loss
+    noise = torch.Generator().manual_seed(0)
+    noisy = replace(work, loss=lambda m, x: inner(m, x) * (1 + 1e-2 * torch.rand((), generator=noise)))
+    found = verify(noisy, plan(noisy, "100%", fake=True))
+    assert not found.ok
+    assert not found.repeatable
+    assert found.to_json()["repeatable"] is False
+    assert str(found).startswith("CANNOT be verified (bitwise): the plain step is not repeatable")
+    with pytest.raises(PlanError, match=r"cannot be verified.*verify=False"):
+        fit(noisy.model, noisy.loss, noisy.batch, noisy.optimizer, budget="100%")
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-6])
+def test_nan_in_one_step_alone_breaks_the_promise(noise: float) -> None:
+    work = chain()
+    inner = work.loss
+    generator = torch.Generator().manual_seed(0)
+    noisy = replace(work, loss=lambda m, x: inner(m, x) * (1 + noise * torch.rand((), generator=generator)))
+    off = Off(Fidelity.APPROXIMATE)
+    with register(off), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scaled, "factor", math.nan)
+        found = verify(noisy, plan_of(noisy, off))
+    assert not found.results_agree
+    assert {a.what: a.error for a in found.agreements if not a.holds}.keys() == {"loss", "gradients", "parameters"}
+    assert all(a.error == math.inf for a in found.agreements if not a.holds)
+
+
+def test_nan_at_the_same_places_is_equal() -> None:
+    work = chain()
+    inner = work.loss
+    broken = replace(work, loss=lambda m, x: inner(m, x) * math.nan)
+    found = verify(broken, plan(broken, "60%", fake=True))
+    assert found.ok
+    assert all(a.equal for a in found.agreements)
+
+
+def test_the_noise_of_a_gradient_that_is_nothing_but_roundoff_is_let_pass() -> None:
+    """A bias before a softmax over its rows has no gradient but roundoff, which is as large as its own noise."""
+    module = sys.modules["lowtide.engines.verify"]
+    plain = {"weight": torch.ones(1000), "bias": torch.full((4,), 1e-9)}
+    again = {"weight": torch.ones(1000), "bias": torch.full((4,), -1e-9)}
+    assert module._distance("gradients", plain, again) < 1e-8
+    assert module._agreement("gradients", plain, again, Check.EXACT).error == pytest.approx(2.0)
 
 
 def test_a_plain_step_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from lowtide.errors import PlanError
 from lowtide.planning import Plan, plan
+from lowtide.profiling import profile
 from lowtide.workload import Workload
 
 from .steps import chain
@@ -54,6 +55,7 @@ def test_explain_says_what_it_saves_costs_and_why(found: Plan) -> None:
         (lambda d: "{not json", "not JSON"),
         (lambda d: "[1, 2]", "not a list"),
         (lambda d: {**d, "version": 99}, "version 99"),
+        (lambda d: {**d, "version": 2}, "version 2, and this lowtide reads 3"),
         (lambda d: {k: v for k, v in d.items() if k != "version"}, "version None"),
         (lambda d: {k: v for k, v in d.items() if k != "baseline"}, "no field 'baseline'"),
         (lambda d: {**d, "peak_bytes": "much"}, "peak_bytes is 'much'"),
@@ -80,10 +82,44 @@ def test_a_plan_of_another_step_is_refused_with_the_reason(found: Plan) -> None:
         found.check(chain(depth=5))
     with pytest.raises(PlanError, match=r"another batch: float32\[1024, 16\] was planned, float32\[8, 16\] is given"):
         found.check(replace(work, batch=torch.zeros(8, 16)))
-    with pytest.raises(PlanError, match="another optimizer: SGD was planned, none is given"):
+    with pytest.raises(PlanError, match=r"another optimizer: SGD\(4896 numbers: momentum\) was planned, none is"):
         found.check(replace(work, optimizer=None))
+    with pytest.raises(
+        PlanError, match=r"another optimizer: SGD\(4896 numbers: momentum\) was planned, SGD\(4896 numbers\)"
+    ):
+        found.check(replace(work, optimizer=torch.optim.SGD(work.model.parameters(), lr=0.1)))
     with pytest.raises(PlanError, match="another autocast"):
         found.check(replace(work, autocast=torch.bfloat16))
+    work.model[2].layers[1] = nn.GELU()
+    with pytest.raises(PlanError, match="another model: its modules are of other types"):
+        found.check(work)
+
+
+def test_another_learning_rate_is_the_same_step(found: Plan) -> None:
+    work = chain()
+    work.optimizer.param_groups[0]["lr"] = 0.0
+    torch.optim.lr_scheduler.StepLR(work.optimizer, 1)
+    found.check(work)
+
+
+def test_a_plan_for_another_kind_of_device_is_refused(found: Plan) -> None:
+    work = chain()
+    for device in ("cuda", "h200"):
+        with pytest.raises(PlanError, match=f"for another device: {device} was planned, cpu is given"):
+            replace(found, device=device).check(work)
+    replace(found, device="h200").check(work, device="cuda")  # a kind of it
+
+
+def test_a_profile_of_another_step_is_refused_with_the_reason(found: Plan) -> None:
+    work = chain()
+    others = {
+        "another model": chain(depth=5),
+        r"another batch: float32\[8, 16\] was profiled, float32\[1024, 16\]": replace(work, batch=torch.zeros(8, 16)),
+        "another optimizer": replace(work, optimizer=None),
+    }
+    for reason, other in others.items():
+        with pytest.raises(PlanError, match=f"The profile is of {reason}"):
+            plan(work, "60%", profile=profile(other, fake=True))
 
 
 def test_freezing_a_parameter_makes_another_model() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.chains import Schedule
+from lowtide.engines import verify
 from lowtide.errors import BudgetError, PlanError
-from lowtide.planning import Plan, plan
+from lowtide.planning import Plan, plan, recomputation, stages
 from lowtide.planning.program import simulate
 from lowtide.planning.recomputation import Recomputations
+from lowtide.planning.stages import Stages
 from lowtide.profiling import Profile, profile
 from lowtide.techniques import Fidelity
 from lowtide.tracing.accumulation import held_by_call
@@ -128,6 +132,35 @@ def test_room_is_what_the_program_takes_and_what_the_budget_leaves(work: Workloa
     assert left > 0
     assert found.program.room_bytes == simulate(program).peak_bytes + left
     assert found.program.ops_again == program.recomputed
+
+
+def test_a_step_that_was_planned_is_let_go_with_its_graph() -> None:
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
+    work = Workload(model, lambda given, x: squares(given, x), torch.randn(256, 16))
+    made = plan(work, "75%", engine="graph")
+    left = [weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(recomputation._known[work].joint)]
+    del model, work
+    for _ in range(2):  # the step, and then what was known of it
+        gc.collect()
+    assert [each() for each in left] == [None] * 3
+    assert made.program is not None
+
+
+def test_stages_of_a_deep_model_are_joined_and_still_simulate_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.Tanh())))
+    work = Workload(model, squares, torch.randn(256, 16))
+    before = profile(work)
+    joint = capture_joint(work)
+    assert len(Stages(joint)) > 6
+    monkeypatch.setattr(stages, "_MOST", 6)
+    joined = Stages(joint)
+    assert 3 < len(joined) <= 6
+    assert [node for nodes in joined.forward for node in nodes] == joint.forward
+    made = plan(work, "60%", profile=before, engine="graph")
+    assert made.program is not None
+    checked = verify(work, made)
+    assert checked.ok, str(checked)
+    assert checked.storage_peak_bytes == made.storage_peak_bytes
 
 
 # -- what is refused -------------------------------------------------------------------------------------

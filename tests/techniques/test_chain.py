@@ -50,6 +50,23 @@ class Wrapper(nn.Module):
         return x
 
 
+class Noisy(nn.Module):
+    """Noise from a generator: torch's, or one of its own."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.generator = generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) * torch.rand(x.shape, generator=self.generator)
+
+
+class FunctionalRReLU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rrelu(x, training=True)
+
+
 @given(weights=st.lists(st.integers(0, 100), min_size=1, max_size=30), data=st.data())
 def test_split_gives_as_many_parts_as_asked_none_empty(weights: list[int], data: Any) -> None:
     parts = data.draw(st.integers(1, len(weights)))
@@ -111,3 +128,15 @@ def test_spans_follow_the_tree() -> None:
     model = chains(nn.Sequential(*(block() for _ in range(6))), 2, 4)
     assert model.spans({"": ((1, 2), ((3,), (4, 5)))}) == [(1, 3), (3, 6), (3, 4), (4, 6)]
     assert list(leaves(((1, 2), ((3,), (4, 5))))) == [1, 2, 3, 4, 5]
+
+
+def test_a_block_that_draws_from_its_own_generator_is_in_no_chain() -> None:
+    own, default = torch.Generator(), torch.default_generator
+    model = nn.Sequential(*(Noisy(g) for g in (None, own, default, None, own)))
+    assert [[b.position for b in chain.blocks] for chain in chains(model, 3, 4).chains] == [[0], [2, 3]]
+    assert chains(nn.Sequential(Noisy(own), Noisy(own)), 3, 4).chains == ()
+
+
+def test_a_block_in_whose_noise_a_checkpoint_would_stop_is_in_no_chain() -> None:
+    blocks = [nn.Sequential(nn.Linear(4, 4), last) for last in (nn.RReLU(), FunctionalRReLU(), nn.RReLU())]
+    assert found(nn.Sequential(*blocks), 3, 4) == {"": [0, 2]}

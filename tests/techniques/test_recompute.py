@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +20,8 @@ from lowtide.techniques import recompute
 def step(model: nn.Module, x: Tensor, *, levels: int) -> dict[str, Tensor]:
     """One forward and backward pass with the model inside ``levels`` recomputations."""
     torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
     model.zero_grad()
 
     def run(y: Tensor, left: int = levels) -> Tensor:
@@ -25,6 +30,7 @@ def step(model: nn.Module, x: Tensor, *, levels: int) -> dict[str, Tensor]:
     loss = run(x).square().mean()
     loss.backward()
     found = {"loss": loss.detach(), "rng": torch.get_rng_state()}
+    found["next draws"] = torch.tensor([random.random(), np.random.rand(), np.random.randn()])
     found |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return found | {n: b.clone() for n, b in model.named_buffers()}
 
@@ -51,6 +57,33 @@ class Moving(nn.Module):
         return (x * self.weight * self.replaced * self.added).sin()
 
 
+class Drawing(nn.Module):
+    """Scales by a random number that is not torch's."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(x)) * self.draw()
+
+
+class Renormed(nn.Module):
+    """An embedding that writes into its weight on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3, max_norm=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embedding(x.argsort(0)).sin() * x.sum()
+
+
+def drawing(draw: Callable[[], float]) -> nn.Module:
+    return nn.Sequential(*(Drawing(draw) for _ in range(3)))
+
+
 MODELS: dict[str, Any] = {
     "batch norm": lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 2)),
     "cumulative batch norm": lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None), nn.Tanh()),
@@ -59,6 +92,11 @@ MODELS: dict[str, Any] = {
     "dropout": lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2), nn.Dropout(0.5)),
     "spectral norm": lambda: nn.Sequential(spectral_norm(nn.Linear(3, 4)), nn.Tanh()),
     "moving buffers": Moving,
+    "python's generator": lambda: drawing(lambda: random.uniform(0, 2)),
+    "numpy's generator": lambda: drawing(np.random.rand),
+    "numpy's normal numbers": lambda: drawing(np.random.randn),  # drawn in pairs, of which the second waits
+    "randomized relu": lambda: nn.Sequential(nn.Linear(3, 4), nn.RReLU(), nn.Linear(4, 64), nn.RReLU()),
+    "an embedding that renorms": lambda: Renormed(),
 }
 
 
@@ -73,6 +111,38 @@ def test_state_is_as_after_one_plain_pass(name: str, levels: int) -> None:
     again.load_state_dict(state)
     for _ in range(2):
         assert_same(step(again, x, levels=levels), step(plain, x, levels=0))
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_weight_changed_before_backward_raises_as_in_plain_pytorch(inner: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh())
+
+    def run(x: Tensor) -> Tensor:
+        return recompute(model, x, modules=[model], path="blocks 2 to 5")
+
+    x = torch.randn(4, 3, requires_grad=True)
+    for forward in (model, (lambda x: recompute(run, x, modules=[model])) if inner else run):
+        loss = forward(x).sum()
+        with torch.no_grad():
+            model[2].weight.mul_(1.5)
+        with pytest.raises(RuntimeError, match=r"modified|changed"):
+            loss.backward()
+    loss = run(x).sum()
+    with torch.no_grad():
+        model[2].bias.add_(1)  # plain PyTorch has no need of it; run again, it would give other activations
+    with pytest.raises(LowtideError, match=r"Linear\.bias .*blocks 2 to 5.*optimizer"):
+        loss.backward()
+    run(x).sum().backward()  # nothing is left behind
+
+
+def test_a_weight_that_is_only_replaced_or_gets_its_gradient_may_run_again() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    loss = recompute(model, torch.randn(4, 3), modules=[model]).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    with torch.no_grad():
+        model[0].weight.mul_(2)  # after backward, as an optimizer does
+    recompute(model, torch.randn(4, 3), modules=[model]).sum().backward()
 
 
 def test_torch_alone_would_update_the_statistics_twice() -> None:

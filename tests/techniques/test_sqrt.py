@@ -16,6 +16,7 @@ from lowtide.errors import LowtideError, PlanError
 from lowtide.planning import estimate_peak, predict
 from lowtide.profiling import profile
 from lowtide.techniques import Check, Option
+from lowtide.techniques.optimal import Optimal
 from lowtide.techniques.segments import Segments
 from lowtide.techniques.sqrt import Sqrt, checkpoint_segments
 from lowtide.workload import Workload
@@ -245,3 +246,49 @@ def test_zoo_models_are_bitwise(name: str, autocast: torch.dtype | None) -> None
     expected = run(work)
     with Sqrt().apply(work, [options[len(options) // 2]]):
         assert_agree(run(work), expected, Check.EXACT)
+
+
+def test_blocks_added_after_the_plan_are_noticed() -> None:
+    model = chain(4).model
+    x = torch.randn(2, 4, 3, 3)
+    with checkpoint_segments(model, 2):
+        model.append(Residual(4))
+        with pytest.raises(LowtideError, match=r"with 4 blocks and now has 5.*undo\(\).*plan again"):
+            model(x)
+        del model[4]
+        model(x)
+    model.append(Residual(4))
+    model(x)
+
+
+@pytest.mark.parametrize("technique", [Sqrt(), Optimal()], ids=["sqrt", "optimal"])
+def test_blocks_with_a_generator_of_their_own_stay_as_they_are(technique: Sqrt | Optimal) -> None:
+    """Around them the plan is bitwise."""
+    own = torch.Generator()
+
+    class Drawing(nn.Module):
+        def __init__(self, generator: torch.Generator | None) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+            self.generator = generator
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.layers(x)) * (torch.rand(x.shape, generator=self.generator) > 0.5)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Drawing(own if i in (2, 5) else None) for i in range(8)))
+    work = Workload(model, lambda m, x: m(x).square().mean(), torch.randn(16, 8))
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        own.manual_seed(1)
+        torch.manual_seed(2)
+        work.compute_loss().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected = gradients()
+    options = technique.options(profile(work, fake=True))
+    assert options
+    for option in options[:: max(1, len(options) // 8)]:
+        with technique.apply(work, [option]):
+            assert all(map(torch.equal, gradients(), expected)), option

@@ -1,5 +1,7 @@
 """The corners of "tracing changes nothing": what models, losses and batches do to themselves."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -66,6 +68,66 @@ def test_a_criterion_in_the_losss_closure_is_left_alone():
     trace(work)
     assert criterion.weight.grad is None
     assert int(criterion.num_batches_tracked) == 0
+
+
+class Criterion(nn.Module):
+    """Learns and counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, y):
+        self.calls += 1
+        return (y * self.scale).square().mean()
+
+
+CRITERION = Criterion()
+CRITERIA = {"first": [Criterion()]}
+
+
+class Trainer:
+    def __init__(self, criterion):
+        self.criterion = criterion
+        self.several = {"other": Criterion()}
+
+    def loss(self, model, x):
+        return self.criterion(model(x)) + self.several["other"](model(x))
+
+    __call__ = loss
+
+
+def with_criterion(model, x, *, criterion):
+    return criterion(model(x))
+
+
+def with_globals(model, x):
+    return CRITERION(model(x)) + CRITERIA["first"][0](model(x))
+
+
+HOLDERS = {
+    "method": lambda mine: Trainer(mine).loss,
+    "object": Trainer,
+    "partial": lambda mine: partial(with_criterion, criterion=mine),
+    "partial of a method": lambda mine: partial(Trainer(mine).loss),
+    "closure of an object": lambda mine: (lambda trainer: lambda model, x: trainer.loss(model, x))(Trainer(mine)),
+    "default": lambda mine: lambda model, x, criterion=mine: criterion(model(x)),
+    "globals": lambda mine: with_globals,
+}
+
+
+@pytest.mark.parametrize("how", [{}, {"fake": True}], ids=["real", "fake"])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_criterion_is_left_alone_however_the_loss_holds_it(holder, how):
+    mine = Criterion()
+    loss = HOLDERS[holder](mine)
+    trace(Workload(nn.Linear(4, 4), loss, torch.randn(3, 4)), **how)
+    owner = getattr(getattr(loss, "func", loss), "__self__", loss)
+    others = list(owner.several.values()) if isinstance(owner, Trainer) else []
+    for criterion in (mine, *others, CRITERION, *CRITERIA["first"]):
+        assert criterion.calls == 0
+        assert criterion.scale.grad is None
 
 
 def test_an_expanded_batch_is_traced():

@@ -43,6 +43,8 @@ def fit(
     if verify:
         found = verify_plan(work, chosen)
         if not found.results_agree:
+            if not found.repeatable:
+                raise PlanError(f"The planned step cannot be verified; verify=False applies it as it is:\n{found}")
             raise PlanError(f"The planned step does not give what it promised:\n{found}")
         if not found.within_budget:
             warnings.warn(f"The planned step is above its budget:\n{found}", RuntimeWarning, stacklevel=2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +24,14 @@ from lowtide.engines.code import Piece, boxed, forward_graph, graphs_of, pieces_
 from lowtide.errors import LowtideError
 from lowtide.planning.program import Cell, Program
 from lowtide.tracing.joint import Joint, compiled_loss
+from lowtide.tracing.unchanged import parameters_of
 from lowtide.workload import Workload
 
 _aten: Any = torch.ops.aten
+_HOOKS: list[dict[int, Any]] = [
+    getattr(nn.modules.module, f"_global_{when}_hooks")  # of all modules; Dynamo does not look whether there is one
+    for when in ("forward_pre", "forward", "backward_pre", "backward")
+]
 Planner = Callable[[Joint], Program]
 
 
@@ -41,15 +47,17 @@ class PlannedLoss:
         self.__wrapped__ = work.loss
         self.work = work
         self.planner_for = planner_for
+        self._planners: dict[Any, Planner] = {}
         self._compiled: dict[Any, Callable[[Any], Tensor]] = {}
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of the step's own model; ``model`` is there since this takes the place of a loss function."""
-        key = _shape_of(batch)
+        key = _shape_of(batch), *map(len, _HOOKS)
         if key not in self._compiled:
-            self._compiled[key] = compiled_loss(self.work, _Backend(self.planner_for(batch)))
+            planner = self._planners[key] = self.planner_for(batch)
+            self._compiled[key] = compiled_loss(self.work, _Backend(planner))
         try:
-            with _whole_graphs():
+            with _capture_settings():
                 return self._compiled[key](batch)
         except Exception as error:
             if type(error).__name__ == "FailOnRecompileLimitHit":
@@ -57,7 +65,15 @@ class PlannedLoss:
             inner = getattr(error, "inner_exception", None)  # of Dynamo's error
             if isinstance(inner, (LowtideError, Warning)):  # what the planner says
                 raise inner from None
-            raise
+            if type(error).__name__ != "Unsupported":  # Dynamo's too
+                raise
+            inputs = (*parameters_of(self.work), *pytree.tree_leaves(batch))
+            if not any(getattr(each, "requires_grad", False) for each in inputs):
+                return self.work.compute_loss(batch=batch)  # which says that nothing is trained
+            raise LowtideError(
+                f"The loss is no longer captured as one graph ({next(iter(str(error).splitlines()), '')})",
+                hint="Plan with engine='eager', which needs no capture, or undo the plan: step.undo().",
+            ) from error
 
     def _give_up(self, key: Any, batch: Any) -> Tensor:
         """The plain loss, from now on."""
@@ -71,11 +87,16 @@ class PlannedLoss:
         return self._compiled[key](batch)
 
 
-def _whole_graphs() -> contextlib.AbstractContextManager[None]:
-    """Inside a DDP module's forward Dynamo would cut graphs at DDP's buckets; gradients leave early without that."""
-    if DistributedDataParallel._get_active_ddp_module() is None:
-        return contextlib.nullcontext()
-    return torch._dynamo.config.patch(optimize_ddp=False)
+def _capture_settings() -> contextlib.AbstractContextManager[None]:
+    """What Dynamo is to do otherwise than by default.
+
+    It would not look whether a module has got a hook since, to save 1.5 µs for each module. Inside a DDP module's
+    forward it would cut graphs at DDP's buckets; gradients leave early without that.
+    """
+    settings: dict[str, bool] = {"skip_nnmodule_hook_guards": False}
+    if DistributedDataParallel._get_active_ddp_module() is not None:
+        settings["optimize_ddp"] = False
+    return torch._dynamo.config.patch(settings)
 
 
 def planned_loss(work: Workload, planner: Planner) -> Callable[[Any], Tensor]:
@@ -85,10 +106,13 @@ def planned_loss(work: Workload, planner: Planner) -> Callable[[Any], Tensor]:
 
 
 class _Backend:
-    """For Dynamo: a graph of the forward pass in, what runs it by a program out."""
+    """For Dynamo: a graph of the forward pass in, what runs it by a program out.
+
+    Dynamo holds backends for good; so this one does not hold the planner, which may hold the model.
+    """
 
     def __init__(self, planner: Planner) -> None:
-        self.planner = planner
+        self.planner = weakref.ref(planner)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._dynamo.backends.common import aot_autograd
@@ -99,7 +123,9 @@ class _Backend:
 
         def partition(joint_module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[Any, Any]:
             joint = Joint(joint_module, num_fwd_outputs)
-            found.append((joint, self.planner(joint)))
+            planner = self.planner()
+            assert planner is not None
+            found.append((joint, planner(joint)))
             return graphs_of(*found[-1])
 
         def compiler(graph: fx.GraphModule, _: Any) -> Callable[[list[Any]], Any]:
@@ -133,6 +159,8 @@ class _Runner:
         self.moved = [(i, place) for i, (place, value) in enumerate(values) if value is not joint.primals[place]]
         primals = {Cell(node.name) for node in joint.primals}
         self.kept = tuple(cell for cell in program.kept if cell not in primals)
+        shown = set(program.held(Cell(joint.loss.name)))
+        self.shown = tuple(cell for cell in self.kept if shown.intersection(program.held(cell)))  # they are the loss
         self.forward = boxed(forward_graph(joint, program, self.kept))
         self.pieces = pieces_of(joint, program)
 
@@ -140,7 +168,9 @@ class _Runner:
         with torch.no_grad(), torch._C._DisableAutocast():  # the graph has its casts
             *results, loss = self._run_forward(list(inputs))
             self._move(inputs, results)
-        run = _Run(loss, dict(zip(self.kept, results[self.mutated :], strict=True)))
+        cells = dict(zip(self.kept, results[self.mutated :], strict=True))
+        cells.update({cell: cells[cell].detach() for cell in self.shown})  # the loss itself will hold the run
+        run = _Run(loss, cells, {cell: cells[cell]._version for cell in self.shown})
         before: Any = None
         for piece in reversed(self.pieces):
             read = [inputs[place] for place in (*piece.inputs_read, *piece.inputs_seen)]
@@ -170,12 +200,23 @@ class _Run:
 
     loss: Tensor | None
     cells: dict[Cell, Any]
+    versions: dict[Cell, int]  # of those that the caller can write to
     done: set[int] = field(default_factory=set)
 
     def take_loss(self) -> Tensor:
         loss, self.loss = self.loss, None
         assert loss is not None
         return loss
+
+    def check_versions(self, piece: Piece) -> None:
+        """Raise autograd's error if the loss was written to, and a piece reads it."""
+        for cell, _ in piece.cells:
+            expected = self.versions.get(cell)
+            if expected is not None and (found := self.cells[cell]._version) != expected:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"the planned loss is at version {found}; expected version {expected} instead"
+                )
 
 
 class _Node(torch.autograd.Function):
@@ -201,6 +242,8 @@ class _Node(torch.autograd.Function):
                 "A planned step's backward pass runs once: what it kept is gone",
                 hint="Compute the loss again, or undo the plan: step.undo().",
             )
+        if run.versions:
+            run.check_versions(piece)
         run.done.add(piece.index)
         values = [run.cells.pop(cell) if is_last else run.cells[cell] for cell, is_last in piece.cells]
         values += ctx.saved_tensors[: len(piece.inputs_read)]

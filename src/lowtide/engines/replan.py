@@ -9,9 +9,10 @@ from typing import Any
 from lowtide.chains import Schedule
 from lowtide.engines.graph import Planner
 from lowtide.errors import PlanError
+from lowtide.fingerprint import batch_shapes
 from lowtide.planning.fastest import fastest_program
 from lowtide.planning.forecast import node_seconds
-from lowtide.planning.plan import Plan, Recomputation, batch_shapes
+from lowtide.planning.plan import Plan, Recomputation
 from lowtide.planning.program import Program
 from lowtide.planning.recomputation import Recomputations
 from lowtide.planning.stages import Stages
@@ -57,7 +58,8 @@ class Replanner:
     def _other_program(self, joint: Joint, chosen: Recomputation) -> Program:
         """For another graph of the same shapes, whose kernels were not measured."""
         warnings.warn(
-            "The step is not the one that was planned: the model is in another mode, or other parameters are trained. "
+            "The step is not the one that was planned: the model is in another mode or has other hooks, or other "
+            "parameters are trained. "
             f"It is planned anew by the bytes of its results alone, and {format_size(self.plan.budget_bytes)} are "
             "not promised for it",
             RuntimeWarning,

@@ -9,11 +9,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lowtide.engines.graph import PlannedLoss
 from lowtide.engines.replan import Replanner
-from lowtide.planning.plan import Plan, batch_shapes, check_plan
+from lowtide.engines.watch import BatchWatch, ParameterWatch
+from lowtide.planning.plan import Plan, check_plan
 from lowtide.planning.prediction import apply_options
 from lowtide.profiling import Profile, profile
 from lowtide.sizes import format_size
@@ -54,7 +54,8 @@ class Measured:
 class Step:
     """A planned training step: call it with a batch, or take ``loss(batch)`` into a loop of your own.
 
-    The first three calls are measured; on a GPU that resets PyTorch's peak counter.
+    The first three calls are measured; on a GPU that resets PyTorch's peak counter. Both ways, a batch that does not
+    fit the budget, and gradients that are there before, are warned about.
     """
 
     def __init__(self, work: Workload, plan: Plan) -> None:
@@ -64,6 +65,8 @@ class Step:
         self._applied = planned(work, plan)
         self.work = self._applied.work
         self._warned = False
+        self._batches = BatchWatch(plan, self.work) if plan.program is None else None
+        self._parameters: ParameterWatch | None = ParameterWatch(plan, work, self._batches)
 
     @property
     def model(self) -> nn.Module:
@@ -92,7 +95,10 @@ class Step:
             work = self.work if self.plan.program is None else self._plain
             with autocast(work.device.type, work.autocast):
                 return work.loss(self.model, batch)
-        self._warn_if_larger(batch)
+        if self._batches is not None:  # a program is made for each shape
+            self._batches(batch)
+        if self._parameters is not None:
+            self._parameters(batch)
         return self.work.compute_loss(batch=batch)
 
     def profile(self) -> Profile:
@@ -103,6 +109,7 @@ class Step:
         """Take the plan's changes back. A second call does nothing."""
         self._applied()
         self.work = self._plain
+        self._batches = self._parameters = None
 
     def __enter__(self) -> Self:
         return self
@@ -135,19 +142,3 @@ class Step:
                 RuntimeWarning,
                 stacklevel=3,
             )
-
-    def _warn_if_larger(self, batch: Any) -> None:
-        if self._warned or self.plan.program is not None:  # a program is made for each shape
-            return
-        if _count(batch) > _count(self.work.batch):
-            self._warned = True
-            warnings.warn(
-                f"The batch ({batch_shapes(batch)}) is larger than the planned one "
-                f"({self.plan.fingerprint.batch}): the budget is not promised for it",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-
-def _count(batch: Any) -> int:
-    return sum(leaf.numel() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))

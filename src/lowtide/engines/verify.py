@@ -24,6 +24,7 @@ from lowtide.workload import Workload
 
 _TIMED_STEPS = 3
 _ROUNDOFF = 5e-2  # of a captured graph's batch norm, through all layers behind it, in TensorFloat-32
+_MOST_NOISE = 0.1  # of a step that is repeatable at all, however coarse its numbers
 _NOISE = 10  # two runs with noise can lie this many times further apart than two others
 
 
@@ -31,7 +32,8 @@ def verify(work: Workload, plan: Plan) -> Verification:
     """Run the plain and the planned step from the same state and compare them; everything is put back after.
 
     Losses, gradients, buffers, the parameters after the optimizer and the generators must agree as the plan's
-    fidelity says; the peak and the seconds are measured. Where the plain step does not fit, only those are.
+    fidelity says; the peak and the seconds are measured. Where the plain step does not fit, only those are. Where it
+    differs from itself, when run twice, by more than kernels with roundoff would, nothing can be verified.
     """
     check_plan(plan, work, call="lowtide.verify(work, plan)")
     if work.device.type == "meta":
@@ -46,13 +48,14 @@ def verify(work: Workload, plan: Plan) -> Verification:
         planned = _run(applied.work)
         traced = profile(applied.work)
     agreements: tuple[Agreement, ...] = ()
+    repeatable = True
     if plain is not None:
         agreements = _compare(plain, planned, _strictest_promise(plan))
         if not all(agreement.holds for agreement in agreements):
-            noise = _compare(plain, _run(work), Check.EXACT)
-            if not all(agreement.equal for agreement in noise):
-                notes.append("The plain step differs from itself when run twice: that much error is let pass.")
-                agreements = tuple(map(_within_noise, agreements, noise))
+            noise = _Noise(plain, _run(work), _roundoff_noise(work))
+            repeatable = noise.is_roundoff
+            notes += noise.notes
+            agreements = tuple(noise.let_pass(agreement, planned) for agreement in agreements)
     return Verification(
         plan=plan,
         agreements=agreements,
@@ -61,6 +64,7 @@ def verify(work: Workload, plan: Plan) -> Verification:
         seconds=planned.seconds,
         plain_seconds=math.nan if plain is None else plain.seconds,
         notes=tuple(notes),
+        repeatable=repeatable,
     )
 
 
@@ -85,6 +89,7 @@ class Verification:
     seconds: float
     plain_seconds: float
     notes: tuple[str, ...] = ()
+    repeatable: bool = True  # False: the plain step differs from itself by more than roundoff
 
     @property
     def results_agree(self) -> bool:
@@ -107,6 +112,7 @@ class Verification:
             "ok": self.ok,
             "results_agree": self.results_agree,
             "within_budget": self.within_budget,
+            "repeatable": self.repeatable,
             "budget_bytes": self.plan.budget_bytes,
             "peak_bytes": self.peak_bytes,
             "storage_peak_bytes": self.storage_peak_bytes,
@@ -119,9 +125,11 @@ class Verification:
     def __str__(self) -> str:
         plan = self.plan
         lines = [f"{'verified' if self.ok else 'NOT as promised'} ({plan.fidelity})"]
+        if not self.repeatable:
+            lines = [f"CANNOT be verified ({plan.fidelity}): the plain step is not repeatable"]
         for a in self.agreements:
             how = "equal bit for bit" if a.equal else f"relative error {a.error:.1e}"
-            lines.append(f"  {a.what:<12}{how}{'' if a.holds else ', which breaks the promise'}")
+            lines.append(f"  {a.what:<12}{how}{'' if a.holds or not self.repeatable else ', which breaks the promise'}")
         rows = (
             ("peak", format_size(plan.peak_bytes), format_size(self.peak_bytes)),
             ("storage peak", f"{plan.storage_peak_bytes} B", f"{self.storage_peak_bytes} B"),
@@ -214,7 +222,7 @@ def _compare(plain: _Outcome, planned: _Outcome, check: Check) -> tuple[Agreemen
 
 def _agreement(what: str, plain: dict[str, Tensor], planned: dict[str, Tensor], check: Check) -> Agreement:
     same_names = plain.keys() == planned.keys()
-    equal = same_names and all(torch.equal(tensor, planned[name]) for name, tensor in plain.items())
+    equal = same_names and all(_equal(tensor, planned[name]) for name, tensor in plain.items())
     if equal:
         return Agreement(what, True, 0.0, True)
     if not same_names or what == "generators":
@@ -230,13 +238,88 @@ def _agreement(what: str, plain: dict[str, Tensor], planned: dict[str, Tensor], 
     return Agreement(what, False, error, promised_nothing or within)
 
 
-def _within_noise(found: Agreement, noise: Agreement) -> Agreement:
-    """Kernels that are not deterministic differ from themselves: an error of that size breaks no promise."""
-    return replace(found, holds=found.holds or found.error <= _NOISE * noise.error)
+def _equal(plain: Tensor, planned: Tensor) -> bool:
+    """Bit for bit; NaN at the same places is the same."""
+    if torch.equal(plain, planned):
+        return True
+    return plain.shape == planned.shape and bool(_same(plain, planned).all())
+
+
+def _same(plain: Tensor, planned: Tensor) -> Tensor:
+    return (plain == planned) | (plain.isnan() & planned.isnan())
 
 
 def _norms(plain: Tensor, planned: Tensor) -> tuple[float, float]:
+    """Of what is finite in the plain tensor, and of the difference; infinite where one of the two is not a number."""
     if plain.shape != planned.shape:
-        return math.nan, math.inf
-    exact, other = plain.double(), planned.double()
-    return float(exact.norm()), float((other - exact).norm())
+        return 0.0, math.inf
+    wide = torch.complex128 if plain.is_complex() else torch.float64
+    exact, other = plain.to(wide), planned.to(wide)
+    off = float(torch.where(_same(exact, other), 0.0, other - exact).norm())
+    return float(torch.where(exact.isfinite(), exact, 0.0).norm()), math.inf if math.isnan(off) else off
+
+
+# -- noise ---------------------------------------------------------------------------------------------
+
+
+class _Noise:
+    """How far two plain steps lie apart, and what that lets pass.
+
+    Kernels that add in no fixed order differ from themselves in the last digits: an error of that size breaks no
+    promise. A step that differs by more is another one each time, and no other can be held against it.
+    """
+
+    def __init__(self, plain: _Outcome, again: _Outcome, limit: float) -> None:
+        self.plain = plain
+        self.limit = limit
+        self.found = {agreement.what: agreement for agreement in _compare(plain, again, Check.EXACT)}
+        self.distance = max(_distance(what, part, again.parts[what]) for what, part in plain.parts.items())
+
+    @property
+    def is_roundoff(self) -> bool:
+        return self.distance <= self.limit
+
+    @property
+    def notes(self) -> list[str]:
+        if not self.is_roundoff:
+            return [
+                f"The plain step differs from itself by {self.distance:.1e} when run twice: more than roundoff. "
+                "Are there random numbers of other than the global generators, or state outside of the model?"
+            ]
+        if all(agreement.equal for agreement in self.found.values()):
+            return []
+        return ["The plain step differs from itself when run twice: that much error is let pass."]
+
+    def let_pass(self, found: Agreement, planned: _Outcome) -> Agreement:
+        what = found.what
+        is_noise = self.is_roundoff and found.error <= _NOISE * self.found[what].error
+        return replace(
+            found,
+            holds=found.holds
+            or (is_noise and _distance(what, self.plain.parts[what], planned.parts[what]) <= self.limit),
+        )
+
+
+def _roundoff_noise(work: Workload) -> float:
+    """How far apart, of a whole part of the results, kernels with roundoff may be: half of the digits."""
+    dtypes = {p.dtype for p in work.model.parameters() if p.is_floating_point() or p.is_complex()}
+    dtypes |= {work.autocast} if work.autocast is not None else set()
+    coarsest = max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
+    if work.device.type == "cuda":
+        coarsest = max(coarsest, 2**-10)  # of TensorFloat-32
+    return min(math.sqrt(coarsest), _MOST_NOISE)
+
+
+def _distance(what: str, plain: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The relative error of all tensors together.
+
+    That of each alone says little of noise: a gradient that would be zero, as of a bias before a batch norm, is nothing
+    else.
+    """
+    if plain.keys() != other.keys():
+        return math.inf
+    if what == "generators":
+        return 0.0 if all(torch.equal(tensor, other[name]) for name, tensor in plain.items()) else math.inf
+    norms = [_norms(tensor, other[name]) for name, tensor in plain.items()]
+    size, off = math.hypot(*(size for size, _ in norms)), math.hypot(*(off for _, off in norms))
+    return off / size if size else off

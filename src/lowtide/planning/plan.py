@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-
 from lowtide.chains import Chain, Schedule, simulate
 from lowtide.errors import PlanError, WorkloadError
+from lowtide.fingerprint import Fingerprint
 from lowtide.sizes import format_size
 from lowtide.techniques.technique import Fidelity, Knob, Option
 from lowtide.version import __version__
 from lowtide.workload import Workload
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +59,6 @@ class Recomputation:
         return f"recompute {self.ops_again} ops, by a schedule of {stages} stages on the graph engine"
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """What a plan is of. Two steps with the same one need the same memory."""
-
-    model: str  # hash of the names, shapes and dtypes of parameters and buffers, and of what is trained
-    batch: str
-    optimizer: str
-    autocast: str
-
-    @classmethod
-    def of(cls, work: Workload) -> Fingerprint:
-        """The fingerprint of a step."""
-        return cls(
-            model=_model_hash(work.model),
-            batch=batch_shapes(work.batch),
-            optimizer="none" if work.optimizer is None else type(work.optimizer).__name__,
-            autocast="none" if work.autocast is None else _dtype(work.autocast),
-        )
-
-
 @dataclass(frozen=True)
 class Plan:
     """A step that fits a budget. ``apply`` runs it, ``explain()`` says it in words, ``to_json()`` keeps it.
@@ -119,21 +95,17 @@ class Plan:
         """What to apply, in order."""
         return tuple(choice.option for choice in self.choices)
 
-    def check(self, work: Workload) -> None:
-        """Raise a ``PlanError`` if the plan is of another step than this one."""
-        here = Fingerprint.of(work)
-        if here.model != self.fingerprint.model:
+    def check(self, work: Workload, *, device: str | None = None) -> None:
+        """Raise a ``PlanError`` if the plan is of another step, or for another kind of ``device`` than the model's."""
+        differs = self.fingerprint.difference(Fingerprint.of(work), was="planned")
+        if differs:
+            raise PlanError(f"The plan is of {differs}", hint="Plan again for this step.")
+        given = device or work.device.type
+        if given != "meta" and (given == "cpu") != (self.device == "cpu"):
             raise PlanError(
-                "The plan is of another model: names, shapes or dtypes of parameters and buffers differ",
-                hint="Plan again for this model.",
+                f"The plan is for another device: {self.device} was planned, {given} is given",
+                hint="Plan again for this device, or move the model and the batch.",
             )
-        for what in ("batch", "optimizer", "autocast"):
-            planned, given = getattr(self.fingerprint, what), getattr(here, what)
-            if planned != given:
-                raise PlanError(
-                    f"The plan is of another {what}: {planned} was planned, {given} is given",
-                    hint=f"Plan again with this {what}.",
-                )
 
     def explain(self) -> str:
         """The plan in words: what fits, what was chosen, what it costs and why."""
@@ -207,22 +179,6 @@ def check_plan(plan: object, work: object, *, call: str) -> None:
             hint=f"Write {call} with work = lowtide.Workload(model, loss, batch, optimizer).",
         )
     plan.check(work)
-
-
-def batch_shapes(batch: Any) -> str:
-    """Dtypes and shapes of a batch's tensors.
-
-    >>> batch_shapes((torch.zeros(2, 3), {"y": torch.zeros(2, dtype=torch.int64)}))
-    'float32[2, 3], int64[2]'
-    """
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    return ", ".join(f"{_dtype(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors)
-
-
-def _model_hash(model: nn.Module) -> str:
-    named = [*model.named_parameters(), *model.named_buffers()]
-    parts = [f"{name} {list(t.shape)} {t.dtype} {t.requires_grad}" for name, t in named]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _read(data: Mapping[str, Any]) -> Plan:
@@ -329,10 +285,6 @@ def _null_for_nan(value: Any) -> Any:
     if isinstance(value, Fidelity):
         return value.value
     return None if isinstance(value, float) and math.isnan(value) else value
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _duration(seconds: float) -> str:

@@ -72,7 +72,7 @@ class Prediction:
 
 def predict_plan(work: Workload, plan: Plan, baseline: Profile) -> Prediction:
     """What a plan makes of a step, on either engine, without running it; the model is afterwards as it was."""
-    plan.check(work)
+    plan.check(work, device=baseline.graph.device)
     if plan.program is None:
         after = predict(work, plan.options, baseline)
         return Prediction(plan, baseline, replace(after, name=f"{after.name}, planned"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from functools import cache
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -114,15 +115,16 @@ class Recomputations:
         return tuple(lines)
 
 
-_last: list[tuple[tuple[object, ...], Recomputations]] = []  # capturing takes seconds, and a step is looked at often
+# Capturing takes seconds, and a step is looked at often.
+_known: WeakKeyDictionary[Workload, Recomputations] = WeakKeyDictionary()
 
 
 def recomputations(work: Workload, plain: Profile) -> Recomputations:
     """The schedules of a step; captured once for one profile of it."""
-    key = (plain, work.model, work.loss)
-    if not _last or any(mine is not theirs for mine, theirs in zip(_last[0][0], key, strict=True)):
-        _last[:] = [(key, Recomputations(capture_joint(work), plain))]
-    return _last[0][1]
+    found = _known.get(work)
+    if found is None or found.plain is not plain:
+        found = _known[work] = Recomputations(capture_joint(work), plain)
+    return found
 
 
 def _draws(graph: Graph) -> int:

@@ -1,13 +1,15 @@
 """A joint graph as a chain: forward is cut wherever one value alone goes on.
 
 Such a value is a cut vertex of the graph; so chains are found in any model, whatever its modules are. Values that are
-small beside it, such as a mask that all layers read, do not count, and are always kept.
+small beside it, such as a mask that all layers read, do not count, and are always kept. Of very deep models neighbours
+are joined.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Set
 from functools import cached_property
+from itertools import accumulate
 
 from torch import fx
 
@@ -16,6 +18,7 @@ from lowtide.planning.cheap import CheapResults
 from lowtide.tracing.joint import Joint, bytes_of, is_item
 
 _SMALL = 0.05  # of the value that goes on: what goes on beside it may be as large as this together
+_MOST = 200  # stages: more are joined with their neighbours, since schedules take O(n³) to find
 
 
 class Stages:
@@ -28,7 +31,8 @@ class Stages:
         cuts = [(position, value) for position, value in _cuts(joint) if value in read]
         self._divide(cuts)
         # A stage whose backward does nothing would be made again for nothing: it becomes part of the next.
-        self._divide([cut for cut, backward in zip(cuts, self.backward, strict=False) if backward])
+        cuts = [cut for cut, backward in zip(cuts, self.backward, strict=False) if backward]
+        self._divide(cuts if len(cuts) < _MOST else _fewer(joint, cuts))
 
     def _divide(self, cuts: list[tuple[int, fx.Node]]) -> None:
         ends = [position + 1 for position, _ in cuts] + [len(self.joint.forward)]
@@ -119,6 +123,13 @@ class Stages:
 
 def _read_by_backward(joint: Joint) -> set[fx.Node]:
     return {joint.storages[value] for node in joint.backward for value in node.all_input_nodes}
+
+
+def _fewer(joint: Joint, cuts: list[tuple[int, fx.Node]]) -> list[tuple[int, fx.Node]]:
+    """Fewer cuts, with about as many bytes made between any two."""
+    made = list(accumulate(bytes_of(node) if joint.storages[node] is node else 0 for node in joint.forward))
+    parts = [made[position] * (_MOST - 1) // made[-1] for position, _ in cuts]
+    return [cut for cut, part, before in zip(cuts, parts, [0, *parts], strict=False) if part > before]
 
 
 def _cuts(joint: Joint) -> list[tuple[int, fx.Node]]:

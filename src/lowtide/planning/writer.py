@@ -66,7 +66,8 @@ class Writer:
         tangents = [Cell(node.name) for node in self.joint.tangents]  # the engine holds them to the end
         self.bytes.update((Cell(node.name), bytes_of(node)) for node in self.joint.tangents)
         given = [cell for cell in (*handed, *states) if cell in self.bytes or cell in self.storages]
-        held = {instruction.cell for instruction in backward if instruction.kind is Kind.GIVE} | set(tangents)
+        stored, before = list(self._stored()), list(self._stored_before())
+        held = {each.cell for each in (*backward, *stored) if each.kind is Kind.GIVE} | set(tangents)
         over: dict[Cell, Cell] = {}
         forward = self._in_place(forward, over, held={loss, *moved, *handed})
         backward = self._in_place(backward, over, held=held, given=given)
@@ -74,7 +75,12 @@ class Writer:
             self.storages[cell] = tuple(over.get(storage, storage) for storage in self.held(cell))
         return Program(
             # New values of buffers go into them at the end, and are let go.
-            forward=(*_freed(forward, held={loss, *moved, *handed}, states=states), *_let_go(moved, handed)),
+            forward=(
+                *(Instruction(Kind.GIVE, cell) for cell in before),
+                *_freed(forward, held={loss, *moved, *handed}, states=states),
+                *stored,
+                *_let_go((*moved, *before), handed),
+            ),
             backward=(
                 *(Instruction(Kind.GIVE, cell) for cell in tangents),
                 *_freed(backward, given=given, held=held),
@@ -85,6 +91,20 @@ class Writer:
             storages=self.storages,
             bytes=self.bytes,
         )
+
+    def _stored(self) -> Iterator[Instruction]:
+        """What the model keeps on itself, until the next step's forward is done."""
+        for node in self.joint.stored:
+            cell, given = Cell(f"{node.name}.stored"), Cell(node.name)
+            self.storages[cell] = self.held(given)
+            yield Instruction(Kind.GIVE, cell, (given,))
+
+    def _stored_before(self) -> Iterator[Cell]:
+        """The same of the step before, which is there until this one's takes its place."""
+        for node in dict.fromkeys(self.joint.storages[node] for node in self.joint.stored):
+            cell = Cell(f"{node.name}.before")
+            self.bytes[cell] = bytes_of(node)
+            yield cell
 
     def _given(self, backward: list[Instruction], gradients: tuple[Cell | None, ...]) -> Iterator[Instruction]:
         """The backward pass with each gradient given away, some at a time, when they make enough of all.

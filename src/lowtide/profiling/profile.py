@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtide.fingerprint import Fingerprint
 from lowtide.sizes import format_size
 from lowtide.tracing.graph import CATEGORIES, Category, Graph, Phase, Saved, Storage
 from lowtide.version import __version__
@@ -78,6 +79,7 @@ class Profile:
     workspace_source: Source
     versions: dict[str, str]
     outside: Outside | None = None
+    fingerprint: Fingerprint | None = None  # of the step; None where it is not known
 
     @property
     def peak_bytes(self) -> int:

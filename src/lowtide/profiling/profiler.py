@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from lowtide.fingerprint import Fingerprint
 from lowtide.profiling.devices import find_device, hardware_name
 from lowtide.profiling.kernels import with_workspaces
 from lowtide.profiling.outside import read_outside
@@ -56,4 +57,5 @@ def profile(work: Workload, *, fake: bool = False, device: str | None = None, me
             "python": platform.python_version(),
         },
         outside=None if fake else read_outside(work.device),
+        fingerprint=Fingerprint.of(work),
     )

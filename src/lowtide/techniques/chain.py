@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lowtide.chains import Tree
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.technique import Interval
-from lowtide.tracing.graph import Graph
+from lowtide.tracing.graph import Graph, Op
 
 Span = tuple[int, int]  # the blocks of a segment: the first, and one past the last
 
@@ -45,7 +45,8 @@ class Chains:
     """The chains of a profiled model in the order in which they run, and the storages that their blocks make.
 
     A chain is a ``nn.Sequential`` or ``nn.ModuleList`` of two or more modules; inside its blocks no others
-    are looked for, except in one that is only the wrapper of a longer chain of blocks.
+    are looked for, except in one that is only the wrapper of a longer chain of blocks. A block that would not do the
+    same when it runs again is in no chain.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -53,6 +54,8 @@ class Chains:
         graph = profile.graph
         found = _containers(graph.modules)
         home = _Home(path for chain in found for path in chain.children)
+        once = {home[op.module] for op in graph.ops if op.phase == "forward" and _runs_only_once(op, graph)}
+        found = [part for chain in found for part in chain.without(once)]
         ops: dict[str, list[int]] = {}
         for op in graph.ops:
             ops.setdefault(home[op.module], []).append(op.index)
@@ -224,6 +227,16 @@ class _Container:
     joined: bool
     children: dict[str, int]  # path -> position
 
+    def without(self, paths: Collection[str]) -> list[_Container]:
+        """The stretches before, between and after some children."""
+        stretches: list[dict[str, int]] = [{}]
+        for path, position in self.children.items():
+            if path in paths:
+                stretches.append({})
+            else:
+                stretches[-1][path] = position
+        return [_Container(self.container, self.joined, stretch) for stretch in stretches if stretch]
+
     def first_op(self, ops: dict[str, list[int]]) -> int:
         return min(ops[path][0] for path in self.children if path in ops)
 
@@ -281,6 +294,17 @@ def _spans(node: int | Tree, at: dict[int, int]) -> list[Span]:
     blocks = [at[i] for i in leaves(node) if i in at]
     inner = [span for child in node for span in _spans(child, at)]
     return [(min(blocks), max(blocks) + 1), *inner] if blocks else inner
+
+
+def _runs_only_once(op: Op, graph: Graph) -> bool:
+    """Whether a checkpoint could not run an op again and have the same.
+
+    It draws from a generator whose state no checkpoint keeps; or it saves its noise before it is drawn, and the
+    checkpoint, which then has all that it wants, stops there. (Around a ``nn.RReLU`` it is told not to.)
+    """
+    return op.own_generator or (
+        op.name.startswith("aten.rrelu_with_noise") and dict(graph.modules).get(op.module) != "RReLU"
+    )
 
 
 def _writes_input(graph: Graph, ops: list[int]) -> bool:

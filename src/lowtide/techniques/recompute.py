@@ -13,7 +13,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, ModifiedError
+from lowtide.techniques.host_generators import HostGenerators
+from lowtide.tracing.internals import autograd
+
+_Versioned = tuple[nn.Module, str, Tensor, int]  # a parameter, with its module and name
 
 
 @_disable_dynamo  # checkpoint's contexts cannot be compiled: a compiled model runs these parts eagerly
@@ -23,9 +27,10 @@ def recompute(
     """``function(*args, **kwargs)``, keeping only its inputs for the backward pass: bitwise, and it nests.
 
     A non-reentrant ``torch.utils.checkpoint`` that also leaves the modules' state alone. The second run draws
-    the same random numbers, is under the same autocast, finds every module in the same ``training`` mode and
-    every buffer as the first run found it; it updates no running statistics. State that is in neither buffers
-    nor generators (a Python counter, a file) is beyond it.
+    the same random numbers (torch's, Python's and numpy's), is under the same autocast, finds every module in the
+    same ``training`` mode and every buffer as the first run found it; it updates no running statistics. A parameter
+    that was changed in between raises. State that is in neither buffers nor these generators (a ``torch.Generator``
+    of the model's own, a Python counter, a file) is beyond it.
 
     ``modules`` are those that the function runs, ``path`` is where it is, for errors.
     """
@@ -46,8 +51,15 @@ def recompute(
         arguments, keywords = pytree.tree_unflatten(values, structure)
         return function(*arguments, **keywords)
 
-    state = _State(list(dict.fromkeys(module for top in modules for module in top.modules())))
-    result = checkpoint(run, *tensors, use_reentrant=False, context_fn=lambda: (_First(state), _Again(state)))
+    state = _State(list(dict.fromkeys(module for top in modules for module in top.modules())), path)
+    result = checkpoint(
+        run,
+        *tensors,
+        use_reentrant=False,
+        context_fn=lambda: (_First(state), _Again(state)),
+        # A checkpoint stops once it has all saved tensors, and this layer saves its noise before it is drawn.
+        early_stop=not any(isinstance(module, nn.RReLU) for module in state.modules),
+    )
     if versions != [tensor._version for tensor in tensors]:
         raise LowtideError(
             "A recomputed part writes into its own input, which is then no longer there to start again from",
@@ -59,19 +71,23 @@ def recompute(
 
 @dataclass
 class _State:
-    """What the first run found: the modules' modes, and the buffers that it went on to change."""
+    """What the first run found: modes, buffers and generators that it went on to change; what versions it left."""
 
     modules: list[nn.Module]
+    path: str
     training: list[bool] = field(default_factory=list[bool])
     buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list[tuple[nn.Module, str, Tensor]])
+    parameters: list[_Versioned] = field(default_factory=list[_Versioned])
+    generators: HostGenerators | None = None
 
 
 class _First:
-    """The first run: remember the modes, and the buffers that it changes."""
+    """The first run: remember the modes, and the buffers and generators that it changes."""
 
     def __init__(self, state: _State) -> None:
         self.state = state
         self.before: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
+        self.generators: HostGenerators | None = None
 
     def __enter__(self) -> None:
         self.state.training = [module.training for module in self.state.modules]
@@ -82,6 +98,7 @@ class _First:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self.generators = HostGenerators.now()
 
     def __exit__(self, *exception: object) -> None:
         self.state.buffers = [
@@ -90,18 +107,32 @@ class _First:
             if module._buffers.get(name) is not buffer or buffer._version != version
         ]
         self.before = []
+        # After the run: what writes into its own weights, as an embedding with max_norm, finds them written.
+        self.state.parameters = [
+            (module, name, parameter, parameter._version)
+            for module in self.state.modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None and not parameter.is_inference()
+        ]
+        if self.generators is not None and self.generators.drawn_since():
+            self.state.generators = self.generators
+        self.generators = None
 
 
 class _Again:
-    """A later run: modes and buffers as the first run found them, on copies."""
+    """A later run: modes, buffers and generators as the first run found them, on copies."""
 
     def __init__(self, state: _State) -> None:
         self.state = state
         self.modes: list[tuple[nn.Module, bool]] = []
         self.replaced: list[tuple[nn.Module, str, Tensor | None]] = []
+        self.generators: HostGenerators | None = None
 
     def __enter__(self) -> None:
         state = self.state
+        for module, name, parameter, version in state.parameters:
+            if parameter._version != version:
+                raise _modified(module, name, parameter, version, state.path)
         copies = [(module, name, was.clone()) for module, name, was in state.buffers]
         for module, training in zip(state.modules, state.training, strict=True):
             if module.training != training:
@@ -114,6 +145,9 @@ class _Again:
         for module, name, copy in copies:
             self.replaced.append((module, name, module._buffers[name]))
             module._buffers[name] = copy
+        if state.generators is not None:
+            self.generators = HostGenerators.now()
+            state.generators.restore()
 
     def __exit__(self, *exception: object) -> None:
         for module, training in self.modes:
@@ -121,3 +155,21 @@ class _Again:
         for module, name, buffer in self.replaced:
             module._buffers[name] = buffer
         self.modes, self.replaced = [], []
+        if self.generators is not None:
+            self.generators.restore()
+            self.generators = None
+        written = [
+            (parameter, version) for *_, parameter, version in self.state.parameters if parameter._version != version
+        ]
+        if written:  # again: to autograd it counts as once
+            autograd._unsafe_set_version_counter(*zip(*written, strict=True))
+
+
+def _modified(module: nn.Module, name: str, parameter: Tensor, version: int, path: str) -> ModifiedError:
+    return ModifiedError(
+        f"{type(module).__name__}.{name} {list(parameter.shape)} was changed between the forward and the backward pass "
+        f"of a recomputed part, which would run again with other weights: it is at version {parameter._version}; "
+        f"expected version {version} instead",
+        where=path,
+        hint="Call backward() before the optimizer's step, or whatever else writes into the parameters.",
+    )

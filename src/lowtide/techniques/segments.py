@@ -21,7 +21,7 @@ class SegmentTechnique:
     """What techniques share that recompute segments: all but their options, whose knob ``trees`` has one per site."""
 
     kind: Kind = "saved"
-    needs = "a nn.Sequential or nn.ModuleList of two or more blocks"
+    needs = "a nn.Sequential or nn.ModuleList of two or more blocks, which draw from no torch.Generator of their own"
     conflicts: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
@@ -65,11 +65,19 @@ class Segments(Forward):
         super().__init__(module)
         self.tree = tree
         self.path = path
+        self.count = len(children(module))
         named = {next(leaves(node)): node for node in tree}
         inside = set(leaves(tree)) - set(named)
-        self.order: Tree = tuple(named.get(i, i) for i in range(len(module)) if i not in inside)
+        self.order: Tree = tuple(named.get(i, i) for i in range(self.count) if i not in inside)
 
     def __call__(self, input: Any) -> Any:
+        count = len(children(self.module))
+        if count != self.count:
+            raise LowtideError(
+                f"A recomputed {type(self.module).__name__} was planned with {self.count} blocks and now has {count}",
+                where=self.path,
+                hint="Call undo() before adding or removing blocks, then plan again.",
+            )
         return self._run(self.order, input)
 
     def _run(self, tree: Tree, value: Any) -> Any:

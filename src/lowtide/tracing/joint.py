@@ -54,7 +54,7 @@ def capture_joint(work: Workload) -> Joint:
             ) from error
     if not found:
         raise TraceError("The loss is not captured as one graph", hint="The eager engine needs no capture.")
-    return found[0]
+    return found.pop()  # Dynamo holds backends for good, and this one the list
 
 
 def capture_joints(work: Workload) -> list[Joint]:
@@ -135,7 +135,10 @@ class Joint:
         nodes = list(module.graph.nodes)
         outputs = _as_list(nodes[-1].args[0])
         self.outputs, self.gradients = outputs[:forward_outputs], outputs[forward_outputs:]
-        self.loss: fx.Node = self.outputs[_place_of_loss(nodes[-1], forward_outputs)]  # the others are new values
+        loss = _place_of_loss(nodes[-1], forward_outputs)
+        self.loss: fx.Node = self.outputs[loss]
+        moved, set_ = self.outputs[:loss], self.outputs[loss + 1 :]  # new values of inputs, and of attributes
+        self.stored = [v for v in set_ if isinstance(v, fx.Node) and v not in moved]  # on the model itself
         inputs = [node for node in nodes if node.op == "placeholder"]
         self.tangents = [node for node in inputs if node.name.startswith("tangents")]
         self.primals = [node for node in inputs if not node.name.startswith("tangents")]
@@ -215,7 +218,7 @@ def _with_items(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def _place_of_loss(output: fx.Node, forward_outputs: int) -> int:
-    """Which output is what the loss function returned: behind new values of inputs, before buffers it assigned."""
+    """Which output is what the loss function returned: behind new values of inputs, before attributes it set."""
     returned = [getattr(each, "idx", None) for each in output.meta.get("desc", ())[:forward_outputs]]
     return returned.index(0) if 0 in returned else forward_outputs - 1
 

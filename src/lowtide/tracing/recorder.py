@@ -77,6 +77,7 @@ class _Op:
     outputs: tuple[Value, ...]
     arguments: str
     recompute: bool
+    own_generator: bool
 
 
 class Recorder(TorchDispatchMode):
@@ -187,7 +188,7 @@ class Recorder(TorchDispatchMode):
         inputs = tuple(self._value(t, index) for t in tensors)
         with self._meter.op(_kind(func, inputs, arguments)):
             out = func(*args, **kwargs)
-        self._finish(_name(func), inputs, leaves(out), arguments)
+        self._finish(_name(func), inputs, leaves(out), arguments, own_generator=_has_own_generator(args, kwargs))
         if self._calls is not None and (key := signature(_name(func), inputs, arguments)) not in self._calls:
             self._calls[key] = Call.of(func, args, kwargs)
         return out
@@ -210,12 +211,22 @@ class Recorder(TorchDispatchMode):
         self._finish(name, values, leaves(out), "")
         return out
 
-    def _finish(self, name: str, inputs: tuple[Value, ...], made: list[Tensor], arguments: str) -> None:
+    def _finish(
+        self,
+        name: str,
+        inputs: tuple[Value, ...],
+        made: list[Tensor],
+        arguments: str,
+        *,
+        own_generator: bool = False,
+    ) -> None:
         index = len(self._ops)
         place, recompute = self._place(name)
         known = len(self._storages)
         outputs = tuple(self._value(tensor, index, place) for tensor in made)
-        self._ops.append(_Op(place.op, self.phase, place.module, place.source, inputs, outputs, arguments, recompute))
+        self._ops.append(
+            _Op(place.op, self.phase, place.module, place.source, inputs, outputs, arguments, recompute, own_generator)
+        )
         if recompute:
             for storage in self._storages[known:]:
                 storage.recomputed = True
@@ -387,6 +398,7 @@ class Recorder(TorchDispatchMode):
             op.recompute,
             seconds,
             workspace_bytes,
+            op.own_generator,
         )
 
     def _frozen_save(self, save: _Save, kept: dict[int, int]) -> Saved:
@@ -445,6 +457,16 @@ def _kind(func: Any, inputs: tuple[Value, ...], arguments: str) -> Hashable:
 @cache
 def _depends_on_values(func: Any) -> bool:
     return torch.Tag.dynamic_output_shape in func.tags
+
+
+def _has_own_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether one of the arguments is a generator that is none of torch's default ones."""
+    given: list[Any] = [value for value in (*args, *kwargs.values()) if type(value) is torch.Generator]
+    if not given:
+        return False
+    defaults: list[Any] = [torch.default_generator, *torch.cuda.default_generators]
+    known = {generator._cdata for generator in defaults}  # an op is handed another object around the same generator
+    return any(generator._cdata not in known for generator in given)
 
 
 @cache

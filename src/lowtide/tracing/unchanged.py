@@ -6,6 +6,8 @@ import inspect
 import random
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,12 +17,17 @@ from torch import Tensor, nn
 from lowtide.tracing.internals import autograd, gradient_hooks
 from lowtide.workload import Workload
 
+_DEPTH = 3  # how many functions and objects behind one another are looked into for modules
+_LARGE = 1000  # a longer list is data
+_LEAVES = (type, ModuleType, Tensor, str, bytes, int, float, complex, type(None))
+
 
 @contextmanager
 def unchanged(work: Workload, *, fake: bool = False) -> Generator[None]:
     """Put the model, its gradients and buffers, the optimizer and the generators back as they were.
 
-    Modules that the loss holds, such as a criterion, count as the model's. A fake step cannot change values, so
+    Modules that the loss holds, such as a criterion, count as the model's, whether they are its own or its object's, in
+    its closure, bound to it or global. A fake step cannot change values, so
     nothing is copied for it. What is neither in them nor in the batch (a generator of the user's own, a file) is
     beyond it.
     """
@@ -81,10 +88,49 @@ def _restore_values(backups: list[_Backup]) -> None:
 
 def modules_of(work: Workload) -> list[nn.Module]:
     """The modules of the model, and of what the loss function holds."""
-    loss = inspect.unwrap(work.loss)
-    held = [cell.cell_contents for cell in getattr(loss, "__closure__", None) or () if _is_set(cell)]
-    tops = [work.model, loss, getattr(loss, "__self__", None), *held]
-    return list(dict.fromkeys(m for top in tops if isinstance(top, nn.Module) for m in top.modules()))
+    tops = [work.model, *_modules_held_by(work.loss)]
+    return list(dict.fromkeys(module for top in tops for module in top.modules()))
+
+
+def _modules_held_by(loss: Any) -> list[nn.Module]:
+    """Modules that a function may call: of its object, its arguments and variables, the globals that it names.
+
+    Looked into are the function, what it holds, and what that holds in turn; no further, or all of the program would
+    be within reach.
+    """
+    found: list[nn.Module] = []
+    seen: dict[int, Any] = {}  # by identity, and held: no identity is used twice
+    within = [inspect.unwrap(loss)]
+    for _ in range(_DEPTH):
+        deeper: list[Any] = []
+        for value in within:  # it grows while it is gone through
+            if id(value) in seen or isinstance(value, _LEAVES):
+                continue
+            seen[id(value)] = value
+            if isinstance(value, nn.Module):
+                found.append(value)
+            elif isinstance(value, (dict, list, tuple, set)):
+                if len(value) <= _LARGE:
+                    within += value.values() if isinstance(value, dict) else value
+            elif isinstance(value, MethodType):
+                within += (value.__self__, value.__func__)
+            elif isinstance(value, partial):
+                within += (value.func, *value.args, *value.keywords.values())
+            elif isinstance(value, FunctionType):
+                deeper += _variables(value)
+            else:
+                deeper += (type(value).__call__,) if callable(value) else ()
+                deeper += getattr(value, "__dict__", {}).values()
+        within = deeper
+    return found
+
+
+def _variables(function: FunctionType) -> list[Any]:
+    """What a function has from elsewhere."""
+    code, named = function.__code__, function.__globals__
+    held = [cell.cell_contents for cell in function.__closure__ or () if _is_set(cell)]
+    held += (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return held + [named[name] for name in code.co_names if name in named]
 
 
 def _is_set(cell: Any) -> bool:

@@ -1,0 +1,160 @@
+"""What a plan did not foresee, warned about before it runs: other batches, gradients and parameters."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.fingerprint import batch_shapes, batch_tensors
+from lowtide.planning.plan import Plan
+from lowtide.profiling import profile
+from lowtide.sizes import format_size
+from lowtide.tracing.unchanged import parameters_of
+from lowtide.workload import Workload
+
+_MOST_PREDICTED = 8  # batches: each takes as long as tracing a step
+_gradient = attrgetter("grad")
+_is_trained = attrgetter("requires_grad")
+
+Signature = tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+class BatchWatch:
+    """Batches unlike the planned one, on the eager engine; the graph engine plans anew for them.
+
+    One that is not smaller in every dimension is predicted, once, and warned about where it does not fit.
+    ``work`` is the planned step.
+    """
+
+    def __init__(self, plan: Plan, work: Workload) -> None:
+        self.plan, self.work = plan, work
+        planned = _signature(work.batch)
+        self._fitting = [planned]
+        self._seen = {planned} if planned else set[Signature]()
+        self._gave_up = False
+        self._peaks: dict[Signature, int | None] = {planned: plan.peak_bytes}
+
+    def __call__(self, batch: Any) -> None:
+        """Warn of a batch, before its step, unless it was met before."""
+        found = _signature(batch)
+        if found in self._seen or batch is None:
+            return
+        self._seen.add(found)
+        warning = self._warning(found, batch)
+        if warning:
+            warnings.warn(warning, RuntimeWarning, stacklevel=3)
+
+    def peak_bytes(self, batch: Any) -> int:
+        """The peak of a step with a batch; the planned one's where it cannot be predicted."""
+        peak = self._predict(_signature(batch), batch)
+        return self.plan.peak_bytes if peak is None else peak
+
+    def _warning(self, found: Signature, batch: Any) -> str:
+        if not found:
+            return (
+                "The budget is promised for batches like the planned one. Whether they are cannot be seen: no tensors "
+                f"were found in the batch, a {type(batch).__name__}"
+            )
+        if self._gave_up or any(_is_within(found, fitting) for fitting in self._fitting):
+            return ""
+        shapes, planned = batch_shapes(batch), self.plan.fingerprint.batch
+        if len(self._peaks) > _MOST_PREDICTED:
+            self._gave_up = True
+            return (
+                f"Batches come in more than {_MOST_PREDICTED} shapes beside the planned {planned}, now {shapes}: "
+                "no more of them are predicted, and the budget is not promised for larger ones"
+            )
+        budget = self.plan.budget_bytes
+        peak = self._predict(found, batch)
+        if peak is None:
+            return f"A batch of {shapes} is not as the planned one, {planned}: the budget is not promised for it"
+        if peak > budget:
+            return (
+                f"A batch of {shapes} does not fit the budget of {format_size(budget)}, which was planned for "
+                f"{planned}: its step takes {format_size(peak)}"
+            )
+        self._fitting.append(found)
+        return ""
+
+    def _predict(self, found: Signature, batch: Any) -> int | None:
+        """The peak with such a batch, each new kernel measured alone; None where a step cannot be predicted."""
+        if found not in self._peaks and len(self._peaks) <= _MOST_PREDICTED:
+            try:
+                after = profile(replace(self.work, batch=batch), fake=True, measure=True)
+                self._peaks[found] = after.peak_bytes
+            except Exception:  # the step itself is about to run: an error is better seen there
+                self._peaks[found] = None
+        return self._peaks.get(found)
+
+
+class ParameterWatch:
+    """Gradients that are there before the step, and parameters that were frozen when it was planned.
+
+    Planned steps start without gradients. Each of both is warned about once, and then no longer looked at.
+    """
+
+    def __init__(self, plan: Plan, work: Workload, batches: BatchWatch | None) -> None:
+        self.plan, self.work, self.batches = plan, work, batches
+        self._room = plan.budget_bytes - plan.peak_bytes
+        parameters = parameters_of(work)
+        self._with_gradients = parameters if sum(p.nbytes for p in parameters) > self._room else []
+        # The graph engine has other programs for other parameters to train, and says so itself.
+        self._frozen = [p for p in parameters if not p.requires_grad] if plan.program is None else []
+
+    def __call__(self, batch: Any) -> None:
+        """Warn of what the step would take beside what was planned."""
+        if any(map(_is_trained, self._frozen)):
+            warning, self._frozen = self._unfrozen(), []
+            warnings.warn(warning, RuntimeWarning, stacklevel=3)
+        held = sum(_bytes(gradient) for gradient in map(_gradient, self._with_gradients) if gradient is not None)
+        if held <= self._room:
+            return
+        peak = self.plan.peak_bytes if self.batches is None else self.batches.peak_bytes(batch)
+        if peak + held > self.plan.budget_bytes:
+            self._with_gradients = []
+            warnings.warn(self._on_top(held, peak), RuntimeWarning, stacklevel=3)
+
+    def _unfrozen(self) -> str:
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.work.model.named_parameters()}
+        found = [names.get(p, "a parameter of the loss") for p in self._frozen if p.requires_grad]
+        if len(found) > 4:
+            found[3:] = [f"{len(found) - 3} more"]
+        named = " and ".join(filter(None, (", ".join(found[:-1]), found[-1])))
+        return (
+            f"{named} were frozen when the step was planned, and are trained now: the budget is not promised. "
+            "Plan again: step.undo(), then lowtide.plan and lowtide.apply"
+        )
+
+    def _on_top(self, held: int, peak: int) -> str:
+        budget = self.plan.budget_bytes
+        return (
+            f"Gradients of {format_size(held)} ({held} bytes) are there before the step and come on top of what was "
+            f"planned: it can take up to {format_size(peak + held)}, and {format_size(budget)} were promised. "
+            "Unless that much was left free, plan with a budget smaller by it, or let them go before: "
+            "model.zero_grad(set_to_none=True)"
+        )
+
+
+def _signature(batch: Any) -> Signature:
+    return tuple((tensor.shape, tensor.dtype) for tensor in batch_tensors(batch))
+
+
+def _is_within(found: Signature, fitting: Signature) -> bool:
+    """Whether all tensors are of the same dtypes and no larger in any dimension."""
+    return len(found) == len(fitting) and all(
+        dtype == fitting_dtype
+        and len(shape) == len(fitting_shape)
+        and all(length <= most for length, most in zip(shape, fitting_shape, strict=True))
+        for (shape, dtype), (fitting_shape, fitting_dtype) in zip(found, fitting, strict=True)
+    )
+
+
+def _bytes(gradient: Tensor) -> int:
+    if gradient.layout is torch.strided:
+        return gradient.nbytes
+    return gradient._values().nbytes + gradient._indices().nbytes
