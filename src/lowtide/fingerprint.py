@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
+from lowtide.batches import tensors
 from lowtide.workload import Workload
 
 
@@ -61,26 +59,7 @@ def batch_shapes(batch: Any) -> str:
     >>> batch_shapes((torch.zeros(2, 3), {"y": torch.zeros(2, dtype=torch.int64)}))
     'float32[2, 3], int64[2]'
     """
-    return ", ".join(f"{_dtype(tensor.dtype)}{list(tensor.shape)}" for tensor in batch_tensors(batch))
-
-
-def batch_tensors(batch: Any, depth: int = 2) -> list[Tensor]:
-    """The tensors of a batch: a pytree, or objects that hold them in their attributes, ``depth`` of them deep."""
-    found: list[Tensor] = []
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif depth and not isinstance(leaf, (type, nn.Module)):
-            attributes = _attributes(leaf)
-            if attributes:
-                found += batch_tensors(list(attributes.values()), depth - 1)
-    return found
-
-
-def _attributes(leaf: Any) -> Mapping[str, Any]:
-    if dataclasses.is_dataclass(leaf):
-        return {field.name: getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)}
-    return getattr(leaf, "__dict__", {})
+    return ", ".join(f"{_dtype(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors(batch))
 
 
 def _model_hash(model: nn.Module) -> str:

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
+from lowtide.batches import tensors as tensors_of
 from lowtide.errors import WorkloadError
 
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """One training step. ``loss(model, batch)`` returns a scalar with a graph; ``batch`` is any pytree of tensors.
+    """One training step. ``loss(model, batch)`` returns a scalar with a graph.
 
+    ``batch`` is any structure of tensors: a pytree, another mapping (a tokenizer's encoding), an object that has them.
     ``autocast`` is the dtype to run the loss under (``torch.bfloat16``, ``torch.float16``), or None.
     lowtide owns nothing here: the model, the batch and the optimizer stay the caller's.
 
@@ -79,7 +80,7 @@ class Workload:
 
     def tensors(self) -> list[Tensor]:
         """The tensors of the batch."""
-        return _tensors(self.batch)
+        return tensors_of(self.batch)
 
     def compute_loss(self, model: nn.Module | None = None, batch: Any = None) -> Tensor:
         """Run the forward pass, under autocast if asked, and return the checked loss."""
@@ -89,7 +90,7 @@ class Workload:
             with autocast(self.device.type, self.autocast):
                 loss = self.loss(model, batch)
         except RuntimeError as error:
-            made = [tensor for tensor in _tensors(batch) if tensor.is_inference()]
+            made = [tensor for tensor in tensors_of(batch) if tensor.is_inference()]
             if not made or "inference tensor" not in str(error).lower():
                 raise
             raise WorkloadError(
@@ -138,10 +139,6 @@ def autocast(device_type: str, dtype: torch.dtype | None) -> Generator[None]:
         return
     with torch.autocast(device_type, dtype=dtype):
         yield
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def _names(devices: set[torch.device]) -> str:

@@ -100,6 +100,15 @@ def test_4bit_states_are_torchaos():
     train(model, optimizer, BATCHES[:1])
 
 
+def test_4bit_states_are_on_the_host_in_neither_order():
+    pytest.importorskip("torchao")
+    for first, second in (("4bit", "cpu"), ("cpu", "4bit")):
+        optimizer = OPTIMIZERS["AdamW"](make().parameters())
+        with lo.lower_state(optimizer, first), pytest.raises(LowtideError, match="on the host"):
+            lo.lower_state(optimizer, second)
+        assert type(optimizer) is torch.optim.AdamW
+
+
 def test_states_that_are_there_are_put_into_4_bits():
     pytest.importorskip("torchao")
     model = make()

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
+from lowtide.batches import flatten, tensors
 from lowtide.engines.code import Piece, boxed, forward_graph, graphs_of, pieces_of
 from lowtide.errors import LowtideError
 from lowtide.planning.program import Cell, Program
@@ -67,8 +67,8 @@ class PlannedLoss:
                 raise inner from None
             if type(error).__name__ != "Unsupported":  # Dynamo's too
                 raise
-            inputs = (*parameters_of(self.work), *pytree.tree_leaves(batch))
-            if not any(getattr(each, "requires_grad", False) for each in inputs):
+            inputs = (*parameters_of(self.work), *tensors(batch))
+            if not any(each.requires_grad for each in inputs):
                 return self.work.compute_loss(batch=batch)  # which says that nothing is trained
             raise LowtideError(
                 f"The loss is no longer captured as one graph ({next(iter(str(error).splitlines()), '')})",
@@ -257,6 +257,6 @@ class _Node(torch.autograd.Function):
 
 def _shape_of(batch: Any) -> Any:
     """What programs are made for. Values that are not tensors are Dynamo's to look at."""
-    leaves, structure = pytree.tree_flatten(batch)
+    leaves, structure = flatten(batch)
     shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
     return str(structure), shapes

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.fingerprint import batch_shapes, batch_tensors
+from lowtide.batches import tensors
+from lowtide.fingerprint import batch_shapes
 from lowtide.planning.plan import Plan
 from lowtide.profiling import profile
 from lowtide.sizes import format_size
@@ -141,7 +142,7 @@ class ParameterWatch:
 
 
 def _signature(batch: Any) -> Signature:
-    return tuple((tensor.shape, tensor.dtype) for tensor in batch_tensors(batch))
+    return tuple((tensor.shape, tensor.dtype) for tensor in tensors(batch))
 
 
 def _is_within(found: Signature, fitting: Signature) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowtide.optim.exact import as_saved, keeps_parameter_dtype, load_exactly
-from lowtide.optim.hooks import StepPart, take_part
+from lowtide.optim.hooks import StepPart, part_of, take_part
 from lowtide.optim.single import SingleStep
 from lowtide.techniques.technique import Undo
 
@@ -38,6 +38,11 @@ def offload_state(optimizer: torch.optim.Optimizer) -> Undo:
             state.update({key: value.to(parameter.device) for key, value in _large(state).items()})
 
     return Undo(restore)
+
+
+def is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's states are on the host."""
+    return isinstance(part_of(optimizer), _Offloaded)
 
 
 class _Offloaded(StepPart):

@@ -13,7 +13,7 @@ from lowtide.errors import LowtideError
 from lowtide.optim.adamw8bit import AdamW8bit, lowered, raised
 from lowtide.optim.bridges import Adam4bit, Bitsandbytes, has_bridge
 from lowtide.optim.exact import as_saved, load_exactly
-from lowtide.optim.offload import offload_state
+from lowtide.optim.offload import is_offloaded, offload_state
 from lowtide.optim.rounding import with_notes
 from lowtide.optim.single import PLAIN_STATES
 from lowtide.techniques.technique import Undo
@@ -35,6 +35,8 @@ def lower_state(optimizer: torch.optim.Optimizer, state: str) -> Undo:
     """
     if state not in KINDS:
         raise LowtideError(f"There is no optimizer state {state!r}", hint=f"Pass one of: {', '.join(KINDS)}.")
+    if (state == "4bit" and is_offloaded(optimizer)) or (state == "cpu" and hasattr(optimizer, "_subclass_zeros")):
+        raise LowtideError("States in 4 bits cannot be on the host as well", hint='Take "8bit", or one of the two.')
     if state == "cpu":
         return offload_state(optimizer)
     if state == "8bit" and has_bridge(optimizer):

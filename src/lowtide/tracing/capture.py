@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils import _pytree as pytree
 
+from lowtide.batches import map_tensors
 from lowtide.errors import LowtideError, TraceError, WorkloadError
 from lowtide.kernels.launches import watched
 from lowtide.tracing.answers import Answers
@@ -54,7 +54,7 @@ def trace(
             "LBFGS runs the loss several times in a step, as it likes",
             hint="Profile with another optimizer, or with none: the peak of each evaluation is that of a step.",
         )
-    work = replace(work, batch=pytree.tree_map(lambda leaf: leaf, work.batch))  # a loss may take its batch apart
+    work = replace(work, batch=map_tensors(lambda tensor: tensor, work.batch))  # a loss may take its batch apart
     target = work.device.type if device is None else device
     if work.device.type == "meta" and target == "meta":
         target = "cpu"

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import _foreach_supported_types
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lowtide.batches import map_tensors
 from lowtide.errors import TraceError
 from lowtide.tracing.internals import gradient_hooks
 from lowtide.tracing.unchanged import modules_of
@@ -43,7 +43,7 @@ def fake_workload(work: Workload, mode: FakeTensorMode, device: torch.device) ->
                 module.__dict__["_flat_weights"] = [
                     None if weight is None else twins(weight) for weight in module._flat_weights
                 ]
-        batch = pytree.tree_map_only(Tensor, twins, work.batch)
+        batch = map_tensors(twins, work.batch)
         optimizer = None
         if work.optimizer is not None:
             _make_code_tables(work.optimizer)

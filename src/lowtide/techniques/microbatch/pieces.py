@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lowtide.batches import Structure, flatten_with_path, unflatten
 from lowtide.errors import WorkloadError
 
 Split: TypeAlias = "Collection[str | int] | None"
@@ -22,7 +22,7 @@ class Batch:
 
     leaves: tuple[Any, ...]
     rows: tuple[bool, ...]  # of each leaf: whether it is split
-    structure: pytree.TreeSpec
+    structure: Structure
     samples: int
 
     @classmethod
@@ -31,7 +31,7 @@ class Batch:
 
         Where such tensors differ in their first dimension, nobody can tell: that is an error.
         """
-        found, structure = pytree.tree_flatten_with_path(_with_mappings(batch))
+        found, structure = flatten_with_path(batch)
         leaves = tuple(leaf for _, leaf in found)
         rows = tuple(
             isinstance(leaf, Tensor) and leaf.ndim > 0 and (split is None or _key(path) in split)
@@ -45,7 +45,7 @@ class Batch:
         if not sizes:
             raise WorkloadError(
                 "The batch has no tensor with samples to split",
-                hint="Pass tensors in mappings, tuples or registered dataclasses"
+                hint="Pass tensors in mappings, tuples or dataclasses"
                 + ("." if split is None else f", and in split= their keys: {_keys(found)}."),
             )
         if len(set(sizes.values())) > 1:
@@ -71,7 +71,7 @@ class Batch:
         cut = [leaf[start:end] if split else leaf for leaf, split in zip(self.leaves, self.rows, strict=True)]
         for i, tensor in (own or {}).items():
             cut[i] = tensor
-        return pytree.tree_unflatten(cut, self.structure)
+        return unflatten(cut, self.structure)
 
     def chosen(self, samples: Sequence[int]) -> Any:
         """The same structure with samples from anywhere, copied."""
@@ -79,7 +79,7 @@ class Batch:
             leaf.detach()[torch.tensor(samples, device=leaf.device)] if split else leaf
             for leaf, split in zip(self.leaves, self.rows, strict=True)
         ]
-        return pytree.tree_unflatten(made, self.structure)
+        return unflatten(made, self.structure)
 
 
 def _key(path: tuple[Any, ...]) -> str | int | None:
@@ -92,40 +92,3 @@ def _key(path: tuple[Any, ...]) -> str | int | None:
 
 def _keys(found: Sequence[tuple[tuple[Any, ...], Any]]) -> str:
     return ", ".join(dict.fromkeys(repr(_key(path)) for path, leaf in found if isinstance(leaf, Tensor)))
-
-
-# -- mappings that are leaves to torch, such as a tokenizer's UserDict ---------------------------------------
-
-
-class _Mapping:
-    """One of them, as a node."""
-
-    def __init__(self, mapping: Mapping[Any, Any]) -> None:
-        self.mapping = mapping
-
-
-def _with_mappings(batch: Any) -> Any:
-    return pytree.tree_map(lambda leaf: _Mapping(leaf) if isinstance(leaf, Mapping) else leaf, batch)
-
-
-def _flatten(node: _Mapping) -> tuple[list[Any], Mapping[Any, Any]]:
-    return [_with_mappings(value) for value in node.mapping.values()], node.mapping
-
-
-def _flatten_with_keys(node: _Mapping) -> tuple[list[tuple[Any, Any]], Mapping[Any, Any]]:
-    values, mapping = _flatten(node)
-    return [(pytree.MappingKey(key), value) for key, value in zip(mapping, values, strict=True)], mapping
-
-
-def _like(values: Any, mapping: Any) -> Mapping[Any, Any]:
-    """The same kind of mapping with other values, and with all that it has beside them."""
-    items = dict(zip(mapping, values, strict=True))
-    if not isinstance(mapping, MutableMapping):
-        return type(mapping)(items)
-    made = copy.copy(mapping)
-    for key, value in items.items():
-        made[key] = value
-    return made
-
-
-pytree.register_pytree_node(_Mapping, _flatten, _like, flatten_with_keys_fn=_flatten_with_keys)

@@ -1,0 +1,113 @@
+"""Batches of any structure: torch's pytrees, and what those take for leaves though it holds tensors.
+
+Such are mappings that are no plain dict, as a tokenizer's encoding, and objects with tensors in their attributes, as a
+dataclass. Put together again, they are of the same type, with all that they hold beside tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from operator import is_not
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+Structure = pytree.TreeSpec
+unflatten = pytree.tree_unflatten
+_DEPTH = 2  # objects within objects
+
+
+def tensors(batch: Any) -> list[Tensor]:
+    """The tensors of a batch.
+
+    >>> import torch
+    >>> from collections import UserDict
+    >>> [t.shape for t in tensors((torch.zeros(2, 3), UserDict(y=torch.zeros(2))))]
+    [torch.Size([2, 3]), torch.Size([2])]
+    """
+    return [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
+    """The same structure, with what a function makes of each tensor."""
+    leaves, structure = flatten(batch)
+    return unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+
+
+def flatten(batch: Any) -> tuple[list[Any], Structure]:
+    """The leaves of a batch, and what ``unflatten`` puts them together by."""
+    return pytree.tree_flatten(_opened(batch, _DEPTH))
+
+
+def flatten_with_path(batch: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Structure]:
+    """The same, each leaf with the keys that lead to it."""
+    return pytree.tree_flatten_with_path(_opened(batch, _DEPTH))
+
+
+def _opened(batch: Any, depth: int) -> Any:
+    """The batch, with what torch takes for leaves as nodes."""
+    leaves, structure = pytree.tree_flatten(batch)
+    found = [_open(leaf, depth) for leaf in leaves]
+    return unflatten(found, structure) if any(map(is_not, found, leaves)) else batch
+
+
+def _open(leaf: Any, depth: int) -> Any:
+    if isinstance(leaf, Mapping):
+        return _Node(leaf, dict(leaf), depth)
+    if not depth or isinstance(leaf, (Tensor, type, nn.Module)):
+        return leaf
+    if dataclasses.is_dataclass(leaf):
+        attributes = {each.name: getattr(leaf, each.name, None) for each in dataclasses.fields(leaf)}
+    else:
+        attributes = getattr(leaf, "__dict__", {})
+    inside = pytree.tree_leaves(_opened(list(attributes.values()), depth - 1))
+    return _Node(leaf, dict(attributes), depth - 1) if any(isinstance(each, Tensor) for each in inside) else leaf
+
+
+class _Node:
+    """A mapping or object as a node of a pytree."""
+
+    def __init__(self, value: Any, parts: dict[Any, Any], depth: int) -> None:
+        self.value, self.parts, self.depth = value, parts, depth
+
+    def flatten(self) -> tuple[list[Any], _Kind]:
+        parts = [_opened(part, self.depth) for part in self.parts.values()]
+        return parts, _Kind(type(self.value), tuple(self.parts), self.value)
+
+    def flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], _Kind]:
+        parts, kind = self.flatten()
+        key = pytree.MappingKey if isinstance(self.value, Mapping) else pytree.GetAttrKey
+        return [(key(name), part) for name, part in zip(kind.names, parts, strict=True)], kind
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a node is put together by: two of the same type and names are alike, whatever else they hold."""
+
+    type: type
+    names: tuple[Any, ...]
+    value: Any = field(compare=False, repr=False)
+
+    def with_parts(self, parts: Sequence[Any]) -> Any:
+        found = dict(zip(self.names, parts, strict=True))
+        if isinstance(self.value, Mapping) and not isinstance(self.value, MutableMapping):
+            return self.type(found)
+        made = copy.copy(self.value)
+        for name, part in found.items():
+            if isinstance(made, MutableMapping):
+                made[name] = part
+            else:
+                object.__setattr__(made, name, part)  # a frozen dataclass too
+        return made
+
+
+pytree.register_pytree_node(
+    _Node,
+    _Node.flatten,
+    lambda parts, kind: kind.with_parts(list(parts)),
+    flatten_with_keys_fn=_Node.flatten_with_keys,
+)

@@ -1,0 +1,97 @@
+"""Batches that torch's pytrees take for leaves are read, faked, planned for and put together like all others."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.batches import flatten, map_tensors, tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+    y: Tensor
+    name: str = "train"
+
+
+class Plain:
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y, self.name = x, y, "train"
+
+
+class Encoding(UserDict[str, Any]):
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["data"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def encoding(x: Tensor, y: Tensor) -> Encoding:
+    return Encoding(x=x, y=y, name="train")
+
+
+MAKERS = pytest.mark.parametrize("make", [Frozen, Plain, encoding])
+
+
+def work_of(batch: Any) -> lowtide.Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)))
+    return lowtide.Workload(model, lambda m, b: (m(b.x) - b.y).square().mean(), batch)
+
+
+@MAKERS
+def test_tensors_are_found_and_replaced_and_all_else_stays(make: Any) -> None:
+    x, y = torch.zeros(2, 3), torch.ones(2)
+    batch = [make(x, y), {"more": make(y, x)}]
+    assert all(a is b for a, b in zip(tensors(batch), (x, y, y, x), strict=True))
+    doubled = map_tensors(lambda tensor: tensor + 1, batch)
+    assert type(doubled[0]) is type(batch[0])
+    assert doubled[0].name == "train"
+    assert torch.equal(doubled[1]["more"].x, y + 1)
+    assert batch[1]["more"].x is y
+    others = [make(torch.zeros(5, 3), y), {"more": make(y, x)}]
+    assert flatten(others)[1] == flatten(batch)[1]
+    assert str(flatten(others)[1]) == str(flatten(batch)[1])
+
+
+def test_what_holds_no_tensor_is_a_leaf() -> None:
+    leaves = [object(), "text", nn.Linear(2, 2), Tensor, None, 3, Plain(1, 2)]  # pyright: ignore[reportArgumentType]
+    assert all(a is b for a, b in zip(flatten(leaves)[0], leaves, strict=True))
+    assert tensors(leaves) == []
+
+
+@MAKERS
+def test_a_step_is_traced_and_predicted_to_the_byte(make: Any) -> None:
+    x, y = torch.randn(256, 16), torch.randn(256, 16)
+    expected = lowtide.profile(work_of(Plain(x, y)))
+    work = work_of(make(x, y))
+    found, predicted = lowtide.profile(work), lowtide.profile(work, fake=True)
+    assert sum(s.bytes for s in found.graph.storages if s.category == "input") == x.nbytes + y.nbytes
+    assert found.storage_peak_bytes == predicted.storage_peak_bytes == expected.storage_peak_bytes
+
+
+@MAKERS
+@pytest.mark.parametrize("engine", ["eager", "graph"])
+def test_a_step_is_planned(make: Any, engine: Any) -> None:
+    work = work_of(make(torch.randn(256, 16), torch.randn(256, 16)))
+    plan = lowtide.plan(work, "70%", engine=engine)
+    found = lowtide.verify(work, plan)
+    assert found.ok, str(found)
+
+
+def test_a_planned_step_knows_another_batch_of_the_same_shapes() -> None:
+    work = work_of(encoding(torch.randn(64, 16), torch.randn(64, 16)))
+    other = encoding(torch.randn(64, 16), torch.randn(64, 16))
+    with lowtide.apply(lowtide.plan(work, "70%", engine="graph"), work) as step:
+        step.loss(work.batch).backward()
+        step.model.zero_grad()
+        assert torch.equal(step.loss(other), work.loss(work.model, other))
+        assert len(step.work.loss._compiled) == 1
