@@ -118,8 +118,8 @@ class TechniqueContract:
     def test_random_gradients_are_right_on_average(self, technique, work, plain, option) -> None:
         if technique.check(option).fidelity is not Fidelity.UNBIASED:
             pytest.skip("it is not random, or not promised to be right on average")
-        if not SOAK and (option != technique.options(plain)[0] or work.name == "convnet"):
-            pytest.skip("one option in the default run, of all models but the convolutions'")
+        if not SOAK and (option != technique.options(plain)[0] or work.name in ("convnet", "transformer")):
+            pytest.skip("one option of the smallest model in the default run")
         expected = gradients(work)
         mean, spread = torch.zeros_like(expected), torch.zeros_like(expected)
         with technique.apply(work, [option]) as applied, torch.random.fork_rng(devices=[]):

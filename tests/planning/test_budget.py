@@ -114,7 +114,7 @@ def test_an_option_is_traced_once_for_a_profile(plain: Profile, monkeypatch: pyt
     work = chain()
     found = plan(work, "60%", profile=plain, engine="eager")
     traced = []
-    monkeypatch.setattr(budget_module, "predict", lambda *args: traced.append(args))
+    monkeypatch.setattr(budget_module, "predict", lambda *args, **_: traced.append(args))
     assert plan(work, "60%", profile=plain, engine="eager").peak_bytes == found.peak_bytes
     assert not traced
 

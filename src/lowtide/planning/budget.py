@@ -258,7 +258,7 @@ class _Search:
         known = traced.get(option)
         if known is None or known[0] is not technique:
             try:
-                found = predict(self.work, [option], self.baseline)
+                found = predict(self.work, [option], self.baseline, only_peaks=True)
             except Exception as error:  # any failure says the same: not this option
                 self.notes.append(f"{option} was left out: {error}")
                 return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from lowtide.planning.recomputation import recomputations
 from lowtide.profiling import Comparison, Profile, profile
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Applied, Option, Price, Technique, Undo
+from lowtide.tracing.abridged import abridged
 from lowtide.tracing.graph import Graph, Op, signature
 from lowtide.workload import Workload
 
@@ -32,18 +34,20 @@ def estimate_peak(graph: Graph, prices: Iterable[Price]) -> int:
     return int(max(graph.live_bytes(allocated=True) + np.cumsum(change)[:-1], default=0))
 
 
-def predict(work: Workload, options: Sequence[Option], baseline: Profile) -> Profile:
+def predict(work: Workload, options: Sequence[Option], baseline: Profile, *, only_peaks: bool = False) -> Profile:
     """The step with these options applied, traced over fake tensors; the model is afterwards as it was.
 
     What kernels allocate inside themselves is taken from the baseline's ops of the same signature, or else of the
     same name and results, where those were measured; what acts on the whole step has ops of other shapes, and each is
-    measured alone. Where fake tensors cannot go, a real step is traced instead if the baseline was one.
+    measured alone. Where fake tensors cannot go, a real step is traced instead if the baseline was one. With
+    ``only_peaks``, repetitions that change none are left out.
     """
     is_measured = not baseline.graph.fake and baseline.workspace_source == "measured"
     measure = is_measured and any(technique.kind == "step" for technique, _ in _by_technique(options))
     with apply_options(work, options) as applied:
         try:
-            found = profile(applied.work, fake=True, device=baseline.graph.device, measure=measure)
+            with abridged() if only_peaks else nullcontext():
+                found = profile(applied.work, fake=True, device=baseline.graph.device, measure=measure)
         except TraceError:
             if baseline.graph.fake:
                 raise

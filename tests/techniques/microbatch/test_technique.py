@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
 from lowtide import Workload, zoo
-from lowtide.planning.prediction import estimate_peak
+from lowtide.planning.prediction import estimate_peak, predict
 from lowtide.techniques import Fidelity, Option, Technique, techniques
 from lowtide.techniques.sqrt import checkpoint_segments
 
@@ -120,6 +120,24 @@ def test_estimates_are_near_what_a_trace_gives() -> None:
         estimate = estimate_peak(plain.graph, [technique.price(option, plain)])
         with technique.apply(work, [option]) as applied:
             assert estimate == pytest.approx(lowtide.profile(applied.work).peak_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("make", "is_shorter"),
+    [
+        (lambda: zoo.small("gpt2", batch=7), True),
+        (lambda: mlp(12), True),
+        (lambda: zoo.small("lstm", batch=8), True),
+        (lambda: zoo.small("wrn28-2", batch=5), False),  # of each piece, statistics are kept
+    ],
+)
+def test_peaks_alone_are_predicted_by_few_pieces_to_the_byte(make: Callable[[], Workload], is_shorter: bool) -> None:
+    work = make()
+    plain = lowtide.profile(work)
+    smallest = techniques()["microbatch"].options(plain)[-1]
+    whole, short = (predict(work, [smallest], plain, only_peaks=only) for only in (False, True))
+    assert (short.peak_bytes, short.storage_peak_bytes) == (whole.peak_bytes, whole.storage_peak_bytes)
+    assert (len(short.graph.ops) < len(whole.graph.ops)) is is_shorter
 
 
 def test_the_planner_takes_it_where_it_is_the_fastest_that_fits() -> None:
