@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,40 @@ class Encoding(UserDict[str, Any]):
             raise AttributeError(name) from None
 
 
+class Items(MutableMapping[str, Any]):
+    def __init__(self, **items: Any) -> None:
+        self._items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Attributes(dict[str, Any]):
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__ = self
+
+
+@dataclass
+class Derived:
+    x: Tensor
+
+    def __post_init__(self) -> None:
+        self.y = self.x * 2
+
+
 def encoding(x: Tensor, y: Tensor) -> Encoding:
     return Encoding(x=x, y=y, name="train")
 
@@ -60,6 +95,20 @@ def test_tensors_are_found_and_replaced_and_all_else_stays(make: Any) -> None:
     others = [make(torch.zeros(5, 3), y), {"more": make(y, x)}]
     assert flatten(others)[1] == flatten(batch)[1]
     assert str(flatten(others)[1]) == str(flatten(batch)[1])
+
+
+def test_the_callers_batch_is_never_written_to() -> None:
+    x = torch.zeros(4, 3)
+    for batch in (Items(x=x), Attributes(x=x), Encoding(x=x)):
+        made = map_tensors(lambda tensor: tensor[:2], batch)
+        assert batch["x"] is x
+        assert made["x"].shape == (2, 3)
+        assert getattr(made, "x", made["x"]).shape == (2, 3)
+
+
+def test_attributes_that_are_no_fields_count() -> None:
+    made = map_tensors(lambda tensor: tensor[:2], Derived(torch.zeros(4, 3)))
+    assert made.x.shape == made.y.shape == (2, 3)
 
 
 def test_what_holds_no_tensor_is_a_leaf() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_not
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 Structure = pytree.TreeSpec
 unflatten = pytree.tree_unflatten
+_PLAIN = (Tensor, str, bytes, int, float, complex, type(None))
 _DEPTH = 2  # objects within objects
 
 
@@ -56,14 +58,19 @@ def _opened(batch: Any, depth: int) -> Any:
 
 
 def _open(leaf: Any, depth: int) -> Any:
+    if isinstance(leaf, _PLAIN):
+        return leaf
     if isinstance(leaf, Mapping):
         return _Node(leaf, dict(leaf), depth)
-    if not depth or isinstance(leaf, (Tensor, type, nn.Module)):
+    if not depth or isinstance(leaf, (type, nn.Module)):
         return leaf
     if dataclasses.is_dataclass(leaf):
         attributes = {each.name: getattr(leaf, each.name, None) for each in dataclasses.fields(leaf)}
+        attributes |= getattr(leaf, "__dict__", {})
     else:
         attributes = getattr(leaf, "__dict__", {})
+    if not attributes:
+        return leaf
     inside = pytree.tree_leaves(_opened(list(attributes.values()), depth - 1))
     return _Node(leaf, dict(attributes), depth - 1) if any(isinstance(each, Tensor) for each in inside) else leaf
 
@@ -96,12 +103,18 @@ class _Kind:
         found = dict(zip(self.names, parts, strict=True))
         if isinstance(self.value, Mapping) and not isinstance(self.value, MutableMapping):
             return self.type(found)
-        made = copy.copy(self.value)
-        for name, part in found.items():
-            if isinstance(made, MutableMapping):
-                made[name] = part
-            else:
+        made: Any = copy.copy(self.value)
+        if not isinstance(self.value, MutableMapping):
+            for name, part in found.items():
                 object.__setattr__(made, name, part)  # a frozen dataclass too
+            return made
+        if getattr(self.value, "__dict__", None) is self.value:  # its items are its attributes
+            made.__dict__ = made
+        elif not isinstance(self.value, UserDict):  # what it keeps its items in must be its own
+            held = getattr(made, "__dict__", {})
+            held.update({name: copy.copy(each) for name, each in held.items() if isinstance(each, MutableMapping)})
+        for name, part in found.items():
+            made[name] = part
         return made
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -250,3 +252,14 @@ def test_nothing_is_watched_after_undo() -> None:
     step.undo()
     step.loss(torch.randn(4096, 16)).backward()
     step.loss(torch.randn(4096, 16)).backward()
+
+
+def test_parameters_that_are_replaced_are_let_go_and_their_successors_watched(heavy: Workload) -> None:
+    step = eager(heavy, "85%")
+    before = [weakref.ref(parameter) for parameter in heavy.model.parameters()]
+    heavy.model.load_state_dict({k: v.clone() for k, v in heavy.model.state_dict().items()}, assign=True)
+    gc.collect()
+    assert not any(reference() is not None for reference in before)
+    step.loss(heavy.batch).backward()
+    with pytest.warns(RuntimeWarning, match="on top"):
+        step.loss(heavy.batch)

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -135,6 +138,18 @@ def test_a_block_that_draws_from_its_own_generator_is_in_no_chain() -> None:
     model = nn.Sequential(*(Noisy(g) for g in (None, own, default, None, own)))
     assert [[b.position for b in chain.blocks] for chain in chains(model, 3, 4).chains] == [[0], [2, 3]]
     assert chains(nn.Sequential(Noisy(own), Noisy(own)), 3, 4).chains == ()
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_a_block_that_draws_from_pythons_or_numpys_generator_is_in_no_chain(draw: Callable[[], float]) -> None:
+    class Drawing(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * draw()
+
+    plain = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(5)]
+    drawing = Drawing(nn.Linear(4, 4), nn.Tanh())
+    model = nn.Sequential(*plain[:3], drawing, *plain[3:])
+    assert [[b.position for b in chain.blocks] for chain in chains(model, 3, 4).chains] == [[0, 1, 2], [4, 5]]
 
 
 def test_a_block_in_whose_noise_a_checkpoint_would_stop_is_in_no_chain() -> None:

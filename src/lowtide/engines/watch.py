@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowtide.batches import tensors
 from lowtide.fingerprint import batch_shapes
 from lowtide.planning.plan import Plan
 from lowtide.profiling import profile
 from lowtide.sizes import format_size
-from lowtide.tracing.unchanged import parameters_of
+from lowtide.tracing.unchanged import modules_of
 from lowtide.workload import Workload
 
 _MOST_PREDICTED = 8  # batches: each takes as long as tracing a step
-_gradient = attrgetter("grad")
-_is_trained = attrgetter("requires_grad")
 
+_Place = tuple[dict[str, nn.Parameter | None], str]  # a module's parameters, and the name of one
 Signature = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
@@ -102,17 +101,20 @@ class ParameterWatch:
     def __init__(self, plan: Plan, work: Workload, batches: BatchWatch | None) -> None:
         self.plan, self.work, self.batches = plan, work, batches
         self._room = plan.budget_bytes - plan.peak_bytes
-        parameters = parameters_of(work)
-        self._with_gradients = parameters if sum(p.nbytes for p in parameters) > self._room else []
+        # By their places: parameters may be loaded, or sharded, into others.
+        places = [(m._parameters, name) for m in modules_of(work) for name, p in m._parameters.items() if p is not None]
+        size = sum(_bytes(parameter) for parameter in _at(places))
+        self._with_gradients = places if size > self._room else []
         # The graph engine has other programs for other parameters to train, and says so itself.
-        self._frozen = [p for p in parameters if not p.requires_grad] if plan.program is None else []
+        is_eager = plan.program is None
+        self._frozen = [place for place in places for p in _at([place]) if is_eager and not p.requires_grad]
 
     def __call__(self, batch: Any) -> None:
         """Warn of what the step would take beside what was planned."""
-        if any(map(_is_trained, self._frozen)):
+        if any(p.requires_grad for p in _at(self._frozen)):
             warning, self._frozen = self._unfrozen(), []
             warnings.warn(warning, RuntimeWarning, stacklevel=3)
-        held = sum(_bytes(gradient) for gradient in map(_gradient, self._with_gradients) if gradient is not None)
+        held = sum(_bytes(p.grad) for p in _at(self._with_gradients) if p.grad is not None)
         if held <= self._room:
             return
         peak = self.plan.peak_bytes if self.batches is None else self.batches.peak_bytes(batch)
@@ -122,7 +124,7 @@ class ParameterWatch:
 
     def _unfrozen(self) -> str:
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.work.model.named_parameters()}
-        found = [names.get(p, "a parameter of the loss") for p in self._frozen if p.requires_grad]
+        found = [names.get(p, "a parameter of the loss") for p in _at(self._frozen) if p.requires_grad]
         if len(found) > 4:
             found[3:] = [f"{len(found) - 3} more"]
         named = " and ".join(filter(None, (", ".join(found[:-1]), found[-1])))
@@ -155,7 +157,13 @@ def _is_within(found: Signature, fitting: Signature) -> bool:
     )
 
 
-def _bytes(gradient: Tensor) -> int:
-    if gradient.layout is torch.strided:
-        return gradient.nbytes
-    return gradient._values().nbytes + gradient._indices().nbytes
+def _at(places: list[_Place]) -> Iterator[Tensor]:
+    """The parameters that are there now, each once."""
+    return iter(dict.fromkeys(p for held, name in places if (p := held.get(name)) is not None))
+
+
+def _bytes(tensor: Any) -> int:
+    tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, what is here
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    return tensor._values().nbytes + tensor._indices().nbytes

@@ -226,6 +226,7 @@ class _DrawsByValue(Draws):
     def __init__(self) -> None:
         super().__init__(torch.initial_seed())
         self._drawn: Tensor | None = None
+        self._is_read = False  # which waits for the device
 
     def see(self, flat: Tensor) -> None:
         if self._drawn is None:
@@ -238,8 +239,8 @@ class _DrawsByValue(Draws):
 
     def noise(self, x: Tensor, group: int) -> Noise:
         assert self._drawn is not None
-        if not isinstance(x, FakeTensor):
-            self.seed = int(self._drawn)
+        if not self._is_read and not isinstance(x, FakeTensor):
+            self.seed, self._is_read = int(self._drawn), True
         return super().noise(x, group)
 
 

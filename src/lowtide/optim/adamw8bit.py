@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -100,8 +101,9 @@ class AdamW8bit(torch.optim.Optimizer):
             return
         written: list[tuple[Tensor, Tensor]] = []
         entries: list[Entry] = []
+        has_moved = False
         for p, state in members:
-            _reorder(p, state)
+            has_moved |= _reorder(p, state)
             values, copied = flat(p)
             written += [(p, copied)] if copied is not None else []
             moments = Moments(*(state.get(key) for key in _KEYS))  # pyright: ignore[reportArgumentType]
@@ -109,7 +111,7 @@ class AdamW8bit(torch.optim.Optimizer):
         launches = kernels.step(entries, hyper, seed=seed)
         for parameter, result in written:
             parameter.copy_(result.view(parameter.shape))
-        places = _places(members)  # again: moments that were put into another order have moved
+        places = _places(members) if has_moved else places
         if places is not None and launches is not None:
             known[number] = _Last(places, launches, [state["exp_avg"] for _, state in members])
 
@@ -213,11 +215,13 @@ def _coded(p: Tensor, first: Tensor, second: Tensor) -> dict[str, Any]:
     return _named(Moments(pairs[0][0].clone(), pairs[1][0].clone(), pairs[0][1], pairs[1][1]), p)
 
 
-def _reorder(p: Tensor, state: dict[str, Any]) -> None:
-    """Put moments into the order of the parameter's memory, which may have another format than when they were made."""
+def _reorder(p: Tensor, state: dict[str, Any]) -> bool:
+    """Put moments into the order of the parameter's memory, where it has another format than when they were made."""
     order = _order(p)
-    if state.setdefault(ORDER, order) != order:  # older versions noted none
-        state.update(_coded(p, *(_whole(p, state, key) for key in _KEYS[:2])))
+    if state.setdefault(ORDER, order) == order:  # older versions noted none
+        return False
+    state.update(_coded(p, *(_whole(p, state, key) for key in _KEYS[:2])))
+    return True
 
 
 def _whole(p: Tensor, state: dict[str, Any], key: str) -> Tensor:
@@ -238,9 +242,14 @@ def _order(p: Tensor) -> int:
 
     Those of size 1 are left out, since their strides say nothing. An int, which every kind of checkpoint can save.
     """
-    dims = [dim for dim, size in enumerate(p.shape) if size != 1]
-    if not p.is_contiguous() and _is_dense(p):
-        dims.sort(key=p.stride, reverse=True)
+    return _order_of(p.shape, p.stride() if not p.is_contiguous() and _is_dense(p) else None)
+
+
+@lru_cache(maxsize=4096)
+def _order_of(shape: torch.Size, strides: tuple[int, ...] | None) -> int:
+    dims = [dim for dim, size in enumerate(shape) if size != 1]
+    if strides is not None:
+        dims.sort(key=lambda dim: strides[dim], reverse=True)
     return sum((dim + 1) * 100**place for place, dim in enumerate(reversed(dims)))
 
 

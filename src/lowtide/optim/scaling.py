@@ -143,7 +143,10 @@ def _are_finite(gradients: list[Tensor]) -> bool:
     norms = torch._foreach_norm(gradients, ord=torch.inf) if gradients else []  # pyright: ignore[reportPrivateImportUsage]
     for norm in norms:
         largest.setdefault((norm.device, norm.dtype), []).append(norm)
-    return all(bool(torch.stack(some).isfinite().all()) for some in largest.values())
+    found: dict[torch.device, list[Tensor]] = {}
+    for (device, _), some in largest.items():
+        found.setdefault(device, []).append(torch.stack(some).isfinite().all())
+    return all(bool(torch.stack(flags).all()) for flags in found.values())  # waits for each device once
 
 
 class _Pass:

@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import LowtideError, ModifiedError
-from lowtide.techniques.host_generators import HostGenerators
-from lowtide.tracing.internals import autograd
+from lowtide.tracing.internals import gradient_hooks
 
 _Versioned = tuple[nn.Module, str, Tensor, int]  # a parameter, with its module and name
 
@@ -27,10 +26,10 @@ def recompute(
     """``function(*args, **kwargs)``, keeping only its inputs for the backward pass: bitwise, and it nests.
 
     A non-reentrant ``torch.utils.checkpoint`` that also leaves the modules' state alone. The second run draws
-    the same random numbers (torch's, Python's and numpy's), is under the same autocast, finds every module in the
-    same ``training`` mode and every buffer as the first run found it; it updates no running statistics. A parameter
-    that was changed in between raises. State that is in neither buffers nor these generators (a ``torch.Generator``
-    of the model's own, a Python counter, a file) is beyond it.
+    the same random numbers, is under the same autocast, finds every module in the same ``training`` mode and every
+    buffer as the first run found it; it updates no running statistics. A parameter that was changed in between raises,
+    unless it is stepped in backward. State that is in neither buffers nor torch's own generators (a ``torch.Generator``
+    of the model's, Python's and numpy's generators, a counter, a file) is beyond it.
 
     ``modules`` are those that the function runs, ``path`` is where it is, for errors.
     """
@@ -71,23 +70,21 @@ def recompute(
 
 @dataclass
 class _State:
-    """What the first run found: modes, buffers and generators that it went on to change; what versions it left."""
+    """What the first run found: modes, buffers that it went on to change, versions of parameters that it did not."""
 
     modules: list[nn.Module]
     path: str
     training: list[bool] = field(default_factory=list[bool])
     buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list[tuple[nn.Module, str, Tensor]])
     parameters: list[_Versioned] = field(default_factory=list[_Versioned])
-    generators: HostGenerators | None = None
 
 
 class _First:
-    """The first run: remember the modes, and the buffers and generators that it changes."""
+    """The first run: remember the modes, and the buffers that it changes."""
 
     def __init__(self, state: _State) -> None:
         self.state = state
         self.before: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
-        self.generators: HostGenerators | None = None
 
     def __enter__(self) -> None:
         self.state.training = [module.training for module in self.state.modules]
@@ -98,7 +95,13 @@ class _First:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self.generators = HostGenerators.now()
+        # Whoever steps in backward may do so before this: what is behind such a parameter is then differentiated.
+        self.state.parameters = [
+            (module, name, parameter, parameter._version)
+            for module in self.state.modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None and not parameter.is_inference() and not gradient_hooks(parameter)
+        ]
 
     def __exit__(self, *exception: object) -> None:
         self.state.buffers = [
@@ -107,26 +110,17 @@ class _First:
             if module._buffers.get(name) is not buffer or buffer._version != version
         ]
         self.before = []
-        # After the run: what writes into its own weights, as an embedding with max_norm, finds them written.
-        self.state.parameters = [
-            (module, name, parameter, parameter._version)
-            for module in self.state.modules
-            for name, parameter in module._parameters.items()
-            if parameter is not None and not parameter.is_inference()
-        ]
-        if self.generators is not None and self.generators.drawn_since():
-            self.state.generators = self.generators
-        self.generators = None
+        # What writes into its own weights, as an embedding with max_norm, will do so again.
+        self.state.parameters = [held for held in self.state.parameters if held[2]._version == held[3]]
 
 
 class _Again:
-    """A later run: modes, buffers and generators as the first run found them, on copies."""
+    """A later run: modes and buffers as the first run found them, on copies."""
 
     def __init__(self, state: _State) -> None:
         self.state = state
         self.modes: list[tuple[nn.Module, bool]] = []
         self.replaced: list[tuple[nn.Module, str, Tensor | None]] = []
-        self.generators: HostGenerators | None = None
 
     def __enter__(self) -> None:
         state = self.state
@@ -145,9 +139,6 @@ class _Again:
         for module, name, copy in copies:
             self.replaced.append((module, name, module._buffers[name]))
             module._buffers[name] = copy
-        if state.generators is not None:
-            self.generators = HostGenerators.now()
-            state.generators.restore()
 
     def __exit__(self, *exception: object) -> None:
         for module, training in self.modes:
@@ -155,14 +146,6 @@ class _Again:
         for module, name, buffer in self.replaced:
             module._buffers[name] = buffer
         self.modes, self.replaced = [], []
-        if self.generators is not None:
-            self.generators.restore()
-            self.generators = None
-        written = [
-            (parameter, version) for *_, parameter, version in self.state.parameters if parameter._version != version
-        ]
-        if written:  # again: to autograd it counts as once
-            autograd._unsafe_set_version_counter(*zip(*written, strict=True))
 
 
 def _modified(module: nn.Module, name: str, parameter: Tensor, version: int, path: str) -> ModifiedError:

@@ -21,7 +21,7 @@ class SegmentTechnique:
     """What techniques share that recompute segments: all but their options, whose knob ``trees`` has one per site."""
 
     kind: Kind = "saved"
-    needs = "a nn.Sequential or nn.ModuleList of two or more blocks, which draw from no torch.Generator of their own"
+    needs = "a nn.Sequential or nn.ModuleList of two or more blocks, which draw only from torch's own generators"
     conflicts: frozenset[str] = frozenset()
 
     def __init__(self) -> None:

@@ -80,7 +80,7 @@ class Op:
     recompute: bool  # a forward op run again in the backward pass
     seconds: float  # nan where not measured
     workspace_bytes: int  # allocated inside the kernel above its outputs, and freed by its end
-    own_generator: bool = False  # it draws from another generator than torch's default ones
+    own_generator: bool = False  # it, or the code around it, draws from other generators than torch's default ones
 
     @property
     def signature(self) -> str:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from lowtide.tracing.accumulation import ADD_IN_PLACE, engine_adds, engine_counts
 from lowtide.tracing.calls import Call
+from lowtide.tracing.generators import has_own_generator, host_states
 from lowtide.tracing.graph import Category, Graph, Op, Phase, Saved, Storage, Value, signature
 from lowtide.tracing.internals import autograd
 from lowtide.tracing.meter import Meter
@@ -101,6 +102,8 @@ class Recorder(TorchDispatchMode):
         self._opaque = 0
         self._node: Any = None
         self._last_node = (-1, 0)  # sequence number of the autograd node that ran last, and its first op
+        self._host_states = host_states()
+        self._drawing_module: str | None = None  # that of the last op in forward
         engine_counts()  # before the step: it runs a tiny one of its own
         self._outer_hooks = autograd._top_saved_tensors_default_hooks(True)
         self.saved_tensor_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -143,9 +146,12 @@ class Recorder(TorchDispatchMode):
     def start(self, phase: Phase) -> None:
         """Enter a phase. What the forward pass leaves alive at the backward's start is an activation."""
         if phase == "backward":
+            self._draws_on_host()
             for index in self._alive.values():
                 if self._storages[index].category == "temporary":
                     self._storages[index].category = "activation"
+        elif phase == "forward":
+            self._host_states = host_states()
         self.phase = phase
 
     def visit(self, node: Any) -> None:
@@ -188,7 +194,7 @@ class Recorder(TorchDispatchMode):
         inputs = tuple(self._value(t, index) for t in tensors)
         with self._meter.op(_kind(func, inputs, arguments)):
             out = func(*args, **kwargs)
-        self._finish(_name(func), inputs, leaves(out), arguments, own_generator=_has_own_generator(args, kwargs))
+        self._finish(_name(func), inputs, leaves(out), arguments, own_generator=has_own_generator(args, kwargs))
         if self._calls is not None and (key := signature(_name(func), inputs, arguments)) not in self._calls:
             self._calls[key] = Call.of(func, args, kwargs)
         return out
@@ -222,6 +228,9 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         index = len(self._ops)
         place, recompute = self._place(name)
+        if self.phase == "forward" and place.module != self._drawing_module:
+            own_generator = self._draws_on_host() or own_generator
+            self._drawing_module = place.module
         known = len(self._storages)
         outputs = tuple(self._value(tensor, index, place) for tensor in made)
         self._ops.append(
@@ -230,6 +239,17 @@ class Recorder(TorchDispatchMode):
         if recompute:
             for storage in self._storages[known:]:
                 storage.recomputed = True
+
+    def _draws_on_host(self) -> bool:
+        """Whether Python or numpy drew numbers since this was asked last: then so did the ops of the last module."""
+        before, self._host_states = self._host_states, host_states()
+        if self._host_states == before:
+            return False
+        for op in reversed(self._ops):
+            if op.phase != "forward" or op.module != self._drawing_module:
+                break
+            op.own_generator = True
+        return True
 
     def _place(self, name: str) -> tuple[_Place, bool]:
         """Where this op belongs (in the backward pass: where its forward op was called), and if it is run again.
@@ -457,16 +477,6 @@ def _kind(func: Any, inputs: tuple[Value, ...], arguments: str) -> Hashable:
 @cache
 def _depends_on_values(func: Any) -> bool:
     return torch.Tag.dynamic_output_shape in func.tags
-
-
-def _has_own_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether one of the arguments is a generator that is none of torch's default ones."""
-    given: list[Any] = [value for value in (*args, *kwargs.values()) if type(value) is torch.Generator]
-    if not given:
-        return False
-    defaults: list[Any] = [torch.default_generator, *torch.cuda.default_generators]
-    known = {generator._cdata for generator in defaults}  # an op is handed another object around the same generator
-    return any(generator._cdata not in known for generator in given)
 
 
 @cache

@@ -79,6 +79,7 @@ class MicrobatchLoss:
         self.exact = exact
         self.found: Literal["mean", "sum"] | None = None if reduction == "auto" else reduction
         self.compiled = compiled_modules(work)
+        self.counts = True  # whether cross entropies must be seen as they run; known after the first real step
         self.mixed: bool | None = None  # whether it is more than the mean of a cross entropy
         self.extra: list[Tensor] | None = None  # what else the loss trains; known after the first step
         self.scale: Tensor | None = None  # the last gradient that came back to the loss
@@ -148,6 +149,8 @@ class _Run:
         loss = self.loss
         pieces, shares = self._pieces()
         values: list[Tensor] = []
+        sees, loss.counts = loss.counts or self.is_traced, True  # so that a step after one that failed sees
+        needed = False
         with ExitStack() as stack:
             stack.enter_context(self.gradients)
             if loss.exact:
@@ -168,7 +171,9 @@ class _Run:
                         for module in self.modules:
                             if isinstance(module, DistributedDataParallel):
                                 around.enter_context(module.no_sync())
-                    counting = around.enter_context(Counting()) if shares[number] is None else None
+                    counting = Counting() if shares[number] is None else None
+                    if counting is not None and sees:
+                        around.enter_context(counting)
                     own = {i: self.batch.leaves[i].detach()[start:end].requires_grad_() for i in self.rows}
                     losses = [loss.__wrapped__(self.model, self.batch.piece(start, end, own))]
                 if not isinstance(losses[0], Tensor) or losses[0].numel() != 1 or losses[0].is_complex():
@@ -176,10 +181,13 @@ class _Run:
                 values.append(losses[0].detach())
                 if counting is not None:
                     shares[number] = self._share(losses[0], counting, end - start)
+                    needed = needed or counting.needed
                 if losses[0].requires_grad:
                     self._backward(losses, shares[number], own, (start, end))
             if recording is not None:
                 recording.finish()
+        if not self.is_traced:
+            loss.counts = needed
         return self._attach(values, shares)
 
     def _pieces(self) -> tuple[list[tuple[int, int]], list[Any]]:

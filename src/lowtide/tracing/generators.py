@@ -1,0 +1,25 @@
+"""Random numbers that do not come from torch's default generators, whose states recomputation puts back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def has_own_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether one of an op's arguments is a generator that is none of torch's default ones."""
+    given: list[Any] = [value for value in (*args, *kwargs.values()) if type(value) is torch.Generator]
+    if not given:
+        return False
+    defaults: list[Any] = [torch.default_generator, *torch.cuda.default_generators]
+    known = {generator._cdata for generator in defaults}  # an op is handed another object around the same generator
+    return any(generator._cdata not in known for generator in given)
+
+
+def host_states() -> tuple[Any, ...]:
+    """The states of Python's and of numpy's generator."""
+    held: Any = np.random.get_state(legacy=False)
+    return random.getstate(), held["state"]["key"].tobytes(), held["state"]["pos"], held["has_gauss"]
