@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.fingerprint import Fingerprint, batch_tensors
+from lowtide.batches import tensors
+from lowtide.fingerprint import Fingerprint
 from lowtide.workload import Workload
 
 
@@ -96,5 +97,5 @@ class Nested:
 
 
 def test_tensors_of_a_batch_are_found_in_objects_and_not_in_modules() -> None:
-    shapes = [list(t.shape) for t in batch_tensors([torch.zeros(1), Pair(torch.zeros(2), "b"), {"n": Nested()}, 4])]
+    shapes = [list(t.shape) for t in tensors([torch.zeros(1), Pair(torch.zeros(2), "b"), {"n": Nested()}, 4])]
     assert shapes == [[1], [2], [3]]
