@@ -127,8 +127,7 @@ def test_a_step_is_traced_and_predicted_to_the_byte(make: Any) -> None:
     assert found.storage_peak_bytes == predicted.storage_peak_bytes == expected.storage_peak_bytes
 
 
-@MAKERS
-@pytest.mark.parametrize("engine", ["eager", "graph"])
+@pytest.mark.parametrize(("make", "engine"), [(Frozen, "eager"), (encoding, "eager"), (encoding, "graph")])
 def test_a_step_is_planned(make: Any, engine: Any) -> None:
     work = work_of(make(torch.randn(256, 16), torch.randn(256, 16)))
     plan = lowtide.plan(work, "70%", engine=engine)
