@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import UserDict
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.batches import flatten, map_tensors, tensors
+from tests.encoding import Encoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +25,6 @@ class Frozen:
 class Plain:
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y, self.name = x, y, "train"
-
-
-class Encoding(UserDict[str, Any]):
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["data"][name]
-        except KeyError:
-            raise AttributeError(name) from None
 
 
 class Items(MutableMapping[str, Any]):
@@ -70,7 +62,7 @@ class Derived:
 
 
 def encoding(x: Tensor, y: Tensor) -> Encoding:
-    return Encoding(x=x, y=y, name="train")
+    return Encoding({"x": x, "y": y, "name": "train"})
 
 
 MAKERS = pytest.mark.parametrize("make", [Frozen, Plain, encoding])
@@ -99,7 +91,7 @@ def test_tensors_are_found_and_replaced_and_all_else_stays(make: Any) -> None:
 
 def test_the_callers_batch_is_never_written_to() -> None:
     x = torch.zeros(4, 3)
-    for batch in (Items(x=x), Attributes(x=x), Encoding(x=x)):
+    for batch in (Items(x=x), Attributes(x=x), Encoding({"x": x})):
         made = map_tensors(lambda tensor: tensor[:2], batch)
         assert batch["x"] is x
         assert made["x"].shape == (2, 3)

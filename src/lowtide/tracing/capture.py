@@ -31,7 +31,8 @@ from lowtide.tracing.gpu import ANSWERS, GPU_FIXES, emulated_gpu
 from lowtide.tracing.graph import Graph
 from lowtide.tracing.internals import gradient_hooks
 from lowtide.tracing.meter import CpuMeter, CudaMeter, Meter, NoMeter, profiler_is_free
-from lowtide.tracing.recorder import Recorder, module_hooks
+from lowtide.tracing.places import module_hooks
+from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.unchanged import parameters_of, state_tensors, unchanged
 from lowtide.workload import Workload
 
@@ -123,7 +124,7 @@ def _run(work: Workload, meter: Meter, *, fake: bool, device: str, calls: dict[s
             parameter.grad = None
     with ExitStack() as stack:
         stack.enter_context(_no_garbage_collection())
-        modules, handles = module_hooks(recorder, work.model, skip=compiled)
+        modules, handles = module_hooks(recorder.modules, work.model, skip=compiled)
         for handle in handles:
             stack.callback(handle.remove)
         stack.enter_context(_noted_generator_states(recorder))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,12 +22,10 @@ from lowtide.tracing.graph import Category, Graph, Op, Phase, Saved, Storage, Va
 from lowtide.tracing.internals import autograd
 from lowtide.tracing.meter import Meter
 from lowtide.tracing.parts import address, dtype_name, flatten, leaves, parts
+from lowtide.tracing.places import short_name, source_line
 
 _PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor, int, float, bool, list, tuple, str, type(None)})
 _DEVICE = torch.ops.prim.device.default
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_LOWTIDE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_ZOO = os.path.join(_LOWTIDE, "zoo") + os.sep
 
 
 @dataclass(slots=True)
@@ -267,7 +263,7 @@ class Recorder(TorchDispatchMode):
             variable = getattr(node, "variable", None)
             owner = self._alive.get(address(variable)) if isinstance(variable, Tensor) else None
             return _Place(name, self._storages[owner].module if owner is not None else "", ""), False
-        place = _Place(name, self.modules[-1] if self.modules else "", _source())
+        place = _Place(name, self.modules[-1] if self.modules else "", source_line())
         if builds_graph:
             self._places.setdefault(autograd._get_sequence_nr() - 1, place)
         return place, self.phase == "backward"
@@ -285,7 +281,7 @@ class Recorder(TorchDispatchMode):
                     dtype_name(part),
                     part.numel() * part.element_size(),
                     autograd._get_sequence_nr() - 1,
-                    _source(),
+                    source_line(),
                 )
             )
         # An op's own output, packed as it is, would keep its node alive, and the node it.
@@ -323,7 +319,7 @@ class Recorder(TorchDispatchMode):
                 return index
             known.death = birth
         if place is not None:
-            label = f"{_short(place.op)} {list(tensor.shape)}"
+            label = f"{short_name(place.op)} {list(tensor.shape)}"
         index = len(self._storages)
         self._storages.append(
             _Storage(
@@ -438,29 +434,6 @@ class Recorder(TorchDispatchMode):
         )
 
 
-def module_hooks(
-    recorder: Recorder, model: nn.Module, skip: set[int]
-) -> tuple[dict[str, str], list[torch.utils.hooks.RemovableHandle]]:
-    """Tell the recorder which module runs. Returns path -> class, and the handles to remove."""
-    paths: dict[str, str] = {}
-    handles: list[torch.utils.hooks.RemovableHandle] = []
-    for path, module in model.named_modules():
-        paths[path] = type(module).__name__
-        if id(module) in skip or isinstance(module, torch.jit.ScriptModule):
-            continue
-
-        def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
-            recorder.modules.append(path)
-
-        def leave(_module: nn.Module, _args: Any, _out: Any) -> None:
-            if recorder.modules:
-                recorder.modules.pop()
-
-        handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    return paths, handles
-
-
 def _renumber(values: tuple[Value, ...], kept: dict[int, int]) -> tuple[Value, ...]:
     if all(kept.get(v.storage) == v.storage for v in values):
         return values
@@ -482,20 +455,3 @@ def _depends_on_values(func: Any) -> bool:
 @cache
 def _name(func: Any) -> str:
     return str(func)
-
-
-def _short(op: str) -> str:
-    """``aten.convolution.default`` -> ``convolution``."""
-    parts = op.split(".")
-    return parts[1] if len(parts) > 1 else op
-
-
-def _source() -> str:
-    """The innermost line of user code on the stack."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_TORCH) and (not name.startswith(_LOWTIDE) or name.startswith(_ZOO)):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

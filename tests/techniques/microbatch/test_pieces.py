@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import UserDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -18,6 +17,7 @@ import lowtide
 from lowtide import Workload, zoo
 from lowtide.errors import WorkloadError
 
+from ...encoding import Encoding
 from .steps import assert_same, cross_entropy, in_float64, mlp, step, without_randomness
 
 NAMES = ["lenet", "resnet18", "resnet18-1d", "resnext50", "wrn28-2", "densenet121", "unet", "gpt2", "roberta-base"]
@@ -91,20 +91,6 @@ def test_batches_are_any_pytree_and_what_is_no_tensor_passes_through() -> None:
     assert_same(step(lowtide.microbatch(found, 4)), step(work))
     alone = Workload(model, lambda m, x: m(x).square().mean(), x)
     assert_same(step(lowtide.microbatch(alone, 4)), step(alone))
-
-
-class Encoding(UserDict[str, Any]):
-    """As a tokenizer of Transformers gives it: items are attributes too, and there is more than items."""
-
-    def __init__(self, data: dict[str, Any], encodings: list[str] | None = None) -> None:
-        super().__init__(data)
-        self.encodings = encodings
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["data"][name]
-        except KeyError:
-            raise AttributeError(name) from None
 
 
 class Named(dict[str, Any]):

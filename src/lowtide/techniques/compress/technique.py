@@ -21,6 +21,7 @@ from lowtide.techniques.compress.allocation import KEPT, Layer, allocate_bits
 from lowtide.techniques.forward import Forward, module_at, replace_forward
 from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Knob, Option, Price, Undo
 from lowtide.tracing.graph import Op
+from lowtide.tracing.places import short_name
 from lowtide.workload import Workload
 
 
@@ -194,10 +195,12 @@ class _Saves:
         for storage in storages:
             self._reads.setdefault((op.name, op.module, storage), op.index)
             self._last_use[storage] = op.index
-        if _short(op) not in _WITHOUT_GRADIENT and self._differentiable.intersection(v.storage for v in op.inputs):
-            cast = _short(op) in _CASTS and self.graph.storages[op.inputs[0].storage].category == "parameter"
+        if short_name(op.name) not in _WITHOUT_GRADIENT and self._differentiable.intersection(
+            v.storage for v in op.inputs
+        ):
+            cast = short_name(op.name) in _CASTS and self.graph.storages[op.inputs[0].storage].category == "parameter"
             if not cast:
-                outputs = op.outputs[:1] if _short(op) in _FIRST_ALONE else op.outputs
+                outputs = op.outputs[:1] if short_name(op.name) in _FIRST_ALONE else op.outputs
                 self._differentiable.update(value.storage for value in outputs if value.dtype in _DTYPES)
 
     def _collect(self) -> None:
@@ -213,8 +216,8 @@ class _Saves:
                 saved.dtype in _DTYPES
                 and saved.bytes >= LEAST_BYTES
                 and saved.storage in self._differentiable
-                and not is_sensitive(_base(saved.made_by))
-                and not exponentiates(_base(saved.needed_by))
+                and not is_sensitive(short_name(saved.made_by))
+                and not exponentiates(short_name(saved.needed_by))
                 and saved.storage in self._first_need
             )
             site = site if can else ""
@@ -266,16 +269,6 @@ _FIRST_ALONE = frozenset((
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu", "cudnn_batch_norm",
     "max_pool2d_with_indices", "native_batch_norm", "native_dropout", "native_group_norm", "native_layer_norm",
 ))  # fmt: skip
-
-
-def _short(op: Op) -> str:
-    return _base(op.name)
-
-
-def _base(name: str) -> str:
-    """``aten.convolution.default`` -> ``convolution``."""
-    parts = name.split(".")
-    return parts[1] if len(parts) > 1 else name
 
 
 def _bits(option: Option) -> dict[str, int]:

@@ -12,6 +12,7 @@ from lowtide.profiling.profile import Profile
 from lowtide.techniques.microbatch.loss import microbatch
 from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.graph import Graph, Op, Storage
+from lowtide.tracing.places import short_name
 from lowtide.workload import Workload
 
 
@@ -149,12 +150,8 @@ def _writes(graph: Graph) -> bool:
     """Whether the loss writes to a buffer, as spectral norm does: in pieces it would do so several times."""
     buffers = {s.id for s in graph.storages if s.category == "buffer"}
     ops = (op for op in graph.ops if op.phase == "forward")
-    return any(value.storage in buffers for op in ops if _is_in_place(op) for value in op.outputs)
-
-
-def _is_in_place(op: Op) -> bool:
-    name, _, overload = op.name.removeprefix("aten.").partition(".")
-    return name.endswith("_") or overload.endswith("out")
+    writing = (op for op in ops if short_name(op.name).endswith("_") or op.name.endswith("out"))
+    return any(value.storage in buffers for op in writing for value in op.outputs)
 
 
 def _in_training(op: Op) -> bool:
