@@ -18,7 +18,7 @@ from lowtide.workload import Workload
 
 from .contract import TechniqueContract
 from .outcomes import assert_agree, assert_restored, run, snapshot
-from .workloads import WORKLOADS, wide
+from .workloads import WORKLOADS, moved, wide
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "example_technique.py"
 
@@ -48,8 +48,8 @@ class TestEveryTechnique(TechniqueContract):
         return technique
 
     @pytest.fixture(params=list(WORKLOADS))
-    def work(self, request: pytest.FixtureRequest) -> Workload:
-        return WORKLOADS[request.param]()
+    def work(self, request: pytest.FixtureRequest, device: str) -> Workload:
+        return moved(WORKLOADS[request.param](), device)
 
 
 def test_every_technique_has_something_to_offer_on_some_workload(technique: Technique) -> None:

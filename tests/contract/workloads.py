@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lowtide.workload import Workload
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Residual(nn.Module):
@@ -94,6 +97,12 @@ def wide() -> Workload:
 def larger(work: Workload) -> Workload:
     """The same with a batch eight times as large: what is saved then outweighs what a checkpoint itself keeps."""
     return replace(work, batch=pytree.tree_map_only(Tensor, lambda t: torch.cat([t] * 8), work.batch))
+
+
+def moved(work: Workload, device: str) -> Workload:
+    """The same on a device; parameters stay those that the optimizer knows."""
+    batch = pytree.tree_map_only(Tensor, lambda t: t.to(device), work.batch)
+    return replace(work, model=work.model.to(device), batch=batch)
 
 
 def seeded(make: Callable[[], Workload]) -> Callable[[], Workload]:

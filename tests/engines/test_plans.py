@@ -87,7 +87,8 @@ def plans_at_shares(work: Workload, before: Profile, engine: Literal["graph", "e
         size = before.static_bytes + int(share * (before.storage_peak_bytes - before.static_bytes))
         budget = max(size, smallest)
         found = plan(work, budget, profile=before, engine=engine)
-        assert found.engine == engine
+        # Where a convolution's workspace is most of the peak, as LeNet's is on some CPUs, nothing is below plain.
+        assert found.engine == engine or budget == before.peak_bytes
         yield budget, found
 
 

@@ -82,6 +82,18 @@ def test_what_lies_between_rows_is_not_touched(rows_):
 
 
 @pytest.mark.parametrize("rows_", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("rows", [1, 6])
+def test_targets_may_lie_apart(rows_, rows):
+    logits, target = make(10, rows=6)
+    logits, target = logits[:rows], torch.stack([target, target + 1], dim=1)[:rows, 0]
+    loss, gradient = expected(logits, target, Rules(), torch.tensor(1.0))
+    losses = torch.empty(rows, device=DEVICE)
+    rows_(logits, target, losses, Rules(), torch.tensor(1.0, device=DEVICE))
+    close(losses, loss, 2e-6)
+    close(logits, gradient, 2e-6)
+
+
+@pytest.mark.parametrize("rows_", ROWS.values(), ids=ROWS)
 def test_without_a_scale_there_are_losses_alone(rows_):
     logits, target = make(5000)
     loss, _ = expected(logits, target, Rules(), torch.tensor(1.0))

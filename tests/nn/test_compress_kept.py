@@ -96,6 +96,25 @@ def test_attention_stays_within_the_bound_however_sharp_it_is(bits, how, scale, 
             assert torch.equal(found, wanted)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_every_fused_attention_of_a_gpu_has_torchs_gradients(backend, dropout):
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+    def run():
+        torch.manual_seed(1)
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return F.scaled_dot_product_attention(*(x * 3 for x in inputs), dropout_p=dropout).float().sum()
+
+    expected = torch.autograd.grad(run(), inputs)
+    with compressed(2):
+        loss = run()
+    for found, wanted in zip(torch.autograd.grad(loss, inputs), expected, strict=True):
+        torch.testing.assert_close(found, wanted)  # efficient attention adds up in any order
+
+
 def test_what_attention_reads_is_stored_for_others_but_kept_for_it():
     h = activation(2, 4, 128, 64)
     with compressed(2):

@@ -18,6 +18,7 @@ from lowtide.techniques.fewbit import FewBit, keep_few_bits, measure_inputs
 from lowtide.workload import Workload
 from tests.contract.contract import TechniqueContract
 from tests.contract.outcomes import run
+from tests.contract.workloads import moved
 
 
 def build(model, *shape):
@@ -57,8 +58,8 @@ class TestFewBit(TechniqueContract):
         return techniques()["fewbit"]
 
     @pytest.fixture(params=list(WORKS))
-    def work(self, request):
-        return make(request.param)
+    def work(self, request, device):
+        return moved(make(request.param), device)
 
 
 @pytest.mark.parametrize("name", WORKS)

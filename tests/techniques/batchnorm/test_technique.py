@@ -21,6 +21,7 @@ from lowtide.workload import Workload
 
 from ...contract.contract import TechniqueContract
 from ...contract.outcomes import assert_agree, run
+from ...contract.workloads import moved
 
 
 class Joined(nn.Module):
@@ -63,8 +64,8 @@ class TestBatchNorm(TechniqueContract):
         return found
 
     @pytest.fixture(params=list(RESIDUAL))
-    def work(self, request: pytest.FixtureRequest) -> Workload:
-        return RESIDUAL[request.param]()
+    def work(self, request: pytest.FixtureRequest, device: str) -> Workload:
+        return moved(RESIDUAL[request.param](), device)
 
 
 def test_it_offers_every_pair_that_saves_and_one_option_for_each_spacing_of_joins() -> None:

@@ -24,16 +24,16 @@ _WARPS = 8
 def rows_(logits: Tensor, target: Tensor, losses: Tensor, rules: Rules, scale: Tensor | None = None) -> None:
     """Write the losses of rows; with a ``scale``, their gradient times it takes the logits' place.
 
-    Columns are neighbours in memory; the distance between rows is free. A target that is no class gives nan.
+    Columns are neighbours in memory, and losses too; the distance between rows, and between targets, is free. A target
+    that is no class gives nan.
     """
-    assert logits.stride(1) == 1
-    assert target.stride(0) == losses.stride(0) == 1
+    assert logits.stride(1) == losses.stride(0) == 1
     count, classes = logits.shape
     block = min(_BLOCK, 1 << (classes - 1).bit_length())
     stride = 0 if scale is None or scale.numel() == 1 else scale.stride(0)
     _launch(
         count, (logits, target, losses, scale, rules.weight, rules.weight_sum),
-        (logits.stride(0), stride, classes, rules.ignore_index, float(rules.smoothing)),
+        (logits.stride(0), target.stride(0), stride, classes, rules.ignore_index, float(rules.smoothing)),
         (scale is not None, rules.weight is not None, rules.smoothing != 0, classes % block != 0, block),
         num_warps=_WARPS if block == _BLOCK else 4,
     )  # fmt: skip
@@ -74,6 +74,7 @@ def _rows(
     weight_ptr,
     weight_sum_ptr,
     stride,
+    target_stride,
     scale_stride,
     classes,
     ignore_index,
@@ -86,7 +87,7 @@ def _rows(
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
-    t = tl.load(target_ptr + row)
+    t = tl.load(target_ptr + row * target_stride)
     k = tl.arange(0, BLOCK)
     whole = classes // BLOCK * BLOCK
     every = k >= 0
