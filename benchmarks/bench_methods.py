@@ -83,21 +83,21 @@ def main(*, only: str = "", device: str | None = None, repeats: int = 5, results
     if device == "cpu":
         torch.set_num_threads(1)  # several that wait for each other on a busy machine measure the machine
     for case, settings in CASES[device].items():
-        rows = measure_case(case, settings, device, repeats, only)
-        record(NAME, rows, device=device, results=results)
+        for rows in measure_case(case, settings, device, repeats, only):
+            record(NAME, rows, device=device, results=results)
 
 
-def measure_case(case: str, settings: dict[str, Any], device: str, repeats: int, only: str) -> list[Row]:
+def measure_case(case: str, settings: dict[str, Any], device: str, repeats: int, only: str) -> Iterator[list[Row]]:
+    """The rows of the plain step, then of one method after the other."""
     half = {**settings, "batch": settings["batch"] // 2}
     plain = zoo.workload(device=device, **settings)
     for _ in range(3):  # its state, and the workspaces of libraries, are there before anything is counted
         plain_step(plain)
     assert plain.optimizer is not None
     plain.optimizer.zero_grad()
-    known = list(methods(plain))
-    rows: list[Row] = []
+    known = [method for method in methods(plain) if only in f"{case}, {method.subject}"]
     base: Figures | None = None
-    for method in (Method(PLAIN, Applied), *(method for method in known if only in method.subject)):
+    for method in (Method(PLAIN, Applied), *known) if known else ():
         try:
             whole = figures(method, zoo.workload(device=device, **settings), plain, repeats)
             less = figures(method, zoo.workload(device=device, **half), plain, 0)
@@ -105,9 +105,7 @@ def measure_case(case: str, settings: dict[str, Any], device: str, repeats: int,
             print(f"{case}, {method.subject}: left out: {error}", flush=True)
             continue
         base = base or whole
-        print(f"{case}, {method.subject}: {100 * whole.peak_bytes / base.peak_bytes:.1f}% of the peak", flush=True)
-        rows += rows_of(case, method, whole, less, base, settings["batch"])
-    return rows
+        yield rows_of(case, method, whole, less, base, settings["batch"])
 
 
 def rows_of(case: str, method: Method, whole: Figures, less: Figures, plain: Figures, batch: int) -> list[Row]:
@@ -273,5 +271,7 @@ def _seconds(work: Workload) -> float:
 
 
 if __name__ == "__main__":
-    only = {"help": "methods whose name holds this; the plain step always runs"}
+    only = {
+        "help": "cases and methods whose name, as in 'ResNet-50, batch 64, sqrt (…)', holds this; and the plain step"
+    }
     main(**arguments(__doc__, "device", "results", only=only))

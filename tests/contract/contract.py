@@ -225,7 +225,7 @@ class TechniqueContract:
             measured = profile(applied.work)
         assert predicted.storage_peak_bytes == measured.storage_peak_bytes
         assert predicted.saved_bytes == measured.saved_bytes
-        assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+        assert inside(predicted) == pytest.approx(inside(measured), rel=0.01)
 
     def test_pricing_changes_nothing(self, technique, work, plain, option) -> None:
         before = snapshot(work.model)
@@ -250,6 +250,12 @@ class TechniqueContract:
         with pytest.raises((LowtideError, AttributeError)):
             technique.apply(work, [foreign])
         assert_restored(work.model, before)
+
+
+def inside(step: Profile) -> int:
+    """The allocated peak without what libraries hold on a GPU beside the step: 66 MiB, of which these have 0.1."""
+    held = sum(s.bytes for s in step.graph.storages if s.category == "workspace" and s.label.startswith("libraries"))
+    return step.peak_bytes - held
 
 
 def assert_as_good(technique: Technique, work: Workload, option: Option) -> None:

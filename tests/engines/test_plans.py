@@ -209,8 +209,7 @@ def planned_tightly(work: Workload) -> Step:
 
 def test_a_larger_batch_is_within_the_budget_or_warned_about() -> None:
     work, larger = (zoo.small("lenet", batch=batch) for batch in (64, 66))
-    before = profile(work)
-    step = apply(plan(work, before.peak_bytes - 1, profile=before, engine="graph"), work)
+    step = planned_tightly(work)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         found = allocated_peak(work.model, lambda _, batch: step.loss(batch), larger.batch, work.optimizer)

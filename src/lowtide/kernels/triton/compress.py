@@ -39,7 +39,8 @@ def decompress(buffer: Tensor, numel: int, dtype: torch.dtype, bits: int, group:
 
 def _launch(launcher: Launcher, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], bits: int, group: int) -> None:
     rows, count = max(1, _VALUES // group), groups_of(numbers[0], group)
-    launcher(-(-count // rows), tensors, (*numbers, count), (bits, group, rows), num_warps=_WARPS)
+    has_tail = numbers[0] % (rows * group) != 0
+    launcher(-(-count // rows), tensors, (*numbers, count), (bits, group, rows, has_tail), num_warps=_WARPS)
 
 
 # -- programs --------------------------------------------------------------------------------------------
@@ -65,8 +66,18 @@ def _code(x, low, scale, top, zeros, noise):
 
 
 @triton.jit
-def _load(x_ptr, at, n, last):
-    return tl.load(x_ptr + at, mask=at < n, other=last).to(tl.float32)
+def _load(x_ptr, at, n, last, TAIL: tl.constexpr):
+    x = tl.load(x_ptr + at, mask=at < n, other=last) if TAIL else tl.load(x_ptr + at)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _store(ptr, value, mask, TAIL: tl.constexpr):
+    """Without a mask where there need not be one: with it, Triton stores value by value."""
+    if TAIL:
+        tl.store(ptr, value.to(ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(ptr, value.to(ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -90,18 +101,21 @@ def _any_nan(a, b, c, d):
 
 
 @triton.jit(do_not_specialize=["n", "call", "count"])  # a 1 would be no tensor
-def _compress(x_ptr, buffer_ptr, seed_ptr, n, call, count, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
+def _compress(
+    x_ptr, buffer_ptr, seed_ptr, n, call, count,
+    BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
     PART: tl.constexpr = GROUP // 8
     rows, there, at = _places(count, GROUP, ROWS)
     last = tl.load(x_ptr + (n - 1).to(tl.int64))
-    x0 = _load(x_ptr, at, n, last)
-    x1 = _load(x_ptr, at + PART, n, last)
-    x2 = _load(x_ptr, at + 2 * PART, n, last)
-    x3 = _load(x_ptr, at + 3 * PART, n, last)
-    x4 = _load(x_ptr, at + 4 * PART, n, last)
-    x5 = _load(x_ptr, at + 5 * PART, n, last)
-    x6 = _load(x_ptr, at + 6 * PART, n, last)
-    x7 = _load(x_ptr, at + 7 * PART, n, last)
+    x0 = _load(x_ptr, at, n, last, TAIL)
+    x1 = _load(x_ptr, at + PART, n, last, TAIL)
+    x2 = _load(x_ptr, at + 2 * PART, n, last, TAIL)
+    x3 = _load(x_ptr, at + 3 * PART, n, last, TAIL)
+    x4 = _load(x_ptr, at + 4 * PART, n, last, TAIL)
+    x5 = _load(x_ptr, at + 5 * PART, n, last, TAIL)
+    x6 = _load(x_ptr, at + 6 * PART, n, last, TAIL)
+    x7 = _load(x_ptr, at + 7 * PART, n, last, TAIL)
 
     low = tl.minimum(_least(x0, x1, x2, x3), _least(x4, x5, x6, x7))
     high = tl.maximum(_most(x0, x1, x2, x3), _most(x4, x5, x6, x7))
@@ -127,8 +141,8 @@ def _compress(x_ptr, buffer_ptr, seed_ptr, n, call, count, BITS: tl.constexpr, G
 
     stats_ptr = buffer_ptr.to(tl.pointer_type(tl.int32))
     signed = step.to(tl.int32, bitcast=True) | (zeros.to(tl.int32) << 31)  # -s would lose the sign of 0
-    tl.store(stats_ptr + rows, low.to(tl.int32, bitcast=True), mask=there)
-    tl.store(stats_ptr + count + rows, tl.where(whole, signed, 0x7FC00000), mask=there)
+    _store(stats_ptr + rows, low.to(tl.int32, bitcast=True), there, TAIL)
+    _store(stats_ptr + count + rows, tl.where(whole, signed, 0x7FC00000), there, TAIL)
 
     seed = tl.load(seed_ptr) + call
     offset = rows[:, None] * PART + tl.arange(0, PART)[None, :]
@@ -150,22 +164,22 @@ def _compress(x_ptr, buffer_ptr, seed_ptr, n, call, count, BITS: tl.constexpr, G
     codes_ptr = buffer_ptr + _header(count) + rows[:, None] * (PART * BITS) + tl.arange(0, PART)[None, :]
     mask = there[:, None]
     if BITS == 2:
-        tl.store(codes_ptr, (c0 | c1 << 2 | c2 << 4 | c3 << 6).to(tl.uint8), mask=mask)
-        tl.store(codes_ptr + PART, (c4 | c5 << 2 | c6 << 4 | c7 << 6).to(tl.uint8), mask=mask)
+        _store(codes_ptr, c0 | c1 << 2 | c2 << 4 | c3 << 6, mask, TAIL)
+        _store(codes_ptr + PART, c4 | c5 << 2 | c6 << 4 | c7 << 6, mask, TAIL)
     elif BITS == 4:
-        tl.store(codes_ptr, (c0 | c1 << 4).to(tl.uint8), mask=mask)
-        tl.store(codes_ptr + PART, (c2 | c3 << 4).to(tl.uint8), mask=mask)
-        tl.store(codes_ptr + 2 * PART, (c4 | c5 << 4).to(tl.uint8), mask=mask)
-        tl.store(codes_ptr + 3 * PART, (c6 | c7 << 4).to(tl.uint8), mask=mask)
+        _store(codes_ptr, c0 | c1 << 4, mask, TAIL)
+        _store(codes_ptr + PART, c2 | c3 << 4, mask, TAIL)
+        _store(codes_ptr + 2 * PART, c4 | c5 << 4, mask, TAIL)
+        _store(codes_ptr + 3 * PART, c6 | c7 << 4, mask, TAIL)
     else:
-        tl.store(codes_ptr, c0.to(tl.uint8), mask=mask)
-        tl.store(codes_ptr + PART, c1.to(tl.uint8), mask=mask)
-        tl.store(codes_ptr + 2 * PART, c2.to(tl.uint8), mask=mask)
-        tl.store(codes_ptr + 3 * PART, c3.to(tl.uint8), mask=mask)
-        tl.store(codes_ptr + 4 * PART, c4.to(tl.uint8), mask=mask)
-        tl.store(codes_ptr + 5 * PART, c5.to(tl.uint8), mask=mask)
-        tl.store(codes_ptr + 6 * PART, c6.to(tl.uint8), mask=mask)
-        tl.store(codes_ptr + 7 * PART, c7.to(tl.uint8), mask=mask)
+        _store(codes_ptr, c0, mask, TAIL)
+        _store(codes_ptr + PART, c1, mask, TAIL)
+        _store(codes_ptr + 2 * PART, c2, mask, TAIL)
+        _store(codes_ptr + 3 * PART, c3, mask, TAIL)
+        _store(codes_ptr + 4 * PART, c4, mask, TAIL)
+        _store(codes_ptr + 5 * PART, c5, mask, TAIL)
+        _store(codes_ptr + 6 * PART, c6, mask, TAIL)
+        _store(codes_ptr + 7 * PART, c7, mask, TAIL)
 
 
 @triton.jit
@@ -174,7 +188,9 @@ def _header(count):
 
 
 @triton.jit(do_not_specialize=["n", "count"])
-def _decompress(buffer_ptr, out_ptr, n, count, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
+def _decompress(
+    buffer_ptr, out_ptr, n, count, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr
+):
     PART: tl.constexpr = GROUP // 8
     rows, there, at = _places(count, GROUP, ROWS)
     stats_ptr = buffer_ptr.to(tl.pointer_type(tl.int32))
@@ -190,7 +206,7 @@ def _decompress(buffer_ptr, out_ptr, n, count, BITS: tl.constexpr, GROUP: tl.con
             value = low + (code - zeros).to(tl.float32) * step
             value = tl.where((zeros == 1) & (code == 0), 0.0, value)
             here = at + (byte * (8 // BITS) + i) * PART
-            tl.store(out_ptr + here, value.to(out_ptr.dtype.element_ty), mask=here < n)
+            _store(out_ptr + here, value, here < n, TAIL)
 
 
 _compress_launch = Launcher(_compress)

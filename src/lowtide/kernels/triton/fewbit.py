@@ -10,11 +10,14 @@ to there, and loads, which all threads share, above.
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.kernels.curves import Curve
 from lowtide.kernels.reference.fewbit import Codebook, constants, packed_bytes
@@ -80,10 +83,23 @@ def decode(dy: Tensor, codes: Tensor, book: Codebook) -> Tensor:
 
 
 def _table(book: Codebook, x: Tensor, which: int) -> Tensor | None:
-    """Boundaries or levels; a gate has none, and what is not launched needs none."""
-    if book.curve.is_gate or isinstance(x, FakeTensor):
+    """Boundaries or levels; a gate has none."""
+    if book.curve.is_gate:
         return None
-    return constants(book, x.device, torch.float32)[which]
+    if not isinstance(x, FakeTensor):
+        return constants(book, x.device, torch.float32)[which]
+    known = _fake_tables.setdefault(x.fake_mode, {})
+    if (book, x.device) not in known:
+        with _disable_current_modes():
+            sizes = [torch.empty(len(values), device="meta") for values in (book.boundaries, book.levels)]
+            known[book, x.device] = [FakeTensor(x.fake_mode, size, x.device) for size in sizes]
+    return known[book, x.device][which]
+
+
+# Of predicted steps, which hold as much of them as real ones.
+_fake_tables: WeakKeyDictionary[FakeTensorMode, dict[tuple[Codebook, torch.device], list[FakeTensor]]] = (
+    WeakKeyDictionary()
+)
 
 
 # -- the programs ----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ and the running statistics move towards M and V once, by the layer's own momentu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -24,6 +24,7 @@ from lowtide.nn.batchnorm import _BatchNormAct
 from lowtide.nn.functional import Statistics, batch_norm_act
 from lowtide.nn.renorm import _BatchRenormAct
 
+_torch: Any = torch  # which has no types for its functions of many tensors
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -32,7 +33,8 @@ class _Found:
     """What one call of a layer saw of its input."""
 
     count: int  # values in a channel
-    statistics: Tensor  # mean and unbiased variance
+    mean: Tensor
+    var: Tensor  # unbiased
 
 
 @dataclass
@@ -42,8 +44,8 @@ class _Layer:
     norm: _NormBase
     tracked: dict[str, Tensor | None]  # the buffers of the layer itself
     pieces: list[list[_Found]] = field(default_factory=list[list[_Found]])
-    under_way: tuple[dict[str, Any], bool, float | None] | None = None
-    scratch: Tensor | None = None
+    copies: tuple[Tensor, Tensor] | None = None  # of the running statistics, for the next call to move
+    under_way: tuple[dict[str, Any], bool, float | None, Tensor, Tensor] | None = None
 
     def enter(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
         """Give the call statistics of its own to move, all the way."""
@@ -52,35 +54,53 @@ class _Layer:
         mine = all(held.get(name) is self.tracked[name] for name in _BUFFERS)  # in a recomputation they are copies
         if not (norm.training and mine and args and isinstance(args[0], Tensor)):
             return
-        mean, var, batches = (held.get(name) for name in _BUFFERS)
-        if mean is None or var is None:
-            weight: Any = norm.weight
-            dtype = torch.promote_types(args[0].dtype, torch.float32) if weight is None else weight.dtype
-            mean, var = (args[0].new_zeros(norm.num_features, dtype=dtype) for _ in range(2))
-        self.under_way = held, norm.track_running_stats, norm.momentum
-        # Not zeros: Batch Renormalization reads them.
-        self.scratch = torch.stack([mean, var])
+        mean, var = self._copies(args[0])
+        batches = held.get("num_batches_tracked")
         counts = isinstance(norm, (nn.SyncBatchNorm, _BatchRenormAct)) and batches is not None
         copy = batches.clone() if counts and batches is not None else None
-        norm._buffers.update(zip(_BUFFERS, (*self.scratch.unbind(), copy), strict=True))
+        self.under_way = held, norm.track_running_stats, norm.momentum, mean, var
+        norm._buffers.update(zip(_BUFFERS, (mean, var, copy), strict=True))
         norm.track_running_stats, norm.momentum = True, 1.0
 
     def leave(self, _module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         """Take down what the call saw, and put the layer's own back."""
-        if self.under_way is None or self.scratch is None:
+        if self.under_way is None:
             return
-        held, self.norm.track_running_stats, self.norm.momentum = self.under_way
+        held, self.norm.track_running_stats, self.norm.momentum, mean, var = self.under_way
         self.norm._buffers.update(held)
-        found, self.scratch, self.under_way = self.scratch, None, None
+        self.under_way = None
         x = args[0]
         # A converted layer at the end of a block is called twice, and passes its input on in the first call.
         if out is not None and out is not x and self.pieces and x.numel():
             values = x.numel() // (x.shape[1] if x.ndim > 1 else len(x)) * _processes(self.norm)
-            self.pieces[-1].append(_Found(values, found))
+            self.pieces[-1].append(_Found(values, mean, var))
+
+    def _copies(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """A mean and a variance to move. Not zeros: Batch Renormalization reads them."""
+        if self.copies is not None:
+            copies, self.copies = self.copies, None
+            return copies
+        if self.running is not None:
+            mean, var = self.running
+            return mean.clone(), var.clone()
+        weight: Any = self.norm.weight
+        dtype = torch.promote_types(x.dtype, torch.float32) if weight is None else weight.dtype
+        return x.new_zeros(self.norm.num_features, dtype=dtype), x.new_zeros(self.norm.num_features, dtype=dtype)
+
+    @property
+    def running(self) -> tuple[Tensor, Tensor] | None:
+        """The layer's own running mean and variance."""
+        mean, var = self.tracked["running_mean"], self.tracked["running_var"]
+        return None if mean is None or var is None else (mean, var)
+
+    @property
+    def counter(self) -> Tensor | None:
+        """The number of batches so far, where the layer counts them."""
+        return None if isinstance(self.norm, _InstanceNorm) else self.tracked["num_batches_tracked"]
 
     @property
     def moves(self) -> bool:
-        return self.norm.track_running_stats and self.tracked["running_mean"] is not None
+        return self.norm.track_running_stats and self.running is not None
 
     def rounds(self) -> list[list[_Found]]:
         """What the pieces saw in their first call of the layer, in their second, and so on."""
@@ -111,51 +131,80 @@ class Recording:
             handle.remove()
         self._handles.clear()
 
+    @torch.no_grad()
     def start_piece(self) -> None:
         """What comes is of another piece."""
+        running = [each for layer in self.layers for each in layer.running or ()]
+        copies: Iterator[Tensor] = iter(_torch._foreach_mul(running, 1.0) if running else ())  # all in a few kernels
         for layer in self.layers:
+            layer.copies = None if layer.running is None else (next(copies), next(copies))
             layer.pieces.append([])
 
     @torch.no_grad()
     def finish(self) -> None:
         """Move the running statistics towards those of all pieces together."""
-        for layer in self.layers:
-            for found in layer.rounds() if layer.moves else ():
-                _move(layer, found)
+        rounds = [(layer, layer.rounds()) for layer in self.layers if layer.moves]
+        for number in range(max((len(calls) for _, calls in rounds), default=0)):
+            here = [(layer, calls[number]) for layer, calls in rounds if number < len(calls)]
+            _move([layer for layer, _ in here], [found for _, found in here])
 
 
-def _move(layer: _Layer, found: list[_Found]) -> None:
-    norm = layer.norm
-    mean, var, batches = (layer.tracked[name] for name in _BUFFERS)
-    assert mean is not None
-    assert var is not None
-    momentum: Any = norm.momentum
-    if not isinstance(norm, _InstanceNorm) and batches is not None:
-        batches.add_(1)
-        momentum = 1.0 / batches.to(mean.dtype) if momentum is None else momentum
-    now = combined(found, between=not isinstance(norm, _InstanceNorm))
-    for held, new in zip((mean, var), now, strict=True):
-        held.lerp_(new.to(held.dtype), 0.0 if momentum is None else momentum)
+def _move(layers: list[_Layer], found: list[list[_Found]]) -> None:
+    """Move the statistics of many layers in a few kernels, without waiting for a GPU."""
+    counters = [layer.counter for layer in layers if layer.counter is not None]
+    if counters:
+        _torch._foreach_add_(counters, 1)
+    between = [not isinstance(layer.norm, _InstanceNorm) for layer in layers]
+    moves: dict[float, list[tuple[Tensor, Tensor]]] = {}
+    for layer, *now in zip(layers, *combined(found, between), strict=True):
+        momentum: Any = layer.norm.momentum
+        pairs = list(zip(layer.running or (), now, strict=True))
+        if momentum is None and layer.counter is not None:  # the average of all batches so far
+            for running, new in pairs:
+                running.lerp_(new, 1.0 / layer.counter.to(new.dtype))
+        else:
+            moves.setdefault(momentum or 0.0, []).extend(pairs)
+    for momentum, pairs in moves.items():
+        running, new = zip(*pairs, strict=True)
+        _torch._foreach_lerp_(running, new, momentum)
 
 
-def combined(found: list[_Found], *, between: bool = True) -> tuple[Tensor, Tensor]:
-    """The mean and the unbiased variance of all pieces; without ``between``, the average of both."""
-    if len(found) == 1:
-        return found[0].statistics[0], found[0].statistics[1]
-    means, variances = (torch.stack([each.statistics[i] for each in found]) for i in range(2))
-    counts = [each.count for each in found]
-    total = sum(counts)
-    shares = _column([count / total for count in counts], means)
-    mean = (shares * means).sum(0)
-    if not between:
-        return mean, (shares * variances).sum(0)
-    inside = _column([(count - 1) / max(total - 1, 1) for count in counts], means)
-    apart = (shares * (means - mean).square()).sum(0) * (total / max(total - 1, 1))
-    return mean, (inside * variances).sum(0) + apart
+def combined(found: list[list[_Found]], between: list[bool]) -> tuple[list[Tensor], list[Tensor]]:
+    """The means and the unbiased variances of layers over all pieces; without ``between``, the averages of both.
+
+    The numbers of values are Python's, and stay there: to bring them to a GPU would wait for all that it has to do.
+    """
+    totals = [sum(call.count for call in calls) for calls in found]
+    means: list[Tensor] = []
+    for here, calls in _pieces(found):
+        shares = [call.count / totals[i] for i, call in zip(here, calls, strict=True)]
+        _add(means, here, _torch._foreach_mul([call.mean for call in calls], shares))
+    variances: list[Tensor] = []
+    for here, calls in _pieces(found):
+        free = [max(totals[i] - 1, 1) for i in here]  # degrees of freedom
+        inside = [
+            (call.count - 1) / n if between[i] else call.count / totals[i]
+            for i, n, call in zip(here, free, calls, strict=True)
+        ]
+        _add(variances, here, _torch._foreach_mul([call.var for call in calls], inside))
+        off = _torch._foreach_sub([call.mean for call in calls], [means[i] for i in here])
+        apart = [call.count / n if between[i] else 0.0 for i, n, call in zip(here, free, calls, strict=True)]
+        _torch._foreach_addcmul_([variances[i] for i in here], off, off, apart)
+    return means, variances
 
 
-def _column(numbers: list[float], like: Tensor) -> Tensor:
-    return torch.tensor(numbers, dtype=like.dtype, device=like.device).unsqueeze(1)
+def _pieces(found: list[list[_Found]]) -> Iterator[tuple[list[int], list[_Found]]]:
+    """Of each piece, the layers that it went through and what they saw."""
+    for number in range(max(map(len, found))):
+        here = [i for i, calls in enumerate(found) if number < len(calls)]
+        yield here, [found[i][number] for i in here]
+
+
+def _add(sums: list[Tensor], here: list[int], parts: Sequence[Tensor]) -> None:
+    if sums:
+        _torch._foreach_add_([sums[i] for i in here], parts)
+    else:
+        sums.extend(parts)
 
 
 def _processes(norm: nn.Module) -> int:
@@ -252,8 +301,7 @@ class _RunByWhole(_ByWhole):
 
 
 def _biased(found: _Found) -> tuple[Tensor, Tensor]:
-    mean, var = found.statistics
-    return mean, var * ((found.count - 1) / found.count)
+    return found.mean, found.var * ((found.count - 1) / found.count)
 
 
 class _Normalize(torch.autograd.Function):
