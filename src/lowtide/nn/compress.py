@@ -231,7 +231,7 @@ class _DrawsByValue(Draws):
     def see(self, flat: Tensor) -> None:
         if self._drawn is None:
             sample = flat[:: max(1, flat.numel() // _SAMPLE)].view(_INTEGERS[flat.itemsize])
-            self._drawn = (sample.sum(dtype=torch.int64) * _ODD + self.seed) & (2**62 - 1)
+            self._drawn = (sample.long().sum() * _ODD + self.seed) & (2**62 - 1)  # a sum that casts hides a copy
 
     def on(self, device: torch.device) -> Tensor:
         assert self._drawn is not None
