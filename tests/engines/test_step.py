@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -158,7 +158,7 @@ def test_a_plan_with_a_technique_that_is_not_here_is_refused() -> None:
 
 def test_a_technique_that_fails_takes_back_those_before_it() -> None:
     class Failing(Loose):
-        conflicts = frozenset()
+        conflicts: Mapping[str, str] = {}
 
     work = chain()
     before = snapshot(work.model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ class Loose:
 
     kind = "saved"
     needs = "a chain"
-    conflicts = frozenset({"sqrt", "optimal"})
+    conflicts: Mapping[str, str] = {"sqrt": "it recomputes too", "optimal": "it recomputes too"}
 
     def __init__(self, fidelity: Fidelity = Fidelity.CHANGED, *, name: str = "loose", fails: bool = False) -> None:
         self.name = name

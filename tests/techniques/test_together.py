@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,24 +21,22 @@ from tests.contract.outcomes import assert_agree, assert_restored, run, snapshot
 
 NAMES = list(techniques())
 
-# Those that cannot be in one plan, in either order; and those that have to come first, or whose places are taken.
-CONFLICTS = [
-    ("sqrt", "optimal"),
-    ("compress", "sqrt"),
-    ("compress", "optimal"),
-    ("compress", "batchnorm"),
-    ("optimizer_in_backward", "microbatch"),
-    ("optimizer_in_backward", "stored_gradients"),
-    ("optimizer_in_backward", "large_batch"),
-]
-REFUSED = {pair: "cannot be in one plan" for one, other in CONFLICTS for pair in ((one, other), (other, one))}
+# Those that cannot be in one plan, in either order; and those whose places are taken.
+CONFLICTS = {
+    ("sqrt", "optimal"): "for all blocks which run again",
+    ("compress", "sqrt"): "keeps nothing that could be compressed",
+    ("compress", "optimal"): "keeps nothing that could be compressed",
+    ("compress", "batchnorm"): "has to be exact",
+    ("optimizer_in_backward", "microbatch"): "each piece's backward would be a step",
+    ("optimizer_in_backward", "stored_gradients"): "leaves no gradients to store",
+    ("optimizer_in_backward", "large_batch"): "not the optimizer's",
+}
+REFUSED = {pair: f"cannot be in one plan: .*{why}" for names, why in CONFLICTS.items() for pair in (names, names[::-1])}
 REFUSED |= {
     ("batchnorm", "fewbit"): "ReLU already runs Passed",
     ("fewbit", "batchnorm"): "the forward of ReLU, which follows, was replaced",
-    ("compress", "chunked_loss"): "before anything else changes it",
-    ("randomized", "chunked_loss"): "before anything else changes it",
-    ("compress", "randomized"): "Randomize first",
-    ("chunked_loss", "randomized"): "Randomize first",
+    ("randomized", "chunked_loss"): r"\(1\). Pass the model's last nn.Linear. Where another technique has changed it",
+    ("chunked_loss", "randomized"): r"\(1\). Leave it out here, or in what has replaced its forward",
     ("precision", "stored_gradients"): "already done by stochastic rounding",
     ("stored_gradients", "precision"): "already done by gradients in 8bit",
 }
@@ -101,6 +101,14 @@ def test_two_work_together_or_refuse_with_a_reason(first: str, second: str, plai
         assert all(value.isfinite().all() for name, value in found.items() if name != "generator")
     assert_restored(work.model, before)
     assert_agree(run(work), expected, Check.EXACT)
+
+
+def test_the_page_of_methods_says_which_refuse() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "results" / "methods.md").read_text()
+    rows = page.partition("## Two at once")[2].partition("## ")[0].splitlines()
+    cells = [[re.findall(r"`(\w+)`", cell) for cell in row.split("|")[1:3]] for row in rows if row.startswith("| `")]
+    said = {(one, other) for (one,), others in cells for other in others}
+    assert said | {pair[::-1] for pair in said} == set(REFUSED)
 
 
 # Those that the documents put side by side have to work, not to refuse.

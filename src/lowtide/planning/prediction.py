@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from lowtide.planning.program import Program
 from lowtide.planning.recomputation import recomputations
 from lowtide.profiling import Comparison, Profile, profile
 from lowtide.techniques.registry import techniques
-from lowtide.techniques.technique import Applied, Option, Price, Technique, Undo
+from lowtide.techniques.technique import Applied, Kind, Option, Price, Technique, Undo
 from lowtide.tracing.abridged import abridged
 from lowtide.tracing.graph import Graph, Op, signature
 from lowtide.workload import Workload
@@ -91,7 +92,10 @@ def predict_plan(work: Workload, plan: Plan, baseline: Profile) -> Prediction:
 
 
 def apply_options(work: Workload, options: Sequence[Option]) -> Applied:
-    """Apply options, technique by technique, each to the step as the one before left it; if one fails, none is."""
+    """Apply options, technique by technique, each to the step as the one before left it; if one fails, none is.
+
+    Techniques of modules come first, then those of what is saved, then those of the step; else in the order given.
+    """
     with Undo() as undo:
         for technique, mine in _by_technique(options):
             applied = technique.apply(work, mine)
@@ -111,10 +115,11 @@ def _by_technique(options: Sequence[Option]) -> list[tuple[Technique, list[Optio
                 f"There is no technique {name!r} here",
                 hint=f"Install or register it. There are: {', '.join(sorted(known))}.",
             )
-        clash = sorted((known[name].conflicts & groups.keys()) - {name})
-        if clash:
-            raise PlanError(f"{name} and {clash[0]} cannot be in one plan", hint="Leave one of them out.")
-    return [(known[name], mine) for name, mine in groups.items()]
+        for other, why in known[name].conflicts.items():
+            if other in groups and other != name:
+                raise PlanError(f"{name} and {other} cannot be in one plan: {why}", hint="Leave one of them out.")
+    kinds = get_args(Kind)  # layers change first, then what they save, then the step around them
+    return sorted(((known[name], mine) for name, mine in groups.items()), key=lambda item: kinds.index(item[0].kind))
 
 
 def _with_workspaces(graph: Graph, measured: Graph, *, by_results: bool) -> Graph:

@@ -8,7 +8,7 @@ takes them chunk by chunk.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ def chunk_loss(head: nn.Linear, chunk: int | None = None, *, path: str = "") -> 
         raise LowtideError(
             f"{type(head).__name__} is no nn.Linear with its own forward, whose logits could be made in chunks",
             where=path,
-            hint="Pass the model's last nn.Linear, before anything else changes it.",
+            hint="Pass the model's last nn.Linear. Where another technique has changed it, leave it out there.",
         )
     return replace_forward(ChunkedHead(head, chunk, path), path=path)
 
@@ -61,7 +61,7 @@ class ChunkedLoss:
     name = "chunked_loss"
     kind: Kind = "module"
     needs = "a nn.Linear whose output goes to cross entropy alone"
-    conflicts: frozenset[str] = frozenset()
+    conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """Each such head, in chunks as large as is efficient, and in smaller ones."""

@@ -88,7 +88,7 @@ class FewBit:
     name = "fewbit"
     kind: Kind = "module"
     needs = "an activation module (nn.GELU, nn.ReLU) that alone keeps what it saves; F.gelu(...) calls are out of reach"
-    conflicts: frozenset[str] = frozenset()
+    conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """The exact ones with one bit; then all of them, with 8 bits to 1 for the curves."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lowtide.errors import PlanError
 from lowtide.optim.large_batch import RULES, scale_rates
@@ -25,7 +25,9 @@ class LargeBatch:
     name = "large_batch"
     kind: Kind = "step"
     needs = "an optimizer"
-    conflicts: frozenset[str] = frozenset({"optimizer_in_backward"})  # whose steps are not the optimizer's
+    conflicts: Mapping[str, str] = {
+        "optimizer_in_backward": "steps in backward are not the optimizer's, whose rate it sets"
+    }
 
     def options(self, profile: Profile) -> list[Option]:
         """A batch 4 and 16 times as large, by the rule that is customary for the optimizer."""

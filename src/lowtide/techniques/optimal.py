@@ -8,6 +8,7 @@ Bitwise: the same losses, gradients, buffers and random numbers as without.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -53,7 +54,7 @@ class Optimal(SegmentTechnique):
     """
 
     name = "optimal"
-    conflicts: frozenset[str] = frozenset({"sqrt"})
+    conflicts: Mapping[str, str] = {"sqrt": "each says for all blocks which run again"}
 
     def options(self, profile: Profile) -> list[Option]:
         """The best schedules at budgets from the smallest to where all is kept, and halves of halves."""

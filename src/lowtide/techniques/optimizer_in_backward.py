@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lowtide.errors import PlanError
 from lowtide.optim.in_backward import step_in_backward
@@ -22,7 +22,7 @@ class OptimizerInBackward:
     name = "optimizer_in_backward"
     kind: Kind = "step"
     needs = "an optimizer, and two or more parameters that get a gradient"
-    conflicts: frozenset[str] = frozenset({"microbatch"})  # one backward is one step
+    conflicts: Mapping[str, str] = {"microbatch": "each piece's backward would be a step"}
 
     def options(self, profile: Profile) -> list[Option]:
         """One, for the whole step."""

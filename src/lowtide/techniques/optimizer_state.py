@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 
 from lowtide.errors import PlanError
@@ -27,7 +27,7 @@ class OptimizerState:
     name = "optimizer_state"
     kind: Kind = "step"
     needs = f"moments of Adam, AdamW or SGD of {LEAST} values or more, or an optimizer with a state on a GPU"
-    conflicts: frozenset[str] = frozenset()
+    conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """One for each kind that would save something."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ class Precision:
     name = "precision"
     kind: Kind = "step"
     needs = "matrix products or convolutions in float32"
-    conflicts: frozenset[str] = frozenset()
+    conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """Autocast to both dtypes, and weights in bfloat16 rounded in both ways."""

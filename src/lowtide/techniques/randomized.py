@@ -7,7 +7,7 @@ come on top, and is not offered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ class RandomizedLinears:
     name = "randomized"
     kind: Kind = "module"
     needs = "a nn.Linear whose input nobody else keeps for backward"
-    conflicts: frozenset[str] = frozenset()
+    conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """All layers whose input would be let go, for each ratio."""
@@ -126,7 +126,7 @@ def _put(sketch: Sketch, module: nn.Module, path: str) -> Undo:
         raise PlanError(
             f"{type(module).__name__} does not run as a nn.Linear",
             where=path,
-            hint="Randomize first, then apply what replaces forward.",
+            hint="Leave it out here, or in what has replaced its forward; recomputation and the like come after.",
         )
     return replace_forward(Randomized(module, sketch), path=path)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from torch import nn
@@ -22,7 +22,7 @@ class SegmentTechnique:
 
     kind: Kind = "saved"
     needs = "a nn.Sequential or nn.ModuleList of two or more blocks, which draw only from torch's own generators"
-    conflicts: frozenset[str] = frozenset()
+    conflicts: Mapping[str, str] = {}
 
     def __init__(self) -> None:
         self._last: Chains | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lowtide.errors import PlanError
 from lowtide.optim.gradients import PIECES, Bits, packed_bytes, store_gradients
@@ -28,7 +28,7 @@ class StoredGradients:
     name = "stored_gradients"
     kind: Kind = "step"
     needs = "an optimizer, and two or more parameters that get a gradient"
-    conflicts: frozenset[str] = frozenset({"optimizer_in_backward"})  # which leaves nothing to store
+    conflicts: Mapping[str, str] = {"optimizer_in_backward": "a step in backward leaves no gradients to store"}
 
     def options(self, profile: Profile) -> list[Option]:
         """16 and 8 bits, where that is less than the gradients have."""

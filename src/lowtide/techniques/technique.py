@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
@@ -27,7 +27,7 @@ class Technique(Protocol):
     name: str
     kind: Kind
     needs: str  # what a model must have for it, in words: "a nn.Sequential of two or more blocks"
-    conflicts: frozenset[str]  # names of techniques that cannot be in one plan with it
+    conflicts: Mapping[str, str]  # names of techniques that cannot be in one plan with it, and why
 
     def options(self, profile: Profile) -> Sequence[Option]:
         """Where it could act, with its knobs; none where it has nothing to offer."""

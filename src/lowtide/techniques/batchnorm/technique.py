@@ -6,7 +6,7 @@ keep y between the two as well. The pair as one layer needs one of them: y and z
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lowtide.errors import PlanError
@@ -26,7 +26,7 @@ class BatchNorm:
     name = "batchnorm"
     kind: Kind = "module"
     needs = "a batch norm followed by an activation"
-    conflicts: frozenset[str] = frozenset()
+    conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """All batch norms that would save something; once more for each spacing of the joins that are kept."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +31,11 @@ class Compress:
     name = "compress"
     kind: Kind = "saved"
     needs = "a module that saves activations of 1 KiB or more"
-    # In a recomputed segment nothing is compressed; and z of a converted batch norm could not be made again.
-    conflicts = frozenset({"sqrt", "optimal", "batchnorm"})
+    conflicts: Mapping[str, str] = {
+        "sqrt": "a recomputed segment starts from its exact input, and keeps nothing that could be compressed",
+        "optimal": "a recomputed segment starts from its exact input, and keeps nothing that could be compressed",
+        "batchnorm": "a converted batch norm makes its input again from its output, which has to be exact",
+    }
 
     def options(self, profile: Profile) -> list[Option]:
         """All modules in 8, in 4 and in 2 bits, and two mixtures between."""

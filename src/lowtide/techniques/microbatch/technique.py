@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lowtide.errors import PlanError
 from lowtide.profiling.devices import find_device
@@ -26,7 +26,7 @@ class Microbatch:
     name = "microbatch"
     kind: Kind = "step"
     needs = "a batch of two or more samples, the first dimension of all its tensors"
-    conflicts: frozenset[str] = frozenset()
+    conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """Two pieces, four, eight, and so on: to a sample each, or to 32."""
