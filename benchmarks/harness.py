@@ -198,6 +198,12 @@ def cpu_name() -> str:
     return f"{found[1].strip() if found else platform.machine()}, {cores} cores"
 
 
+# What a value and its range are, where they are of few seeds.
+SPREADS = dict.fromkeys(
+    ("large_batch", "microbatch_quality", "optimizer_quality"), "mean (range) of seeds, median of times"
+)
+
+
 def table(name: str, *, results: Path = RESULTS) -> str:
     """The latest rows of a benchmark as Markdown, and a line on where they come from."""
     path = results / f"{name}.csv"
@@ -209,7 +215,8 @@ def table(name: str, *, results: Path = RESULTS) -> str:
         mine = [e for e in latest.values() if e["hardware"] == hardware]
         last = max(mine, key=lambda e: e["date"])
         versions = f"torch {last['torch']}, lowtide {last['lowtide']}, {last['date'][:10]}"
-        where = f"*{hardware}; {versions}; median (quartiles). Rows: benchmarks/results/{path.name}.*"
+        spread = SPREADS.get(name, "median (quartiles)")
+        where = f"*{hardware}; {versions}; {spread}. Rows: benchmarks/results/{path.name}.*"
         parts.append(f"{render([_row(e) for e in mine])}\n\n{where}")
     return "\n\n".join(parts)
 

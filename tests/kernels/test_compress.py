@@ -51,6 +51,17 @@ def test_every_value_comes_back_within_the_bound(dtype, size, bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_no_value_leaves_the_range_of_its_group(dtype, bits):
+    """Not by a unit: 1 - p of a stored probability would be negative."""
+    for kind in ("normal", "relu"):
+        groups = values(kind, 256 * 200, dtype).sigmoid().view(-1, 256)
+        back = there_and_back(groups.view(-1), bits).view(-1, 256)
+        assert bool((back.amax(1) <= groups.amax(1)).all())
+        assert bool((back.amin(1) >= groups.amin(1)).all())
+
+
+@pytest.mark.parametrize("bits", BITS)
 def test_the_mean_and_the_variance_of_many_draws_are_those_of_the_theory(bits):
     draws, numel = 3000, 512
     x = values("normal", numel)

@@ -254,7 +254,9 @@ def test_what_cannot_be_is_refused():
         FewBit(nn.PReLU())
     with pytest.raises(LowtideError, match="Unknown activation"):
         FewBit("softmax")
-    for mixes in (nn.Softmax(-1), nn.GLU(), nn.Dropout(0.5), lambda x: x / x.norm(), lambda x: x.sum()):
+    with pytest.raises(LowtideError, match="is not an activation"):
+        FewBit(nn.ReLU)
+    for mixes in (nn.Softmax(-1), nn.GLU(), nn.Dropout(0.5), lambda x: x / x.norm(), lambda x: x.sum(), torch.softmax):
         with pytest.raises(LowtideError, match="each element alone"):
             FewBit(mixes)
     with pytest.raises(LowtideError, match="Unknown density"):

@@ -11,7 +11,7 @@ from torch import nn
 
 from lowtide import Workload, microbatch
 from lowtide.errors import LowtideError
-from lowtide.optim import LossScale, lower_state, step_in_backward, store_gradients
+from lowtide.optim import LossScale, lower_state, scale_rates, step_in_backward, store_gradients
 from lowtide.techniques import Option, techniques
 from tests.optim.training import BATCHES, equal, make
 
@@ -313,3 +313,34 @@ def test_a_float16_run_of_the_technique_resumes_bit_for_bit():
     work.optimizer.load_state_dict(saved[1])
     assert equal(steps(work, BATCHES[4:8]), expected)
     assert work.loss.scale.state_dict() == scale
+
+
+WAYS = {
+    "8bit": lambda optimizer: lower_state(optimizer, "8bit"),
+    "cpu": lambda optimizer: lower_state(optimizer, "cpu"),
+    "rates": lambda optimizer: scale_rates(optimizer, 4, warmup_steps=0),
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("overflows", [False, True])
+def test_fused_optimizers_are_unscaled_by_torchs_scaler_and_leave_out_overflown_steps(way, overflows):
+    """Fused, torch hands its scale to the optimizer's own step, which is then another one's."""
+    found = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        undo = way(optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        for i in range(4):
+            x = torch.randn(8, 64) * (torch.inf if overflows and i == 2 else 1)
+            optimizer.zero_grad()
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        found.append(model.weight.detach().clone())
+        undo()
+        assert getattr(optimizer, "_step_supports_amp_scaling", False) is fused
+    assert found[1].isfinite().all()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)

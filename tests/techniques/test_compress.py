@@ -246,3 +246,16 @@ def test_a_compiled_model_is_right():
         found = torch.autograd.grad(loss, list(model.parameters()))
     for a, b in zip(found, expected, strict=True):
         assert float((a - b).norm() / b.norm()) < 0.02
+
+
+def test_measuring_a_step_that_fails_leaves_no_hooks_and_loses_no_gradients() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(32, 8))  # which do not fit each other
+    work = Workload(model, lambda model, x: model(x).sum(), torch.randn(16, 64))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        measure_layers(work, ["", "0", "2"])
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    seen = torch.randn(64, 64, requires_grad=True).exp()
+    assert torch.equal(seen.grad_fn._saved_result, seen)  # no hook stands before it
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.steps import plain_step
 from torch import Tensor, nn
 
 from lowtide import Workload
@@ -27,7 +28,6 @@ CONFLICTS = {
     ("compress", "sqrt"): "keeps nothing that could be compressed",
     ("compress", "optimal"): "keeps nothing that could be compressed",
     ("compress", "batchnorm"): "has to be exact",
-    ("optimizer_in_backward", "microbatch"): "each piece's backward would be a step",
     ("optimizer_in_backward", "stored_gradients"): "leaves no gradients to store",
     ("optimizer_in_backward", "large_batch"): "not the optimizer's",
 }
@@ -101,6 +101,20 @@ def test_two_work_together_or_refuse_with_a_reason(first: str, second: str, plai
         assert all(value.isfinite().all() for name, value in found.items() if name != "generator")
     assert_restored(work.model, before)
     assert_agree(run(work), expected, Check.EXACT)
+
+
+ON_THE_STEP = [name for name, technique in techniques().items() if technique.kind == "step"]
+BOTH = [pair for pair in itertools.permutations(ON_THE_STEP, 2) if pair not in REFUSED]
+
+
+@pytest.mark.parametrize(("first", "second"), BOTH)
+def test_training_goes_on_where_two_were_undone(first: str, second: str, plain: Profile) -> None:
+    work = workload()
+    with apply_options(work, [middle(first, plain), middle(second, plain)]) as applied:
+        plain_step(applied.work)
+    before = [parameter.clone() for parameter in work.model.parameters()]
+    assert plain_step(work).isfinite()
+    assert not all(map(torch.equal, before, work.model.parameters()))
 
 
 def test_the_page_of_methods_says_which_refuse() -> None:

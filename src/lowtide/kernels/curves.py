@@ -52,7 +52,7 @@ class Curve:
                 f"{type(activation).__name__} learns, and the gradient of what it learns needs the whole input",
                 hint="Few-bit backward is for activations without parameters.",
             )
-        if not callable(activation):
+        if not callable(activation) or isinstance(activation, type):
             raise LowtideError(f"{activation!r} is not an activation", hint="Give a module, a name or a function.")
         for name, (function, _) in _FUNCTIONS.items():
             if activation in (function, getattr(F, name, None), getattr(torch, name, None)):
@@ -101,7 +101,7 @@ class Curve:
         try:
             with torch.no_grad():
                 together, alone = self(x.clone()), [self(value.clone()) for value in x.view(9, 1, 1)]
-        except (RuntimeError, ValueError, IndexError):  # it wants certain shapes
+        except (RuntimeError, ValueError, IndexError, TypeError):  # it wants certain shapes, or more arguments
             return False
         return together.shape == x.shape and torch.allclose(together.reshape(9), torch.cat(alone).reshape(9))
 

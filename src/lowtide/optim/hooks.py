@@ -69,7 +69,19 @@ def take_part(optimizer: torch.optim.Optimizer, part: StepPart) -> Undo:
             hint="Call undo() of the first one.",
         )
     handles = (optimizer.register_step_pre_hook(part.before), optimizer.register_step_post_hook(part.after))
-    return Undo(*(handle.remove for handle in handles))
+    return Undo(*(handle.remove for handle in handles), leave_scaling_to_scalers(optimizer))
+
+
+AMP_SCALING = "_step_supports_amp_scaling"  # of fused optimizers: a GradScaler hands its scale to their own step
+
+
+def leave_scaling_to_scalers(optimizer: torch.optim.Optimizer) -> Undo:
+    """Let a ``GradScaler`` unscale gradients and leave out steps that overflow: steps but fused ones do neither."""
+    had = vars(optimizer).get(AMP_SCALING)
+    if had is None:
+        return Undo()
+    setattr(optimizer, AMP_SCALING, False)
+    return Undo(lambda: vars(optimizer).update({AMP_SCALING: had} if AMP_SCALING in vars(optimizer) else {}))
 
 
 def refuse_where(optimizer: Any, needs: Literal["needs_gradients", "needs_step"], what: str) -> None:

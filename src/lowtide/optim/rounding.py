@@ -112,7 +112,9 @@ def _give_back(optimizer: torch.optim.Optimizer) -> None:
         rest = state.pop(REST, None)
         if rest is not None and parameter.dtype == torch.float32:
             parameter.data += rest
-        if short and parameter.dtype in (torch.bfloat16, torch.float16):
+        if short and parameter.dtype == torch.float32:
+            _widened(state)  # raised from 8 bits while the weights were short
+        elif short and parameter.dtype in (torch.bfloat16, torch.float16):
             floats = {key: value for key, value in state.items() if _is_wide(value)}
             state.update({key: value.to(parameter.dtype) for key, value in floats.items()})
         if not state:

@@ -13,6 +13,7 @@ from lowtide.errors import LowtideError
 from lowtide.optim.adamw8bit import AdamW8bit, lowered, raised
 from lowtide.optim.bridges import Adam4bit, Bitsandbytes, has_bridge
 from lowtide.optim.exact import as_saved, load_exactly
+from lowtide.optim.hooks import AMP_SCALING
 from lowtide.optim.offload import is_offloaded, offload_state
 from lowtide.optim.rounding import with_notes
 from lowtide.optim.single import PLAIN_STATES
@@ -147,6 +148,7 @@ def become(optimizer: Any, other: torch.optim.Optimizer) -> Undo:
     kept = {key: value for key, value in before.items() if key in ("param_groups", "state") or "hooks" in key}
     marks = {key: value for key, value in before.items() if key.startswith("_opt_called")}
     optimizer.__class__ = type(other)
+    optimizer.__dict__.pop(AMP_SCALING, None)
     optimizer.__dict__.update({**vars(other), **kept, **marks})
     optimizer._patch_step_function()
     optimizer.__dict__.update(kept)

@@ -22,7 +22,7 @@ class OptimizerInBackward:
     name = "optimizer_in_backward"
     kind: Kind = "step"
     needs = "an optimizer, and two or more parameters that get a gradient"
-    conflicts: Mapping[str, str] = {"microbatch": "each piece's backward would be a step"}
+    conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """One, for the whole step."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from typing import get_args
 
 from lowtide.errors import LowtideError
-from lowtide.techniques.technique import Technique, Undo
+from lowtide.techniques.technique import Kind, Technique, Undo
 
 GROUP = "lowtide.techniques"
 
@@ -45,11 +47,7 @@ def techniques() -> dict[str, Technique]:
 
 def register(technique: object) -> Undo:
     """Add a technique for this session; the undo takes it out again. Packages use the entry point instead."""
-    if not isinstance(technique, Technique):
-        raise LowtideError(
-            f"{technique!r} is not a technique",
-            hint="It needs name, kind, needs, conflicts, options, price, apply and check.",
-        )
+    technique = _checked(technique)
     _add(techniques(), technique)
     _registered[technique.name] = technique
     return Undo(lambda: _registered.pop(technique.name, None))
@@ -78,9 +76,20 @@ def _installed() -> dict[str, Technique]:
 
 def _load(point: EntryPoint) -> Technique:
     offered = point.load()
-    technique = offered() if isinstance(offered, type) else offered
+    return _checked(offered() if isinstance(offered, type) else offered)
+
+
+def _checked(technique: object) -> Technique:
     if not isinstance(technique, Technique):
-        raise LowtideError(f"{point.value} does not have the shape of a Technique")
+        raise LowtideError(
+            f"{technique!r} is not a technique",
+            hint="It needs name, kind, needs, conflicts, options, price, apply and check.",
+        )
+    if technique.kind not in get_args(Kind) or not isinstance(technique.conflicts, Mapping):
+        raise LowtideError(
+            f"The technique {technique.name!r} has kind={technique.kind!r} and conflicts={technique.conflicts!r}",
+            hint=f"Its kind is one of {', '.join(get_args(Kind))}; conflicts is a mapping from names to reasons.",
+        )
     return technique
 
 

@@ -36,9 +36,50 @@ def test_a_layer_that_runs_twice_moves_twice() -> None:
     assert found["0.num_batches_tracked"] == before["0.num_batches_tracked"] == 2
 
 
-def test_instance_norm_is_as_of_the_full_batch() -> None:
-    work = normed(nn.InstanceNorm2d(3, affine=True, track_running_stats=True))
-    assert_same(step(lowtide.microbatch(work, 3)), step(work))
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("tracks", [False, True])
+def test_instance_norm_is_as_of_the_full_batch(exact: bool, tracks: bool) -> None:
+    work = normed(nn.InstanceNorm2d(3, affine=True, track_running_stats=tracks))
+    assert_same(step(lowtide.microbatch(work, 3, exact=exact)), step(work))
+
+
+class Called(nn.Module):
+    """Calls its norm in one of the ways there are."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.norm, self.how = nn.BatchNorm2d(3), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "keyword":
+            return self.norm(input=x)
+        return self.norm.forward(x) if self.how == "forward" else self.norm(x)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("how", ["call", "keyword", "forward"])
+def test_however_a_layer_is_called(how: str, exact: bool) -> None:
+    work = normed(Called(how))
+    expected, found = step(work), step(lowtide.microbatch(work, 3, exact=exact))
+    for name in ("0.norm.running_mean", "0.norm.running_var", *(["loss"] if exact else [])):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-14)
+    assert found["0.norm.num_batches_tracked"] == 1
+
+
+def test_layers_that_are_interrupted_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the user's Ctrl-C, for which torch calls no hooks."""
+    work = normed(nn.BatchNorm2d(3))
+    norm = work.model[0]
+    attributes, buffers = dict(vars(norm)), dict(norm._buffers)
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.nn.functional, "batch_norm", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lowtide.microbatch(work, 3, reduction="mean").compute_loss()
+    assert vars(norm) == attributes
+    assert all(norm._buffers[name] is buffer for name, buffer in buffers.items())
 
 
 def test_the_model_is_as_it_was_even_after_an_error() -> None:

@@ -345,3 +345,40 @@ def test_trying_the_reduction_leaves_nothing_behind() -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert model.training
     assert all(p.grad is None for p in model.parameters())
+
+
+def focal(model: nn.Module, batch: Any) -> Tensor:
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    return (1 - torch.exp(-loss)) ** 2 * loss
+
+
+@pytest.mark.parametrize("ignored", [slice(0, 0), slice(0, 4), slice(4, 8)])
+def test_a_function_of_a_mean_is_refused_also_where_half_of_the_batch_is_ignored(ignored: slice) -> None:
+    work = mlp(8, loss=focal)
+    work.batch[1][ignored] = -100
+    with pytest.raises(WorkloadError, match="it is neither of them"):
+        lowtide.microbatch(work, 3).compute_loss()
+
+
+def test_a_trial_in_which_one_sample_counts_says_so() -> None:
+    work = mlp(8)
+    work.batch[1][1:] = -100
+    with pytest.raises(WorkloadError, match="all but one have only targets that are ignored"):
+        lowtide.microbatch(work, 3).compute_loss()
+    assert_same(step(lowtide.microbatch(work, 3, reduction="mean")), step(work))
+
+
+def test_a_norm_without_parameters_and_statistics_has_the_models_dtype_in_the_trial() -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(4, affine=False, track_running_stats=False)
+    model = nn.Sequential(norm, nn.Linear(4, 3)).double()
+    work = Workload(model, cross_entropy, (torch.randn(6, 4).double(), torch.randint(3, (6,))))
+    assert lowtide.microbatch(work, 3).compute_loss().dtype == torch.float64
+    assert norm.running_mean is None
+
+
+def test_a_scripted_model_can_be_tried() -> None:
+    torch.manual_seed(0)
+    model = torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double())
+    work = Workload(model, cross_entropy, (torch.randn(6, 4).double(), torch.randint(3, (6,))))
+    assert_same(step(lowtide.microbatch(work, 3)), step(work))

@@ -5,8 +5,9 @@ L = 2^bits - 1:
 
     s = (max - l) / L        t = (x - l) / s        q = floor(t + u), u uniform in [0, 1)        x̂ = l + q·s
 
-so E[x̂] = x and E[(x̂ - x)²] = s²·f(1 - f), f the fraction of t (Chen et al., ActNN, 2021). u has 16 bits: x̂ is right on
-average to 2⁻¹⁶ of a step.
+with s smaller by two units of rounding, so that l + L·s is never above the maximum, however it is rounded: a sigmoid's
+1 would else become more, and its slope negative. So E[x̂] = x and E[(x̂ - x)²] = s²·f(1 - f), f the fraction of t (Chen
+et al., ActNN, 2021). u has 16 bits: x̂ is right on average to 2⁻¹⁶ of a step.
 
 A group whose smallest value is 0, as behind a ReLU, gives the code 0 to its zeros alone. The other L codes share the
 range from its smallest positive value l, so a zero stays a zero, nothing else becomes one, and s = (max - l) / (L - 1).
@@ -119,7 +120,7 @@ def _encode(values: Tensor, bits: int, noise: Tensor) -> tuple[Tensor, Tensor, T
     span = high - low
     whole = span.isfinite()
     top = (1 << bits) - 1 - zeros.to(torch.int32)
-    step = span / top
+    step = span / top * (1 - 2 * torch.finfo(span.dtype).eps)
     step = torch.where(step < SMALLEST, 0, step)
     scale = torch.where(whole & (step > 0), UNIT / step, 0)
     position = (values - low).mul_(scale).clamp_(min=0).masked_fill_(~whole, 0)  # nan as a whole number is anything

@@ -133,7 +133,7 @@ def _compress(
     span = high - low
     whole = finite & (span < float("inf"))
     steps = (1 << BITS) - 1 - zeros.to(tl.int32)
-    step = tl.math.div_rn(tl.where(whole, span, 0.0), steps.to(tl.float32))
+    step = tl.math.div_rn(tl.where(whole, span, 0.0), steps.to(tl.float32)) * (1 - 2.0**-22)
     step = tl.where(step < _SMALLEST, 0.0, step)
     units = tl.full([ROWS], 65536.0, tl.float32)
     scale = tl.where(step > 0, tl.math.div_rn(units, tl.where(step > 0, step, 1.0)), 0.0)

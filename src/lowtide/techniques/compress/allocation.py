@@ -92,14 +92,16 @@ def measure_layers(work: Workload, paths: Sequence[str], *, group: int = GROUP) 
     seen: set[_Key] = set()
     found = {path: _Measured(seen) for path in paths}
     before = [(parameter, parameter.grad) for parameter in work.model.parameters()]
-    with ExitStack() as stack:
-        for path, measured in found.items():
-            stack.callback(measured.watch(work.model.get_submodule(path), group))
-        for parameter, _ in before:
-            parameter.grad = None
-        work.compute_loss().backward()
-    for parameter, gradient in before:
-        parameter.grad = gradient
+    try:
+        with ExitStack() as stack:
+            for path, measured in found.items():
+                measured.watch(work.model.get_submodule(path), group, stack)
+            for parameter, _ in before:
+                parameter.grad = None
+            work.compute_loss().backward()
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
     return [measured.layer(path) for path, measured in found.items()]
 
 
@@ -122,21 +124,21 @@ class _Measured:
         self._parts: dict[_Key, _Part] = {}
         self._seen = seen  # by any of the modules: what two of them save is the first one's
 
-    def watch(self, module: nn.Module, group: int) -> Any:
-        contexts: list[Any] = []
+    def watch(self, module: nn.Module, group: int, stack: ExitStack) -> None:
+        contexts: list[ExitStack] = []
 
         def enter(_module: nn.Module, _args: Any) -> None:
-            contexts.append(_Watching(self, group).open() if may_open() else nullcontext())
-            contexts[-1].__enter__()
+            contexts.append(stack.enter_context(ExitStack()))  # which closes what a call that failed leaves open
+            contexts[-1].enter_context(_Watching(self, group).open() if may_open() else nullcontext())
 
         def leave(_module: nn.Module, _args: Any, out: Any) -> None:
-            contexts.pop().__exit__(None, None, None)
+            contexts.pop().close()
             for tensor in out if isinstance(out, (tuple, list)) else [out]:
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(self._came)
 
-        handles = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-        return lambda: [handle.remove() for handle in handles]
+        stack.callback(module.register_forward_pre_hook(enter).remove)
+        stack.callback(module.register_forward_hook(leave).remove)
 
     def layer(self, path: str) -> Layer:
         parts = self._parts.values()

@@ -9,8 +9,9 @@ and the running statistics move towards M and V once, by the layer's own momentu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -23,6 +24,7 @@ from lowtide.errors import LowtideError
 from lowtide.nn.batchnorm import _BatchNormAct
 from lowtide.nn.functional import Statistics, batch_norm_act
 from lowtide.nn.renorm import _BatchRenormAct
+from lowtide.techniques.technique import Undo
 
 _torch: Any = torch  # which has no types for its functions of many tensors
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -45,35 +47,42 @@ class _Layer:
     tracked: dict[str, Tensor | None]  # the buffers of the layer itself
     pieces: list[list[_Found]] = field(default_factory=list[list[_Found]])
     copies: tuple[Tensor, Tensor] | None = None  # of the running statistics, for the next call to move
-    under_way: tuple[dict[str, Any], bool, float | None, Tensor, Tensor] | None = None
+    plain: Callable[..., Any] | None = None  # the layer's own forward, in whose place this one is called
 
-    def enter(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Give the call statistics of its own to move, all the way."""
-        norm = self.norm
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer with statistics of its own to move, all the way; take down what it saw, and put all back."""
+        norm, plain = self.norm, self.plain
+        assert plain is not None
+        x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         held = dict(norm._buffers)
         mine = all(held.get(name) is self.tracked[name] for name in _BUFFERS)  # in a recomputation they are copies
-        if not (norm.training and mine and args and isinstance(args[0], Tensor)):
-            return
-        mean, var = self._copies(args[0])
+        if not (norm.training and mine and x is not None):
+            return plain(*args, **kwargs)
+        mean, var = self._copies(x)
         batches = held.get("num_batches_tracked")
         counts = isinstance(norm, (nn.SyncBatchNorm, _BatchRenormAct)) and batches is not None
         copy = batches.clone() if counts and batches is not None else None
-        self.under_way = held, norm.track_running_stats, norm.momentum, mean, var
+        tracks, momentum = norm.track_running_stats, norm.momentum
         norm._buffers.update(zip(_BUFFERS, (mean, var, copy), strict=True))
         norm.track_running_stats, norm.momentum = True, 1.0
-
-    def leave(self, _module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        """Take down what the call saw, and put the layer's own back."""
-        if self.under_way is None:
-            return
-        held, self.norm.track_running_stats, self.norm.momentum, mean, var = self.under_way
-        self.norm._buffers.update(held)
-        self.under_way = None
-        x = args[0]
+        try:
+            out = plain(*args, **kwargs)
+        finally:
+            norm.track_running_stats, norm.momentum = tracks, momentum
+            norm._buffers.update(held)
         # A converted layer at the end of a block is called twice, and passes its input on in the first call.
         if out is not None and out is not x and self.pieces and x.numel():
-            values = x.numel() // (x.shape[1] if x.ndim > 1 else len(x)) * _processes(self.norm)
+            values = x.numel() // (x.shape[1] if x.ndim > 1 else len(x)) * _processes(norm)
             self.pieces[-1].append(_Found(values, mean, var))
+        return out
+
+    def open(self) -> Undo:
+        """Be called in the place of the layer's forward, however that is called."""
+        held = vars(self.norm)
+        had = held.get("forward")
+        self.plain = self.norm.forward
+        held["forward"] = self
+        return Undo(lambda: held.pop("forward") if had is None else held.update(forward=had))
 
     def _copies(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """A mean and a variance to move. Not zeros: Batch Renormalization reads them."""
@@ -118,18 +127,15 @@ class Recording:
             if isinstance(module, _NormBase) and module.training and id(module) not in (skip or set[int]())
             if every or (module.track_running_stats and module.running_mean is not None)
         ]
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._undo = Undo()
 
     def __enter__(self) -> Self:
         for layer in self.layers:
-            self._handles.append(layer.norm.register_forward_pre_hook(layer.enter))
-            self._handles.append(layer.norm.register_forward_hook(layer.leave, always_call=True))
+            self._undo.add(layer.open())
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._undo()
 
     @torch.no_grad()
     def start_piece(self) -> None:
@@ -224,22 +230,25 @@ class WholeStatistics:
     """
 
     def __init__(self, recording: Recording) -> None:
-        self._layers = [layer for layer in recording.layers if layer.pieces and layer.pieces[0]]
+        called = [layer for layer in recording.layers if layer.pieces and layer.pieces[0]]
+        # An instance norm has no statistics of its batch; those that it tracks have moved already.
+        self._alone = [layer for layer in called if isinstance(layer.norm, _InstanceNorm)]
+        self._layers = [layer for layer in called if not isinstance(layer.norm, _InstanceNorm)]
         for layer in self._layers:
             _check(layer.norm)
-        self._undo: list[tuple[nn.Module, str]] = []
+        self._undo = Undo()
 
     def __enter__(self) -> None:
+        for layer in self._alone:
+            self._undo.add(layer.open())
         for layer in self._layers:
             name = "_run" if isinstance(layer.norm, _BatchNormAct) else "forward"
             made = _RunByWhole(layer) if name == "_run" else _ForwardByWhole(layer)
             vars(layer.norm)[name] = made
-            self._undo.append((layer.norm, name))
+            self._undo.add(partial(vars(layer.norm).pop, name))
 
     def __exit__(self, *exception: object) -> None:
-        for module, name in self._undo:
-            del vars(module)[name]
-        self._undo.clear()
+        self._undo()
 
 
 def _check(norm: _NormBase) -> None:

@@ -138,8 +138,9 @@ def _divides(storage: Storage, shape: tuple[int, ...], samples: int) -> bool:
 def _normalises(graph: Graph) -> bool:
     """Whether a batch norm takes statistics of its batch."""
     kinds = dict(graph.modules)
-    plain = {op.module for op in graph.ops if "batch_norm" in op.name and op.phase == "forward"}
-    if any(_in_training(op) for op in graph.ops if "batch_norm" in op.name and op.phase == "forward"):
+    norms = [op for op in graph.ops if "batch_norm" in op.name and op.phase == "forward"]
+    plain = {op.module for op in norms}
+    if any(_in_training(op) and "InstanceNorm" not in kinds.get(op.module, "") for op in norms):
         return True
     # A layer of lowtide's runs as other ops.
     ran = {op.module for op in graph.ops if op.phase == "forward"} - plain

@@ -46,8 +46,20 @@ def find_reduction(
 
 
 def _try(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Batch, size: int) -> Literal["mean", "sum"]:
-    each, middle = min(size, _MOST_TRIED), (batch.samples + 1) // 2
-    parts = [_spread(0, middle, each), _spread(middle, batch.samples, each)]
+    tried = _spread(0, batch.samples, 2 * min(size, _MOST_TRIED))
+    parts = [tried[::2], tried[1::2]]
+    seen = [_seen(loss, model, batch, part) for part in parts]
+    if not all(weight for _, weight in seen):  # where nothing counts, any function of a mean is a mean
+        samples = _spread(0, batch.samples, 2 * _MOST_TRIED)
+        counting = [sample for sample in samples if _seen(loss, model, batch, [sample])[1]][: len(tried)]
+        if len(counting) < 2:
+            raise WorkloadError(
+                "Of the samples that were tried, all but one have only targets that are ignored, which tells no mean "
+                "from a sum",
+                hint="Say reduction='mean' or reduction='sum', or try with another first batch.",
+            )
+        parts = [counting[::2], counting[1::2]]
+        seen = [_seen(loss, model, batch, part) for part in parts]
     before = _generators(batch)
     whole = _without_graph(loss, model, batch.chosen(parts[0] + parts[1]))
     if not all(torch.equal(was, now) for was, now in zip(before, _generators(batch), strict=True)):
@@ -55,16 +67,8 @@ def _try(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Batc
             "The loss draws random numbers in evaluation mode too, so its reduction cannot be found by trying",
             hint="Say reduction='mean' or reduction='sum'.",
         )
-    values: list[float] = []
-    close = 0.0
-    weights: list[float] = []
-    for part in parts:
-        with Counting() as counting:
-            value = loss(model, batch.chosen(part))
-        means = counting.means(value)
-        close = _closeness(value)
-        values.append(float(value.detach()))
-        weights.append(float(len(part)) if not means or is_mixed(value, means) else float(means[0].total))
+    values, weights = [float(value) for value, _ in seen], [weight for _, weight in seen]
+    close = _closeness(seen[0][0])
     whole = float(whole)
     mean = sum(v * w for v, w in zip(values, weights, strict=True) if w) / max(sum(weights), 1e-30)
     total = sum(values)
@@ -80,6 +84,17 @@ def _try(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Batc
         hint="If it is a mean over what the samples have (tokens that are not padding), pass weight=, a function "
         "that counts them in a batch. If samples see each other, the batch cannot be split.",
     )
+
+
+def _seen(
+    loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Batch, part: list[int]
+) -> tuple[Tensor, float]:
+    """The loss of some samples, and what it is a mean over, if it is one."""
+    with Counting() as counting:
+        value = loss(model, batch.chosen(part))
+    means = counting.means(value)
+    weight = float(len(part)) if not means or is_mixed(value, means) else float(means[0].total)
+    return value.detach(), weight
 
 
 def _try_twice(
@@ -102,7 +117,7 @@ def _try_twice(
 
 
 def _spread(start: int, end: int, count: int) -> list[int]:
-    """At most so many samples, over all of a part of the batch: what is padded may lie at its end."""
+    """At most so many samples, over all of the batch: what is padded may lie at its end."""
     count = min(count, end - start)
     return [start + i * (end - start) // count for i in range(count)]
 
@@ -133,9 +148,10 @@ def _generators(batch: Batch) -> list[Tensor]:
     return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
-def _give_statistics(norm: _BatchNorm) -> None:
+def _give_statistics(norm: _BatchNorm, modules: list[nn.Module]) -> None:
     """Some, so that in evaluation a layer that keeps none does not take its batch's."""
-    like = next((p for p in norm.parameters()), torch.empty(0))
+    tensors = (p for module in (norm, *modules) for p in module._parameters.values() if p is not None)
+    like = next((p.detach() for p in tensors if p.is_floating_point()), torch.empty(0))
     norm._buffers["running_mean"] = like.new_zeros(norm.num_features)
     norm._buffers["running_var"] = like.new_ones(norm.num_features)
 
@@ -144,7 +160,8 @@ def _give_statistics(norm: _BatchNorm) -> None:
 def _quiet(modules: list[nn.Module], which: Callable[[nn.Module], bool]) -> Generator[None]:
     """Some modules in evaluation mode, every buffer a copy, generators put back: a trial leaves nothing behind."""
     modes = [(module, module.training) for module in modules]
-    buffers = [(module._buffers, dict(module._buffers)) for module in modules]
+    # Those of TorchScript cannot be replaced, and stay as they are in evaluation mode.
+    buffers = [(m._buffers, dict(m._buffers)) for m in modules if not isinstance(m, torch.jit.ScriptModule)]
     devices = {b.device for _, held in buffers for b in held.values() if b is not None and b.is_cuda}
     devices |= {p.device for module in modules for p in module._parameters.values() if p is not None and p.is_cuda}
     try:
@@ -155,7 +172,7 @@ def _quiet(modules: list[nn.Module], which: Callable[[nn.Module], bool]) -> Gene
                 now.update({name: None if b is None else b.clone() for name, b in held.items()})
             for module in modules:
                 if isinstance(module, _BatchNorm) and which(module) and module.running_mean is None:
-                    _give_statistics(module)
+                    _give_statistics(module, modules)
             yield
     finally:
         for module, training in modes:
