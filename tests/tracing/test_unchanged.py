@@ -1,5 +1,6 @@
 """The corners of "tracing changes nothing": what models, losses and batches do to themselves."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -194,3 +195,28 @@ def test_lbfgs_is_refused_with_the_reason():
 def test_an_autocast_that_cannot_be_says_what_can(autocast):
     with pytest.raises(WorkloadError, match="bfloat16"):
         Workload(nn.Linear(4, 4), mean_loss, torch.randn(3, 4), autocast=autocast)
+
+
+class ThroughData(torch.optim.Optimizer):
+    """As many published optimizers: its writes are not counted."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad.data, alpha=-group["lr"])
+
+
+def test_what_is_written_through_data_is_put_back():
+    model = nn.Linear(4, 4)
+
+    def loss(model, x):
+        model.weight.data.clamp_(-0.1, 0.1)
+        return model(x).square().mean()
+
+    before = copy.deepcopy(model.state_dict())
+    work = Workload(model, loss, torch.randn(8, 4), ThroughData(model.parameters()))
+    profile(work)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -79,10 +79,11 @@ def pieces_of(joint: Joint, program: Program) -> list[Piece]:
     for index, piece in enumerate(pieces):
         here = dict.fromkeys(each.cell for each in piece)
         read = dict.fromkeys(cell for each in piece for cell in each.reads if cell not in here)
-        cells = [cell for cell in read if cell not in primals and cell not in tangents]
+        cells = [cell for cell in read if cell not in primals and (index or cell not in tangents)]
         inputs_read = [cell for cell in read if cell in primals]
         bases = dict.fromkeys(Cell(joint.storages[joint.nodes[cell.op]].name) for cell in cells)
-        made = [cell for cell in here if last_read.get(cell, -1) > index]
+        # The loss's gradient comes to the first piece; later ones read it where losses are summed.
+        made = [cell for cell in (*here, *(() if index else tangents)) if last_read.get(cell, -1) > index]
         graph = _Graph(joint)
         for cell in (*cells, *inputs_read, *(tangents if index == 0 else ())):
             graph.take(cell, f"given_{_name(cell)}", joint.nodes[cell.op].meta)

@@ -8,7 +8,7 @@ from typing import Any
 
 from lowtide.chains import Schedule
 from lowtide.engines.graph import Planner
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, TraceError
 from lowtide.fingerprint import batch_shapes
 from lowtide.planning.fastest import fastest_program
 from lowtide.planning.forecast import node_seconds
@@ -31,9 +31,15 @@ class Replanner:
 
     def __call__(self, batch: Any) -> Planner:
         """The planner for batches of this shape."""
-        chosen = self.plan.program
-        if chosen is None or batch_shapes(batch) != self.plan.fingerprint.batch:
-            chosen = self._plan_again(replace(self.work, batch=batch))
+        planned = chosen = self.plan.program
+        if planned is None or batch_shapes(batch) != self.plan.fingerprint.batch:
+            try:
+                chosen = self._plan_again(replace(self.work, batch=batch))
+            except TraceError:  # a prediction has no values to look at
+                if planned is None:
+                    raise
+                return lambda joint: self._other_program(joint, planned)
+        assert chosen is not None
         return lambda joint: self._program(joint, chosen)
 
     def _plan_again(self, work: Workload) -> Recomputation:
@@ -56,10 +62,10 @@ class Replanner:
         return found.chosen(smallest, peaks[smallest], peaks[smallest])
 
     def _other_program(self, joint: Joint, chosen: Recomputation) -> Program:
-        """For another graph of the same shapes, whose kernels were not measured."""
+        """For another graph, whose kernels were not measured."""
         warnings.warn(
-            "The step is not the one that was planned: the model is in another mode or has other hooks, or other "
-            "parameters are trained. "
+            "The step is not the one that was planned: the batch has another shape, the model is in another mode or "
+            "has other hooks, or other parameters are trained. "
             f"It is planned anew by the bytes of its results alone, and {format_size(self.plan.budget_bytes)} are "
             "not promised for it",
             RuntimeWarning,

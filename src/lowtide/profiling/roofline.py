@@ -36,7 +36,7 @@ def operations(op: Op) -> float:
     if name == "convolution_backward":
         grad, _, weight = shapes[:3]
         return 2.0 * math.prod(grad) * math.prod(weight[1:]) * _needed_gradients(op)
-    if "attention" in name or name.startswith(("_flash", "_efficient")):
+    if "attention" in name or name.startswith(("_flash_attention", "_efficient_attention")):
         backward = "backward" in name
         query, key = (shapes[1], shapes[2]) if backward else (shapes[0], shapes[1])
         if len(query) == 4:

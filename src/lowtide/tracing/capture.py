@@ -33,7 +33,7 @@ from lowtide.tracing.internals import gradient_hooks
 from lowtide.tracing.meter import CpuMeter, CudaMeter, Meter, NoMeter, profiler_is_free
 from lowtide.tracing.places import module_hooks
 from lowtide.tracing.recorder import Recorder
-from lowtide.tracing.unchanged import parameters_of, state_tensors, unchanged
+from lowtide.tracing.unchanged import modules_of, parameters_of, state_tensors, unchanged
 from lowtide.workload import Workload
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -120,8 +120,8 @@ def _run(work: Workload, meter: Meter, *, fake: bool, device: str, calls: dict[s
     compiled = compiled_modules(work)
     if compiled and not fake:
         work.compute_loss().backward()  # compiling is not part of the step
-        for parameter in owners:
-            parameter.grad = None
+        for tensor in (*owners, *(t for t in work.tensors() if t.is_leaf)):
+            tensor.grad = None
     with ExitStack() as stack:
         stack.enter_context(_no_garbage_collection())
         modules, handles = module_hooks(recorder.modules, work.model, skip=compiled)
@@ -208,6 +208,10 @@ def _own_everything(recorder: Recorder, work: Workload) -> dict[Tensor, tuple[st
         recorder.own(parameter, "parameter", name, module)
     for name, buffer in work.model.named_buffers():
         recorder.own(buffer, "buffer", name, name.rpartition(".")[0])
+    for module in modules_of(work):  # those that the loss holds: a teacher, a criterion
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                recorder.own(tensor, "buffer", f"{type(module).__name__}.{name} of the loss")
     if work.optimizer is not None:
         for group in work.optimizer.param_groups:
             for parameter in group["params"]:

@@ -68,7 +68,7 @@ def take_counters(module: fx.GraphModule) -> list[tuple[fx.Node, int]]:
     outputs: list[Any] = list(outcome.args[0])  # pyright: ignore[reportArgumentType]
     found: list[tuple[fx.Node, int]] = []
     for place, (node, what) in enumerate(zip(outputs, outcome.meta.get("desc", ()), strict=False)):
-        if isinstance(node, fx.Node) and _counts(node, what):
+        if isinstance(node, fx.Node) and _counts(node, what) and outputs.count(node) == 1:
             counter, amount = node.args
             outputs[place] = counter
             found.append((counter, amount))  # pyright: ignore[reportArgumentType]

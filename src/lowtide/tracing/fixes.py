@@ -274,21 +274,26 @@ SUBSTITUTES: dict[Any, Callable[..., Any]] = {
     aten.native_group_norm_backward.default: _group_norm_backward,
 }
 
+# Results that a CPU leaves in a larger storage.
+GROWN: dict[Any, Fix] = {
+    aten.im2col.default: _resized,
+    aten.col2im.default: _resized,
+    aten.mse_loss.default: _loss,
+    aten.smooth_l1_loss.default: _loss,
+    aten.soft_margin_loss.default: _loss,
+    aten.binary_cross_entropy.default: _binary_cross_entropy,
+}
+
 # Called with what fake kernels return.
 FIXES: dict[Any, Fix] = {
+    **GROWN,
     aten.mkldnn_rnn_layer.default: _lstm_layer,
     aten.mkldnn_rnn_layer_backward.default: _lstm_layer_backward,
     aten._embedding_bag.default: _on_cpu(_embedding_bag),
     aten._embedding_bag_forward_only.default: _on_cpu(partial(_embedding_bag, trains=False)),
     aten._embedding_bag_backward.default: _embedding_bag_backward,
     aten.clone.default: _clone,
-    aten.im2col.default: _resized,
-    aten.col2im.default: _resized,
     # Losses.
-    aten.mse_loss.default: _loss,
-    aten.smooth_l1_loss.default: _loss,
-    aten.soft_margin_loss.default: _loss,
-    aten.binary_cross_entropy.default: _binary_cross_entropy,
     aten.binary_cross_entropy_backward.default: _like(1),
     aten.mse_loss_backward.default: _contiguous,
     aten.smooth_l1_loss_backward.default: _contiguous,

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
 
 from lowtide.errors import TraceError
 from lowtide.tracing.accumulation import held_by_call
@@ -29,6 +30,7 @@ from lowtide.tracing.effects import (
     restore_batch_norms,
     take_counters,
 )
+from lowtide.tracing.fixes import GROWN
 from lowtide.tracing.internals import evaluate_frames_by_default
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
@@ -145,6 +147,15 @@ class Joint:
         ops = _with_items(node for node in nodes if node.op in ("call_function", "get_attr"))
         if any(_is_sparse(node.meta.get("val")) for node in nodes):
             raise TraceError("The step has sparse tensors, whose bytes are not known before it runs")
+        if any(_is_unknown(node.meta.get("val")) for node in nodes):
+            raise TraceError(
+                "The step has tensors whose sizes depend on values: its bytes are not known before it runs"
+            )
+        whole = len(self.gradients) == len(self.primals)
+        if not whole or any(isinstance(node.target, HigherOrderOperator) for node in nodes):
+            raise TraceError("The step has ops with effects of their own, which a program cannot order")
+        for node in ops:
+            _give_true_storage(node)
         waiting = descendants(self.tangents)
         effects = [n for n in ops if n not in waiting and (is_random(n) or is_batch_norm(n))]  # wanted or not
         needed = ancestors([*self.outputs, *self.copies, *effects])
@@ -204,8 +215,9 @@ def is_item(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the op draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Whether the op draws random numbers, or may: other libraries' ops need not say so."""
+    tags, library = getattr(node.target, "tags", ()), getattr(node.target, "namespace", "aten")
+    return torch.Tag.nondeterministic_seeded in tags or library not in ("aten", "prims", "lowtide")
 
 
 def _with_items(nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -225,6 +237,18 @@ def _place_of_loss(output: fx.Node, forward_outputs: int) -> int:
 
 def _is_sparse(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is not torch.strided
+
+
+def _is_unknown(value: Any) -> bool:
+    return isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape)
+
+
+def _give_true_storage(node: fx.Node) -> None:
+    """The true size where a CPU's kernel leaves a small result in a large storage, as it does a mean of squares."""
+    value, fix = node.meta.get("val"), GROWN.get(node.target)
+    if fix is not None and isinstance(value, Tensor) and value.device.type == "cpu":
+        with torch.no_grad():
+            fix(value, *(each.meta["val"] if isinstance(each, fx.Node) else each for each in node.args))
 
 
 def viewed(node: fx.Node) -> fx.Node | None:

@@ -50,7 +50,7 @@ def unchanged(work: Workload, *, fake: bool = False) -> Generator[None]:
             inputs = [t for t in work.tensors() if not t.is_inference()]  # those cannot be written to
             trained = [*parameters, *state_tensors(work.optimizer)]
             backups = [_Backup(b, counts=False) for b in buffers]
-            backups += [_Backup(t, counts=not _is_fused(work.optimizer)) for t in trained]
+            backups += [_Backup(t, counts=False) for t in trained]
             backups += [_Backup(t) for t in inputs]
             stack.callback(_restore_values, backups)
         yield
@@ -59,8 +59,8 @@ def unchanged(work: Workload, *, fake: bool = False) -> Generator[None]:
 class _Backup:
     """A tensor's values, kept on the host, and its version.
 
-    Batch norm writes its running statistics without counting, and a fused optimizer what it trains: ``counts=False``
-    restores whatever the version says.
+    Batch norm writes its running statistics without counting, a fused optimizer what it trains, and so does who writes
+    through ``.data``: ``counts=False`` restores whatever the version says.
     """
 
     def __init__(self, tensor: Tensor, *, counts: bool = True) -> None:
@@ -75,10 +75,6 @@ class _Backup:
         with torch.no_grad():
             self.tensor.detach().copy_(self.values)
         autograd._unsafe_set_version_counter((self.tensor,), (self.version,))
-
-
-def _is_fused(optimizer: torch.optim.Optimizer | None) -> bool:
-    return optimizer is not None and any(group.get("fused") for group in optimizer.param_groups)
 
 
 def _restore_values(backups: list[_Backup]) -> None:

@@ -1,0 +1,189 @@
+"""Steps unlike those of the zoo, planned for little memory: their budgets, their bits, and what is said of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowtide
+from lowtide import Workload
+from lowtide.engines import apply
+from lowtide.errors import BudgetError
+from lowtide.planning import plan
+from lowtide.techniques import Fidelity
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def layers(count: int = 8, width: int = 24) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count)))
+
+
+def workload(loss: Loss, model: nn.Module | None = None, *shape: int) -> Workload:
+    model = model or layers()
+    batch = torch.randn(*(shape or (96, 24)))
+    return Workload(model, loss, batch, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def smallest(work: Workload, **how: Any) -> lowtide.Plan:
+    try:
+        return plan(work, 1, **how)
+    except BudgetError as error:
+        return plan(work, int(str(error).split(", ")[1].split()[0]), **how)
+
+
+class Heads(nn.Module):
+    """Two heads, whose losses are summed one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.one, self.two = layers(), nn.Linear(24, 8), nn.Linear(24, 8)
+
+
+def of_two_heads(model: Any, x: Tensor) -> Tensor:
+    hidden = model.trunk(x)
+    return model.one(hidden).square().mean() + model.two(hidden).tanh().square().mean()
+
+
+def in_the_middle(model: Any, x: Tensor) -> Tensor:
+    total = x.new_zeros(())
+    for layer in model:
+        x = layer(x)
+        total = total + x.square().mean()
+    return total
+
+
+@pytest.mark.parametrize(("loss", "model"), [(of_two_heads, Heads), (in_the_middle, layers)])
+def test_losses_that_are_summed_on_the_way(loss: Loss, model: Callable[[], nn.Module]) -> None:
+    work = workload(loss, model())
+    found = smallest(work, engine="graph")
+    assert found.engine == "graph"
+    checked = lowtide.verify(work, found)
+    assert checked.ok, str(checked)
+
+
+LOSSES: dict[str, Loss] = {
+    "mse": lambda m, x: F.mse_loss(m(x), x),
+    "smooth_l1": lambda m, x: F.smooth_l1_loss(m(x), x),
+    "soft_margin": lambda m, x: F.soft_margin_loss(m(x), x.sign()),
+    "bce": lambda m, x: F.binary_cross_entropy(m(x).sigmoid(), (x > 0).float()),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_results_in_storages_larger_than_they_are_count(name: str) -> None:
+    work = workload(LOSSES[name], layers(width=64), 2048, 64)
+    for found in (plan(work, "80%", engine="graph"), smallest(work, engine="graph")):
+        checked = lowtide.verify(work, found)
+        assert checked.ok, str(checked)
+        assert checked.storage_peak_bytes == checked.plan.storage_peak_bytes
+
+
+def test_modules_that_the_loss_holds_count() -> None:
+    teacher = nn.Sequential(nn.Linear(24, 1024), nn.Linear(1024, 24)).requires_grad_(False)
+    work = workload(lambda m, x: (m(x) - teacher(x)).square().mean())
+    checked = lowtide.verify(work, smallest(work, engine="graph"))
+    assert checked.ok, str(checked)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda m, x: m(x)[x > 0].square().sum(),
+        lambda m, x: m(x)[(x[:, 0] > 0).nonzero().flatten()].square().sum(),
+        lambda m, x: torch.linalg.inv(m(x).T @ m(x) + torch.eye(24)).square().mean(),
+    ],
+    ids=["mask", "nonzero", "inverse"],
+)
+def test_what_no_program_can_be_made_of_is_planned_as_it_runs(loss: Loss) -> None:
+    work = workload(loss)
+    found = smallest(work, allow="bitwise")
+    assert found.engine == "eager"
+    assert lowtide.verify(work, found).ok
+
+
+@torch.library.custom_op("lowtide_tests::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    """Draws without saying so, as ops of other libraries do."""
+    return x + torch.randn_like(x)
+
+
+noisy.register_fake(torch.empty_like)
+noisy.register_autograd(lambda ctx, gradient: gradient)
+
+
+def test_ops_of_other_libraries_may_draw_random_numbers() -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        for layer in model:
+            x = noisy(layer(x))
+        return x.square().mean()
+
+    work = workload(loss)
+    found = smallest(work, engine="graph", allow="bitwise")
+    assert found.program is not None
+    assert found.program.ops_again > 0
+    checked = lowtide.verify(work, found)
+    assert checked.ok, str(checked)
+
+
+def test_resampled_images_are_rounded_otherwise_and_said_to_be() -> None:
+    model = nn.Sequential(
+        *(nn.Conv2d(4, 4, 3, padding=1) for _ in range(6)), nn.Upsample(scale_factor=2, mode="bilinear")
+    )
+    work = workload(lambda m, x: m(x).square().mean(), model, 2, 4, 16, 16)
+    found = smallest(work, engine="graph")
+    assert found.program is None or found.fidelity is Fidelity.ROUNDOFF
+    assert lowtide.verify(work, found).ok
+
+
+def test_a_step_that_looks_at_its_values_goes_on_with_another_shape() -> None:
+    seen: list[float] = []
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        value = model(x).square().mean()
+        seen.append(value.item())
+        return value
+
+    work = workload(loss)
+    step = apply(plan(work, "60%", engine="graph"), work)
+    step(work.batch)
+    with pytest.warns(RuntimeWarning, match="the batch has another shape"):
+        step(torch.randn(40, 24))
+
+
+def test_the_users_own_error_comes_out() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        if x.shape[0] == 7:
+            raise ValueError("seven is not for us")
+        return model(x).square().mean()
+
+    work = workload(loss)
+    step = apply(plan(work, "60%", engine="graph"), work)
+    step(work.batch)
+    with pytest.raises(ValueError, match="seven is not for us"):
+        step(torch.randn(7, 24))
+    step(work.batch)
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.calls: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        self.calls += 1
+        return x
+
+
+def test_a_buffer_that_counts_in_place() -> None:
+    work = workload(lambda m, x: m(x).square().mean(), Counter())
+    assert lowtide.verify(work, smallest(work, engine="graph")).ok
