@@ -102,6 +102,21 @@ class Workload:
         return check_loss(loss, where=_place(self.loss))
 
 
+def check_workload(work: object, *, call: str) -> Workload:
+    """The step; or an error that shows the ``call`` as it is written, if it is none, or cannot be traced."""
+    if not isinstance(work, Workload):
+        raise WorkloadError(
+            f"The step is a {type(work).__name__}, not a Workload",
+            hint=f"Write {call} with work = lowtide.Workload(model, loss, batch, optimizer).",
+        )
+    if any(tensor.grad_fn is not None for tensor in work.tensors()):
+        raise WorkloadError(
+            "The batch was made by ops that are recorded for backward, and a trace would use that up",
+            hint="Detach it (batch.detach()), or make it inside of the loss.",
+        )
+    return work
+
+
 def check_loss(loss: object, *, where: str = "") -> Tensor:
     """Return the loss if a backward pass can start from it; otherwise say what to write."""
     if not isinstance(loss, Tensor):

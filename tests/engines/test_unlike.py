@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
 from lowtide import Workload
 from lowtide.engines import apply
-from lowtide.errors import BudgetError
-from lowtide.planning import plan
+from lowtide.errors import BudgetError, PlanError, WorkloadError
+from lowtide.planning import Plan, plan
 from lowtide.techniques import Fidelity
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -31,11 +32,12 @@ def workload(loss: Loss, model: nn.Module | None = None, *shape: int) -> Workloa
     return Workload(model, loss, batch, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def smallest(work: Workload, **how: Any) -> lowtide.Plan:
+def smallest(work: Workload, **how: Any) -> Plan:
+    before = lowtide.profile(work)
     try:
-        return plan(work, 1, **how)
+        return plan(work, 1, profile=before, **how)
     except BudgetError as error:
-        return plan(work, int(str(error).split(", ")[1].split()[0]), **how)
+        return plan(work, int(str(error).split(", ")[1].split()[0]), profile=before, **how)
 
 
 class Heads(nn.Module):
@@ -187,3 +189,46 @@ class Counter(nn.Module):
 def test_a_buffer_that_counts_in_place() -> None:
     work = workload(lambda m, x: m(x).square().mean(), Counter())
     assert lowtide.verify(work, smallest(work, engine="graph")).ok
+
+
+def test_what_is_no_workload_is_refused_with_what_to_write() -> None:
+    model: Any = layers()
+    for call in (lambda: lowtide.plan(model, "50%"), lambda: lowtide.profile(model)):
+        with pytest.raises(WorkloadError, match=r"not a Workload.*lowtide\.Workload\(model"):
+            call()
+
+
+def test_a_batch_with_a_graph_is_refused_before_that_is_used_up() -> None:
+    encoder = nn.Linear(24, 24)
+    batch = encoder(torch.randn(96, 24))
+    work = Workload(layers(), lambda m, x: m(x).square().mean(), batch)
+    with pytest.raises(WorkloadError, match="Detach it"):
+        plan(work, "75%")
+    batch.sum().backward()
+    assert encoder.weight.grad is not None
+
+
+@pytest.mark.parametrize("trees", [[1], [[True]], [[[]]], ["ab"], [[0, "1"]], [[[1.5]]], [[[0, 1], None]]])
+def test_a_plan_with_malformed_trees_is_refused(trees: Any) -> None:
+    work = workload(lambda m, x: m(x).square().mean())
+    data = smallest(work, engine="eager", allow="bitwise").to_json()
+    option = data["choices"][0]["option"]
+    option["knobs"] = [[name, trees if name == "trees" else value] for name, value in option["knobs"]]
+    with pytest.raises(PlanError):
+        apply(Plan.from_json(data), work)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"version": ' + "9" * 5000 + "}"])
+def test_json_that_cannot_be_read_is_no_plan(text: str) -> None:
+    with pytest.raises(PlanError, match="The plan is not JSON"):
+        Plan.from_json(text)
+
+
+def test_a_step_under_a_dispatch_mode_runs_as_it_is_and_the_next_one_is_planned() -> None:
+    work = workload(lambda m, x: m(x).square().mean())
+    step = apply(plan(work, "60%", engine="graph"), work)
+    with FlopCounterMode(display=False) as counter, pytest.warns(RuntimeWarning, match="A dispatch mode looks"):
+        step(work.batch)
+    assert counter.get_total_flops() > 0
+    assert step(work.batch).isfinite()
+    assert step.profile().storage_peak_bytes == step.plan.storage_peak_bytes

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowtide.batches import flatten, tensors
 from lowtide.engines.code import Piece, boxed, forward_graph, graphs_of, pieces_of
@@ -52,6 +53,13 @@ class PlannedLoss:
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of the step's own model; ``model`` is there since this takes the place of a loss function."""
+        if any(not mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()):
+            warnings.warn(
+                "A dispatch mode looks at the ops of this step, which then runs as it is: the budget is not kept",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return self.work.compute_loss(batch=batch)
         key = _shape_of(batch), *map(len, _HOOKS)
         if key not in self._compiled:
             planner = self._planners[key] = self.planner_for(batch)

@@ -23,7 +23,7 @@ from lowtide.sizes import format_size, parse_size
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Fidelity, Option, Price, Technique
 from lowtide.tracing.unchanged import unchanged
-from lowtide.workload import Workload
+from lowtide.workload import Workload, check_workload
 
 Engine = Literal["auto", "eager", "graph"]
 
@@ -60,6 +60,7 @@ def plan(
     For one profile, a larger budget never gives a slower plan. If nothing fits, ``BudgetError`` says which
     budget would be the smallest, and what to allow for less.
     """
+    check_workload(work, call="lowtide.plan(work, budget)")
     if engine not in ("auto", "eager", "graph"):
         raise PlanError(f"There is no engine {engine!r}", hint="Write engine='auto', 'eager' or 'graph'.")
     fingerprint = Fingerprint.of(work)

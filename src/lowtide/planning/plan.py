@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from lowtide.chains import Chain, Schedule, simulate
-from lowtide.errors import PlanError, WorkloadError
+from lowtide.errors import PlanError
 from lowtide.fingerprint import Fingerprint
 from lowtide.sizes import format_size
 from lowtide.techniques.technique import Fidelity, Knob, Option
 from lowtide.version import __version__
-from lowtide.workload import Workload
+from lowtide.workload import Workload, check_workload
 
 PLAN_VERSION = 3
 
@@ -149,7 +149,7 @@ class Plan:
         if isinstance(data, str):
             try:
                 data = json.loads(data)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise PlanError(f"The plan is not JSON: {error}") from error
         if not isinstance(data, Mapping):
             raise PlanError(f"A plan is a JSON object, not a {type(data).__name__}")
@@ -162,7 +162,7 @@ class Plan:
             return _read(data)
         except KeyError as error:
             raise PlanError(f"The plan has no field {error}", hint="Plan again.") from error
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise PlanError(f"The plan is malformed: {error}", hint="Plan again.") from error
 
 
@@ -173,12 +173,7 @@ def check_plan(plan: object, work: object, *, call: str) -> None:
             f"The plan is a {type(plan).__name__}, not a Plan",
             hint=f"Write {call} with what lowtide.plan or Plan.from_json returned.",
         )
-    if not isinstance(work, Workload):
-        raise WorkloadError(
-            f"The step is a {type(work).__name__}, not a Workload",
-            hint=f"Write {call} with work = lowtide.Workload(model, loss, batch, optimizer).",
-        )
-    plan.check(work)
+    plan.check(check_workload(work, call=call))
 
 
 def _read(data: Mapping[str, Any]) -> Plan:

@@ -17,7 +17,7 @@ from lowtide.profiling.roofline import model_seconds
 from lowtide.tracing import trace
 from lowtide.tracing.calls import Call
 from lowtide.version import __version__
-from lowtide.workload import Workload
+from lowtide.workload import Workload, check_workload
 
 
 def profile(work: Workload, *, fake: bool = False, device: str | None = None, measure: bool = False) -> Profile:
@@ -33,6 +33,7 @@ def profile(work: Workload, *, fake: bool = False, device: str | None = None, me
     >>> profile(work).storage_peak_bytes == profile(work, fake=True).storage_peak_bytes
     True
     """
+    check_workload(work, call="lowtide.profile(work)")
     if device is not None:
         find_device(device)
     fake = fake or device not in (None, work.device.type) or work.device.type == "meta"

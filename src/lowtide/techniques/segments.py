@@ -191,8 +191,16 @@ def _units(blocks: Sequence[tuple[int, bool]], *, joined: bool) -> list[tuple[in
     return found
 
 
+def _is_tree(tree: object) -> bool:
+    """Whether it is a tuple of blocks' numbers and of such tuples, none of them empty."""
+    return isinstance(tree, tuple) and all(
+        (isinstance(node, int) and not isinstance(node, bool)) or (node != () and _is_tree(node))
+        for node in cast(tuple[object, ...], tree)
+    )
+
+
 def _trees(option: Option) -> dict[str, Tree]:
     trees = option.knob("trees", ())
-    if not isinstance(trees, tuple) or len(trees) != len(option.site):
+    if not isinstance(trees, tuple) or len(trees) != len(option.site) or not all(map(_is_tree, trees)):
         raise PlanError(f"{option} has no tree for each of its sites")
     return {path: cast(Tree, tree) for path, tree in zip(option.site, trees, strict=True)}
