@@ -78,9 +78,7 @@ class PlannedLoss:
             inputs = (*parameters_of(self.work), *tensors(batch))
             if not any(each.requires_grad for each in inputs):
                 return self.work.compute_loss(batch=batch)  # which says that nothing is trained
-            self.work.compute_loss(
-                batch=batch
-            )  # where that fails too, as for a batch that does not fit the model, it says why
+            self.work.compute_loss(batch=batch)  # where that fails too, its error says why
             raise LowtideError(
                 f"The loss is no longer captured as one graph ({next(iter(str(error).splitlines()), '')})",
                 hint="Plan with engine='eager', which needs no capture, or undo the plan: step.undo().",

@@ -31,15 +31,15 @@ class Replanner:
 
     def __call__(self, batch: Any) -> Planner:
         """The planner for batches of this shape."""
-        planned = chosen = self.plan.program
-        if planned is None or batch_shapes(batch) != self.plan.fingerprint.batch:
-            try:
-                chosen = self._plan_again(replace(self.work, batch=batch))
-            except TraceError:  # a prediction has no values to look at
-                if planned is None:
-                    raise
-                return lambda joint: self._other_program(joint, planned)
-        assert chosen is not None
+        planned = self.plan.program
+        if planned is not None and batch_shapes(batch) == self.plan.fingerprint.batch:
+            return lambda joint: self._program(joint, planned)
+        try:
+            chosen = self._plan_again(replace(self.work, batch=batch))
+        except TraceError:  # a prediction has no values to look at
+            if planned is None:
+                raise
+            return lambda joint: self._other_program(joint, planned)
         return lambda joint: self._program(joint, chosen)
 
     def _plan_again(self, work: Workload) -> Recomputation:

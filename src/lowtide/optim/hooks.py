@@ -81,7 +81,12 @@ def leave_scaling_to_scalers(optimizer: torch.optim.Optimizer) -> Undo:
     if had is None:
         return Undo()
     setattr(optimizer, AMP_SCALING, False)
-    return Undo(lambda: vars(optimizer).update({AMP_SCALING: had} if AMP_SCALING in vars(optimizer) else {}))
+
+    def restore() -> None:
+        if AMP_SCALING in vars(optimizer):  # it may be one of another class by now
+            setattr(optimizer, AMP_SCALING, had)
+
+    return Undo(restore)
 
 
 def refuse_where(optimizer: Any, needs: Literal["needs_gradients", "needs_step"], what: str) -> None:

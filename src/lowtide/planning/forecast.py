@@ -22,6 +22,7 @@ from lowtide.tracing.calls import Call
 from lowtide.tracing.graph import Graph, Op, Saved, Storage, Value, signature
 from lowtide.tracing.joint import Joint, is_item, is_random, size_of
 from lowtide.tracing.parts import dtype_name, flatten, leaves
+from lowtide.tracing.places import short_name
 
 
 class Forecast:
@@ -140,7 +141,7 @@ class _Known:
 
 def _keys(op: Op) -> tuple[str, str]:
     """By signature; or by name and results, whether in place or not, since a captured graph writes nothing in place."""
-    name = op.name.split(".")[1].rstrip("_") if "." in op.name else op.name
+    name = short_name(op.name).rstrip("_")
     return op.signature, signature(name, op.outputs, "results")
 
 

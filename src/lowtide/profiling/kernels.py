@@ -22,6 +22,7 @@ from lowtide.profiling.profile import Source
 from lowtide.tracing.calls import Call
 from lowtide.tracing.graph import Graph, Op, Storage, Value
 from lowtide.tracing.meter import measure_cpu_call
+from lowtide.tracing.places import short_name
 
 _SHIPPED = "h200.json"
 _HOPPER = ("NVIDIA H200", "NVIDIA H100")  # one chip: their libraries choose alike
@@ -94,7 +95,7 @@ def modelled_workspace(op: Op) -> int:
     the workspace holds the input, the weight and the output once more. Recurrent layers hold their weights twice more,
     and their sequences once.
     """
-    name = op.name.split(".")[1] if "." in op.name else op.name
+    name = short_name(op.name)
     if name == "convolution" and not _channels_last(op.inputs[0]):
         return sum(v.bytes for v in (*op.inputs[:2], op.outputs[0]))
     if name == "convolution_backward" and not _channels_last(op.inputs[1]):
@@ -108,7 +109,7 @@ def _with_library(graph: Graph) -> Graph:
     """CuBLAS keeps a workspace for each thread that uses it; the backward pass runs on its own thread."""
     if graph.tensor_device == "cpu":
         return graph
-    products = {op.phase == "backward" for op in graph.ops if op.name.split(".")[1].endswith("mm")}
+    products = {op.phase == "backward" for op in graph.ops if short_name(op.name).endswith("mm")}
     if not products:
         return graph
     label = "cuBLAS workspaces"

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from lowtide.profiling.devices import Device, find_device
 from lowtide.tracing.graph import Graph, Op
+from lowtide.tracing.places import short_name
 
 
 def model_seconds(graph: Graph) -> tuple[Op, ...]:
@@ -26,7 +27,7 @@ def op_seconds(op: Op, device: Device) -> float:
 
 def operations(op: Op) -> float:
     """Floating-point operations of matrix products, convolutions and attention; 0 for the rest, which move bytes."""
-    name = op.name.split(".")[1] if "." in op.name else op.name
+    name = short_name(op.name)
     shapes = [v.shape for v in op.inputs[: -1 if op.name.endswith("out") else None]]  # which is written, not read
     if name in ("mm", "bmm", "addmm", "baddbmm"):
         a, b = shapes[-2:]

@@ -20,6 +20,7 @@ from lowtide.profiling.profile import Profile
 from lowtide.techniques.forward import Forward, apply_at_sites, replace_forward
 from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price, Undo
 from lowtide.tracing.graph import Graph, Op
+from lowtide.tracing.places import short_name
 from lowtide.workload import Workload
 
 
@@ -141,7 +142,7 @@ class _Head:
 
     def seconds(self, graph: Graph, chunk: int) -> float:
         """Bytes over the bandwidth that the log-softmax had; never less than the sums over chunks take."""
-        softmax = next(op for op in map(graph.ops.__getitem__, self.others) if _base(op) == "_log_softmax")
+        softmax = next(op for op in map(graph.ops.__getitem__, self.others) if short_name(op.name) == "_log_softmax")
         moved = sum(value.bytes for value in (*softmax.inputs, *softmax.outputs))
         per_byte = softmax.seconds / max(moved, 1)
         sums = 2 * math.ceil(self.rows / chunk) * self.classes * self.features * max(self.itemsize, 4)
@@ -154,7 +155,7 @@ def _heads(graph: Graph) -> Iterator[_Head]:
     kinds = dict(graph.modules)
     calls: dict[str, list[Op]] = {}
     for op in graph.ops:
-        if op.phase == "forward" and kinds.get(op.module) == "Linear" and _base(op) in _PRODUCTS:
+        if op.phase == "forward" and kinds.get(op.module) == "Linear" and short_name(op.name) in _PRODUCTS:
             calls.setdefault(op.module, []).append(op)
     for path, ops in calls.items():
         head = _head(graph, path, ops[0]) if len(ops) == 1 else None
@@ -170,7 +171,7 @@ def _head(graph: Graph, path: str, product: Op) -> _Head | None:
         if op.phase != "forward" or not made & {value.storage for value in op.inputs}:
             continue
         others.append(op.index)
-        base, first = _base(op), op.inputs[0].storage
+        base, first = short_name(op.name), op.inputs[0].storage
         if base in _COPIES or base == "_log_softmax":
             made |= {value.storage for value in op.outputs}
             after |= {value.storage for value in op.outputs} if base == "_log_softmax" or first in after else set()
@@ -183,10 +184,10 @@ def _head(graph: Graph, path: str, product: Op) -> _Head | None:
     gradients, ends = set[int](), list[Op]()
     for op in graph.ops[loss.index + 1 :]:
         read = {value.storage for value in op.inputs}
-        begins = _base(op) in _BACK and bool(read & after)
+        begins = short_name(op.name) in _BACK and bool(read & after)
         if op.phase != "backward" or not (begins or read & gradients):
             continue
-        if _base(op) in (*_PRODUCTS, "sum"):
+        if short_name(op.name) in (*_PRODUCTS, "sum"):
             ends.append(op)
         else:
             others.append(op.index)
@@ -219,10 +220,6 @@ _PRODUCTS = ("mm", "addmm", "linear")
 _COPIES = ("_to_copy", "clone", "index", "_unsafe_view")
 _LOSSES = ("nll_loss_forward", "nll_loss2d_forward")
 _BACK = ("nll_loss_backward", "nll_loss2d_backward")
-
-
-def _base(op: Op) -> str:
-    return op.name.split(".")[1] if "." in op.name else op.name
 
 
 def _rows(option: Option) -> int:

@@ -14,6 +14,7 @@ from lowtide.profiling.profile import Profile
 from lowtide.techniques.batchnorm.convert import convert
 from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.graph import Graph, Op
+from lowtide.tracing.places import short_name
 from lowtide.workload import Workload
 
 
@@ -313,7 +314,7 @@ def _is_batch_norm(op: Op) -> bool:
 
 def _base(op: Op) -> str:
     """The op's name without its overload, in place or not."""
-    return op.name.split(".")[1].removesuffix("_")
+    return short_name(op.name).removesuffix("_")
 
 
 def _other(addition: Op, storage: int) -> int | None:

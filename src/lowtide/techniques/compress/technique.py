@@ -32,8 +32,10 @@ class Compress:
     kind: Kind = "saved"
     needs = "a module that saves activations of 1 KiB or more"
     conflicts: Mapping[str, str] = {
-        "sqrt": "a recomputed segment starts from its exact input, and keeps nothing that could be compressed",
-        "optimal": "a recomputed segment starts from its exact input, and keeps nothing that could be compressed",
+        **dict.fromkeys(
+            ("sqrt", "optimal"),
+            "a recomputed segment starts from its exact input, and keeps nothing that could be compressed",
+        ),
         "batchnorm": "a converted batch norm makes its input again from its output, which has to be exact",
     }
 
