@@ -82,6 +82,25 @@ def test_what_lies_between_rows_is_not_touched(rows_):
 
 
 @pytest.mark.parametrize("rows_", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("classes", [2, 10, 64, 4095, 4099, 5000])
+def test_padding_counts_for_nothing_and_has_no_gradient(rows_, smoothing, classes):
+    logits, target = make(classes)
+    target[2] = classes - 1
+    rules, scale = rules_of(classes, smoothing=smoothing, weighted=True), torch.tensor(0.3, device=DEVICE)
+    loss, gradient = expected(logits, target, rules, scale)
+    padding = -classes % 64
+    for content in (1e4, float("nan"), float("inf")):
+        whole = torch.full((len(logits), classes + padding), content, device=DEVICE)
+        whole[:, :classes] = logits
+        losses = torch.empty(len(logits), device=DEVICE)
+        rows_(whole, target, losses, rules, scale, padding)
+        close(losses, loss, 2e-6)
+        close(whole[:, :classes], gradient, 2e-6)
+        assert not whole[:, classes:].any()
+
+
+@pytest.mark.parametrize("rows_", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("rows", [1, 6])
 def test_targets_may_lie_apart(rows_, rows):
     logits, target = make(10, rows=6)
@@ -163,9 +182,11 @@ def test_sums_over_chunks_are_32_bits_wide(dtype):
     close(total, exact, {torch.float64: 1e-14}.get(dtype) or TOLERANCE[dtype] / 3)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_rows_of_a_chunk_are_aligned_on_a_gpu(dtype):
-    made = chooser.buffer(4, 50257, torch.empty(1, device="cuda"), dtype)
-    assert made.shape == (4, 50257)
-    assert made.stride(0) * made.element_size() % 128 == 0
+@pytest.mark.parametrize("shape", [(7,), (7, 3)], ids=str)
+def test_parameters_are_padded_with_zeros_and_are_themselves_where_nothing_is_to_do(shape):
+    parameter = torch.randn(shape)
+    assert chooser.padded(parameter, 0, torch.float32) is parameter
+    made = chooser.padded(parameter, 2, torch.bfloat16)
+    assert torch.equal(made[:7], parameter.bfloat16())
+    assert made.shape == (9, *shape[1:])
+    assert not made[7:].any()

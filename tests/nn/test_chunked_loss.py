@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide import Workload, profile
 from lowtide.errors import LowtideError
+from lowtide.kernels import chunked_loss as kernels
 from lowtide.nn import LinearCrossEntropy, linear_cross_entropy
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -157,6 +158,23 @@ def test_scaled_losses_of_float16_neither_overflow_nor_vanish():
     # Where plain PyTorch needs a scale to see small gradients, this does not.
     found = outcome(linear_cross_entropy, x, w, None, target, autocast=torch.float16, chunk=64)
     assert distance([t * 2.0**16 for t in found[1:]], exact[1:]) <= 1.5 * distance(expected[1:], exact[1:])
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_padded_classes_change_nothing_and_none_of_them_is_seen(reduction, monkeypatch):
+    monkeypatch.setattr(kernels, "padding", lambda classes, device: -classes % 64)
+    x, w, b, target = make(torch.float64)
+    with torch.no_grad():
+        x[3] = float("inf")
+    target[3] = -100  # a row that does not count, whatever it holds
+    options = {"reduction": reduction, "label_smoothing": 0.1}
+    for bias in (b, None):
+        mine = outcome(linear_cross_entropy, x, w, bias, target, chunk=5, **options)
+        exact = outcome(plain, x, w, bias, target, **options)
+        for found, wanted in zip(mine, exact, strict=True):
+            torch.testing.assert_close(found, wanted, equal_nan=True)
+    with pytest.raises(IndexError, match="Target 60 is out of bounds"):
+        linear_cross_entropy(x, w, torch.full_like(target, 60))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -11,31 +11,49 @@ from lowtide.kernels import launches
 from lowtide.kernels.reference import chunked_loss as reference
 from lowtide.kernels.reference.chunked_loss import Rules, wide
 
-__all__ = ["Rules", "add_product", "buffer", "rows_", "wide"]
+__all__ = ["Rules", "add_product", "padded", "padding", "rows_", "wide"]
 
-_ALIGNED = 64  # elements: from one row of a chunk to the next, on a GPU
+_MULTIPLE = 64  # of classes, on a GPU
 
 
-def rows_(logits: Tensor, target: Tensor, losses: Tensor, rules: Rules, scale: Tensor | None = None) -> None:
-    """Write the losses of rows; with a ``scale``, their gradient times it takes the logits' place."""
+def rows_(
+    logits: Tensor, target: Tensor, losses: Tensor, rules: Rules, scale: Tensor | None = None, padding: int = 0
+) -> None:
+    """Write the losses of rows; with a ``scale``, their gradient times it takes the logits' place.
+
+    The last ``padding`` columns are no classes: what they hold is not used, and their gradient is 0.
+    """
     if launches.can_run(logits) and logits.numel():
         fast = launches.triton_kernels("chunked_loss")
         if fast is not None:
-            fast.rows_(logits, target, losses, rules, scale)
+            fast.rows_(logits, target, losses, rules, scale, padding)
             return
     try:
-        reference.rows_(logits, target, losses, rules, scale)
+        reference.rows_(logits, target, losses, rules, scale, padding)
     except RuntimeError:
-        outside = (target != rules.ignore_index) & ((target < 0) | (target >= logits.shape[1]))
+        outside = (target != rules.ignore_index) & ((target < 0) | (target >= logits.shape[1] - padding))
         if logits.is_cuda or not outside.any():
             raise
         raise IndexError(f"Target {int(target[outside][0])} is out of bounds.") from None  # as torch says it
 
 
-def buffer(rows: int, classes: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where the logits of a chunk go. On a GPU rows start at aligned addresses: a vocabulary of 50,257 is slow else."""
-    width = -(-classes // _ALIGNED) * _ALIGNED if like.is_cuda else classes
-    return torch.empty(rows, width, dtype=dtype, device=like.device)[:, :classes]
+def padding(classes: int, device: str) -> int:
+    """How many classes to add that are none: on a GPU the matrix products of an odd number take six times as long.
+
+    >>> padding(50257, "cuda"), padding(50304, "cuda"), padding(50257, "cpu")
+    (47, 0, 0)
+    """
+    return -classes % _MULTIPLE if device == "cuda" else 0
+
+
+def padded(parameter: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """The parameter in this dtype, with so many rows of zeros after it."""
+    if not count:
+        return parameter.to(dtype)
+    found = parameter.new_empty(len(parameter) + count, *parameter.shape[1:], dtype=dtype)
+    found[: len(parameter)].copy_(parameter)
+    found[len(parameter) :].zero_()
+    return found
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:

@@ -293,11 +293,12 @@ def _sweep(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Losses, and with a ``scale`` the gradients of x (in the dtype of the logits), weight and bias (in 32 bits)."""
     count, (classes, features) = len(x), weight.shape
+    added = kernels.padding(classes, x.device.type)
     step = min(chunk or chunk_rows(classes, dtype.itemsize, x.device.type), max(count, 1))
     losses = torch.empty(count, dtype=wide(dtype), device=x.device)
     with torch.autocast(x.device.type, enabled=False):
-        w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
-        logits = kernels.buffer(step, classes, x, dtype)
+        w, b = kernels.padded(weight, added, dtype), None if bias is None else kernels.padded(bias, added, dtype)
+        logits = torch.empty(step, classes + added, dtype=dtype, device=x.device)
         dx, dw, db = None, None, None
         if scale is not None and needs[0]:
             dx = torch.empty(count, features, dtype=dtype, device=x.device)
@@ -309,7 +310,7 @@ def _sweep(
             else:
                 torch.addmm(b, piece, w.t(), out=z)
             mine = scale if scale is None or scale.dim() == 0 else scale[rows]
-            kernels.rows_(z, target[rows], losses[rows], rules, mine)
+            kernels.rows_(z, target[rows], losses[rows], rules, mine, added)
             if scale is None:
                 continue
             if dx is not None:
@@ -322,7 +323,7 @@ def _sweep(
     if scale is not None and count == 0:
         dw = torch.zeros_like(weight, dtype=losses.dtype) if needs[1] else None
         db = torch.zeros(classes, dtype=losses.dtype, device=x.device) if needs[2] else None
-    return losses, [dx, dw, db]
+    return losses, [dx, dw if dw is None else dw[:classes], db if db is None else db[:classes]]
 
 
 def _scaled(made: Tensor, factor: Tensor | None, dtype: torch.dtype, *, in_place: bool) -> Tensor:

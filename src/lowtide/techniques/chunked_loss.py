@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lowtide.errors import LowtideError, PlanError
+from lowtide.kernels import chunked_loss as kernels
 from lowtide.nn.chunked_loss import chunk_rows
 from lowtide.nn.lazy_logits import lazy_logits
 from lowtide.profiling.profile import Profile
@@ -114,6 +115,7 @@ class _Head:
     features: int
     classes: int
     itemsize: int  # of the logits
+    casts: bool  # whether the weight is copied to another dtype
     loss: int  # the op that has the losses of all rows
     made: tuple[int, ...]  # the storages with the logits in any form, and their gradients
     others: tuple[int, ...]  # the ops of the loss, forward and backward, other than matrix products
@@ -134,8 +136,12 @@ class _Head:
         rows, wide = min(chunk, self.rows), max(self.itemsize, 4)
         # Where there is no kernel for it, 16 bits are widened to 32 for the softmax.
         widened = 4 if self.itemsize < 4 and graph.tensor_device == "cpu" else 0
-        size = rows * self.classes * (self.itemsize + widened)
+        padding = kernels.padding(self.classes, graph.tensor_device)
+        size = rows * (self.classes + padding) * (self.itemsize + widened)
         yield Interval(size, self.loss, self.loss + 1, f"a chunk of {self.path}")
+        if padding and not self.casts:
+            size = (self.classes + padding) * self.features * self.itemsize
+            yield Interval(size, self.loss, self.loss + 1, f"{self.path}.weight, padded")
         inner = self.rows * self.features * self.itemsize
         yield Interval(inner, self.loss, self.end, f"the gradient of the input of {self.path}")
         yield Interval(self.classes * self.features * wide, self.loss, self.back, f"the gradient of {self.path}.weight")
@@ -201,6 +207,7 @@ def _head(graph: Graph, path: str, product: Op) -> _Head | None:
         features=matrices[0].shape[1],
         classes=logits.shape[1],
         itemsize=logits.bytes // max(math.prod(logits.shape), 1),
+        casts=graph.storages[matrices[1].storage].category == "activation",
         loss=loss.index,
         made=(*sorted(made | gradients),),
         others=(*others,),

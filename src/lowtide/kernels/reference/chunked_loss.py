@@ -31,11 +31,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize >= 4 else torch.float32  # torch.promote_types would be an op in a trace
 
 
-def rows_(logits: Tensor, target: Tensor, losses: Tensor, rules: Rules, scale: Tensor | None) -> None:
+def rows_(logits: Tensor, target: Tensor, losses: Tensor, rules: Rules, scale: Tensor | None, padding: int = 0) -> None:
     """Write the losses of the rows; and, with a ``scale`` (c, of one row or of each), the gradient over the logits.
 
-    What the logits hold is lost either way. Nothing is allocated beside them, but in 16 bits a copy in 32.
+    What the logits hold is lost either way. Nothing is allocated beside them, but in 16 bits a copy in 32. The last
+    ``padding`` columns are no classes: what they hold is not used, and their gradient is 0.
     """
+    if padding:
+        logits[:, -padding:] = 0
+        logits = logits[:, :-padding]
     z, classes = logits.to(wide(logits.dtype)), logits.shape[1]
     counts = target != rules.ignore_index
     at = target.where(counts, 0).unsqueeze(1)

@@ -4,8 +4,8 @@
 One program has one row and goes over it twice: first the maximum and Σ exp online (Milakov and Gimelshein, 2018), then
 the gradient. Passes over memory: one read and one write; the second read finds the row in the cache, since the rows
 that run at once (100 KB each for GPT-2's vocabulary in 16 bits) fit it. The formulas are in
-``kernels/reference/chunked_loss.py``. All but the last block are loaded without a mask: with one, Triton loads element
-by element where the vocabulary is odd.
+``kernels/reference/chunked_loss.py``. All but the last block are loaded without a mask, and that one by a mask over the
+padded row: with one over an odd vocabulary, Triton loads element by element.
 """
 
 from __future__ import annotations
@@ -21,19 +21,24 @@ _BLOCK = 4096
 _WARPS = 8
 
 
-def rows_(logits: Tensor, target: Tensor, losses: Tensor, rules: Rules, scale: Tensor | None = None) -> None:
+def rows_(
+    logits: Tensor, target: Tensor, losses: Tensor, rules: Rules, scale: Tensor | None = None, padding: int = 0
+) -> None:
     """Write the losses of rows; with a ``scale``, their gradient times it takes the logits' place.
 
-    Columns are neighbours in memory, and losses too; the distance between rows, and between targets, is free. A target
-    that is no class gives nan.
+    Columns are neighbours in memory, and losses too; the distance between rows, and between targets, is free. The last
+    ``padding`` columns are no classes: what they hold is not used, and their gradient is 0. A target that is no class
+    gives nan.
     """
     assert logits.stride(1) == losses.stride(0) == 1
-    count, classes = logits.shape
-    block = min(_BLOCK, 1 << (classes - 1).bit_length())
+    count, width = logits.shape
+    classes = width - padding
+    block = min(_BLOCK, 1 << (width - 1).bit_length())
+    assert width <= -(-classes // block) * block
     stride = 0 if scale is None or scale.numel() == 1 else scale.stride(0)
     _launch(
         count, (logits, target, losses, scale, rules.weight, rules.weight_sum),
-        (logits.stride(0), target.stride(0), stride, classes, rules.ignore_index, float(rules.smoothing)),
+        (logits.stride(0), target.stride(0), stride, classes, width, rules.ignore_index, float(rules.smoothing)),
         (scale is not None, rules.weight is not None, rules.smoothing != 0, classes % block != 0, block),
         num_warps=_WARPS if block == _BLOCK else 4,
     )  # fmt: skip
@@ -77,6 +82,7 @@ def _rows(
     target_stride,
     scale_stride,
     classes,
+    width,
     ignore_index,
     smoothing,
     GRADIENT: tl.constexpr,
@@ -98,7 +104,7 @@ def _rows(
             for first in range(0, whole, BLOCK):
                 tl.store(logits_ptr + first + k, zeros)
             if TAIL:
-                tl.store(logits_ptr + whole + k, zeros, mask=whole + k < classes)
+                tl.store(logits_ptr + whole + k, zeros, mask=whole + k < width)
     else:
         is_class = (t >= 0) & (t < classes)
         z_t = tl.load(logits_ptr + t, mask=is_class, other=float("nan")).to(tl.float32)
@@ -115,7 +121,8 @@ def _rows(
             highest, total, spread = _add(z, first + k, every, highest, total, spread, weight_ptr, WEIGHTED, SMOOTHED)
         if TAIL:
             here = whole + k < classes
-            z = tl.load(logits_ptr + whole + k, mask=here, other=float("-inf")).to(tl.float32)
+            z = tl.load(logits_ptr + whole + k, mask=whole + k < width, other=0.0).to(tl.float32)
+            z = tl.where(here, z, float("-inf"))
             highest, total, spread = _add(z, whole + k, here, highest, total, spread, weight_ptr, WEIGHTED, SMOOTHED)
         share = smoothing / classes
         loss = mine * (highest - z_t + tl.log(total))
@@ -135,9 +142,11 @@ def _rows(
                 tl.store(logits_ptr + first + k, dz.to(logits_ptr.dtype.element_ty))
             if TAIL:
                 here = whole + k < classes
-                z = tl.load(logits_ptr + whole + k, mask=here, other=float("-inf")).to(tl.float32)
+                z = tl.load(logits_ptr + whole + k, mask=whole + k < width, other=0.0).to(tl.float32)
+                z = tl.where(here, z, float("-inf"))
                 dz = _slope(z, whole + k, here, t, highest, factor, even, hit, weight_ptr, WEIGHTED, SMOOTHED)
-                tl.store(logits_ptr + whole + k, dz.to(logits_ptr.dtype.element_ty), mask=here)
+                dz = tl.where(here, dz, 0.0).to(logits_ptr.dtype.element_ty)
+                tl.store(logits_ptr + whole + k, dz, mask=whole + k < width)
 
 
 _launch = Launcher(_rows, "chunked_loss_rows")
