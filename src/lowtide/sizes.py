@@ -1,6 +1,8 @@
 """Byte sizes as people write them: ``6GiB``, ``800MB``, ``6442450944``."""
 
+import math
 import re
+from numbers import Real
 
 from lowtide.errors import LowtideError
 
@@ -10,18 +12,18 @@ _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _LARGEST = 2**63  # no machine addresses as much
-_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
-def parse_size(size: int | str) -> int:
+def parse_size(size: float | str) -> int:
     """Read a size in bytes. GB is 10⁹ and GiB is 2³⁰.
 
-    >>> parse_size("6GiB"), parse_size("800 MB"), parse_size(1024)
-    (6442450944, 800000000, 1024)
+    >>> parse_size("6GiB"), parse_size("800 MB"), parse_size(1024), parse_size(1.5e9)
+    (6442450944, 800000000, 1024, 1500000000)
     """
-    if not isinstance(size, (int, str)) or isinstance(size, bool):
-        raise LowtideError(f"Not a size: {size!r}", hint="Write for example 6GiB, 800MB or a number of bytes.")
-    if isinstance(size, int):
+    if not isinstance(size, str):
+        if not isinstance(size, Real) or isinstance(size, bool) or not -math.inf < size < math.inf:
+            raise LowtideError(f"Not a size: {size!r}", hint="Write for example 6GiB, 800MB or a number of bytes.")
         if size < 0:
             raise LowtideError(f"A size cannot be negative: {size}")
         return _checked(size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -122,6 +123,22 @@ def test_a_larger_batch_is_warned_about_once() -> None:
 
 
 # -- what cannot be applied leaves the model alone -----------------------------------------------------
+
+
+def test_no_batch_is_refused() -> None:
+    work = chain()
+    with apply(plan(work, "60%", fake=True), work) as step, pytest.raises(WorkloadError, match="None"):
+        step(None)
+
+
+def test_an_autocast_that_was_not_planned_is_warned_about_once() -> None:
+    work = chain()
+    with apply(plan(work, "60%", fake=True), work) as step, torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.warns(RuntimeWarning, match="an autocast that it was not planned with"):
+            step.loss(work.batch)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step.loss(work.batch)
 
 
 def test_a_plan_of_another_model_is_refused() -> None:

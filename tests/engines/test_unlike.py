@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -92,6 +93,106 @@ def test_modules_that_the_loss_holds_count() -> None:
     work = workload(lambda m, x: (m(x) - teacher(x)).square().mean())
     checked = lowtide.verify(work, smallest(work, engine="graph"))
     assert checked.ok, str(checked)
+
+
+MASK = torch.rand(2048, 64)
+
+
+class Masked(nn.Module):
+    """A layer with a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.mask = layers(width=64), torch.rand(2048, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * self.mask
+
+
+@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize(
+    ("loss", "model"),
+    [
+        (lambda m, x: (m(x) * MASK).square().mean(), partial(layers, width=64)),
+        (lambda m, x: m(x).square().mean(), Masked),
+    ],
+    ids=["global", "attribute"],
+)
+def test_tensors_that_are_neither_in_the_model_nor_in_the_batch_count(
+    loss: Loss, model: Callable[[], nn.Module], fake: bool
+) -> None:
+    work = workload(loss, model(), 2048, 64)
+    held = [s for s in lowtide.profile(work, fake=fake).graph.storages if s.label == "held beside model and batch"]
+    assert [(s.bytes, s.category, s.birth) for s in held] == [(MASK.nbytes, "buffer", 0)]
+    if not fake:
+        checked = lowtide.verify(work, smallest(work, engine="graph"))
+        assert checked.ok, str(checked)
+        assert checked.storage_peak_bytes == checked.plan.storage_peak_bytes
+
+
+def branching(model: nn.Module, x: Tensor) -> Tensor:
+    hidden = model(x)
+    return torch.cond(hidden.sum() > 0, torch.sin, torch.cos, (hidden,)).mean()
+
+
+def of_gradients(model: nn.Module, x: Tensor) -> Tensor:
+    def inner(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+    return sum(g.square().sum() for g in torch.func.grad(inner)(dict(model.named_parameters())).values())  # pyright: ignore[reportReturnType]
+
+
+def by_sample(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: model(row).square().mean())(x).mean()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.cond compiles, and looks
+@pytest.mark.parametrize(("loss", "engine"), [(branching, "eager"), (of_gradients, "graph"), (by_sample, "graph")])
+def test_control_flow_and_function_transforms(loss: Loss, engine: str) -> None:
+    work = workload(loss)
+    found = smallest(work, allow="bitwise")
+    assert found.engine == engine
+    assert found.peak_bytes < found.baseline.peak_bytes
+    checked = lowtide.verify(work, found)
+    assert checked.ok, str(checked)
+
+
+class Normalised(nn.Module):
+    """Layers whose results torch's fake kernels lay out otherwise than real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(24) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = torch.tanh(norm(layer(x).transpose(1, 2))).transpose(1, 2)
+        return x
+
+
+def test_results_that_fake_kernels_lay_out_otherwise() -> None:
+    work = workload(lambda m, x: F.mse_loss(m(x), x), Normalised(), 16, 8, 24)
+    checked = lowtide.verify(work, smallest(work, engine="graph"))
+    assert checked.ok, str(checked)
+    assert checked.storage_peak_bytes == checked.plan.storage_peak_bytes
+
+
+WINDOW = torch.hann_window(16)
+SPECTRA: dict[str, Loss] = {
+    "rfft2": lambda m, x: torch.fft.rfft2(m(x)).abs().mean(),
+    "ihfft": lambda m, x: torch.fft.ihfft(m(x)).abs().mean(),
+    "stft": lambda m, x: torch.stft(m(x), 16, window=WINDOW, return_complex=True).abs().mean(),
+}
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_spectra_take_what_was_planned_when_captured_again_too(name: str) -> None:
+    for _ in range(2):  # torch's cache of fake results forgets the storages
+        work = workload(SPECTRA[name], layers(width=64), 2048, 64)
+        checked = lowtide.verify(work, smallest(work, engine="graph"))
+        assert checked.ok, str(checked)
+        assert checked.storage_peak_bytes == checked.plan.storage_peak_bytes
 
 
 @pytest.mark.parametrize(

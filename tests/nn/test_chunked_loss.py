@@ -207,8 +207,12 @@ def test_what_it_cannot_do_is_refused_with_a_reason():
         linear_cross_entropy(x, w, target[:5])
     with pytest.raises(LowtideError, match="reduction"):
         linear_cross_entropy(x, w, target, reduction="median")
-    with pytest.raises(LowtideError, match="chunk"):
-        linear_cross_entropy(x, w, target, chunk=0)
+    for chunk in (0, 2.5):
+        with pytest.raises(LowtideError, match="chunk"):
+            linear_cross_entropy(x, w, target, chunk=chunk)
+    for wrong in ({"reduction": "median"}, {"chunk": 0}, {"label_smoothing": 3}):
+        with pytest.raises(LowtideError):
+            LinearCrossEntropy(4, 5, **wrong)
     with pytest.raises(IndexError, match="Target 60 is out of bounds"):
         linear_cross_entropy(x, w, target.masked_fill(target == target[1], 60))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):

@@ -259,6 +259,9 @@ def test_what_cannot_be_is_refused():
     for mixes in (nn.Softmax(-1), nn.GLU(), nn.Dropout(0.5), lambda x: x / x.norm(), lambda x: x.sum(), torch.softmax):
         with pytest.raises(LowtideError, match="each element alone"):
             FewBit(mixes)
+    for partial in (torch.log, torch.sqrt):
+        with pytest.raises(LowtideError, match="not finite"):
+            FewBit(partial)
     with pytest.raises(LowtideError, match="Unknown density"):
         fewbit.GELU(density="beta")
     with pytest.raises(LowtideError, match="not an activation"):

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from lowtide import zoo
+from lowtide import Workload, zoo
 from lowtide.errors import BudgetError, PlanError
 from lowtide.planning import apply_options, plan, resolve_budget
 from lowtide.planning import budget as budget_module
@@ -33,15 +38,22 @@ def plain() -> Profile:
         ("60%", 600),
         (" 12.5 % ", 125),
         ("150%", 1500),
+        (1.5e5, 150_000),
+        ("1.5e5", 150_000),
+        (np.int64(150_000), 150_000),
     ],
 )
-def test_a_budget_is_read_as_people_write_it(written: int | str, size: int) -> None:
+def test_a_budget_is_read_as_people_write_it(written: float | str, size: int) -> None:
     assert resolve_budget(written, 1000, "cpu").bytes == size
 
 
 @pytest.mark.parametrize(
-    "written", ["much", "%", "x%", "-5%", "0%", "nan%", "inf%", "1e300%", "9" * 400, 10**400, "6 parsecs", -3]
-)
+    "written",
+    [
+        "much", "%", "x%", "-5%", "0%", "nan%", "inf%", "1e300%", "9" * 400, 10**400, "6 parsecs", -3,
+        True, None, float("nan"), float("inf"), b"1", "1e-3",
+    ],
+)  # fmt: skip
 def test_what_is_no_budget_is_refused(written: int | str) -> None:
     with pytest.raises(BudgetError, match=r"Write for example|negative"):
         resolve_budget(written, 1000, "cpu")
@@ -180,6 +192,53 @@ def test_roundoff_needs_no_permission(plain: Profile, only) -> None:
     only()
     with register(Loose(Fidelity.ROUNDOFF)):
         assert plan(chain(), "70%", profile=plain).fidelity is Fidelity.ROUNDOFF
+
+
+def test_no_permission_is_none_and_what_is_no_text_is_refused(plain: Profile) -> None:
+    work = chain()
+    assert plan(work, "90%", allow=None).fidelity <= Fidelity.ROUNDOFF
+    for wrong in (3, [3]):
+        with pytest.raises(PlanError, match="Cannot allow"):
+            plan(work, "90%", allow=wrong)  # pyright: ignore[reportArgumentType]
+
+
+def tanh_layers(loss: Callable[[nn.Module, Tensor], Tensor]) -> Workload:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(8)))
+    return Workload(model, loss, torch.randn(96, 24))
+
+
+def seen_together(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).mean(0).square().sum()
+
+
+def test_a_technique_that_the_loss_does_not_allow_is_found_out_before_the_first_step() -> None:
+    work = tanh_layers(seen_together)
+    before = snapshot(work.model)
+    with pytest.raises(
+        BudgetError, match=r"microbatch .* was left out: The loss of .* it is neither of them"
+    ) as caught:
+        plan(work, 1)
+    assert str(caught.value).count("microbatch") == 1  # not once for every size
+    assert_restored(work.model, before)
+
+
+def test_where_the_smallest_estimates_cannot_be_used_others_are_looked_at() -> None:
+    def forward_mode(model: nn.Module, x: Tensor) -> Tensor:
+        y, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+        return (y + tangent).square().mean()
+
+    work = tanh_layers(forward_mode)
+    found = plan(work, "75%", allow="bitwise")  # checkpoints do not go with forward-mode derivatives
+    assert found.engine == "graph"
+    assert found.peak_bytes <= found.budget_bytes
+
+
+def test_what_fails_in_a_prediction_is_noted_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    mixing = torch.randn(96, 96)
+    work = Workload(nn.Linear(24, 24), lambda m, x: (mixing @ m(x)).square().mean(), torch.randn(96, 24))
+    with pytest.raises(BudgetError, match=r"microbatch .* was left out: "):
+        plan(work, 1)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_an_unknown_permission_is_refused(plain: Profile) -> None:

@@ -1,5 +1,7 @@
 """Fake traces agree with real ones op by op; each correction of a fake kernel is right, and needed."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -288,6 +290,15 @@ CALLS = {
         lambda: aten.native_batch_norm(rows(2, 4, 3, **LOW), None, None, rows(4), rows(4), True, 0.1, 1e-5),
         lambda: aten.native_batch_norm(columns(2, 4, 3), rows(4), rows(4), None, None, True, 0.1, 1e-5),
     ],
+    aten._native_batch_norm_legit_functional.default: [
+        lambda: aten._native_batch_norm_legit_functional(
+            columns(2, 4, 3), rows(4), rows(4), rows(4), rows(4), True, 0.1, 1e-5
+        ),
+    ],
+    aten._native_batch_norm_legit.no_stats: [
+        lambda: aten._native_batch_norm_legit(rows(2, 4, 3, **LOW), rows(4), rows(4), True, 0.1, 1e-5),
+        lambda: aten._native_batch_norm_legit(columns(2, 4, 3), rows(4), rows(4), True, 0.1, 1e-5),
+    ],
     aten.native_layer_norm.default: [lambda: aten.native_layer_norm(rows(3, 4, 6, **LOW), [6], rows(6), rows(6), 1e-5)],
     aten.native_group_norm.default: [
         lambda: aten.native_group_norm(rows(2, 4, 5, 3, **LOW), rows(4), rows(4), 2, 4, 15, 2, 1e-5)
@@ -348,6 +359,13 @@ CALLS = {
         lambda: aten.max_unpool2d(columns(2, 4, 2, 2), torch.zeros(2, 4, 2, 2, dtype=torch.long), [4, 4])
     ],
     aten.channel_shuffle.default: [lambda: aten.channel_shuffle(columns(*IMAGE), 2)],
+    aten.copy.default: [lambda: aten.copy(rows(4, 6)[:, :3], rows(4, 3))],
+    aten.slice_scatter.default: [lambda: aten.slice_scatter(rows(4, 6)[:, 1:4], rows(4, 2), 1, 0, 2)],
+    aten.select_scatter.default: [lambda: aten.select_scatter(rows(4, 6)[:, 1:4], rows(4), 1, 0)],
+    aten.diagonal_scatter.default: [lambda: aten.diagonal_scatter(rows(6, 6)[:4, :4], rows(4))],
+    aten.as_strided_scatter.default: [lambda: aten.as_strided_scatter(rows(4, 6)[:, :3], rows(2), (2,), (6,))],
+    **{op: [partial(op, 16), partial(op, 1)] for op in FIXES if str(op).endswith("window.default")},
+    **{op: [partial(op, 16, True), partial(op, 16, False)] for op in FIXES if str(op).endswith("window.periodic")},
 }
 
 
@@ -367,15 +385,30 @@ def described(out):
 
 @pytest.mark.parametrize("op", FIXES, ids=str)
 def test_every_fix_gives_what_the_real_op_gives_and_is_needed(op):
-    FakeTensorMode.cache_clear()  # it remembers shapes, and forgets which outputs were one tensor
+    FakeTensorMode.cache_clear()  # it remembers shapes, and forgets which outputs were one tensor, and in what storage
     wrong = 0
     for call in CALLS[op]:
         real = described(call())
-        with FakeTensorMode():
-            wrong += described(call()) != real
+        for _ in range(2):
+            with FakeTensorMode():
+                wrong += described(call()) != real
         with FakeTensorMode(), Answers({}, {op: FIXES[op]}):
             assert described(call()) == real
     assert wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.parametrize("op", FIXES, ids=str)
+def test_every_fix_gives_what_the_real_op_gives_on_a_gpu(op):
+    for call in CALLS[op]:
+        with torch.device("cuda"):
+            try:
+                real = described(call())
+            except (NotImplementedError, RuntimeError):
+                pytest.skip("not on a GPU")
+            with FakeTensorMode(), Answers({}, {op: FIXES[op]}):
+                assert described(call()) == real
 
 
 def test_every_fix_is_tested():

@@ -69,7 +69,12 @@ class PlannedLoss:
                 return self._compiled[key](batch)
         except Exception as error:
             if type(error).__name__ == "FailOnRecompileLimitHit":
-                return self._give_up(key, batch)
+                return self._give_up(
+                    key,
+                    batch,
+                    "The loss has been captured for as many values as Dynamo allows",
+                    "Make a tensor of what changes at each step, such as a number in the model or in the batch",
+                )
             inner = getattr(error, "inner_exception", None)  # of Dynamo's error
             if isinstance(inner, (LowtideError, Warning)):  # what the planner says
                 raise inner from None
@@ -78,22 +83,17 @@ class PlannedLoss:
             inputs = (*parameters_of(self.work), *tensors(batch))
             if not any(each.requires_grad for each in inputs):
                 return self.work.compute_loss(batch=batch)  # which says that nothing is trained
-            self.work.compute_loss(batch=batch)  # where that fails too, its error says why
-            raise LowtideError(
-                f"The loss is no longer captured as one graph ({next(iter(str(error).splitlines()), '')})",
-                hint="Plan with engine='eager', which needs no capture, or undo the plan: step.undo().",
-            ) from error
+            what = next(iter(str(error).splitlines()), "")
+            return self._give_up(
+                key, batch, f"The loss is no longer captured as one graph ({what})", "Plan with engine='eager'"
+            )
 
-    def _give_up(self, key: Any, batch: Any) -> Tensor:
-        """The plain loss, from now on."""
-        warnings.warn(
-            "The loss has been captured for as many values as Dynamo allows, and now runs as it is: the budget is not "
-            "kept. Make a tensor of what changes at each step, such as a number in the model or in the batch",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    def _give_up(self, key: Any, batch: Any, why: str, hint: str) -> Tensor:
+        """The plain loss, from now on for such batches. Where that fails too, its error says why."""
         self._compiled[key] = lambda batch: self.work.compute_loss(batch=batch)
-        return self._compiled[key](batch)
+        loss = self._compiled[key](batch)
+        warnings.warn(f"{why}, and runs as it is: the budget is not kept. {hint}", RuntimeWarning, stacklevel=4)
+        return loss
 
 
 def _capture_settings() -> contextlib.AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lowtide.engines.graph import PlannedLoss
 from lowtide.engines.replan import Replanner
 from lowtide.engines.watch import BatchWatch, ParameterWatch
+from lowtide.errors import WorkloadError
 from lowtide.planning.plan import Plan, check_plan
 from lowtide.planning.prediction import apply_options
 from lowtide.profiling import Profile, profile
@@ -91,6 +92,10 @@ class Step:
 
     def loss(self, batch: Any) -> Tensor:
         """The planned loss with its graph, for a loop of your own; under ``torch.no_grad()`` the loss alone."""
+        if batch is None and self.work.batch is not None:
+            raise WorkloadError(
+                "The step was called with None for its batch", hint="Pass a batch like the planned one."
+            )
         if not torch.is_grad_enabled():  # nothing is kept for backward, so there is nothing to plan
             work = self.work if self.plan.program is None else self._plain
             with autocast(work.device.type, work.autocast):

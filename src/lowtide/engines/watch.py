@@ -36,11 +36,12 @@ class BatchWatch:
         planned = _signature(work.batch)
         self._fitting = [planned]
         self._seen = {planned} if planned else set[Signature]()
-        self._gave_up = False
+        self._gave_up = self._knows_autocast = False
         self._peaks: dict[Signature, int | None] = {planned: plan.peak_bytes}
 
     def __call__(self, batch: Any) -> None:
-        """Warn of a batch, before its step, unless it was met before."""
+        """Warn of a batch, before its step, unless it was met before; and of an autocast that was not planned."""
+        self._look_at_autocast()
         found = _signature(batch)
         if found in self._seen or batch is None:
             return
@@ -48,6 +49,17 @@ class BatchWatch:
         warning = self._warning(found, batch)
         if warning:
             warnings.warn(warning, RuntimeWarning, stacklevel=3)
+
+    def _look_at_autocast(self) -> None:
+        if self._knows_autocast or self.work.autocast or not torch.is_autocast_enabled(self.work.device.type):
+            return
+        self._knows_autocast = True
+        warnings.warn(
+            "The step runs under an autocast that it was not planned with: the budget is not promised. "
+            "Plan with Workload(..., autocast=...)",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
     def peak_bytes(self, batch: Any) -> int:
         """The peak of a step with a batch; the planned one's where it cannot be predicted."""

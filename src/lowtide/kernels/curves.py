@@ -63,6 +63,9 @@ class Curve:
                 f"{curve} does not act on each element alone, so a slope for each is not its derivative",
                 hint="Few-bit backward is for functions of one number, the same one in every call.",
             )
+        x = torch.tensor([-2.0, -0.1, 0.1, 2.0])
+        if not torch.isfinite(curve(x) * curve.slope(x)).all():
+            raise LowtideError(f"{curve} is not finite for all inputs", hint="Activations are: nn.GELU, nn.SiLU, …")
         return curve
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -103,7 +106,9 @@ class Curve:
                 together, alone = self(x.clone()), [self(value.clone()) for value in x.view(9, 1, 1)]
         except (RuntimeError, ValueError, IndexError, TypeError):  # it wants certain shapes, or more arguments
             return False
-        return together.shape == x.shape and torch.allclose(together.reshape(9), torch.cat(alone).reshape(9))
+        return together.shape == x.shape and torch.allclose(
+            together.reshape(9), torch.cat(alone).reshape(9), equal_nan=True
+        )
 
     def __repr__(self) -> str:
         if self.name == "gelu":

@@ -51,10 +51,7 @@ def linear_cross_entropy(
     >>> torch.allclose(linear_cross_entropy(x, w, t, chunk=2), F.cross_entropy(x @ w.t(), t))
     True
     """
-    if reduction not in get_args(Reduction):
-        raise LowtideError(f"Unknown reduction {reduction!r}", hint=f"Known: {', '.join(get_args(Reduction))}.")
-    if chunk is not None and chunk < 1:
-        raise LowtideError(f"A chunk of {chunk} rows is none", hint="Leave chunk out, or pass 1 or more.")
+    options = Options(ignore_index, label_smoothing, reduction, chunk).checked()
     if target.is_floating_point():
         raise LowtideError(
             "The targets are probabilities, as large as the logits that are to be avoided",
@@ -65,9 +62,6 @@ def linear_cross_entropy(
             f"The input's rows are {list(input.shape[:-1])} and the targets {list(target.shape)}",
             hint="Pass one class index for each row of features.",
         )
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise LowtideError(f"label_smoothing={label_smoothing} is not between 0 and 1")
-    options = Options(ignore_index, label_smoothing, reduction, chunk)
     precision = Precision.now(input, weight, bias)
     if precision is None or not is_supported(input, weight, bias, target, class_weight):
         logits = F.linear(input, weight, bias).reshape(-1, weight.shape[0])
@@ -105,6 +99,7 @@ class LinearCrossEntropy(nn.Linear):
         dtype: Any = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        Options(ignore_index, label_smoothing, reduction, chunk).checked()
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
         self.reduction: Reduction = reduction
         self.chunk = chunk
@@ -145,6 +140,17 @@ class Options(NamedTuple):
     label_smoothing: float = 0.0
     reduction: Reduction = "mean"
     chunk: int | None = None
+
+    def checked(self) -> Self:
+        if self.reduction not in get_args(Reduction):
+            raise LowtideError(
+                f"Unknown reduction {self.reduction!r}", hint=f"Known: {', '.join(get_args(Reduction))}."
+            )
+        if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 1):
+            raise LowtideError(f"A chunk of {self.chunk} rows is none", hint="Leave chunk out, or pass 1 or more.")
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise LowtideError(f"label_smoothing={self.label_smoothing} is not between 0 and 1")
+        return self
 
 
 class Precision(NamedTuple):

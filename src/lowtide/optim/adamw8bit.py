@@ -55,7 +55,7 @@ class AdamW8bit(torch.optim.Optimizer):
         rounding: Rounding = "nearest",
         seed: int = 0,
     ) -> None:
-        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+        if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
             raise LowtideError(f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay} are out of range")
         if rounding not in ("nearest", "stochastic"):
             raise LowtideError(f"rounding={rounding!r} is not known", hint='Pass "nearest" or "stochastic".')

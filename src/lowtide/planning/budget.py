@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Collection, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +16,7 @@ from lowtide.chains import Schedule
 from lowtide.errors import BudgetError, LowtideError, PlanError, TraceError
 from lowtide.fingerprint import Fingerprint
 from lowtide.planning.plan import Baseline, Choice, Plan, Recomputation
-from lowtide.planning.prediction import estimate_peak, predict
+from lowtide.planning.prediction import apply_options, estimate_peak, predict
 from lowtide.planning.recomputation import SCHEDULE_SLACK, SMALLEST, Recomputations, recomputations
 from lowtide.profiling import Profile
 from lowtide.profiling import profile as profile_step
@@ -40,7 +42,7 @@ def plan(
     work: Workload,
     budget: int | str,
     *,
-    allow: str | Collection[str] = (),
+    allow: str | Collection[str] | None = (),
     profile: Profile | None = None,
     fake: bool = False,
     device: str | None = None,
@@ -168,6 +170,8 @@ class _Search:
         self._exact: dict[Option | Schedule | None, _Found | None] = {
             None: _Found(plain, baseline.peak_bytes, baseline.storage_peak_bytes)
         }
+        self._tried: dict[str, bool] = {}  # by technique
+        self._left_out: set[tuple[str, str]] = set()
 
     def _options(self) -> Iterator[_Candidate]:
         for technique in techniques().values():
@@ -205,7 +209,7 @@ class _Search:
 
         Where one did not, what the same technique estimates no lower is passed over; never the smallest ones.
         """
-        smallest = {candidate.option for candidate in self._smallest(permitted)}
+        smallest = {candidate.option for candidate in self._by_estimate(permitted)[:SMALLEST]}
         failed: dict[str, int] = {}
         for candidate in filter(permitted, self.candidates):
             name = candidate.technique
@@ -215,15 +219,25 @@ class _Search:
                 worth = candidate.estimate <= min(budget * _SLACK, failed.get(name, math.inf) - 1)
             if worth or candidate.option in smallest:
                 found = self.exact(candidate)
-                if found is not None and found.peak_bytes <= budget:
+                if found is not None and found.peak_bytes <= budget and self._runs(candidate):
                     return found
                 failed[name] = min(candidate.estimate, failed.get(name, candidate.estimate))
         least = self.least(permitted)
         return least if least.peak_bytes <= budget else None
 
     def least(self, permitted: _Permission) -> _Found:
-        """The option with the smallest peak, of the smallest estimates."""
-        looked_at = [found for found in map(self.exact, self._smallest(permitted)) if found is not None]
+        """The option with the smallest peak, of the smallest estimates that can be used."""
+        looked_at: list[_Found] = []
+        unusable: Counter[str] = Counter()
+        for candidate in self._by_estimate(permitted):
+            if len(looked_at) == SMALLEST:
+                break
+            if unusable[candidate.technique] < SMALLEST:
+                found = self.exact(candidate)
+                if found is not None and self._runs(candidate):
+                    looked_at.append(found)
+                else:
+                    unusable[candidate.technique] += 1
         return min([self._plain, *looked_at], key=lambda found: found.peak_bytes)
 
     def exact(self, candidate: _Candidate) -> _Found | None:
@@ -244,8 +258,30 @@ class _Search:
         assert plain is not None
         return plain
 
-    def _smallest(self, permitted: _Permission) -> list[_Candidate]:
-        return sorted(filter(permitted, self.candidates), key=lambda c: (c.estimate, c.order))[:SMALLEST]
+    def _by_estimate(self, permitted: _Permission) -> list[_Candidate]:
+        return sorted(filter(permitted, self.candidates), key=lambda c: (c.estimate, c.order))
+
+    def _runs(self, candidate: _Candidate) -> bool:
+        """Whether the step runs under a technique that acts on the whole of it: some losses cannot be split."""
+        option, name = candidate.option, candidate.technique
+        if not isinstance(option, Option) or techniques()[name].kind != "step" or self.baseline.graph.fake:
+            return True
+        if name not in self._tried:
+            try:
+                with unchanged(self.work), apply_options(self.work, [option]) as applied:
+                    applied.work.compute_loss()
+                self._tried[name] = True
+            except Exception as error:  # as in a prediction
+                self._leave_out(option, error)
+                self._tried[name] = False
+        return self._tried[name]
+
+    def _leave_out(self, option: Option, error: Exception) -> None:
+        """Note why an option is not used, once for all options of a technique that fail alike."""
+        kind = option.technique, re.sub(r"\d+", "", str(error))  # sizes apart
+        if kind not in self._left_out:
+            self._left_out.add(kind)
+            self.notes.append(f"{option} was left out: {error}")
 
     def _trace(self, candidate: _Candidate) -> _Found | None:
         if isinstance(candidate.option, Schedule):
@@ -261,7 +297,7 @@ class _Search:
             try:
                 found = predict(self.work, [option], self.baseline, only_peaks=True)
             except Exception as error:  # any failure says the same: not this option
-                self.notes.append(f"{option} was left out: {error}")
+                self._leave_out(option, error)
                 return None
             known = traced[option] = technique, found.peak_bytes, found.storage_peak_bytes
         return _Found(candidate, *known[1:])
@@ -275,8 +311,10 @@ class _Permission:
     names: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, allow: str | Collection[str]) -> _Permission:
-        wanted = [allow] if isinstance(allow, str) else list(allow)
+    def of(cls, allow: str | Collection[str] | None) -> _Permission:
+        wanted = [allow] if isinstance(allow, str) else allow or ()
+        if not isinstance(wanted, Collection) or not all(isinstance(item, str) for item in wanted):
+            raise PlanError(f"Cannot allow {allow!r}", hint="Write allow='changed', or allow=['fewbit', 'compress'].")
         classes = [Fidelity(item) for item in wanted if item in list(Fidelity)]
         names = frozenset(wanted) - frozenset(Fidelity)
         unknown = sorted(names - techniques().keys())
@@ -325,7 +363,7 @@ def _no_plan(search: _Search, wanted: int, permitted: _Permission) -> BudgetErro
     everything = search.least(_Permission(Fidelity.CHANGED))
     if everything.peak_bytes < least.peak_bytes:
         chosen = everything.candidate
-        what = f"{chosen.technique} ({chosen.price.fidelity})"
+        what = f"{chosen.technique} ({chosen.price.fidelity})" if chosen.technique else chosen.price.fidelity
         hints.append(f"Allow {what} to reach {format_size(everything.peak_bytes)}.")
     smallest = f"{format_size(least.peak_bytes)}, {least.peak_bytes} bytes"
     return BudgetError(

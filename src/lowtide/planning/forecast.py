@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lowtide.errors import TraceError
 from lowtide.planning.in_place import in_place_form
 from lowtide.planning.program import Cell, Instruction, Kind, Program
 from lowtide.planning.writer import STATE_BYTES
@@ -19,7 +20,7 @@ from lowtide.profiling.devices import find_device
 from lowtide.profiling.kernels import kernel_key, known_kernels, measure, modelled_workspace
 from lowtide.profiling.roofline import op_seconds
 from lowtide.tracing.calls import Call
-from lowtide.tracing.graph import Graph, Op, Saved, Storage, Value, signature
+from lowtide.tracing.graph import STATIC, Graph, Op, Saved, Storage, Value, signature
 from lowtide.tracing.joint import Joint, is_item, is_random, size_of
 from lowtide.tracing.parts import dtype_name, flatten, leaves
 from lowtide.tracing.places import short_name
@@ -60,6 +61,37 @@ class Forecast:
         unknown = {op.signature: name for name, op in ops.items() if not known.knows(op)}
         known.measure({key: _call(self.joint.nodes[name]) for key, name in unknown.items()})
         return {name: known.cost(op) for name, op in ops.items()}
+
+
+def check_results(joint: Joint, plain: Profile) -> None:
+    """Raise ``TraceError`` where an op of the plain step gave another result than torch says that it does.
+
+    A captured graph knows its results by torch's word. Where one is laid out otherwise, ops after it may fail; where
+    one has a larger storage, a program would take more than its bytes.
+    """
+    graph = plain.graph
+    layouts: dict[str, list[Any]] = {}
+    sizes: dict[str, list[list[int]]] = {}
+    for op in graph.ops:
+        made = [s.bytes for s in (graph.storages[v.storage] for v in op.outputs) if s.birth == op.index]
+        layouts.setdefault(op.signature, []).append([*map(_layout, op.outputs)])
+        if len(made) == len(op.outputs):  # none is a view
+            sizes.setdefault(op.signature, []).append(made)
+    for node in joint.nodes.values():
+        if is_free(joint, node):
+            continue
+        op = _op(node)
+        layout, size = [*map(_layout, op.outputs)], [*map(size_of, leaves(node.meta.get("val")))]
+        if layout not in layouts.get(op.signature, [layout]) or size not in sizes.get(op.signature, [size]):
+            raise TraceError(
+                f"{short_name(op.name)} gives another result here than torch says: its program would not be true",
+                hint="The eager engine needs no capture.",
+            )
+
+
+def _layout(value: Value) -> tuple[Any, ...]:
+    strides = tuple(stride if size > 1 else 0 for size, stride in zip(value.shape, value.stride, strict=True))
+    return value.shape, strides, value.dtype
 
 
 def node_seconds(joint: Joint, device: str) -> Callable[[fx.Node], float]:
@@ -162,7 +194,8 @@ class _Planned:
 
     def graph(self) -> Graph:
         plain, first = self.forecast.plain.graph, self.forecast.optimizer_start
-        statics = [s for s in plain.storages if s.birth == 0 and s.death == len(plain.ops) and s.category != "gradient"]
+        always = [s for s in plain.storages if s.birth == 0 and s.death == len(plain.ops)]
+        statics = [s for s in always if s.category in STATIC or s.category == "workspace"]
         for name, value in self.forecast.joint.constants.items():
             size, device, dtype = size_of(value), value.device.type, dtype_name(value)
             statics.append(Storage(0, size, device, dtype, "buffer", 0, -1, f"constant {name}", "", ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from functools import cache
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,7 @@ from lowtide.chains import Schedule, StageChoice, explain
 from lowtide.chains import simulate as simulate_chain
 from lowtide.errors import TraceError
 from lowtide.planning.fastest import Programs
-from lowtide.planning.forecast import Forecast
+from lowtide.planning.forecast import Forecast, check_results
 from lowtide.planning.plan import Recomputation
 from lowtide.planning.program import Program, simulate
 from lowtide.profiling import Profile
@@ -44,6 +45,7 @@ class Recomputations:
                 "The step draws random numbers that nothing uses, and a captured graph leaves them out",
                 hint="The eager engine needs no capture.",
             )
+        check_results(joint, plain)
         self.joint = joint
         self.plain = plain
         self.forecast = Forecast(joint, plain)
@@ -96,7 +98,7 @@ class Recomputations:
             ops_again=program.recomputed,
             seconds=self.seconds(schedule),
             fidelity=self.fidelity,
-            why=self._reasons(schedule, budget_bytes),
+            why=self._reasons(schedule, peak_bytes, budget_bytes),
         )
 
     def choices(self, schedule: Schedule) -> tuple[StageChoice, ...]:
@@ -108,14 +110,14 @@ class Recomputations:
         nodes = self.programs.stages.forward[stage]
         return _outline([str(node.target).split(".")[1] for node in nodes if "." in str(node.target)])
 
-    def _reasons(self, schedule: Schedule, budget_bytes: int) -> tuple[str, ...]:
-        """Why each large value is kept or made again."""
-        peak = simulate_chain(self.programs.chain, schedule).peak_bytes
-        choices = self.choices(schedule)
+    def _reasons(self, schedule: Schedule, peak_bytes: int, budget_bytes: int) -> tuple[str, ...]:
+        """Why each large value is kept or made again, in bytes of the whole step."""
+        beside = peak_bytes - simulate_chain(self.programs.chain, schedule).peak_bytes
+        choices = [replace(c, peak_bytes_if_kept=c.peak_bytes_if_kept + beside) for c in self.choices(schedule)]
         largest = sorted(choices, key=lambda choice: -choice.saved_bytes)[:_SHOWN]
         lines: list[str] = []
         for choice in sorted(largest, key=lambda choice: choice.stage):
-            lines.append(f"stage {choice.stage + 1} ({self.outline(choice.stage)}): {choice.why(peak)}")
+            lines.append(f"stage {choice.stage + 1} ({self.outline(choice.stage)}): {choice.why(budget_bytes)}")
         if len(choices) > _SHOWN:
             rest = [choice for choice in choices if choice not in largest]
             kept, size = sum(choice.kept for choice in rest), format_size(sum(choice.saved_bytes for choice in rest))

@@ -166,6 +166,8 @@ def _remember(hardware: str, found: Mapping[str, int]) -> None:
 def _cache_file(hardware: str) -> Path:
     folder = os.environ.get("LOWTIDE_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "lowtide")
     version = str(torch.__version__).split("+")[0]
+    if hardware == find_device("cpu").name:  # whose kernels have buffers for each thread, by their instructions
+        hardware += f" {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads"
     return Path(folder) / f"kernels-{hardware.lower().replace(' ', '-')}-torch-{version}.json"
 
 

@@ -1,10 +1,12 @@
-"""The mode between the recorder and the fake tensors: it answers where fake kernels are silent or wrong."""
+"""Answers where fake kernels are silent or wrong: by a mode above the fake tensors, or in the fake tensors' own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Answer = Callable[..., Any]
@@ -36,3 +38,30 @@ class Answers(TorchDispatchMode):
         out = answer(*args, **kwargs)
         fix: Any = self._fixes.get(func)
         return out if fix is None else fix(out, *args, **kwargs)
+
+
+@contextmanager
+def answering(answers: dict[Any, Answer], fixes: dict[Any, Answer]) -> Generator[None]:
+    """Have every mode of fake tensors answer so, those that Dynamo makes too: no mode can be put above them."""
+    original: Any = FakeTensorMode.dispatch
+    asked: list[Any] = []  # an answer may call the op itself, otherwise
+
+    def dispatch(
+        mode: FakeTensorMode, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        answer, fix, kwargs = answers.get(func), fixes.get(func), kwargs or {}
+        if answer is None or func in asked:
+            out = original(mode, func, types, args, kwargs)
+        else:
+            asked.append(func)
+            try:
+                out = answer(*args, **kwargs)
+            finally:
+                asked.pop()
+        return out if fix is None else fix(out, *args, **kwargs)
+
+    FakeTensorMode.dispatch = dispatch  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        FakeTensorMode.dispatch = original

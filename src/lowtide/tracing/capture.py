@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -37,6 +38,7 @@ from lowtide.tracing.unchanged import modules_of, parameters_of, state_tensors, 
 from lowtide.workload import Workload
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_NO_HOOKS = "support saved tensor hooks"  # what torch.func's gradients say of them
 
 
 def trace(
@@ -60,16 +62,25 @@ def trace(
     if work.device.type == "meta" and target == "meta":
         target = "cpu"
     fake = fake or work.device.type == "meta"
+    if not fake and target != work.device.type:
+        raise TraceError(
+            f"A real step runs where the model is, on {work.device}",
+            hint=f"Move the model, or predict the step on {target}: fake=True.",
+        )
+    try:
+        return _trace(work, target, calls, fake=fake, saves=True)
+    except (RuntimeError, TraceError) as error:
+        if _NO_HOOKS not in str(error):
+            raise
+    return _trace(work, target, calls, fake=fake, saves=False)
+
+
+def _trace(work: Workload, target: str, calls: dict[str, Call] | None, *, fake: bool, saves: bool) -> Graph:
     held = _held_gradients(work) if work.device.type == "cuda" else 0
     with unchanged(work, fake=fake):
-        if not fake:
-            if target != work.device.type:
-                raise TraceError(
-                    f"A real step runs where the model is, on {work.device}",
-                    hint=f"Move the model, or predict the step on {target}: fake=True.",
-                )
-            return _run(work, _meter(work.device, held), fake=False, device=target, calls=calls)
-        return _trace_fake(work, target, calls)
+        if fake:
+            return _trace_fake(work, target, calls, saves=saves)
+        return _run(work, _meter(work.device, held), fake=False, device=target, calls=calls, saves=saves)
 
 
 def _held_gradients(work: Workload) -> int:
@@ -77,7 +88,7 @@ def _held_gradients(work: Workload) -> int:
     return sum(-(-p.grad.nbytes // 512) * 512 for p in parameters_of(work) if p.grad is not None)
 
 
-def _trace_fake(work: Workload, target: str, calls: dict[str, Call] | None) -> Graph:
+def _trace_fake(work: Workload, target: str, calls: dict[str, Call] | None, *, saves: bool) -> Graph:
     tensor_device = torch.device("cpu" if target == "cpu" else "cuda")
     # An op without a fake kernel runs for real, on zeros: where it cannot, it is to be named.
     is_here = tensor_device.type == "cpu" or torch.cuda.is_available()
@@ -86,11 +97,12 @@ def _trace_fake(work: Workload, target: str, calls: dict[str, Call] | None) -> G
         with ExitStack() as stack:
             if tensor_device.type == "cuda":
                 stack.enter_context(emulated_gpu())
+            stack.enter_context(_no_logged_errors())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             fake = stack.enter_context(fake_workload(work, mode, tensor_device))
             stack.enter_context(mode)
             meter = NoMeter(512 if tensor_device.type == "cuda" else 1)
-            return _run(fake, meter, fake=True, device=target, calls=calls)
+            return _run(fake, meter, fake=True, device=target, calls=calls, saves=saves)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise TraceError(
             f"The step looks at a tensor's values ({error})", hint="Profile a real step: leave out fake=True."
@@ -105,8 +117,8 @@ def _trace_fake(work: Workload, target: str, calls: dict[str, Call] | None) -> G
         raise TraceError(f"The step does not run on fake tensors ({what})", hint=hint) from error
 
 
-def _run(work: Workload, meter: Meter, *, fake: bool, device: str, calls: dict[str, Call] | None = None) -> Graph:
-    """One steady step under the recorder."""
+def _run(work: Workload, meter: Meter, *, fake: bool, device: str, calls: dict[str, Call] | None, saves: bool) -> Graph:
+    """One steady step under the recorder; ``saves`` says whether to list what is saved for backward."""
     recorder = Recorder(meter, calls=calls)
     answers = {**SUBSTITUTES, **ANSWERS, _ITEM: lambda tensor: _item(recorder, tensor)}
     fake_kernels = Answers(answers, {**FIXES, **GPU_FIXES}) if fake else nullcontext()
@@ -134,7 +146,8 @@ def _run(work: Workload, meter: Meter, *, fake: bool, device: str, calls: dict[s
         stack.enter_context(meter.step())
         stack.enter_context(fake_kernels)
         stack.enter_context(recorder)
-        with nullcontext() if is_compiled(work.loss) and not fake else recorder.saved_tensor_hooks:
+        lists = saves and (fake or not is_compiled(work.loss))
+        with recorder.saved_tensor_hooks if lists else nullcontext():
             losses = [work.compute_loss()]
         value = losses[0].detach()  # a plain loop holds the loss while it steps
         recorder.start("backward")
@@ -151,7 +164,7 @@ def _run(work: Workload, meter: Meter, *, fake: bool, device: str, calls: dict[s
             with _without_step_hooks(work.optimizer) if fake else nullcontext():  # a hook could keep a fake tensor
                 work.optimizer.step()
     del value
-    graph = recorder.graph(modules, device=device, fake=fake, notes=_notes(meter, fake, compiled))
+    graph = recorder.graph(modules, device=device, fake=fake, notes=_notes(meter, fake, compiled, saves=saves))
     for parameter in owners:
         parameter.grad = None
     return graph
@@ -297,12 +310,14 @@ def _meter(device: torch.device, held_bytes: int) -> Meter:
     raise TraceError(f"lowtide does not measure on {device.type} devices", hint="Use a CPU or a CUDA device.")
 
 
-def _notes(meter: Meter, fake: bool, compiled: set[int]) -> tuple[str, ...]:
+def _notes(meter: Meter, fake: bool, compiled: set[int], *, saves: bool) -> tuple[str, ...]:
     notes: list[str] = []
     if isinstance(meter, NoMeter) and not fake:
         notes.append("Another profiler was running: kernels' own allocations and seconds were not measured.")
     if fake and compiled:
         notes.append("Compiled modules were predicted as eager ones.")
+    if not saves:
+        notes.append("The step differentiates by torch.func, which does not tell what it saves for backward.")
     return tuple(notes)
 
 
@@ -319,6 +334,18 @@ def _noted_generator_states(recorder: Recorder) -> Generator[None]:
         yield
     finally:
         torch.get_rng_state = original
+
+
+@contextmanager
+def _no_logged_errors() -> Generator[None]:
+    """Torch logs where a fake kernel fails, with its stack, before it raises the error that says so."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @contextmanager

@@ -91,6 +91,16 @@ def _resized(out: Tensor, input: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
     return _grown(out, input.numel())
 
 
+def _whole(out: Tensor, tensor: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    """A copy of a part of a storage is a copy of all of it. Torch's cache of fake results knows the part alone."""
+    return _grown(out, tensor.untyped_storage().nbytes() // tensor.element_size())
+
+
+def _window(out: Tensor, length: int, periodic: bool = True, *_args: Any, **_kwargs: Any) -> Tensor:
+    """A periodic window is one that is longer by an element, cut off."""
+    return _grown(out, length + (periodic and length > 1))
+
+
 def _embedding_bag(
     out: Any,
     weight: Tensor,
@@ -168,9 +178,9 @@ def _norm(first: int, last: int, *, suggested: bool = False) -> Fix:
     """
 
     def fix(out: Any, *args: Any, **_kwargs: Any) -> Any:
-        result, mean, rstd = out
+        result, mean, rstd, *rest = out
         dtype = next((p.dtype for p in args[first : last + 1] if p is not None), args[0].dtype)
-        return _as_suggested(result, args[0]) if suggested else result, mean.to(dtype), rstd.to(dtype)
+        return _as_suggested(result, args[0]) if suggested else result, mean.to(dtype), rstd.to(dtype), *rest
 
     return fix
 
@@ -182,6 +192,14 @@ def _norm_backward(out: Any, _grad: Tensor, input: Tensor, *args: Any, **_kwargs
     if grad is None or not asked[0]:
         return None, *rest
     return (_as_suggested(grad.to(input.dtype), input) if input.device.type == "cpu" else grad), *rest
+
+
+def _batch_norm_backward(out: Any, grad: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A GPU's is channels-last where both are, else contiguous."""
+    found, *rest = _norm_backward(out, grad, input, *args, **kwargs)
+    if found is not None and found.is_cuda and suggest_memory_format(grad) != suggest_memory_format(input):
+        found = _contiguous(found)
+    return found, *rest
 
 
 # -- layouts -------------------------------------------------------------------------------------------
@@ -274,19 +292,25 @@ SUBSTITUTES: dict[Any, Callable[..., Any]] = {
     aten.native_group_norm_backward.default: _group_norm_backward,
 }
 
-# Results that a CPU leaves in a larger storage.
-GROWN: dict[Any, Fix] = {
+_WINDOWS = ("bartlett", "blackman", "hamming", "hann", "kaiser")
+
+# Called with what fake kernels return.
+FIXES: dict[Any, Fix] = {
+    # Results in a storage larger than they are.
+    aten.copy.default: _whole,
+    aten.slice_scatter.default: _whole,
+    aten.select_scatter.default: _whole,
+    aten.diagonal_scatter.default: _whole,
+    aten.as_strided_scatter.default: _whole,
+    **{getattr(aten, f"{kind}_window").default: _window for kind in _WINDOWS},
+    **{getattr(aten, f"{kind}_window").periodic: _window for kind in _WINDOWS},
     aten.im2col.default: _resized,
     aten.col2im.default: _resized,
     aten.mse_loss.default: _loss,
     aten.smooth_l1_loss.default: _loss,
     aten.soft_margin_loss.default: _loss,
     aten.binary_cross_entropy.default: _binary_cross_entropy,
-}
-
-# Called with what fake kernels return.
-FIXES: dict[Any, Fix] = {
-    **GROWN,
+    # Kept for backward.
     aten.mkldnn_rnn_layer.default: _lstm_layer,
     aten.mkldnn_rnn_layer_backward.default: _lstm_layer_backward,
     aten._embedding_bag.default: _on_cpu(_embedding_bag),
@@ -302,11 +326,13 @@ FIXES: dict[Any, Fix] = {
     aten._log_softmax_backward_data.default: _contiguous,
     # Norms.
     aten.native_batch_norm.default: _on_cpu(_norm(1, 4, suggested=True)),
+    aten._native_batch_norm_legit_functional.default: _on_cpu(_norm(1, 4, suggested=True)),
+    aten._native_batch_norm_legit.no_stats: _on_cpu(_norm(1, 2, suggested=True)),
     aten.native_layer_norm.default: _on_cpu(_norm(2, 3)),
     aten.native_group_norm.default: _on_cpu(_norm(1, 2)),
-    aten.native_batch_norm_backward.default: _norm_backward,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_group_norm_backward.default: _norm_backward,
-    aten.native_layer_norm_backward.default: _on_cpu(_contiguous),
+    aten.native_layer_norm_backward.default: _contiguous,
     # Activations.
     aten.glu_backward.default: _contiguous,
     aten.log_sigmoid_forward.default: _on_cpu(_contiguous),

@@ -21,6 +21,7 @@ from torch._ops import HigherOrderOperator
 
 from lowtide.errors import TraceError
 from lowtide.tracing.accumulation import held_by_call
+from lowtide.tracing.answers import answering
 from lowtide.tracing.compiled import compiled_modules
 from lowtide.tracing.effects import (
     ancestors,
@@ -30,7 +31,7 @@ from lowtide.tracing.effects import (
     restore_batch_norms,
     take_counters,
 )
-from lowtide.tracing.fixes import GROWN
+from lowtide.tracing.fixes import FIXES, SUBSTITUTES
 from lowtide.tracing.internals import evaluate_frames_by_default
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
@@ -110,12 +111,16 @@ def compiled_loss(work: Workload, backend: Callable[..., Any], *, fullgraph: boo
     def run(batch: Any) -> Tensor:
         held = held_by_call()
         try:
-            return compiled(batch)
+            with answering(SUBSTITUTES, FIXES):
+                return compiled(batch)
         finally:
             if held_by_call() > held:  # Dynamo failed, now or earlier, and has left its evaluator behind
                 evaluate_frames_by_default()
 
     return run
+
+
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view that autograd is not to know as one
 
 
 class _CapturedError(Exception):
@@ -143,6 +148,8 @@ class Joint:
         self.stored = [v for v in set_ if isinstance(v, fx.Node) and v not in moved]  # on the model itself
         inputs = [node for node in nodes if node.op == "placeholder"]
         self.tangents = [node for node in inputs if node.name.startswith("tangents")]
+        for node in self.tangents:  # AOTAutograd has them like the outputs, in storages as large
+            node.meta["val"] = torch.empty_like(node.meta["val"])
         self.primals = [node for node in inputs if not node.name.startswith("tangents")]
         ops = _with_items(node for node in nodes if node.op in ("call_function", "get_attr"))
         if any(_is_sparse(node.meta.get("val")) for node in nodes):
@@ -154,8 +161,6 @@ class Joint:
         whole = len(self.gradients) == len(self.primals)
         if not whole or any(isinstance(node.target, HigherOrderOperator) for node in nodes):
             raise TraceError("The step has ops with effects of their own, which a program cannot order")
-        for node in ops:
-            _give_true_storage(node)
         waiting = descendants(self.tangents)
         effects = [n for n in ops if n not in waiting and (is_random(n) or is_batch_norm(n))]  # wanted or not
         needed = ancestors([*self.outputs, *self.copies, *effects])
@@ -243,19 +248,11 @@ def _is_unknown(value: Any) -> bool:
     return isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape)
 
 
-def _give_true_storage(node: fx.Node) -> None:
-    """The true size where a CPU's kernel leaves a small result in a large storage, as it does a mean of squares."""
-    value, fix = node.meta.get("val"), GROWN.get(node.target)
-    if fix is not None and isinstance(value, Tensor) and value.device.type == "cpu":
-        with torch.no_grad():
-            fix(value, *(each.meta["val"] if isinstance(each, fx.Node) else each for each in node.args))
-
-
 def viewed(node: fx.Node) -> fx.Node | None:
     """The argument whose storage a result shows; None for a storage of its own."""
     if is_item(node) and getattr(node.args[0].target, "is_view", False):  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
         return node.args[0]  # pyright: ignore[reportReturnType]
-    if node.op != "call_function" or not getattr(node.target, "is_view", False):
+    if node.op != "call_function" or not (getattr(node.target, "is_view", False) or node.target is _UNSAFE_VIEW):
         return None
     return next((value for value in node.args if isinstance(value, fx.Node)), None)
 

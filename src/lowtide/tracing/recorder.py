@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -43,6 +44,9 @@ class _Storage:
     made_by: str = ""
     death: int = -1
     recomputed: bool = False
+
+
+_OUTSIDE = "made outside of ops"
 
 
 @dataclass(slots=True)
@@ -104,6 +108,8 @@ class Recorder(TorchDispatchMode):
         self._outer_hooks = autograd._top_saved_tensors_default_hooks(True)
         self.saved_tensor_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
+    supports_higher_order_operators = True
+
     @classmethod
     def is_infra_mode(cls) -> bool:
         """Dynamo runs compiled frames under us, instead of falling back to eager without a word."""
@@ -160,6 +166,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):  # such as torch.cond: a region of its own
+            return self.run_opaque(str(func), leaves((*args, *kwargs.values())), partial(func, *args, **kwargs))
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for many times an op: the way through all modes would be long
         with torch._C.DisableTorchFunction():  # what a function mode had to say, it said before autograd
@@ -270,7 +278,7 @@ class Recorder(TorchDispatchMode):
 
     def _pack(self, tensor: Tensor) -> Any:
         for part in parts(tensor):
-            index = self._see(part, birth=len(self._ops), label="made outside of ops")
+            index = self._see(part, birth=len(self._ops), label=_OUTSIDE)
             storage = self._storages[index]
             if storage.category == "temporary" and self.phase == "forward":
                 storage.category = "activation"
@@ -304,7 +312,7 @@ class Recorder(TorchDispatchMode):
         return self._outer_hooks[1](packed) if self._outer_hooks else packed
 
     def _value(self, tensor: Tensor, index: int, place: _Place | None = None) -> Value:
-        storage = self._see(tensor, birth=index, label="made outside of ops", place=place)
+        storage = self._see(tensor, birth=index, label=_OUTSIDE, place=place)
         return Value(storage, tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor))
 
     def _see(self, tensor: Tensor, *, birth: int, label: str, place: _Place | None = None) -> int:
@@ -349,6 +357,7 @@ class Recorder(TorchDispatchMode):
     def graph(self, modules: dict[str, str], *, device: str, fake: bool, notes: tuple[str, ...] = ()) -> Graph:
         """The step as a frozen graph. Stops following storages."""
         self._watch.clear()
+        self._own_what_stays()
         end = len(self._ops)
         storages: list[Storage] = []
         kept: dict[int, int] = {}
@@ -397,6 +406,12 @@ class Recorder(TorchDispatchMode):
             )
         ]
         return replace(graph, ops=tuple(ops))
+
+    def _own_what_stays(self) -> None:
+        """What no op made, and outlives the step, was there before: a mask that the loss or a module holds."""
+        for storage in self._storages:
+            if storage.label == _OUTSIDE and storage.death < 0:
+                storage.category, storage.birth, storage.label = "buffer", 0, "held beside model and batch"
 
     def _outlives_recompute(self, storage: _Storage, death: int) -> bool:
         return any(not op.recompute for op in self._ops[storage.birth + 1 : death])
