@@ -203,6 +203,7 @@ def test_no_permission_is_none_and_what_is_no_text_is_refused(plain: Profile) ->
 
 
 def tanh_layers(loss: Callable[[nn.Module, Tensor], Tensor]) -> Workload:
+    torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(8)))
     return Workload(model, loss, torch.randn(96, 24))
 
