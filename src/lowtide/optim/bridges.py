@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
 from typing import Any
 
@@ -25,7 +27,8 @@ class Adam4bit:
 
     def __init__(self, *, decoupled: bool) -> None:
         try:
-            from torchao import optim
+            with _without_warnings():
+                from torchao import optim
         except ImportError as error:
             raise MissingExtra("torchao", extra="optim") from error
         base: Any = optim.AdamW4bit if decoupled else optim.Adam4bit
@@ -236,10 +239,22 @@ def bridged(base: Any, bridge: Bitsandbytes) -> Any:
     return type(base.__name__, (base,), {**methods, "__doc__": base.__doc__})
 
 
+@contextmanager
+def _without_warnings() -> Generator[None]:
+    """Both libraries log, as they are imported, which of their kernels are not for this machine."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 def import_bitsandbytes() -> Any:
     """The library, or what to install."""
     try:
-        import bitsandbytes
+        with _without_warnings():
+            import bitsandbytes
     except ImportError as error:
         raise MissingExtra("bitsandbytes", extra="optim") from error
     return bitsandbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cached_property
 
 from torch import fx
@@ -37,12 +38,20 @@ class Programs:
 
     @cached_property
     def schedules(self) -> tuple[Schedule, ...]:
-        """Each once, the fastest first."""
-        plans = Optimal(self.chain)
+        """Each once, the fastest first.
+
+        Also those that keep no stage lightly: where the input of a stage is among what is cheap, all of it is made
+        again a stage too early for the chain's count.
+        """
         whole = keep_all(self.chain)
-        low, high = plans.smallest_bytes, simulate_chain(self.chain, whole).peak_bytes
-        sizes = [low + (high - low) * step**2 // _STEPS**2 for step in range(_STEPS)]  # where little helps: close by
-        found = dict.fromkeys([whole, *map(plans.schedule, reversed(sizes))])
+        high = simulate_chain(self.chain, whole).peak_bytes
+        found = {whole: None}
+        heavy = replace(self.chain, light_bytes=self.chain.saved_bytes, light_seconds=(), light_temporary_bytes=())
+        for chain in (self.chain, heavy) if self.chain.light_bytes != self.chain.saved_bytes else (self.chain,):
+            plans = Optimal(chain)
+            low = plans.smallest_bytes
+            sizes = [low + (high - low) * step**2 // _STEPS**2 for step in range(_STEPS)]  # close by where little helps
+            found |= dict.fromkeys(map(plans.schedule, reversed(sizes)))
         return tuple(sorted(found, key=self.seconds_again))
 
     def program(self, schedule: Schedule) -> Program:
