@@ -170,6 +170,17 @@ def test_a_plain_step_that_does_not_fit_is_predicted(monkeypatch: pytest.MonkeyP
 # -- what a plan may use -------------------------------------------------------------------------------
 
 
+def test_ops_take_as_long_as_the_step_where_a_gpu_waits_for_the_host(plain: Profile) -> None:
+    def seconds(found: Profile, *, stepping: bool) -> float:
+        return sum(op.seconds for op in found.graph.ops if (op.phase == "optimizer") == stepping)
+
+    counted = seconds(plain, stepping=False)
+    slower = budget_module._lasting(plain, 2 * counted)
+    assert seconds(slower, stepping=False) == pytest.approx(2 * counted)
+    assert seconds(slower, stepping=True) == seconds(plain, stepping=True)
+    assert budget_module._lasting(plain, counted / 2) is plain
+
+
 def test_loose_techniques_wait_for_permission(plain: Profile) -> None:
     with register(Loose()):
         assert plan(chain(), "60%", profile=plain).options[0].technique in ("sqrt", "optimal")
