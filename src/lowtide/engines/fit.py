@@ -22,7 +22,7 @@ def fit(
     batch: Any,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    budget: int | str,
+    budget: float | str,
     autocast: torch.dtype | None = None,
     allow: str | Collection[str] = (),
     engine: Engine = "auto",

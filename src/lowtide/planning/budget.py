@@ -42,7 +42,7 @@ _traced: MutableMapping[Profile, dict[Option, tuple[Technique, int, int]]] = Wea
 
 def plan(
     work: Workload,
-    budget: int | str,
+    budget: float | str,
     *,
     allow: str | Collection[str] | None = (),
     profile: Profile | None = None,
@@ -101,7 +101,7 @@ class Budget:
     said: str = ""
 
 
-def resolve_budget(budget: int | str, baseline_peak: int, device: str) -> Budget:
+def resolve_budget(budget: float | str, baseline_peak: int, device: str) -> Budget:
     """A budget as people write it, in bytes.
 
     >>> resolve_budget("60%", 1000, "cpu").bytes, resolve_budget("6GiB", 1000, "cpu").bytes
