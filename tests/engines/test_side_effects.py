@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -253,5 +254,33 @@ def test_a_model_that_is_no_longer_one_graph_runs_as_it_is_and_says_so_once() ->
         model[3].register_forward_hook(lambda _, __, out: out if out.sum() > 0 else -out)
         with pytest.warns(RuntimeWarning, match=r"no longer captured as one graph.*engine='eager'"):
             found = step.loss(work.batch)
-        assert torch.equal(step.loss(work.batch), found)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(step.loss(work.batch), found)
         assert torch.equal(squares(model, work.batch), found)
+
+
+class Strict(nn.Module):
+    """A model that can be told to fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.fails = nn.Sequential(*layers()), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ValueError("not today")
+        return self.layers(x)
+
+
+def test_a_step_is_planned_as_before_after_one_that_failed() -> None:
+    work = Workload(Strict(), squares, torch.randn(256, 16))
+    found = plan(work, "75%", engine="graph")
+    with apply(found, work) as step:
+        step(work.batch)
+        work.model.fails = True
+        with pytest.raises(ValueError, match="not today"):
+            step(work.batch)
+        work.model.fails = False
+        step(work.batch)
+        assert step.profile().storage_peak_bytes == found.storage_peak_bytes

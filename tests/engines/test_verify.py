@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowtide.engines import fit, verify
 from lowtide.errors import PlanError, WorkloadError
@@ -233,3 +233,23 @@ def test_fit_refuses_a_plan_that_does_not_keep_its_promise(
 def tiny(graph: Any) -> Any:
     """A prediction of next to nothing, so that the planner falls for it."""
     return replace(graph, storages=graph.storages[:1])
+
+
+def test_sparse_gradients_are_compared() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(40, 24, sparse=True), *(nn.Linear(24, 24) for _ in range(4)))
+    work = Workload(model, lambda m, x: m(x).square().mean(), torch.randint(40, (96,)))
+    assert verify(work, plan(work, "100%", engine="eager")).ok
+
+
+def test_gradients_made_of_rounding_alone_break_no_promise_of_roundoff() -> None:
+    torch.manual_seed(0)
+    convs = [nn.Conv2d(channels, 8, 3, padding=1) for channels in (3, 8, 8)]  # whose biases a norm takes away
+    blocks = [nn.Sequential(conv, nn.InstanceNorm2d(8, affine=True), nn.LeakyReLU(0.1)) for conv in convs]
+    model = nn.Sequential(*blocks, nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(8, 3, 1))
+    model = model.to(memory_format=torch.channels_last)
+    work = Workload(model, lambda m, x: (m(x) - x.repeat(1, 1, 2, 2)).square().mean(), torch.randn(4, 3, 32, 32))
+    found = plan(work, "99%", engine="graph")
+    assert found.fidelity is Fidelity.ROUNDOFF
+    checked = verify(work, found)
+    assert checked.ok, str(checked)

@@ -14,8 +14,10 @@ from lowtide import Workload, zoo
 from lowtide.errors import BudgetError, PlanError
 from lowtide.planning import apply_options, plan, resolve_budget
 from lowtide.planning import budget as budget_module
+from lowtide.planning.prediction import predict
 from lowtide.profiling import Profile, profile
 from lowtide.techniques import Fidelity, register
+from lowtide.techniques.microbatch.technique import Microbatch
 
 from ..contract.outcomes import assert_restored, snapshot
 from .steps import Loose, chain
@@ -279,3 +281,37 @@ def test_techniques_that_conflict_are_not_applied_together(plain: Profile) -> No
     with pytest.raises(PlanError, match="There is no technique 'loose' here"):
         apply_options(work, Loose().options(plain))
     assert "forward" not in work.model.__dict__
+
+
+def in_fours(model: nn.Module, x: Tensor) -> Tensor:
+    """Samples see each other in groups of four."""
+    return torch.cat([(part - part.mean(0)).square() for part in model(x).split(4)]).mean()
+
+
+def test_whether_a_loss_can_be_split_is_asked_of_each_size() -> None:
+    work = tanh_layers(in_fours)
+    found = plan(work, "50%", engine="eager")
+    assert [choice.option.technique for choice in found.choices] == ["microbatch"]
+    with pytest.raises(BudgetError, match=r"microbatch .* was left out") as caught:
+        plan(work, 1, engine="eager")
+    assert int(str(caught.value).split(", ")[1].split()[0]) <= found.peak_bytes
+
+
+def test_a_batch_that_a_size_does_not_divide_is_predicted_to_the_byte() -> None:
+    work = tanh_layers(lambda m, x: m(x).square().mean())
+    work = Workload(work.model, work.loss, torch.randn(97, 24))
+    options = [option for option in Microbatch().options(profile(work)) if option.knob("size") == 4]
+    before = profile(work)
+    predicted = predict(work, options, before, only_peaks=True)
+    with apply_options(work, options) as applied:
+        assert profile(applied.work).storage_peak_bytes == predicted.storage_peak_bytes
+
+
+def test_planning_leaves_gradients_as_they_are() -> None:
+    work = tanh_layers(lambda m, x: m(x).square().mean())
+    work.compute_loss().backward()
+    before = [(p.grad, p.grad.clone()) for p in work.model.parameters() if p.grad is not None]
+    with pytest.raises(BudgetError):
+        plan(work, 1, engine="eager", allow="changed")
+    now = [p.grad for p in work.model.parameters()]
+    assert all(grad is held and torch.equal(grad, value) for grad, (held, value) in zip(now, before, strict=True))

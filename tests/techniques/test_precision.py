@@ -125,6 +125,20 @@ def test_bfloat16_weights_halve_parameters_and_gradients_and_train():
     assert all(p.dtype == torch.float32 for p in work.model.parameters())
 
 
+def test_undo_gives_back_gradients_that_were_there_unless_they_changed():
+    work = WORKLOADS["mlp"]()
+    work.compute_loss().backward()
+    before = [(p.grad, p.grad.clone()) for p in work.model.parameters()]
+    with techniques()["precision"].apply(work, [WEIGHTS]):
+        assert work.model[0].weight.grad.dtype is torch.bfloat16
+    for parameter, (held, value) in zip(work.model.parameters(), before, strict=True):
+        assert parameter.grad is held
+        assert torch.equal(held, value)
+    with techniques()["precision"].apply(work, [WEIGHTS]):
+        work.model[0].weight.grad.zero_()
+    assert not work.model[0].weight.grad.any()
+
+
 def test_undo_gives_back_what_was_not_trained_bit_for_bit():
     work = WORKLOADS["mlp"]()
     before = [p.detach().clone() for p in work.model.parameters()]

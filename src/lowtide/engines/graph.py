@@ -89,10 +89,10 @@ class PlannedLoss:
             )
 
     def _give_up(self, key: Any, batch: Any, why: str, hint: str) -> Tensor:
-        """The plain loss, from now on for such batches. Where that fails too, its error says why."""
+        """The plain loss, from now on for such batches. Where that fails too, its error says why, and that is all."""
+        loss = self.work.compute_loss(batch=batch)
+        warnings.warn(f"{why}, and runs as it is: the budget is not kept. {hint}", RuntimeWarning, stacklevel=5)
         self._compiled[key] = lambda batch: self.work.compute_loss(batch=batch)
-        loss = self._compiled[key](batch)
-        warnings.warn(f"{why}, and runs as it is: the budget is not kept. {hint}", RuntimeWarning, stacklevel=4)
         return loss
 
 

@@ -23,6 +23,7 @@ from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
 _TIMED_STEPS = 3
+_NOTHING = 1e-6  # the share of all gradients below which one is made of rounding alone
 _ROUNDOFF = 5e-2  # of a captured graph's batch norm, through all layers behind it, in TensorFloat-32
 _MOST_NOISE = 0.1  # of a step that is repeatable at all, however coarse its numbers
 _NOISE = 10  # two runs with noise can lie this many times further apart than two others
@@ -228,8 +229,11 @@ def _agreement(what: str, plain: dict[str, Tensor], planned: dict[str, Tensor], 
     if not same_names or what == "generators":
         return Agreement(what, False, math.inf, check.fidelity > Fidelity.ROUNDOFF)
     error, within = 0.0, True
-    for name, tensor in plain.items():
-        size, off = _norms(tensor, planned[name])
+    norms = [_norms(tensor, planned[name]) for name, tensor in plain.items()]
+    nothing = _NOTHING * math.hypot(*(size for size, _ in norms)) if check.fidelity is Fidelity.ROUNDOFF else 0.0
+    for size, off in norms:
+        if max(size, off) <= nothing:  # such as a bias's before a norm, which is 0 but for rounding
+            continue
         error = max(error, off / size if size else off)
         within &= off <= check.atol + check.rtol * size
     promised_nothing = check.fidelity in (Fidelity.UNBIASED, Fidelity.CHANGED)
@@ -240,9 +244,14 @@ def _agreement(what: str, plain: dict[str, Tensor], planned: dict[str, Tensor], 
 
 def _equal(plain: Tensor, planned: Tensor) -> bool:
     """Bit for bit; NaN at the same places is the same."""
+    plain, planned = _dense(plain), _dense(planned)
     if torch.equal(plain, planned):
         return True
     return plain.shape == planned.shape and bool(_same(plain, planned).all())
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def _same(plain: Tensor, planned: Tensor) -> Tensor:
@@ -254,7 +263,7 @@ def _norms(plain: Tensor, planned: Tensor) -> tuple[float, float]:
     if plain.shape != planned.shape:
         return 0.0, math.inf
     wide = torch.complex128 if plain.is_complex() else torch.float64
-    exact, other = plain.to(wide), planned.to(wide)
+    exact, other = _dense(plain).to(wide), _dense(planned).to(wide)
     off = float(torch.where(_same(exact, other), 0.0, other - exact).norm())
     return float(torch.where(exact.isfinite(), exact, 0.0).norm()), math.inf if math.isnan(off) else off
 

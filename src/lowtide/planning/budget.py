@@ -172,7 +172,7 @@ class _Search:
         self._exact: dict[Option | Schedule | None, _Found | None] = {
             None: _Found(plain, baseline.peak_bytes, baseline.storage_peak_bytes)
         }
-        self._tried: dict[str, bool] = {}  # by technique
+        self._tried: dict[Option, bool] = {}
         self._left_out: set[tuple[str, str]] = set()
 
     def _options(self) -> Iterator[_Candidate]:
@@ -265,22 +265,22 @@ class _Search:
 
     def _runs(self, candidate: _Candidate) -> bool:
         """Whether the step runs under a technique that acts on the whole of it: some losses cannot be split."""
-        option, name = candidate.option, candidate.technique
-        if not isinstance(option, Option) or techniques()[name].kind != "step" or self.baseline.graph.fake:
+        option = candidate.option
+        if not isinstance(option, Option) or self.baseline.graph.fake:
             return True
-        if name not in self._tried:
+        if techniques()[option.technique].kind == "step" and option not in self._tried:
             try:
                 with unchanged(self.work), apply_options(self.work, [option]) as applied:
                     applied.work.compute_loss()
-                self._tried[name] = True
-            except Exception as error:  # as in a prediction
+                self._tried[option] = True
+            except Exception as error:  # any failure says the same: not this option
                 self._leave_out(option, error)
-                self._tried[name] = False
-        return self._tried[name]
+                self._tried[option] = False
+        return self._tried.get(option, True)
 
     def _leave_out(self, option: Option, error: Exception) -> None:
         """Note why an option is not used, once for all options of a technique that fail alike."""
-        kind = option.technique, re.sub(r"\d+", "", str(error))  # sizes apart
+        kind = option.technique, re.sub(r"[\d.e+-]+", "", str(error))  # numbers apart
         if kind not in self._left_out:
             self._left_out.add(kind)
             self.notes.append(f"{option} was left out: {error}")

@@ -19,6 +19,7 @@ from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Applied, Kind, Option, Price, Technique, Undo
 from lowtide.tracing.abridged import abridged
 from lowtide.tracing.graph import Graph, Op, signature
+from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
 
@@ -45,7 +46,7 @@ def predict(work: Workload, options: Sequence[Option], baseline: Profile, *, onl
     """
     is_measured = not baseline.graph.fake and baseline.workspace_source == "measured"
     measure = is_measured and any(technique.kind == "step" for technique, _ in _by_technique(options))
-    with apply_options(work, options) as applied:
+    with unchanged(work, fake=True), apply_options(work, options) as applied:
         try:
             with abridged() if only_peaks else nullcontext():
                 found = profile(applied.work, fake=True, device=baseline.graph.device, measure=measure)

@@ -28,11 +28,7 @@ from lowtide.workload import Workload
 
 SCHEDULE_SLACK = 1.05  # a schedule whose estimate is this much above a budget is still looked at
 SMALLEST = 8  # of the smallest estimates, how many are looked at whatever they say
-# What Dynamo and AOTAutograd make several ops of.
-_DECOMPOSED = frozenset((
-    "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d",
-    "multi_margin_loss", "multilabel_margin_loss_forward",
-))  # fmt: skip
+_DECOMPOSED = ("upsample_", "_upsample_", "multi_margin_loss", "multilabel_margin_loss")  # into several ops, by capture
 _SHOWN = 12  # stages that a plan gives reasons for: the largest
 
 
@@ -60,7 +56,7 @@ class Recomputations:
         whose scale is rounded. For resampled images and margin losses several others. For a batch norm on a GPU that
         has no running statistics, or whose statistics the model reads, PyTorch's own instead of cuDNN's.
         """
-        if any(short_name(op.name) in _DECOMPOSED for op in self.plain.graph.ops):
+        if any(short_name(op.name).startswith(_DECOMPOSED) for op in self.plain.graph.ops):
             return Fidelity.ROUNDOFF
         on_cpu = self.plain.graph.tensor_device == "cpu"
         other = any(map(_is_half_dropout if on_cpu else is_left_batch_norm, self.joint.forward))

@@ -113,21 +113,24 @@ def lower_weights(model: nn.Module) -> Undo:
     Parameters stay the objects that optimizers hold. The undo makes them float32 again. Values that were not trained in
     between are what they were, bit for bit: a copy stays on the host for that.
     """
-    before = {
-        p: p.detach().to("cpu", copy=True)
-        for p in dict.fromkeys(model.parameters())
-        if p.dtype == torch.float32 and p.ndim > 1
-    }
-    for parameter in before:
+    lowered = [p for p in dict.fromkeys(model.parameters()) if p.dtype == torch.float32 and p.ndim > 1]
+    before = {p: p.detach().to("cpu", copy=True) for p in lowered}
+    gradients = {p: p.grad for p in lowered}
+    for parameter in lowered:
         _cast(parameter, torch.bfloat16)
+    now = {p: (p.grad, 0 if p.grad is None else p.grad._version) for p in lowered}
 
     def restore() -> None:
         for parameter, original in before.items():
             original = original.to(parameter.device)
             untouched = parameter.detach() == original.bfloat16()
+            gradient, version = now[parameter]
+            is_same = parameter.grad is gradient and (gradient is None or gradient._version == version)
             _cast(parameter, torch.float32)
             with torch.no_grad():
                 parameter.copy_(torch.where(untouched, original, parameter))
+            if is_same:
+                parameter.grad = gradients[parameter]
 
     return Undo(restore)
 

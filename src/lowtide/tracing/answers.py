@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
@@ -40,28 +41,54 @@ class Answers(TorchDispatchMode):
         return out if fix is None else fix(out, *args, **kwargs)
 
 
+class _Asking(threading.local):
+    """What this thread's fake tensors answer; None: what torch says."""
+
+    answers: dict[Any, Answer] | None = None
+    fixes: dict[Any, Answer] | None = None
+    answered: tuple[Any, ...] = ()  # ops whose answer runs now: if it calls the op itself, torch answers that
+
+
+_asking = _Asking()
+_lock = threading.Lock()
+_installed = 0  # how many threads are asking
+_dispatch: Any = FakeTensorMode.dispatch
+
+
 @contextmanager
 def answering(answers: dict[Any, Answer], fixes: dict[Any, Answer]) -> Generator[None]:
-    """Have every mode of fake tensors answer so, those that Dynamo makes too: no mode can be put above them."""
-    original: Any = FakeTensorMode.dispatch
-    asked: list[Any] = []  # an answer may call the op itself, otherwise
+    """Have every mode of fake tensors in this thread answer so, those that Dynamo makes too.
 
-    def dispatch(
-        mode: FakeTensorMode, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        answer, fix, kwargs = answers.get(func), fixes.get(func), kwargs or {}
-        if answer is None or func in asked:
-            out = original(mode, func, types, args, kwargs)
-        else:
-            asked.append(func)
-            try:
-                out = answer(*args, **kwargs)
-            finally:
-                asked.pop()
-        return out if fix is None else fix(out, *args, **kwargs)
-
-    FakeTensorMode.dispatch = dispatch  # pyright: ignore[reportAttributeAccessIssue]
+    No mode can be put above those, so their own dispatch is replaced for the time; other threads are not asked.
+    """
+    global _installed
+    before = _asking.answers, _asking.fixes
+    with _lock:
+        _installed += 1
+        FakeTensorMode.dispatch = _answer  # pyright: ignore[reportAttributeAccessIssue]
+    _asking.answers, _asking.fixes = answers, fixes
     try:
         yield
     finally:
-        FakeTensorMode.dispatch = original
+        _asking.answers, _asking.fixes = before
+        with _lock:
+            _installed -= 1
+            if not _installed:
+                FakeTensorMode.dispatch = _dispatch
+
+
+def _answer(
+    mode: FakeTensorMode, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
+    kwargs = kwargs or {}
+    answer = None if _asking.answers is None or func in _asking.answered else _asking.answers.get(func)
+    fix = None if _asking.fixes is None or func in _asking.answered else _asking.fixes.get(func)
+    if answer is None:
+        out = _dispatch(mode, func, types, args, kwargs)
+    else:
+        _asking.answered = (*_asking.answered, func)
+        try:
+            out = answer(*args, **kwargs)
+        finally:
+            _asking.answered = _asking.answered[:-1]
+    return out if fix is None else fix(out, *args, **kwargs)

@@ -119,7 +119,7 @@ def _trace_fake(work: Workload, target: str, calls: dict[str, Call] | None, *, s
 
 def _run(work: Workload, meter: Meter, *, fake: bool, device: str, calls: dict[str, Call] | None, saves: bool) -> Graph:
     """One steady step under the recorder; ``saves`` says whether to list what is saved for backward."""
-    recorder = Recorder(meter, calls=calls)
+    recorder = Recorder(meter, calls=calls, fake=fake)
     answers = {**SUBSTITUTES, **ANSWERS, _ITEM: lambda tensor: _item(recorder, tensor)}
     fake_kernels = Answers(answers, {**FIXES, **GPU_FIXES}) if fake else nullcontext()
     recorder.start("optimizer")

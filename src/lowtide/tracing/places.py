@@ -27,10 +27,11 @@ def module_hooks(
             continue
 
         def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
-            running.append(path)
+            if not torch.compiler.is_compiling():  # as torch.cond does with its branches
+                running.append(path)
 
         def leave(_module: nn.Module, _args: Any, _out: Any) -> None:
-            if running:
+            if running and not torch.compiler.is_compiling():
                 running.pop()
 
         handles.append(module.register_forward_pre_hook(enter))

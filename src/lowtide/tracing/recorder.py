@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Generator, Hashable, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -14,8 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from lowtide.errors import TraceError
 from lowtide.tracing.accumulation import ADD_IN_PLACE, engine_adds, engine_counts
 from lowtide.tracing.calls import Call
 from lowtide.tracing.generators import has_own_generator, host_states
@@ -84,15 +87,20 @@ class _Op:
 class Recorder(TorchDispatchMode):
     """Records one step. It keeps no tensor alive: storages are followed by weak references.
 
-    ``calls``, if given, collects one call for each signature.
+    ``calls``, if given, collects one call for each signature. In a ``fake`` step, real tensors (those that are neither
+    in the model nor in the batch) have one fake twin each, which lives as long as they do.
     """
 
-    def __init__(self, meter: Meter, *, calls: dict[str, Call] | None = None) -> None:
+    supports_higher_order_operators = True  # torch.cond and its like are seen, as one op each
+
+    def __init__(self, meter: Meter, *, calls: dict[str, Call] | None = None, fake: bool = False) -> None:
         super().__init__()
         self.phase: Phase = "forward"
         self.modules: list[str] = []  # paths of the modules that are running, innermost last
         self._meter = meter
         self._calls = calls
+        self._fake = fake
+        self._twins: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self._ops: list[_Op] = []
         self._storages: list[_Storage] = []
         self._alive: dict[int, int] = {}  # address of a living storage -> index in _storages
@@ -107,8 +115,6 @@ class Recorder(TorchDispatchMode):
         engine_counts()  # before the step: it runs a tiny one of its own
         self._outer_hooks = autograd._top_saved_tensors_default_hooks(True)
         self.saved_tensor_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-
-    supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -167,6 +173,8 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):  # such as torch.cond: a region of its own
+            if self._fake:
+                raise TraceError(f"torch.{func} looks at values", hint="Profile a real step: leave out fake=True.")
             return self.run_opaque(str(func), leaves((*args, *kwargs.values())), partial(func, *args, **kwargs))
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for many times an op: the way through all modes would be long
@@ -190,6 +198,8 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(type(arg) not in _PLAIN and is_traceable_wrapper_subclass(arg) for arg in args):
             return NotImplemented  # let the subclass unwrap: we count what it is made of
+        if self._fake and any(map(_is_real, (*args, *kwargs.values()))):
+            args, kwargs = pytree.tree_map_only(Tensor, self._twin, (args, kwargs))
         if func.is_view:  # no bytes and no kernel; its backward still needs to know where it was called
             self._place(_name(func))
             return func(*args, **kwargs)
@@ -276,8 +286,17 @@ class Recorder(TorchDispatchMode):
             self._places.setdefault(autograd._get_sequence_nr() - 1, place)
         return place, self.phase == "backward"
 
+    def _twin(self, tensor: Tensor) -> Tensor:
+        """A fake tensor in the place of a real one."""
+        if not self._fake or not _is_real(tensor):
+            return tensor
+        if tensor not in self._twins:
+            mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+            self._twins[tensor] = mode.from_tensor(tensor)
+        return self._twins[tensor]
+
     def _pack(self, tensor: Tensor) -> Any:
-        for part in parts(tensor):
+        for part in parts(self._twin(tensor)):
             index = self._see(part, birth=len(self._ops), label=_OUTSIDE)
             storage = self._storages[index]
             if storage.category == "temporary" and self.phase == "forward":
@@ -410,7 +429,7 @@ class Recorder(TorchDispatchMode):
     def _own_what_stays(self) -> None:
         """What no op made, and outlives the step, was there before: a mask that the loss or a module holds."""
         for storage in self._storages:
-            if storage.label == _OUTSIDE and storage.death < 0:
+            if storage.label == _OUTSIDE and storage.death < 0:  # or a module keeps what it made of no tensor: as good
                 storage.category, storage.birth, storage.label = "buffer", 0, "held beside model and batch"
 
     def _outlives_recompute(self, storage: _Storage, death: int) -> bool:
@@ -447,6 +466,13 @@ class Recorder(TorchDispatchMode):
             needed.module,
             save.source or needed.source,
         )
+
+
+def _is_real(value: Any) -> bool:
+    """Whether it is, or has, a tensor with values."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_real, value))
+    return type(value) is Tensor or type(value) is nn.Parameter
 
 
 def _renumber(values: tuple[Value, ...], kept: dict[int, int]) -> tuple[Value, ...]:

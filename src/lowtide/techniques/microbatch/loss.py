@@ -156,8 +156,9 @@ class _Run:
             if loss.exact:
                 stack.enter_context(WholeStatistics(self._whole_statistics()))
             recording = None if loss.exact else stack.enter_context(Recording(self.modules, skip=loss.compiled))
-            # From the second to the last but two, pieces are alike to the byte; batch norms keep something of each.
-            alike = range(2, len(pieces) - 2) if is_abridged() and recording and not recording.layers else range(0)
+            # From the second to the last but three, pieces are alike to the byte (the last two may be smaller); batch
+            # norms keep something of each.
+            alike = range(2, len(pieces) - 3) if is_abridged() and recording and not recording.layers else range(0)
             for number, (start, end) in enumerate(pieces):
                 if number in alike:
                     values.append(torch.empty_like(values[-1]))
