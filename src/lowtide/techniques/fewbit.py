@@ -112,6 +112,9 @@ class FewBit:
         for path in option.site:
             if path not in sites:
                 continue
+            if not sites[path].is_gate:
+                table = 4 * (2 * 2**bits - 1)  # boundaries and levels
+                added.append(Interval(table, 0, len(graph.ops), f"the table of {path}"))
             for item in sites[path].items:
                 size = packed_bytes(item.count, 1 if sites[path].is_gate else bits)
                 added.append(Interval(size, item.forward, item.backward + 1, f"codes of {path}"))

@@ -125,7 +125,7 @@ class Recorder(TorchDispatchMode):
 
     def own(self, tensor: Tensor, category: Category, label: str, module: str = "") -> None:
         """Register a tensor that exists before the step: a parameter, a buffer, optimizer state, input."""
-        for part in parts(tensor):
+        for part in parts(self._twin(tensor)):
             index = self._see(part, birth=0, label=label)
             storage = self._storages[index]
             if storage.category == "temporary":  # the first owner names a shared storage
@@ -141,7 +141,7 @@ class Recorder(TorchDispatchMode):
 
     def forget(self, tensor: Tensor) -> None:
         """Leave a tensor out that is there only because of the trace."""
-        for part in parts(tensor):
+        for part in parts(self._twin(tensor)):
             index = self._alive.pop(address(part), None)
             if index is not None:
                 self._storages[index].death = self._storages[index].birth
