@@ -197,7 +197,7 @@ class Branches(nn.Module):
 def test_a_branch_with_modules_is_profiled_for_real_and_not_predicted() -> None:
     work = workload(lambda m, x: m(x).square().mean(), Branches())
     assert lowtide.profile(work).peak_bytes > 0
-    with pytest.raises(TraceError, match=r"cond looks at values.*leave out fake=True"):
+    with pytest.raises(TraceError, match=r"cond whole, on real tensors alone.*Leave out fake=True"):
         lowtide.profile(work, fake=True)
 
 

@@ -174,7 +174,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):  # such as torch.cond: a region of its own
             if self._fake:
-                raise TraceError(f"torch.{func} looks at values", hint="Profile a real step: leave out fake=True.")
+                raise TraceError(f"torch runs {func} whole, on real tensors alone", hint="Leave out fake=True.")
             return self.run_opaque(str(func), leaves((*args, *kwargs.values())), partial(func, *args, **kwargs))
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for many times an op: the way through all modes would be long
