@@ -28,7 +28,7 @@ from benchmarks.harness import RESULTS, ROOT, Row, arguments, read, record, skip
 from benchmarks.steps import plain_step
 from lowtide import Workload, apply, plan, zoo
 from lowtide.errors import BudgetError
-from lowtide.planning.budget import baseline_profile
+from lowtide.planning.baseline import baseline_profile
 
 BF16 = {"autocast": torch.bfloat16}
 CASES: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lowtide import engines, planning, zoo
 from lowtide.errors import MissingExtra
-from lowtide.planning.budget import baseline_profile
+from lowtide.planning.baseline import baseline_profile
 from lowtide.profiling import Profile, profile
 from lowtide.reporting import Overlay, progress, report, show
 from lowtide.sizes import format_size

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowtide import Workload, zoo
 from lowtide.errors import BudgetError, PlanError
-from lowtide.planning import apply_options, plan, resolve_budget
+from lowtide.planning import apply_options, baseline, plan, resolve_budget
 from lowtide.planning import budget as budget_module
 from lowtide.planning.prediction import predict
 from lowtide.profiling import Profile, profile
@@ -158,14 +158,14 @@ def test_a_meta_model_is_planned_for_a_gpu_that_is_not_here() -> None:
 
 
 def test_a_plain_step_that_does_not_fit_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = budget_module.profile_step
+    real = baseline.profile_step
 
     def out_of_memory(work, *, fake, device):
         if not fake:
             raise torch.OutOfMemoryError("the GPU is full")
         return real(work, fake=fake, device=device)
 
-    monkeypatch.setattr(budget_module, "profile_step", out_of_memory)
+    monkeypatch.setattr(baseline, "profile_step", out_of_memory)
     assert plan(chain(), "60%").choices
 
 
@@ -177,10 +177,10 @@ def test_ops_take_as_long_as_the_step_where_a_gpu_waits_for_the_host(plain: Prof
         return sum(op.seconds for op in found.graph.ops if (op.phase == "optimizer") == stepping)
 
     counted = seconds(plain, stepping=False)
-    slower = budget_module._lasting(plain, 2 * counted)
+    slower = baseline._lasting(plain, 2 * counted)
     assert seconds(slower, stepping=False) == pytest.approx(2 * counted)
     assert seconds(slower, stepping=True) == seconds(plain, stepping=True)
-    assert budget_module._lasting(plain, counted / 2) is plain
+    assert baseline._lasting(plain, counted / 2) is plain
 
 
 def test_loose_techniques_wait_for_permission(plain: Profile) -> None:

@@ -120,7 +120,7 @@ def plan(
 ) -> Outcome:
     """Find the fastest step that fits a budget, and say what it changes and why."""
     from lowtide import planning
-    from lowtide.planning.budget import baseline_profile
+    from lowtide.planning.baseline import baseline_profile
     from lowtide.reporting.html import check_name
 
     if html is not None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections import Counter
 from collections.abc import Collection, Iterator, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -16,11 +15,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lowtide.chains import Schedule
 from lowtide.errors import BudgetError, LowtideError, PlanError, TraceError
 from lowtide.fingerprint import Fingerprint
+from lowtide.planning.baseline import baseline_profile
 from lowtide.planning.plan import Baseline, Choice, Plan, Recomputation
 from lowtide.planning.prediction import apply_options, estimate_peak, predict
 from lowtide.planning.recomputation import SCHEDULE_SLACK, SMALLEST, Recomputations, recomputations
 from lowtide.profiling import Profile
-from lowtide.profiling import profile as profile_step
 from lowtide.profiling.devices import find_device
 from lowtide.sizes import format_size, parse_size
 from lowtide.techniques.registry import techniques
@@ -33,7 +32,6 @@ Engine = Literal["auto", "eager", "graph"]
 _SLACK = 1.01  # an option whose estimate is this much above the budget is still looked at
 _FRAGMENTATION = 0.03  # of a GPU, what the allocator is expected to lose
 _LARGEST_SHARE = 1e9  # in percent: more is a slip, and soon no number of bytes
-_TIMED_STEPS = 4  # the first is not the fastest
 _CONTEXT_BYTES = 600 * 2**20  # of a GPU that is not here, what its CUDA context takes
 
 # Peaks under options that were traced, by the profile of the plain step: it is often planned for several budgets.
@@ -329,45 +327,6 @@ class _Permission:
 
     def __call__(self, candidate: _Candidate) -> bool:
         return candidate.technique in self.names or candidate.price.fidelity <= self.loosest
-
-
-def baseline_profile(work: Workload, *, fake: bool, device: str | None) -> Profile:
-    """The plain step, traced after others ran, since the first fills caches and chooses kernels.
-
-    Where a GPU waits for the host, the seconds of its ops are less than the step's: they are given their share of that.
-    """
-    if fake or device not in (None, work.device.type) or work.device.type == "meta":
-        return profile_step(work, fake=fake, device=device)
-    try:
-        with unchanged(work):
-            seconds = [_seconds_of_loss(work) for _ in range(_TIMED_STEPS if work.device.type == "cuda" else 1)]
-        found = profile_step(work, fake=False, device=device)
-    except torch.OutOfMemoryError:  # the very reason to plan: predict what cannot be run
-        return profile_step(work, fake=True, device=device)
-    return _lasting(found, min(seconds)) if work.device.type == "cuda" else found
-
-
-def _lasting(profile: Profile, seconds: float) -> Profile:
-    """The step with forward and backward passes that take so long, if that is longer than their ops."""
-    counted = sum(op.seconds for op in profile.graph.ops if op.phase != "optimizer")
-    if not 0 < counted < seconds:
-        return profile
-    share = seconds / counted
-    ops = (op if op.phase == "optimizer" else replace(op, seconds=op.seconds * share) for op in profile.graph.ops)
-    return replace(profile, graph=replace(profile.graph, ops=tuple(ops)))
-
-
-def _seconds_of_loss(work: Workload) -> float:
-    """Of one forward and backward pass; gradients are left behind."""
-    on_gpu = work.device.type == "cuda"
-    work.model.zero_grad()
-    if on_gpu:
-        torch.cuda.synchronize(work.device)
-    start = time.perf_counter()
-    work.compute_loss().backward()
-    if on_gpu:
-        torch.cuda.synchronize(work.device)
-    return time.perf_counter() - start
 
 
 def _check_profile(profile: Profile, fingerprint: Fingerprint) -> None:

@@ -1,0 +1,54 @@
+"""The plain step that plans are made for: traced, and as long as it takes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+
+from lowtide.profiling import Profile
+from lowtide.profiling import profile as profile_step
+from lowtide.tracing.unchanged import unchanged
+from lowtide.workload import Workload
+
+_TIMED_STEPS = 4  # the first is not the fastest
+
+
+def baseline_profile(work: Workload, *, fake: bool, device: str | None) -> Profile:
+    """The plain step, traced after others ran, since the first fills caches and chooses kernels.
+
+    Where a GPU waits for the host, the seconds of its ops are less than the step's: they are given their share of that.
+    """
+    if fake or device not in (None, work.device.type) or work.device.type == "meta":
+        return profile_step(work, fake=fake, device=device)
+    try:
+        with unchanged(work):
+            seconds = [_seconds_of_loss(work) for _ in range(_TIMED_STEPS if work.device.type == "cuda" else 1)]
+        found = profile_step(work, fake=False, device=device)
+    except torch.OutOfMemoryError:  # the very reason to plan: predict what cannot be run
+        return profile_step(work, fake=True, device=device)
+    return _lasting(found, min(seconds)) if work.device.type == "cuda" else found
+
+
+def _lasting(profile: Profile, seconds: float) -> Profile:
+    """The step with forward and backward passes that take so long, if that is longer than their ops."""
+    counted = sum(op.seconds for op in profile.graph.ops if op.phase != "optimizer")
+    if not 0 < counted < seconds:
+        return profile
+    share = seconds / counted
+    ops = (op if op.phase == "optimizer" else replace(op, seconds=op.seconds * share) for op in profile.graph.ops)
+    return replace(profile, graph=replace(profile.graph, ops=tuple(ops)))
+
+
+def _seconds_of_loss(work: Workload) -> float:
+    """Of one forward and backward pass; gradients are left behind."""
+    on_gpu = work.device.type == "cuda"
+    work.model.zero_grad()
+    if on_gpu:
+        torch.cuda.synchronize(work.device)
+    start = time.perf_counter()
+    work.compute_loss().backward()
+    if on_gpu:
+        torch.cuda.synchronize(work.device)
+    return time.perf_counter() - start
