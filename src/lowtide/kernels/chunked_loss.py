@@ -38,7 +38,7 @@ def rows_(
 
 
 def padding(classes: int, device: str) -> int:
-    """How many classes to add that are none: on a GPU the matrix products of an odd number take six times as long.
+    """How many classes to add that are none: on a GPU the matrix products of an odd number are slow.
 
     >>> padding(50257, "cuda"), padding(50304, "cuda"), padding(50257, "cpu")
     (47, 0, 0)
