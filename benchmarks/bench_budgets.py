@@ -6,6 +6,10 @@ Peaks are all bytes that torch's allocator gives out during a step, parameters a
 zero_grad, loss, backward, optimizer. Checkpointing by hand is ``torch.utils.checkpoint`` over every block, over √n
 segments of blocks, and ``checkpoint_sequential``. Plans are of the graph engine; three of the ten budgets are just what
 checkpointing by hand takes, the others lie evenly between the smallest and the plain step's.
+
+Each way is timed in turns with the plain step, since the host's speed drifts: ratios are of the same rounds. Where a
+step draws no random numbers it is also replayed as one CUDA graph, which is how long its kernels take when no host is
+waited for, and the memory that the graph would hold for good.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -62,16 +66,20 @@ def main(*, only: str = "", device: str = "cuda", draw: bool = False, results: P
 
 
 def measure_case(case: str, work: Workload, results: Path) -> list[str]:
+    def note(name: str, peak: int, times: Sequence[tuple[float, float]], *more: Row) -> None:
+        own, ratios = [way for way, _ in times], [way / plain for way, plain in times]
+        rows = [Row.of(case, name, "peak", [peak], "B"), Row.of(case, name, "step", own, "s")]
+        rows += [Row.of(case, name, "step ratio", ratios, "x"), *more]
+        record("budgets", rows, device=work.device.type, results=results)
+
     failed: list[str] = []
-    plain_seconds, plain_peak = measure(work)
-    rows = _rows(case, "PyTorch eager", plain_peak, plain_seconds)
-    record("budgets", rows, device=work.device.type, results=results)
+    plain_peak = peak_of(work)
+    note("PyTorch eager", plain_peak, times_in_turn(work, work), *graphed(case, "PyTorch eager", work))
     peaks: list[int] = []
     for name, by_hand in CHECKPOINTS.items():
         with by_hand(work.model):
-            seconds, peak = measure(work)
-        peaks.append(peak)
-        record("budgets", _rows(case, name, peak, seconds), device=work.device.type, results=results)
+            peaks.append(peak_of(work))
+        note(name, peaks[-1], times_in_turn(work, work, lambda by_hand=by_hand: by_hand(work.model)))
     profile = baseline_profile(work, fake=False, device=None)
     try:
         plan(work, 1, profile=profile, engine="graph")
@@ -83,19 +91,20 @@ def measure_case(case: str, work: Workload, results: Path) -> list[str]:
         start = time.perf_counter()
         found = plan(work, budget, profile=profile, engine="graph")
         planning = time.perf_counter() - start
-        with apply(found, work) as step:
-            seconds, peak = measure(step.work)
         name = f"lowtide, budget {number} of {BUDGETS}"
         again = found.program.ops_again if found.program else 0
         rows = [
             Row.of(case, name, "budget", [budget], "B"),
-            *_rows(case, name, peak, seconds),
             Row.of(case, name, "peak, predicted", [found.peak_bytes], "B"),
             Row.of(case, name, "step, predicted", [found.seconds], "s"),
+            Row.of(case, name, "ratio, predicted", [found.seconds / found.baseline.seconds], "x"),
             Row.of(case, name, "ops again", [again], ""),
             Row.of(case, name, "planning", [planning], "s"),
         ]
-        record("budgets", rows, device=work.device.type, results=results)
+        with apply(found, work) as step:
+            peak = peak_of(step.work)
+            times = times_in_turn(step.work, work)
+            note(name, peak, times, *rows, *graphed(case, name, step.work))
         if peak > budget:
             failed.append(f"{case}, {name}: {peak} bytes of {budget}")
     return failed
@@ -142,28 +151,72 @@ def draw_steps(rows: Path, path: Path) -> Path:
     return save_figure(chart.configure(font=FONT).configure_view(stroke=None), path)
 
 
-def _rows(case: str, subject: str, peak: int, seconds: Sequence[float]) -> list[Row]:
-    return [Row.of(case, subject, "peak", [peak], "B"), Row.of(case, subject, "step", seconds, "s")]
-
-
-def measure(work: Workload) -> tuple[list[float], int]:
-    """Seconds of some steps, and the peak of one."""
+def peak_of(work: Workload) -> int:
+    """The allocated peak of one step, after others."""
     for _ in range(3):
         plain_step(work)
     _synchronize()
-    if work.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    if work.device.type == "cpu":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
     plain_step(work)
     _synchronize()
-    peak = torch.cuda.max_memory_allocated() if work.device.type == "cuda" else 0
-    times: list[float] = []
-    for _ in range(9):
-        start = time.perf_counter()
+    return torch.cuda.max_memory_allocated()
+
+
+def times_in_turn(
+    way: Workload, plain: Workload, under: Callable[[], Any] = nullcontext, rounds: int = 9
+) -> list[tuple[float, float]]:
+    """Seconds of a step one way, which may need a context, and of the plain one right after."""
+    found: list[tuple[float, float]] = []
+    for _ in range(rounds + 1):
+        with under():
+            seconds = _seconds(way)
+        found.append((seconds, _seconds(plain)))
+    return found[1:]
+
+
+def _seconds(work: Workload, steps: int = 3) -> float:
+    _synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        plain_step(work)
+    _synchronize()
+    return (time.perf_counter() - start) / steps
+
+
+def graphed(case: str, name: str, work: Workload) -> list[Row]:
+    """Rows of the step as one CUDA graph; none where it draws random numbers, which a capture does not follow."""
+    draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in work.model.modules())
+    if draws or work.device.type == "cpu":
+        return []
+    assert work.optimizer is not None
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
         for _ in range(3):
             plain_step(work)
+    aside.synchronize()
+    work.optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = work.compute_loss()
+        loss.backward()
+        work.optimizer.step()
+    pool = torch.cuda.memory_reserved() - before
+    times: list[float] = []
+    for _ in range(12):
+        _synchronize()
+        start = time.perf_counter()
+        for _ in range(3):
+            graph.replay()
         _synchronize()
         times.append((time.perf_counter() - start) / 3)
-    return times, peak
+    del loss, graph
+    work.optimizer.zero_grad(set_to_none=True)
+    return [Row.of(case, name, "CUDA graph", times[3:], "s"), Row.of(case, name, "its pool", [pool], "B")]
 
 
 def _synchronize() -> None:

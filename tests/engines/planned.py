@@ -68,9 +68,11 @@ def planned(work: Workload) -> Ready:
     return Ready(apply(found, work), work, copy.deepcopy(work.model.state_dict()))
 
 
-def smallest_budget(work: Workload, plain: Profile, engine: Literal["graph", "eager"] = "graph") -> int:
+def smallest_budget(
+    work: Workload, plain: Profile, engine: Literal["graph", "eager"] = "graph", allow: str = "roundoff"
+) -> int:
     with pytest.raises(BudgetError) as refused:
-        plan(work, 1, profile=plain, engine=engine)
+        plan(work, 1, profile=plain, engine=engine, allow=allow)
     found = re.search(r"(\d+) bytes\)", str(refused.value))
     assert found is not None
     return int(found[1])

@@ -29,6 +29,28 @@ def allocated_peak(model, loss, batch, optimizer, autocast=None):
     return sum(held.values()) + max(levels)
 
 
+def allocated_peak_after_others(model, loss, batch, optimizer):
+    """The same of the third of three steps: what the second leaves, and the third lets go, is then seen to go."""
+    held = {}
+
+    def steps():
+        for _ in range(2):
+            plain_step(model, loss, batch, optimizer)
+            model.zero_grad(set_to_none=True)
+        for tensor in (*_alive(model, batch, optimizer), *_kept(model)):
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        with torch.profiler.record_function("third step"):
+            plain_step(model, loss, batch, optimizer)
+
+    _, levels = _levels(steps, since="third step")
+    return sum(held.values()) + max(levels) - levels[0]
+
+
+def _kept(model):
+    """What modules keep beside parameters and buffers."""
+    return [leaf for m in model.modules() for leaf in pytree.tree_leaves(vars(m)) if isinstance(leaf, torch.Tensor)]
+
+
 def kept_bytes(model, loss, batch):
     """Bytes that the forward pass leaves allocated, the loss among them."""
     loss(model, batch).backward()
@@ -37,15 +59,19 @@ def kept_bytes(model, loss, batch):
     return levels[-1]
 
 
-def _levels(run):
-    """What a function returns, and the bytes above those at its start, at its start and after each allocation."""
+def _levels(run, since=None):
+    """What a function returns, and the bytes above those at its start, at its start and after each allocation.
+
+    Or of those after another event.
+    """
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profiler:
         out = run()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return out, [0, *itertools.accumulate(event.nbytes() for event in events)]
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    sizes = [event.nbytes() if event.name() == "[memory]" else 0 for event in events]
+    first = next((place for place, event in enumerate(events) if event.name() == since), 0)
+    return out, [0, *itertools.accumulate(sizes)][first:]
 
 
 def _alive(model, batch, optimizer):

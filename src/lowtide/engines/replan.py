@@ -65,7 +65,7 @@ class Replanner:
         """For another graph, whose kernels were not measured."""
         warnings.warn(
             "The step is not the one that was planned: the batch has another shape, the model is in another mode or "
-            "has other hooks, or other parameters are trained. "
+            "has other hooks, other parameters are trained, or it is a first step, which makes what the model keeps. "
             f"It is planned anew by the bytes of its results alone, and {format_size(self.plan.budget_bytes)} are "
             "not promised for it",
             RuntimeWarning,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from lowtide.profiling.profile import finite
 from lowtide.sizes import format_size
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Check, Fidelity
-from lowtide.tracing.unchanged import unchanged
+from lowtide.tracing.unchanged import steady, unchanged
 from lowtide.workload import Workload
 
 _TIMED_STEPS = 3
@@ -32,6 +33,7 @@ _NOISE = 10  # two runs with noise can lie this many times further apart than tw
 def verify(work: Workload, plan: Plan) -> Verification:
     """Run the plain and the planned step from the same state and compare them; everything is put back after.
 
+    That is the state after a step, where a model keeps tensors that its first one makes.
     Losses, gradients, buffers, the parameters after the optimizer and the generators must agree as the plan's
     fidelity says; the peak and the seconds are measured. Where the plain step does not fit, only those are. Where it
     differs from itself, when run twice, by more than kernels with roundoff would, nothing can be verified.
@@ -41,22 +43,24 @@ def verify(work: Workload, plan: Plan) -> Verification:
         raise PlanError("A model on the meta device cannot run, so nothing can be verified")
     notes: list[str] = []
     plain: _Outcome | None = None
-    try:
-        plain = _run(work)
-    except torch.OutOfMemoryError:
-        notes.append("The plain step does not fit on this device, so there is nothing to compare results with.")
-    with planned_step(work, plan) as applied:
-        planned = _run(applied.work)
-        traced = profile(applied.work)
     agreements: tuple[Agreement, ...] = ()
     repeatable = True
-    if plain is not None:
-        agreements = _compare(plain, planned, _strictest_promise(plan))
-        if not all(agreement.holds for agreement in agreements):
-            noise = _Noise(plain, _run(work), _roundoff_noise(work))
-            repeatable = noise.is_roundoff
-            notes += noise.notes
-            agreements = tuple(noise.let_pass(agreement, planned) for agreement in agreements)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(steady(work))
+            plain = _run(work)
+        except torch.OutOfMemoryError:
+            notes.append("The plain step does not fit on this device, so there is nothing to compare results with.")
+        with planned_step(work, plan) as applied:
+            planned = _run(applied.work)
+            traced = profile(applied.work)
+        if plain is not None:
+            agreements = _compare(plain, planned, _strictest_promise(plan))
+            if not all(agreement.holds for agreement in agreements):
+                noise = _Noise(plain, _run(work), _roundoff_noise(work))
+                repeatable = noise.is_roundoff
+                notes += noise.notes
+                agreements = tuple(noise.let_pass(agreement, planned) for agreement in agreements)
     return Verification(
         plan=plan,
         agreements=agreements,

@@ -24,6 +24,7 @@ from lowtide.tracing.effects import is_left_batch_norm
 from lowtide.tracing.graph import Graph
 from lowtide.tracing.joint import Joint, capture_joint, is_random, size_of
 from lowtide.tracing.places import short_name
+from lowtide.tracing.unchanged import steady
 from lowtide.workload import Workload
 
 SCHEDULE_SLACK = 1.05  # a schedule whose estimate is this much above a budget is still looked at
@@ -129,8 +130,17 @@ def recomputations(work: Workload, plain: Profile) -> Recomputations:
     """The schedules of a step; captured once for one profile of it."""
     found = _known.get(work)
     if found is None or found.plain is not plain:
-        found = _known[work] = Recomputations(capture_joint(work), plain)
+        found = _known[work] = Recomputations(_steady_joint(work), plain)
     return found
+
+
+def _steady_joint(work: Workload) -> Joint:
+    """The graph of a step like all but the first, where modules keep tensors from one to the next."""
+    joint = capture_joint(work)
+    if not joint.stored:
+        return joint
+    with steady(work):
+        return capture_joint(work)
 
 
 def _draws(graph: Graph) -> int:

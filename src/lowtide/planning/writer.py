@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -66,24 +67,26 @@ class Writer:
         tangents = [Cell(node.name) for node in self.joint.tangents]  # the engine holds them to the end
         self.bytes.update((Cell(node.name), bytes_of(node)) for node in self.joint.tangents)
         given = [cell for cell in (*handed, *states) if cell in self.bytes or cell in self.storages]
-        stored, before = list(self._stored()), list(self._stored_before())
+        stored, beside = list(self._stored()), self._held_beside()
+        let_go = {cell: self._last_use(backward, inputs) for cell, inputs in beside.items()}
         held = {each.cell for each in (*backward, *stored) if each.kind is Kind.GIVE} | set(tangents)
         over: dict[Cell, Cell] = {}
         forward = self._in_place(forward, over, held={loss, *moved, *handed})
         backward = self._in_place(backward, over, held=held, given=given)
         for cell in {*self.storages, *over}:
             self.storages[cell] = tuple(over.get(storage, storage) for storage in self.held(cell))
+        early = [cell for cell, position in let_go.items() if position < 0]
         return Program(
             # New values of buffers go into them at the end, and are let go.
             forward=(
-                *(Instruction(Kind.GIVE, cell) for cell in before),
+                *(Instruction(Kind.GIVE, cell) for cell in beside),
                 *_freed(forward, held={loss, *moved, *handed}, states=states),
                 *stored,
-                *_let_go((*moved, *before), handed),
+                *_let_go((*moved, *early), handed),
             ),
             backward=(
                 *(Instruction(Kind.GIVE, cell) for cell in tangents),
-                *_freed(backward, given=given, held=held),
+                *_freed(backward, given=given, held=held, until=let_go),
                 *_let_go(tangents, ()),
             ),
             kept=tuple(handed + states),
@@ -99,12 +102,40 @@ class Writer:
             self.storages[cell] = self.held(given)
             yield Instruction(Kind.GIVE, cell, (given,))
 
-    def _stored_before(self) -> Iterator[Cell]:
-        """The same of the step before, which is there until this one's takes its place."""
+    def _held_beside(self) -> dict[Cell, list[fx.Node]]:
+        """What is there in a step beside parameters, buffers and the batch, each with the inputs that it may be.
+
+        What the model kept of the step before, until this one's takes its place: an input as large, if any, that is
+        neither trained nor of the batch nor an array. And what the step makes of numpy arrays.
+        """
+        found: dict[Cell, list[fx.Node]] = {}
+        others = [
+            node
+            for node, gradient in zip(self.joint.primals, self.joint.gradients, strict=True)
+            if gradient is None and node not in self.joint.of_batch and node not in self.joint.arrays
+        ]
         for node in dict.fromkeys(self.joint.storages[node] for node in self.joint.stored):
-            cell = Cell(f"{node.name}.before")
-            self.bytes[cell] = bytes_of(node)
-            yield cell
+            found[Cell(f"{node.name}.before")] = [each for each in others if bytes_of(each) == bytes_of(node)]
+            self.bytes[Cell(f"{node.name}.before")] = bytes_of(node)
+        for node in self.joint.arrays:
+            found[Cell(f"{node.name}.array")] = [node]
+            self.bytes[Cell(f"{node.name}.array")] = bytes_of(node)
+        return found
+
+    def _last_use(self, backward: Sequence[Instruction], inputs: Collection[fx.Node]) -> int:
+        """Where backward lets go of inputs, -1 where it reads none of them.
+
+        Each piece of a backward pass holds its inputs to its end. That of a step that keeps values is in one piece, as
+        AOTAutograd runs it, which holds them no longer than it reads them.
+        """
+        storages, last = self.joint.storages, -1
+        for position, each in enumerate(backward):
+            if any(storages[self.joint.nodes[cell.op]] in inputs for cell in each.reads):
+                last = position
+        if last < 0 or self.joint.stored:
+            return last
+        gives = {position for position, each in enumerate(backward) if each.kind is Kind.GIVE}
+        return min(position for position in gives if position >= last and position + 1 not in gives)
 
     def _given(self, backward: list[Instruction], gradients: tuple[Cell | None, ...]) -> Iterator[Instruction]:
         """The backward pass with each gradient given away, some at a time, when they make enough of all.
@@ -301,8 +332,12 @@ def _freed(
     given: Iterable[Cell] = (),
     held: set[Cell],
     states: Iterable[Cell] = (),
+    until: Mapping[Cell, int] = MappingProxyType({}),
 ) -> Iterator[Instruction]:
-    """The instructions, each followed by letting go of what it was the last to use. ``states`` appear where made."""
+    """The instructions, each followed by letting go of what it was the last to use. ``states`` appear where made.
+
+    ``until`` says of others where to let them go.
+    """
     last: dict[Cell, int] = dict.fromkeys(given, -1)
     made = {state.op: state for state in states}
     for position, instruction in enumerate(instructions):
@@ -313,6 +348,9 @@ def _freed(
     ends: dict[int, list[Cell]] = {}
     for cell, position in last.items():
         if cell not in held:
+            ends.setdefault(position, []).append(cell)
+    for cell, position in until.items():
+        if position >= 0:
             ends.setdefault(position, []).append(cell)
     yield from _let_go(ends.get(-1, []), ())
     for position, instruction in enumerate(instructions):

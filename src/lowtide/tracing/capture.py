@@ -34,7 +34,15 @@ from lowtide.tracing.internals import gradient_hooks
 from lowtide.tracing.meter import CpuMeter, CudaMeter, Meter, NoMeter, profiler_is_free
 from lowtide.tracing.places import module_hooks
 from lowtide.tracing.recorder import Recorder
-from lowtide.tracing.unchanged import modules_of, parameters_of, state_tensors, unchanged
+from lowtide.tracing.unchanged import (
+    clear_gradients,
+    held_by_modules,
+    modules_of,
+    parameters_of,
+    state_tensors,
+    unchanged,
+    watch_modules,
+)
 from lowtide.workload import Workload
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -46,7 +54,8 @@ def trace(
 ) -> Graph:
     """Trace one training step: zero_grad, forward, backward, optimizer.
 
-    The step is the steady one: gradients start as None and optimizer state exists. A real step runs on the
+    The step is the steady one: gradients start as None, optimizer state exists, and so do tensors that modules keep
+    from the step before, such as a table made in the first. A real step runs on the
     model's own device; a fake one allocates and computes nothing and can be of another ``device`` ("cpu",
     "cuda", or a name of the device table such as "h200"). Either way parameters, gradients, buffers,
     optimizer state and random generators are afterwards as they were, bit for bit. ``calls``, if given, is filled
@@ -77,10 +86,16 @@ def trace(
 
 def _trace(work: Workload, target: str, calls: dict[str, Call] | None, *, fake: bool, saves: bool) -> Graph:
     held = _held_gradients(work) if work.device.type == "cuda" else 0
-    with unchanged(work, fake=fake):
-        if fake:
-            return _trace_fake(work, target, calls, saves=saves)
-        return _run(work, _meter(work.device, held), fake=False, device=target, calls=calls, saves=saves)
+    for after_another in (False, True):
+        with unchanged(work, fake=fake):
+            if fake:
+                graph, is_steady = _trace_fake(work, target, calls, saves=saves, after_another=after_another)
+            else:
+                meter = _meter(work.device, held)
+                graph, is_steady = _run(work, meter, target, calls, saves=saves, after_another=after_another)
+        if is_steady:
+            break
+    return graph
 
 
 def _held_gradients(work: Workload) -> int:
@@ -88,7 +103,9 @@ def _held_gradients(work: Workload) -> int:
     return sum(-(-p.grad.nbytes // 512) * 512 for p in parameters_of(work) if p.grad is not None)
 
 
-def _trace_fake(work: Workload, target: str, calls: dict[str, Call] | None, *, saves: bool) -> Graph:
+def _trace_fake(
+    work: Workload, target: str, calls: dict[str, Call] | None, *, saves: bool, after_another: bool
+) -> tuple[Graph, bool]:
     tensor_device = torch.device("cpu" if target == "cpu" else "cuda")
     # An op without a fake kernel runs for real, on zeros: where it cannot, it is to be named.
     is_here = tensor_device.type == "cpu" or torch.cuda.is_available()
@@ -102,7 +119,7 @@ def _trace_fake(work: Workload, target: str, calls: dict[str, Call] | None, *, s
             fake = stack.enter_context(fake_workload(work, mode, tensor_device))
             stack.enter_context(mode)
             meter = NoMeter(512 if tensor_device.type == "cuda" else 1)
-            return _run(fake, meter, fake=True, device=target, calls=calls, saves=saves)
+            return _run(fake, meter, target, calls, fake=True, saves=saves, after_another=after_another)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise TraceError(
             f"The step looks at a tensor's values ({error})", hint="Profile a real step: leave out fake=True."
@@ -117,8 +134,20 @@ def _trace_fake(work: Workload, target: str, calls: dict[str, Call] | None, *, s
         raise TraceError(f"The step does not run on fake tensors ({what})", hint=hint) from error
 
 
-def _run(work: Workload, meter: Meter, *, fake: bool, device: str, calls: dict[str, Call] | None, saves: bool) -> Graph:
-    """One steady step under the recorder; ``saves`` says whether to list what is saved for backward."""
+def _run(
+    work: Workload,
+    meter: Meter,
+    device: str,
+    calls: dict[str, Call] | None,
+    *,
+    saves: bool,
+    after_another: bool,
+    fake: bool = False,
+) -> tuple[Graph, bool]:
+    """One step under the recorder, and whether it is the steady one: it leaves modules with the tensors they had.
+
+    ``saves`` says whether to list what is saved for backward, ``after_another`` to run another step before.
+    """
     recorder = Recorder(meter, calls=calls, fake=fake)
     answers = {**SUBSTITUTES, **ANSWERS, _ITEM: lambda tensor: _item(recorder, tensor)}
     fake_kernels = Answers(answers, {**FIXES, **GPU_FIXES}) if fake else nullcontext()
@@ -126,14 +155,14 @@ def _run(work: Workload, meter: Meter, *, fake: bool, device: str, calls: dict[s
     with fake_kernels:
         fresh = _init_optimizer_state(work)
     second_step(work.optimizer)
+    compiled = compiled_modules(work)
+    if after_another or (compiled and not fake):  # compiling is not part of the step
+        with fake_kernels:
+            _run_before(work, recorder)
     recorder.start("forward")
     owners = _own_everything(recorder, work)
+    is_steady = watch_modules(work)
     modules: dict[str, str] = {}
-    compiled = compiled_modules(work)
-    if compiled and not fake:
-        work.compute_loss().backward()  # compiling is not part of the step
-        for tensor in (*owners, *(t for t in work.tensors() if t.is_leaf)):
-            tensor.grad = None
     with ExitStack() as stack:
         stack.enter_context(_no_garbage_collection())
         modules, handles = module_hooks(recorder.modules, work.model, skip=compiled)
@@ -164,10 +193,20 @@ def _run(work: Workload, meter: Meter, *, fake: bool, device: str, calls: dict[s
             with _without_step_hooks(work.optimizer) if fake else nullcontext():  # a hook could keep a fake tensor
                 work.optimizer.step()
     del value
+    steady = is_steady()
     graph = recorder.graph(modules, device=device, fake=fake, notes=_notes(meter, fake, compiled, saves=saves))
     for parameter in owners:
         parameter.grad = None
-    return graph
+    return graph, steady
+
+
+def _run_before(work: Workload, recorder: Recorder) -> None:
+    """A whole step that is not recorded."""
+    _backward([work.compute_loss()], recorder)
+    if work.optimizer is not None:
+        with _without_step_hooks(work.optimizer):
+            work.optimizer.step()
+    clear_gradients(work)
 
 
 def _backward(losses: list[Tensor], recorder: Recorder) -> None:
@@ -222,9 +261,9 @@ def _own_everything(recorder: Recorder, work: Workload) -> dict[Tensor, tuple[st
     for name, buffer in work.model.named_buffers():
         recorder.own(buffer, "buffer", name, name.rpartition(".")[0])
     for module in modules_of(work):  # those that the loss holds: a teacher, a criterion
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                recorder.own(tensor, "buffer", f"{type(module).__name__}.{name} of the loss")
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                recorder.own(parameter, "buffer", f"{type(module).__name__}.{name} of the loss")
     if work.optimizer is not None:
         for group in work.optimizer.param_groups:
             for parameter in group["params"]:
@@ -235,6 +274,8 @@ def _own_everything(recorder: Recorder, work: Workload) -> dict[Tensor, tuple[st
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     recorder.own(value, "optimizer state", f"{name}.{key}", module)
+    for name, tensor in held_by_modules(work):
+        recorder.own(tensor, "buffer", name)
     for tensor in work.tensors():
         recorder.own(tensor, "input", f"batch {list(tensor.shape)}")
     return owners

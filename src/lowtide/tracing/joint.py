@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import operator
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from types import FunctionType
 from typing import Any
@@ -87,15 +87,20 @@ def _backend(
     if compiled_modules(work):
         raise TraceError("The model is compiled, and a captured graph would not run what the compiler made of it")
 
-    def partition(module: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[Any, Any]:
-        graphs = default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs)
-        found.append(Joint(module, num_fwd_outputs))
-        return graphs
+    def backend(captured: fx.GraphModule, inputs: Any) -> Any:
+        sources = [getattr(node, "_dynamo_source", None) for node in captured.graph.find_nodes(op="placeholder")]
+
+        def partition(module: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[Any, Any]:
+            graphs = default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs)
+            found.append(Joint(module, num_fwd_outputs, sources))
+            return graphs
+
+        return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(captured, inputs)
 
     def compiler(graph: fx.GraphModule, _: Any) -> Any:
         return make_boxed_func(runs(graph))
 
-    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)
+    return backend
 
 
 def compiled_loss(work: Workload, backend: Callable[..., Any], *, fullgraph: bool = True) -> Callable[[Any], Tensor]:
@@ -132,9 +137,12 @@ def _stop(*_: Any) -> Any:
 
 
 class Joint:
-    """A joint graph: which ops are forward, which backward, and which results share a storage."""
+    """A joint graph: which ops are forward, which backward, and which results share a storage.
 
-    def __init__(self, module: fx.GraphModule, forward_outputs: int) -> None:
+    ``sources`` are Dynamo's words on where its inputs come from.
+    """
+
+    def __init__(self, module: fx.GraphModule, forward_outputs: int, sources: Sequence[Any] = ()) -> None:
         self.module = module
         restore_batch_norms(module)
         self.counters = take_counters(module)  # buffers that count on, and by how much; no op does
@@ -151,6 +159,9 @@ class Joint:
         for node in self.tangents:  # AOTAutograd has them like the outputs, in storages as large
             node.meta["val"] = torch.empty_like(node.meta["val"])
         self.primals = [node for node in inputs if not node.name.startswith("tangents")]
+        known = dict(zip(self.primals, sources, strict=True)) if len(sources) == len(self.primals) else {}
+        self.arrays = [node for node, source in known.items() if type(source).__name__ == "NumpyTensorSource"]
+        self.of_batch = {node for node, source in known.items() if _root(source) == "batch"}
         ops = _with_items(node for node in nodes if node.op in ("call_function", "get_attr"))
         if any(_is_sparse(node.meta.get("val")) for node in nodes):
             raise TraceError("The step has sparse tensors, whose bytes are not known before it runs")
@@ -238,6 +249,13 @@ def _place_of_loss(output: fx.Node, forward_outputs: int) -> int:
     """Which output is what the loss function returned: behind new values of inputs, before attributes it set."""
     returned = [getattr(each, "idx", None) for each in output.meta.get("desc", ())[:forward_outputs]]
     return returned.index(0) if 0 in returned else forward_outputs - 1
+
+
+def _root(source: Any) -> str:
+    """The name of the variable through which an input is found."""
+    while hasattr(source, "base"):
+        source = source.base
+    return getattr(source, "local_name", "")
 
 
 def _is_sparse(value: Any) -> bool:

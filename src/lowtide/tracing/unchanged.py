@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide.tracing.internals import autograd, gradient_hooks
 from lowtide.workload import Workload
@@ -54,6 +55,26 @@ def unchanged(work: Workload, *, fake: bool = False) -> Generator[None]:
             backups += [_Backup(t) for t in inputs]
             stack.callback(_restore_values, backups)
         yield
+
+
+@contextmanager
+def steady(work: Workload) -> Generator[None]:
+    """The model as a step leaves it, if that makes other tensors for it to keep; afterwards it is as it was."""
+    with ExitStack() as stack:
+        stack.enter_context(unchanged(work))
+        is_steady = watch_modules(work)
+        work.compute_loss().backward()
+        if is_steady():
+            stack.close()
+        else:
+            clear_gradients(work)
+        yield
+
+
+def clear_gradients(work: Workload) -> None:
+    """Let go of the gradients of parameters and of the batch."""
+    for tensor in (*parameters_of(work), *(t for t in work.tensors() if t.is_leaf)):
+        tensor.grad = None
 
 
 class _Backup:
@@ -135,6 +156,22 @@ def _is_set(cell: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+def held_by_modules(work: Workload) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that modules hold beside parameters, each with a name: buffers, attributes, also in containers."""
+    for module in modules_of(work):
+        for name, value in module.__dict__.items():
+            held = value if isinstance(value, (dict, list, tuple, set)) and len(value) <= _LARGE else (value,)
+            for each in held.values() if isinstance(held, dict) else held:
+                if isinstance(each, Tensor) and value is not module._parameters:
+                    yield f"{type(module).__name__}.{name}", each
+
+
+def watch_modules(work: Workload) -> Callable[[], bool]:
+    """A function that says whether modules hold no other tensors than now. It keeps none alive."""
+    now: MutableMapping[Tensor, None] = WeakIdKeyDictionary({tensor: None for _, tensor in held_by_modules(work)})
+    return lambda: all(tensor in now for _, tensor in held_by_modules(work))
 
 
 def parameters_of(work: Workload) -> list[Tensor]:
