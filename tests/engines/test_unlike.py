@@ -248,15 +248,21 @@ def test_spectra_take_what_was_planned_when_captured_again_too(name: str) -> Non
     [
         lambda m, x: m(x)[x > 0].square().sum(),
         lambda m, x: m(x)[(x[:, 0] > 0).nonzero().flatten()].square().sum(),
-        lambda m, x: torch.linalg.inv(m(x).T @ m(x) + torch.eye(24)).square().mean(),
     ],
-    ids=["mask", "nonzero", "inverse"],
+    ids=["mask", "nonzero"],
 )
 def test_what_no_program_can_be_made_of_is_planned_as_it_runs(loss: Loss) -> None:
     work = workload(loss)
     found = smallest(work, allow="bitwise")
     assert found.engine == "eager"
     assert lowtide.verify(work, found).ok
+
+
+def test_kernels_that_torch_describes_otherwise_in_some_versions_are_planned_either_way() -> None:
+    work = workload(lambda m, x: torch.linalg.inv(m(x).T @ m(x) + torch.eye(24)).square().mean())
+    checked = lowtide.verify(work, smallest(work, allow="bitwise"))
+    assert checked.ok, str(checked)
+    assert checked.storage_peak_bytes == checked.plan.storage_peak_bytes
 
 
 @torch.library.custom_op("lowtide_tests::noisy", mutates_args=())

@@ -17,7 +17,7 @@ from lowtide.planning.program import Cell, Instruction, Kind, Program
 from lowtide.planning.writer import STATE_BYTES
 from lowtide.profiling import Profile
 from lowtide.profiling.devices import find_device
-from lowtide.profiling.kernels import kernel_key, known_kernels, measure, modelled_workspace
+from lowtide.profiling.kernels import kernel_key, known_kernels, measure, modelled_workspace, seconds_alone
 from lowtide.profiling.roofline import op_seconds
 from lowtide.tracing.calls import Call
 from lowtide.tracing.graph import STATIC, Graph, Op, Saved, Storage, Value, signature
@@ -25,11 +25,13 @@ from lowtide.tracing.joint import Joint, is_item, is_random, size_of
 from lowtide.tracing.parts import dtype_name, flatten, leaves
 from lowtide.tracing.places import short_name
 
+_KERNELS = {"_native_batch_norm_legit": "native_batch_norm"}  # what a capture calls a kernel of the plain step
+
 
 class Forecast:
     """What programs over one joint graph become: traced steps, with bytes and seconds by those of the plain step.
 
-    An op that the plain step ran has its seconds and workspace; one that it did not is measured, where it can run here,
+    An op that the plain step ran has its seconds and workspace; one that it did not is run alone, where it can be here,
     or modelled.
     """
 
@@ -60,6 +62,8 @@ class Forecast:
         known = _Known(self.plain)
         unknown = {op.signature: name for name, op in ops.items() if not known.knows(op)}
         known.measure({key: _call(self.joint.nodes[name]) for key, name in unknown.items()})
+        untimed = {op.signature: name for name, op in ops.items() if not known.has_timed(op)}
+        known.time({key: _call(self.joint.nodes[name]) for key, name in untimed.items()})
         return {name: known.cost(op) for name, op in ops.items()}
 
 
@@ -140,6 +144,7 @@ class _Known:
                 self._seconds.setdefault(key, []).append(op.seconds)
                 self._workspace[key] = max(op.workspace_bytes, self._workspace.get(key, 0))
         self._table = known_kernels(graph.device) if plain.workspace_source != "none" else {}
+        self._is_timed = plain.seconds_source == "measured"
         modelled = sum(op_seconds(op, self.device) for op in graph.ops)
         self._scale = plain.seconds / modelled if modelled and math.isfinite(plain.seconds) else 1.0
 
@@ -152,6 +157,17 @@ class _Known:
         if self.here:
             alone = {key: call for key, call in calls.items() if call.runs_alone}
             self._table = {**self._table, **measure(alone, torch.device(self.tensor_device), self.hardware)}
+
+    def has_timed(self, op: Op) -> bool:
+        """Whether the plain step ran the same, or almost."""
+        return any(key in self._seconds for key in _keys(op))
+
+    def time(self, calls: Mapping[str, Call]) -> None:
+        """Run ops alone, by signature, where they can run here."""
+        if self.here and self._is_timed:
+            alone = {key: call for key, call in calls.items() if call.runs_alone}
+            found = seconds_alone(alone, torch.device(self.tensor_device))
+            self._seconds.update({key: [seconds] for key, seconds in found.items()})
 
     def cost(self, op: Op) -> _Cost:
         return _Cost(op, self._seconds_of(op), self._workspace_of(op))
@@ -172,9 +188,9 @@ class _Known:
 
 
 def _keys(op: Op) -> tuple[str, str]:
-    """By signature; or by name and results, whether in place or not, since a captured graph writes nothing in place."""
+    """By signature; or by kernel and results, whether in place or not: a captured graph writes nothing in place."""
     name = short_name(op.name).rstrip("_")
-    return op.signature, signature(name, op.outputs, "results")
+    return op.signature, signature(_KERNELS.get(name, name), op.outputs, "results")
 
 
 def _call(node: fx.Node) -> Call:

@@ -10,10 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -23,6 +27,8 @@ from lowtide.tracing.calls import Call
 from lowtide.tracing.graph import Graph, Op, Storage, Value
 from lowtide.tracing.meter import measure_cpu_call
 from lowtide.tracing.places import short_name
+
+_Found = TypeVar("_Found")
 
 _SHIPPED = "h200.json"
 _HOPPER = ("NVIDIA H200", "NVIDIA H100")  # one chip: their libraries choose alike
@@ -55,37 +61,56 @@ def measure(calls: Mapping[str, Call], device: torch.device, hardware: str) -> d
 
     Ops that cannot run alone are left out.
     """
+    found = _alone(calls, device, _workspace_of)
+    _remember(find_device(hardware).name, {kernel_key(signature): size for signature, size in found.items()})
+    return {kernel_key(signature): size for signature, size in found.items()}
+
+
+def seconds_alone(calls: Mapping[str, Call], device: torch.device) -> dict[str, float]:
+    """What each call takes, run alone, by its key in ``calls``. Ops that cannot run alone are left out."""
+    return _alone(calls, device, _seconds_of)
+
+
+def _alone(
+    calls: Mapping[str, Call], device: torch.device, look: Callable[[Callable[[], object], torch.device], _Found]
+) -> dict[str, _Found]:
+    """What is found at each call that runs, on values of no meaning; generators stay as they are."""
     if not calls or (device.type == "cuda" and not torch.cuda.is_available()):
         return {}
-    generators = (torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
-    found: dict[str, int] = {}
-    for signature, call in calls.items():
-        size = _measure_one(call, device)
-        if size is not None:
-            found[kernel_key(signature)] = size
-    torch.set_rng_state(generators[0])
-    if generators[1] is not None:
-        torch.cuda.set_rng_state(generators[1], device)
-    _remember(find_device(hardware).name, found)
+    found: dict[str, _Found] = {}
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        for key, call in calls.items():
+            with suppress(RuntimeError, TypeError, ValueError, IndexError):
+                args, kwargs = call.tensors(device)
+                found[key] = look(partial(call.function, *args, **kwargs), device)
     return found
 
 
-def _measure_one(call: Call, device: torch.device) -> int | None:
-    try:
-        args, kwargs = call.tensors(device)
-        with torch.no_grad():
-            if device.type == "cpu":
-                return measure_cpu_call(lambda: call.function(*args, **kwargs))
-            call.function(*args, **kwargs)  # the first call may load the kernel and fill library caches
+def _workspace_of(run: Callable[[], object], device: torch.device) -> int:
+    if device.type == "cpu":
+        return measure_cpu_call(run)
+    run()  # the first call may load the kernel and fill library caches
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    out = run()
+    after = torch.cuda.memory_allocated(device)
+    del out
+    return torch.cuda.max_memory_allocated(device) - max(before, after)
+
+
+def _seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """Of the fastest of three calls, after one that may load the kernel."""
+    times: list[float] = []
+    for _ in range(4):
+        if device.type == "cuda":
             torch.cuda.synchronize(device)
-            before = torch.cuda.memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            out = call.function(*args, **kwargs)
-            after = torch.cuda.memory_allocated(device)
-            del out
-            return torch.cuda.max_memory_allocated(device) - max(before, after)
-    except (RuntimeError, TypeError, ValueError, IndexError):
-        return None
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def modelled_workspace(op: Op) -> int:
