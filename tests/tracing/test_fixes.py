@@ -281,7 +281,7 @@ CALLS = {
         lambda: aten.huber_loss_backward(rows(), columns(*IMAGE), columns(*IMAGE), 1, 1.0)
     ],
     aten.nll_loss2d_forward.default: [
-        lambda: aten.nll_loss2d_forward(rows(*IMAGE), integers(2, 3, 5).transpose(1, 2), None, 0, -100)
+        lambda: aten.nll_loss2d_forward(rows(*IMAGE), rows(2, 3, 5, dtype=torch.int64).transpose(1, 2), None, 0, -100)
     ],
     aten._log_softmax_backward_data.default: [
         lambda: aten._log_softmax_backward_data(columns(*IMAGE), rows(*IMAGE), 1, torch.float32)
