@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from lowtide import Workload
 from lowtide.engines import apply
 from lowtide.planning import plan
 from lowtide.planning.recomputation import recomputations
+from lowtide.tracing import capture
 
 from ..tracing.allocator import allocated_peak_after_others
 from .planned import smallest_budget
@@ -86,6 +88,61 @@ class Queue(Model):
         return similar
 
 
+class Nested(Model):
+    """A table further inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"cos": {}}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) not in self.kept["cos"]:
+            self.kept["cos"][len(x)] = (torch.arange(x.numel(), dtype=x.dtype).view(x.shape).cos(),)
+        return self.layers(x) * self.kept["cos"][len(x)][0]
+
+
+class Last(Model):
+    """The features of the last steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = deque(maxlen=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        self.kept.append(x.detach().repeat(1, 4).cos())
+        return x
+
+
+class State:
+    """What a model has beside modules and tensors."""
+
+    def __init__(self) -> None:
+        self.features: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"State({self.features})"
+
+
+class Hooked(Model):
+    """Features that a hook takes, and that an object of the model's own has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = State()
+        self.elsewhere = features = dict[str, Tensor]()
+
+        def hook(module: nn.Module, args: Any, out: Tensor) -> None:
+            features["last"] = out.detach().exp()
+
+        self.layers.register_forward_hook(hook)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        self.kept.features = x.detach().repeat(1, 3).sin()
+        return x
+
+
 def squares(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
@@ -98,7 +155,7 @@ def held(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, value) for module in model.modules() for name, value in vars(module).items()]
 
 
-MODELS = [Table, Tables, Features, Memory, Queue]
+MODELS = [Table, Tables, Features, Memory, Queue, Nested, Last, Hooked]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -182,3 +239,110 @@ def test_numpy_arrays_count_as_long_as_a_captured_graph_holds_them(name: str) ->
     checked = lowtide.verify(work, found)
     assert checked.ok, str(checked)
     assert checked.storage_peak_bytes == found.storage_peak_bytes
+
+
+# -- what is left as it was ------------------------------------------------------------------------------
+
+
+class Average(Model):
+    """Moved in place, and no buffer; and a tensor that is trained though it is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.zeros(*SHAPE)
+        self.token = torch.randn(*SHAPE, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x + self.token)
+        with torch.no_grad():
+            self.kept.mul_(0.9).add_(x.detach(), alpha=0.1)
+        return x + self.kept
+
+
+@pytest.mark.parametrize("engine", ["graph", "eager"])
+def test_tensors_that_are_written_to_are_put_back(engine: Any) -> None:
+    model = Average()
+    work = workload(model)
+    found = plan(work, "75%", engine=engine, allow="bitwise")
+    checked = lowtide.verify(work, found)
+    assert checked.results_agree, str(checked)
+    assert not model.kept.any()
+    assert model.token.grad is None
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_fake_tensors_are_left_behind(model: type[Model]) -> None:
+    work = workload(model())
+    lowtide.profile(work, fake=True)
+    plan(work, "80%", allow="bitwise", engine="eager")
+    assert type(squares(work.model, work.batch)) is Tensor
+    assert type(squares(work.model, work.batch)) is Tensor
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_loss_may_take_its_batch_apart(fake: bool) -> None:
+    model, batch = Features(), {"x": torch.randn(*SHAPE)}
+    work = Workload(model, lambda m, batch: squares(m, batch.pop("x")), batch)
+    whole = workload(model)
+    assert lowtide.profile(work, fake=fake).storage_peak_bytes == lowtide.profile(whole).storage_peak_bytes
+    assert list(batch) == ["x"]
+
+
+class Looking(Model):
+    """Whose first step looks at values, and is no graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            largest = x.detach().abs().max()
+            self.kept = torch.ones(*SHAPE) * (largest if largest < 100 else 100.0)
+        return self.layers(x) * self.kept
+
+
+def test_a_first_step_that_is_not_captured_does_not_stand_in_the_way() -> None:
+    work = workload(Looking())
+    found = plan(work, smallest_budget(work, lowtide.profile(work)), engine="graph")
+    assert lowtide.verify(work, found).ok
+    step = apply(found, work)
+    with pytest.warns(RuntimeWarning, match="no longer captured as one graph"):
+        step(work.batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(work.batch)
+        step(work.batch)
+    assert step.profile().storage_peak_bytes == found.storage_peak_bytes
+
+
+class Frozen(Model):
+    """A frozen weight as large as what is kept, which is not what is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(*SHAPE), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x * self.weight)
+        self.kept = x.detach().exp()
+        return x
+
+
+def test_frozen_weights_are_not_taken_for_what_is_kept() -> None:
+    work = workload(Frozen())
+    found = plan(work, smallest_budget(work, lowtide.profile(work)), engine="graph")
+    checked = lowtide.verify(work, found)
+    assert checked.ok, str(checked)
+    assert checked.storage_peak_bytes == found.storage_peak_bytes
+
+
+def test_a_plain_model_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = x  # the batch's own
+            return self.layers(x)
+
+    runs: list[int] = []
+    run = capture._run
+    monkeypatch.setattr(capture, "_run", lambda *args, **how: runs.append(1) or run(*args, **how))
+    lowtide.profile(workload(Plain()))
+    assert len(runs) == 1
+    lowtide.profile(workload(Features()))
+    assert len(runs) == 3

@@ -37,8 +37,8 @@ def allocated_peak_after_others(model, loss, batch, optimizer):
         for _ in range(2):
             plain_step(model, loss, batch, optimizer)
             model.zero_grad(set_to_none=True)
-        for tensor in (*_alive(model, batch, optimizer), *_kept(model)):
-            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        there = (tensor.untyped_storage() for tensor in (*_alive(model, batch, optimizer), *_kept(model)))
+        held.update((storage.data_ptr(), storage.nbytes()) for storage in there)
         with torch.profiler.record_function("third step"):
             plain_step(model, loss, batch, optimizer)
 
@@ -47,8 +47,10 @@ def allocated_peak_after_others(model, loss, batch, optimizer):
 
 
 def _kept(model):
-    """What modules keep beside parameters and buffers."""
-    return [leaf for m in model.modules() for leaf in pytree.tree_leaves(vars(m)) if isinstance(leaf, torch.Tensor)]
+    """What modules keep beside parameters and buffers, also in objects of their own."""
+    leaves = [leaf for module in model.modules() for leaf in pytree.tree_leaves(vars(module))]
+    leaves += [value for leaf in leaves if leaf.__class__.__name__ == "State" for value in vars(leaf).values()]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def kept_bytes(model, loss, batch):

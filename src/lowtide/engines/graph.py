@@ -24,8 +24,8 @@ from lowtide.batches import flatten, tensors
 from lowtide.engines.code import Piece, boxed, forward_graph, graphs_of, pieces_of
 from lowtide.errors import LowtideError
 from lowtide.planning.program import Cell, Program
+from lowtide.tracing.held import parameters_of, watch_modules
 from lowtide.tracing.joint import Joint, compiled_loss
-from lowtide.tracing.unchanged import parameters_of
 from lowtide.workload import Workload
 
 _aten: Any = torch.ops.aten
@@ -50,6 +50,7 @@ class PlannedLoss:
         self.planner_for = planner_for
         self._planners: dict[Any, Planner] = {}
         self._compiled: dict[Any, Callable[[Any], Tensor]] = {}
+        self._failed: set[Any] = set()  # where capture failed once
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of the step's own model; ``model`` is there since this takes the place of a loss function."""
@@ -89,10 +90,16 @@ class PlannedLoss:
             )
 
     def _give_up(self, key: Any, batch: Any, why: str, hint: str) -> Tensor:
-        """The plain loss, from now on for such batches. Where that fails too, its error says why, and that is all."""
+        """The plain loss, from now on for such batches. Where that fails too, its error says why, and that is all.
+
+        After a first step, in which the model made what it keeps, the loss is captured once more.
+        """
+        is_steady = watch_modules(self.work)
         loss = self.work.compute_loss(batch=batch)
         warnings.warn(f"{why}, and runs as it is: the budget is not kept. {hint}", RuntimeWarning, stacklevel=5)
-        self._compiled[key] = lambda batch: self.work.compute_loss(batch=batch)
+        if is_steady() or key in self._failed:
+            self._compiled[key] = lambda batch: self.work.compute_loss(batch=batch)
+        self._failed.add(key)
         return loss
 
 

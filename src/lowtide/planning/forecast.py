@@ -285,7 +285,8 @@ class _Planned:
             on_host = storage.is_state or storage.on_host
             device = "cpu" if on_host else self.forecast.plain.graph.tensor_device
             self.index[storage] = len(self.storages)
-            birth = max(0, len(self.ops) - 1)
+            is_made = each.kind is not Kind.GIVE or bool(each.reads)  # else it is there, as the loss's gradient
+            birth = max(0, len(self.ops) - is_made)
             label = f"{each.cell.op} {shape}"
             self.storages.append(
                 Storage(len(self.storages), size, device, dtype, "temporary", birth, -1, label, "", "")

@@ -136,11 +136,19 @@ def recomputations(work: Workload, plain: Profile) -> Recomputations:
 
 def _steady_joint(work: Workload) -> Joint:
     """The graph of a step like all but the first, where modules keep tensors from one to the next."""
-    joint = capture_joint(work)
-    if not joint.stored:
-        return joint
-    with steady(work):
-        return capture_joint(work)
+    found: Joint | TraceError
+    try:
+        found = capture_joint(work)
+    except TraceError as error:
+        found = error
+    if isinstance(found, Joint) and not found.stored:
+        return found
+    with steady(work) as was_steady:
+        if not was_steady:
+            return capture_joint(work)
+    if isinstance(found, TraceError):
+        raise found
+    return found
 
 
 def _draws(graph: Graph) -> int:

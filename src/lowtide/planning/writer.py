@@ -105,19 +105,16 @@ class Writer:
     def _held_beside(self) -> dict[Cell, list[fx.Node]]:
         """What is there in a step beside parameters, buffers and the batch, each with the inputs that it may be.
 
-        What the model kept of the step before, until this one's takes its place: an input as large, if any, that is
-        neither trained nor of the batch nor an array. And what the step makes of numpy arrays.
+        What the model kept of the step before, until this one's takes its place: a kept input as large, if any. And
+        what the step makes of numpy arrays.
         """
+        origins = self.joint.origins
         found: dict[Cell, list[fx.Node]] = {}
-        others = [
-            node
-            for node, gradient in zip(self.joint.primals, self.joint.gradients, strict=True)
-            if gradient is None and node not in self.joint.of_batch and node not in self.joint.arrays
-        ]
         for node in dict.fromkeys(self.joint.storages[node] for node in self.joint.stored):
-            found[Cell(f"{node.name}.before")] = [each for each in others if bytes_of(each) == bytes_of(node)]
+            alike = [each for each in origins if origins[each] == "kept" and bytes_of(each) == bytes_of(node)]
+            found[Cell(f"{node.name}.before")] = alike
             self.bytes[Cell(f"{node.name}.before")] = bytes_of(node)
-        for node in self.joint.arrays:
+        for node in (node for node, origin in origins.items() if origin == "array"):
             found[Cell(f"{node.name}.array")] = [node]
             self.bytes[Cell(f"{node.name}.array")] = bytes_of(node)
         return found

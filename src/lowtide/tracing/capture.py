@@ -30,19 +30,12 @@ from lowtide.tracing.fake import fake_workload, known_value, second_step
 from lowtide.tracing.fixes import FIXES, SUBSTITUTES
 from lowtide.tracing.gpu import ANSWERS, GPU_FIXES, emulated_gpu
 from lowtide.tracing.graph import Graph
+from lowtide.tracing.held import clear_gradients, kept_tensors, modules_of, parameters_of, state_tensors, watch_modules
 from lowtide.tracing.internals import gradient_hooks
 from lowtide.tracing.meter import CpuMeter, CudaMeter, Meter, NoMeter, profiler_is_free
 from lowtide.tracing.places import module_hooks
 from lowtide.tracing.recorder import Recorder
-from lowtide.tracing.unchanged import (
-    clear_gradients,
-    held_by_modules,
-    modules_of,
-    parameters_of,
-    state_tensors,
-    unchanged,
-    watch_modules,
-)
+from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -66,7 +59,6 @@ def trace(
             "LBFGS runs the loss several times in a step, as it likes",
             hint="Profile with another optimizer, or with none: the peak of each evaluation is that of a step.",
         )
-    work = replace(work, batch=map_tensors(lambda tensor: tensor, work.batch))  # a loss may take its batch apart
     target = work.device.type if device is None else device
     if work.device.type == "meta" and target == "meta":
         target = "cpu"
@@ -87,6 +79,8 @@ def trace(
 def _trace(work: Workload, target: str, calls: dict[str, Call] | None, *, fake: bool, saves: bool) -> Graph:
     held = _held_gradients(work) if work.device.type == "cuda" else 0
     for after_another in (False, True):
+        if calls is not None:
+            calls.clear()
         with unchanged(work, fake=fake):
             if fake:
                 graph, is_steady = _trace_fake(work, target, calls, saves=saves, after_another=after_another)
@@ -148,6 +142,7 @@ def _run(
 
     ``saves`` says whether to list what is saved for backward, ``after_another`` to run another step before.
     """
+    first, work = _with_own_batch(work), _with_own_batch(work)
     recorder = Recorder(meter, calls=calls, fake=fake)
     answers = {**SUBSTITUTES, **ANSWERS, _ITEM: lambda tensor: _item(recorder, tensor)}
     fake_kernels = Answers(answers, {**FIXES, **GPU_FIXES}) if fake else nullcontext()
@@ -158,7 +153,7 @@ def _run(
     compiled = compiled_modules(work)
     if after_another or (compiled and not fake):  # compiling is not part of the step
         with fake_kernels:
-            _run_before(work, recorder)
+            _run_before(first, recorder)
     recorder.start("forward")
     owners = _own_everything(recorder, work)
     is_steady = watch_modules(work)
@@ -198,6 +193,11 @@ def _run(
     for parameter in owners:
         parameter.grad = None
     return graph, steady
+
+
+def _with_own_batch(work: Workload) -> Workload:
+    """The same step with a batch of its own, of the same tensors: a loss may take its batch apart."""
+    return replace(work, batch=map_tensors(lambda tensor: tensor, work.batch))
 
 
 def _run_before(work: Workload, recorder: Recorder) -> None:
@@ -274,7 +274,7 @@ def _own_everything(recorder: Recorder, work: Workload) -> dict[Tensor, tuple[st
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     recorder.own(value, "optimizer state", f"{name}.{key}", module)
-    for name, tensor in held_by_modules(work):
+    for name, tensor in kept_tensors(work):
         recorder.own(tensor, "buffer", name)
     for tensor in work.tensors():
         recorder.own(tensor, "input", f"batch {list(tensor.shape)}")

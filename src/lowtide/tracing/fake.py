@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide.batches import map_tensors
 from lowtide.errors import TraceError
+from lowtide.tracing.held import modules_of
 from lowtide.tracing.internals import gradient_hooks
-from lowtide.tracing.unchanged import modules_of
 from lowtide.workload import Workload
 
 

@@ -13,10 +13,10 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
 
 from lowtide.errors import TraceError
@@ -89,10 +89,11 @@ def _backend(
 
     def backend(captured: fx.GraphModule, inputs: Any) -> Any:
         sources = [getattr(node, "_dynamo_source", None) for node in captured.graph.find_nodes(op="placeholder")]
+        origins: list[Origin] = [_origin(*each) for each in zip(sources, inputs, strict=False)]
 
         def partition(module: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[Any, Any]:
             graphs = default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs)
-            found.append(Joint(module, num_fwd_outputs, sources))
+            found.append(Joint(module, num_fwd_outputs, origins))
             return graphs
 
         return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(captured, inputs)
@@ -125,6 +126,8 @@ def compiled_loss(work: Workload, backend: Callable[..., Any], *, fullgraph: boo
     return run
 
 
+Origin = Literal["parameter", "batch", "array", "kept"]  # an array is numpy's; kept are buffers and all else
+
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view that autograd is not to know as one
 
 
@@ -139,10 +142,10 @@ def _stop(*_: Any) -> Any:
 class Joint:
     """A joint graph: which ops are forward, which backward, and which results share a storage.
 
-    ``sources`` are Dynamo's words on where its inputs come from.
+    ``origins`` say of its inputs what they are, where that is known.
     """
 
-    def __init__(self, module: fx.GraphModule, forward_outputs: int, sources: Sequence[Any] = ()) -> None:
+    def __init__(self, module: fx.GraphModule, forward_outputs: int, origins: Sequence[Origin] = ()) -> None:
         self.module = module
         restore_batch_norms(module)
         self.counters = take_counters(module)  # buffers that count on, and by how much; no op does
@@ -159,9 +162,7 @@ class Joint:
         for node in self.tangents:  # AOTAutograd has them like the outputs, in storages as large
             node.meta["val"] = torch.empty_like(node.meta["val"])
         self.primals = [node for node in inputs if not node.name.startswith("tangents")]
-        known = dict(zip(self.primals, sources, strict=True)) if len(sources) == len(self.primals) else {}
-        self.arrays = [node for node, source in known.items() if type(source).__name__ == "NumpyTensorSource"]
-        self.of_batch = {node for node, source in known.items() if _root(source) == "batch"}
+        self.origins = dict(zip(self.primals, origins, strict=False)) if len(origins) == len(self.primals) else {}
         ops = _with_items(node for node in nodes if node.op in ("call_function", "get_attr"))
         if any(_is_sparse(node.meta.get("val")) for node in nodes):
             raise TraceError("The step has sparse tensors, whose bytes are not known before it runs")
@@ -251,11 +252,15 @@ def _place_of_loss(output: fx.Node, forward_outputs: int) -> int:
     return returned.index(0) if 0 in returned else forward_outputs - 1
 
 
-def _root(source: Any) -> str:
-    """The name of the variable through which an input is found."""
+def _origin(source: Any, given: Any) -> Origin:
+    """What an input is, by Dynamo's word on where it comes from."""
+    if isinstance(given, nn.Parameter):
+        return "parameter"
+    if type(source).__name__ == "NumpyTensorSource":
+        return "array"
     while hasattr(source, "base"):
         source = source.base
-    return getattr(source, "local_name", "")
+    return "batch" if getattr(source, "local_name", "") == "batch" else "kept"
 
 
 def _is_sparse(value: Any) -> bool:

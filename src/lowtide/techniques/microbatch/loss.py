@@ -22,7 +22,7 @@ from lowtide.techniques.microbatch.statistics import Recording, WholeStatistics
 from lowtide.techniques.microbatch.weights import Reduction, Weight, find_reduction
 from lowtide.tracing.abridged import is_abridged
 from lowtide.tracing.compiled import compiled_modules
-from lowtide.tracing.unchanged import modules_of
+from lowtide.tracing.held import modules_of
 from lowtide.workload import Workload
 
 

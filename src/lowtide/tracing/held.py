@@ -1,0 +1,150 @@
+"""What a step holds: its modules, those of the loss, their parameters, and tensors kept beside them."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lowtide.tracing.parts import address
+from lowtide.workload import Workload
+
+_OF_LOSS, _OF_MODULES = 3, 2  # how many functions and objects behind one another are looked into
+_LARGE = 1000  # a longer list is data
+_LEAVES = (type, ModuleType, str, bytes, int, float, complex, type(None))
+_CHANGEABLE = (dict, list, set, deque)
+
+
+def modules_of(work: Workload) -> list[nn.Module]:
+    """The modules of the model, and of what the loss function holds."""
+    tops = [work.model, *_modules_held_by(work.loss)]
+    return list(dict.fromkeys(module for top in tops for module in top.modules()))
+
+
+def _modules_held_by(loss: Any) -> list[nn.Module]:
+    """Modules that a function may call: of its object, its arguments and variables, the globals that it names."""
+    found, _ = _reach([inspect.unwrap(loss)], _OF_LOSS)
+    return [each for each in found if isinstance(each, nn.Module)]
+
+
+def kept_tensors(work: Workload) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that modules hold beside parameters, each with a name: buffers, attributes, what hooks hold."""
+    for module in modules_of(work):
+        for name, value in module.__dict__.items():
+            if name not in ("_parameters", "_modules"):
+                found, _ = _reach([value], _OF_MODULES)
+                yield from ((f"{type(module).__name__}.{name}", each) for each in found if isinstance(each, Tensor))
+
+
+def holders(work: Workload) -> list[Any]:
+    """What modules hold that can come to hold other things: containers and objects, these by their attributes."""
+    found: dict[int, Any] = {}
+    for module in modules_of(work):
+        _, holding = _reach(list(module.__dict__.values()), _OF_MODULES)
+        found.update((id(each), each) for each in holding)
+    return list(found.values())
+
+
+def _reach(within: list[Any], depth: int) -> tuple[list[Any], list[Any]]:
+    """The tensors and modules within reach, and what holds them or may come to.
+
+    Looked into are containers, functions, objects, and what those hold in turn; no further than ``depth``, or all of
+    the program would be within reach, and nothing of torch's own.
+    """
+    found: list[Any] = []
+    holding: list[Any] = []
+    seen: dict[int, Any] = {}  # by identity, and held: no identity is used twice
+    for left in range(depth, 0, -1):
+        deeper: list[Any] = []
+        for value in within:  # it grows while it is gone through
+            if id(value) in seen or isinstance(value, _LEAVES):
+                continue
+            seen[id(value)] = value
+            if isinstance(value, (Tensor, nn.Module)):
+                found.append(value)
+            elif isinstance(value, (tuple, *_CHANGEABLE)):
+                if len(value) <= _LARGE:
+                    within += value.values() if isinstance(value, dict) else value
+                    holding += [value] if isinstance(value, _CHANGEABLE) else []
+            elif isinstance(value, MethodType):
+                within += (value.__self__, value.__func__)
+            elif isinstance(value, partial):
+                within += (value.func, *value.args, *value.keywords.values())
+            elif _is_of_torch(value):
+                continue
+            elif isinstance(value, FunctionType):
+                deeper += _variables(value)
+            else:
+                deeper += (type(value).__call__,) if callable(value) else ()
+                deeper += getattr(value, "__dict__", {}).values()
+                holding += [vars(value)] if left > 1 and hasattr(value, "__dict__") else []
+        within = deeper
+    return found, holding
+
+
+def _is_of_torch(value: Any) -> bool:
+    made = value if isinstance(value, FunctionType) else type(value)
+    return (made.__module__ or "").partition(".")[0] == "torch"
+
+
+def _variables(function: FunctionType) -> list[Any]:
+    """What a function has from elsewhere."""
+    code, named = function.__code__, function.__globals__
+    held = [cell.cell_contents for cell in function.__closure__ or () if _is_set(cell)]
+    held += (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return held + [named[name] for name in code.co_names if name in named]
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - a cell whose variable is not assigned yet has none
+    except ValueError:
+        return False
+    return True
+
+
+def watch_modules(work: Workload) -> Callable[[], bool]:
+    """A function that says whether modules hold no other tensors than now, but for parameters' and the batch's.
+
+    It keeps none alive.
+    """
+    now: MutableMapping[Tensor, None] = WeakIdKeyDictionary({tensor: None for _, tensor in kept_tensors(work)})
+    there = {address(tensor) for tensor in (*parameters_of(work), *work.tensors())} - {0}
+    return lambda: all(tensor in now or address(tensor) in there for _, tensor in kept_tensors(work))
+
+
+def parameters_of(work: Workload) -> list[Tensor]:
+    """The parameters of those modules and of the optimizer."""
+    found: dict[Tensor, None] = {}
+    for module in modules_of(work):
+        found.update(dict.fromkeys(p for p in module._parameters.values() if p is not None))
+    if work.optimizer is not None:
+        found.update(dict.fromkeys(p for group in work.optimizer.param_groups for p in group["params"]))
+    return list(found)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer | None, parameters: list[Tensor] | None = None) -> list[Tensor]:
+    """The tensors of an optimizer's state: of some parameters, or of all."""
+    if optimizer is None:
+        return []
+    chosen = list(optimizer.state) if parameters is None else parameters
+    return [value for p in chosen for value in optimizer.state[p].values() if isinstance(value, Tensor)]
+
+
+def clear_gradients(work: Workload) -> None:
+    """Let go of the gradients of parameters, of the batch and of what modules hold."""
+    for tensor in trainable(work):
+        tensor.grad = None
+
+
+def trainable(work: Workload) -> list[Tensor]:
+    """All that may come to have a gradient."""
+    others = (*work.tensors(), *(tensor for _, tensor in kept_tensors(work)))
+    return list(dict.fromkeys((*parameters_of(work), *(t for t in others if t.is_leaf and t.requires_grad))))
