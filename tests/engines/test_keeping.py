@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections import deque
 from typing import Any
 
@@ -346,3 +347,11 @@ def test_a_plain_model_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(runs) == 1
     lowtide.profile(workload(Features()))
     assert len(runs) == 3
+
+
+def test_proxies_of_what_is_gone_do_no_harm() -> None:
+    model = Features()
+    gone = State()
+    model.others = [weakref.proxy(model), weakref.proxy(gone)]
+    del gone
+    assert lowtide.profile(workload(model)).peak_bytes > 0

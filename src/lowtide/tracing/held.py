@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ProxyTypes
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +65,8 @@ def _reach(within: list[Any], depth: int) -> tuple[list[Any], list[Any]]:
     for left in range(depth, 0, -1):
         deeper: list[Any] = []
         for value in within:  # it grows while it is gone through
-            if id(value) in seen or isinstance(value, _LEAVES):
-                continue
+            if id(value) in seen or type(value) in ProxyTypes or isinstance(value, _LEAVES):
+                continue  # a proxy of what is gone cannot be asked anything
             seen[id(value)] = value
             if isinstance(value, (Tensor, nn.Module)):
                 found.append(value)
