@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from benchmarks.drawing import color_by, say_drawn
 from benchmarks.harness import RESULTS, ROOT, Row, arguments, read, record, skip
-from benchmarks.steps import plain_step
+from benchmarks.steps import peak_of, plain_step, seconds_of
 from lowtide import Workload, apply, plan, zoo
 from lowtide.errors import BudgetError
 from lowtide.planning.baseline import baseline_profile
@@ -151,19 +151,6 @@ def draw_steps(rows: Path, path: Path) -> Path:
     return save_figure(chart.configure(font=FONT).configure_view(stroke=None), path)
 
 
-def peak_of(work: Workload) -> int:
-    """The allocated peak of one step, after others."""
-    for _ in range(3):
-        plain_step(work)
-    _synchronize()
-    if work.device.type == "cpu":
-        return 0
-    torch.cuda.reset_peak_memory_stats()
-    plain_step(work)
-    _synchronize()
-    return torch.cuda.max_memory_allocated()
-
-
 def times_in_turn(
     way: Workload, plain: Workload, under: Callable[[], Any] = nullcontext, rounds: int = 9
 ) -> list[tuple[float, float]]:
@@ -171,18 +158,9 @@ def times_in_turn(
     found: list[tuple[float, float]] = []
     for _ in range(rounds + 1):
         with under():
-            seconds = _seconds(way)
-        found.append((seconds, _seconds(plain)))
+            seconds = seconds_of(way)
+        found.append((seconds, seconds_of(plain)))
     return found[1:]
-
-
-def _seconds(work: Workload, steps: int = 3) -> float:
-    _synchronize()
-    start = time.perf_counter()
-    for _ in range(steps):
-        plain_step(work)
-    _synchronize()
-    return (time.perf_counter() - start) / steps
 
 
 def graphed(case: str, name: str, work: Workload) -> list[Row]:
@@ -208,21 +186,16 @@ def graphed(case: str, name: str, work: Workload) -> list[Row]:
     pool = torch.cuda.memory_reserved() - before
     times: list[float] = []
     for _ in range(12):
-        _synchronize()
+        torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(3):
             graph.replay()
-        _synchronize()
+        torch.cuda.synchronize()
         times.append((time.perf_counter() - start) / 3)
     del loss, graph
     work.optimizer.zero_grad(set_to_none=True)
     torch._C._cuda_clearCublasWorkspaces()  # one for each stream, and they would count in the next peak
     return [Row.of(case, name, "CUDA graph", times[3:], "s"), Row.of(case, name, "its pool", [pool], "B")]
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 # -- checkpointing by hand -----------------------------------------------------------------------------

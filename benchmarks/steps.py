@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -22,6 +23,30 @@ def plain_step(work: Workload) -> Tensor:
     loss.backward()
     work.optimizer.step()
     return loss.detach()
+
+
+def peak_of(work: Workload) -> int:
+    """The allocated peak of one step on a GPU, after others; 0 on a CPU, where nothing counts it."""
+    for _ in range(3):
+        plain_step(work)
+    if work.device.type == "cpu":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    plain_step(work)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def seconds_of(work: Workload, steps: int = 3) -> float:
+    """What a step takes, by the clock, one after another."""
+    wait = torch.cuda.synchronize if work.device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    for _ in range(steps):
+        plain_step(work)
+    wait()
+    return (time.perf_counter() - start) / steps
 
 
 def under(way: Way, run: Callable[[], object]) -> Callable[[], object]:
