@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any
 
 import numpy as np
@@ -119,10 +119,11 @@ class State:
     """What a model has beside modules and tensors."""
 
     def __init__(self) -> None:
-        self.features: Tensor | None = None
+        self.features: Any = None
+        self.layers: list[State] = []
 
     def __repr__(self) -> str:
-        return f"State({self.features})"
+        return f"State({self.features}, {self.layers})"
 
 
 class Hooked(Model):
@@ -355,3 +356,138 @@ def test_proxies_of_what_is_gone_do_no_harm() -> None:
     model.others = [weakref.proxy(model), weakref.proxy(gone)]
     del gone
     assert lowtide.profile(workload(model)).peak_bytes > 0
+
+
+class Expanded(Model):
+    """A buffer whose values share their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1).expand(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * self.scale
+
+
+class Rebound(Model):
+    """Tensors that are given other data, which no version counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"average": torch.zeros(64, 64), "sizes": torch.zeros(4)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept["average"].data = self.kept["average"].data * 0.9 + self.layers[0][0].weight.data
+        self.kept["sizes"].data = torch.ones(8)
+        return self.layers(x)
+
+
+class Guarded(OrderedDict[str, Any]):
+    """As some libraries' outputs are."""
+
+    def clear(self) -> None:
+        raise TypeError("cannot be cleared")
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("cannot be updated")
+
+
+class Output(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = Guarded()
+        self.kept["last"] = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        self.kept["last"] = x.detach()
+        return x
+
+
+class Cached(Model):
+    """In an object's list of objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = State()
+        self.kept.layers = [State()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        first = self.kept.layers[0]
+        x = x if first.features is None else x + first.features
+        first.features = x.detach()
+        return x
+
+
+class Odd:
+    """An object that has no answer."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+class Oddities(Model):
+    """Tensors and objects that cannot be copied, or asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [Odd(), torch.empty(3, device="meta"), torch.ones(4, 4).to_mkldnn(), torch.eye(3).to_sparse()]
+        with torch.inference_mode():
+            self.register_buffer("fixed", torch.ones(3))
+        self.history = [0] * 2000
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.history.append(1)
+        return self.layers(x)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.parametrize("model", [Expanded, Rebound, Output, Cached, Oddities])
+def test_what_is_hard_to_put_back_is_put_back(model: type[Model]) -> None:
+    work = workload(model())
+    before = [str(held(work.model)), *(p.detach().clone() for p in work.model.parameters())]
+    for call in (
+        lambda: lowtide.profile(work),
+        lambda: lowtide.profile(work, fake=True),
+        lambda: lowtide.verify(work, plan(work, "90%", engine="eager", allow="bitwise")),
+    ):
+        call()
+        assert str(held(work.model)) == before[0]
+        assert all(map(torch.equal, work.model.parameters(), before[1:]))
+
+
+def test_extractors_are_put_back() -> None:
+    class Extractor:
+        def __init__(self, model: Model) -> None:
+            self.features: Any = None
+
+            def hook(module: nn.Module, args: Any, out: Tensor) -> None:
+                self.features = out
+
+            model.layers.register_forward_hook(hook)
+
+    class Layers(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x)
+
+    work = workload(Layers())
+    extractor = Extractor(work.model)  # pyright: ignore[reportArgumentType]
+    lowtide.profile(work, fake=True)
+    lowtide.profile(work)
+    assert extractor.features is None
+
+
+def test_what_modules_hold_and_no_step_uses_does_not_count() -> None:
+    class Holding(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = State()
+            self.kept.features = torch.zeros(4096, 4096)  # such as a data set
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x)
+
+    assert lowtide.profile(workload(Holding())).peak_bytes < 4096 * 4096

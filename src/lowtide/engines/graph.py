@@ -94,10 +94,10 @@ class PlannedLoss:
 
         After a first step, in which the model made what it keeps, the loss is captured once more.
         """
-        is_steady = watch_modules(self.work)
+        kept_since = watch_modules(self.work)
         loss = self.work.compute_loss(batch=batch)
         warnings.warn(f"{why}, and runs as it is: the budget is not kept. {hint}", RuntimeWarning, stacklevel=5)
-        if is_steady() or key in self._failed:
+        if not kept_since() or key in self._failed:
             self._compiled[key] = lambda batch: self.work.compute_loss(batch=batch)
         self._failed.add(key)
         return loss

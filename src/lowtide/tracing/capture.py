@@ -150,13 +150,14 @@ def _run(
     with fake_kernels:
         fresh = _init_optimizer_state(work)
     second_step(work.optimizer)
+    kept_since = watch_modules(work)
     compiled = compiled_modules(work)
     if after_another or (compiled and not fake):  # compiling is not part of the step
         with fake_kernels:
             _run_before(first, recorder)
     recorder.start("forward")
-    owners = _own_everything(recorder, work)
-    is_steady = watch_modules(work)
+    owners = _own_everything(recorder, work, kept_since())
+    kept_since = watch_modules(work)
     modules: dict[str, str] = {}
     with ExitStack() as stack:
         stack.enter_context(_no_garbage_collection())
@@ -188,11 +189,11 @@ def _run(
             with _without_step_hooks(work.optimizer) if fake else nullcontext():  # a hook could keep a fake tensor
                 work.optimizer.step()
     del value
-    steady = is_steady()
+    is_steady = not kept_since()
     graph = recorder.graph(modules, device=device, fake=fake, notes=_notes(meter, fake, compiled, saves=saves))
     for parameter in owners:
         parameter.grad = None
-    return graph, steady
+    return graph, is_steady
 
 
 def _with_own_batch(work: Workload) -> Workload:
@@ -251,8 +252,13 @@ def _launch(
     recorder.run_opaque(f"triton.{name}", touched, (lambda: None) if fake else launch)
 
 
-def _own_everything(recorder: Recorder, work: Workload) -> dict[Tensor, tuple[str, str]]:
-    """Register what exists before the step. Returns the parameters with their names and modules."""
+def _own_everything(
+    recorder: Recorder, work: Workload, kept: Sequence[tuple[str, Tensor]]
+) -> dict[Tensor, tuple[str, str]]:
+    """Register what exists before the step, and what modules have ``kept`` of another, each with a name.
+
+    Returns the parameters with their names and modules.
+    """
     owners: dict[Tensor, tuple[str, str]] = {}
     for name, parameter in work.model.named_parameters():
         module = name.rpartition(".")[0]
@@ -274,7 +280,10 @@ def _own_everything(recorder: Recorder, work: Workload) -> dict[Tensor, tuple[st
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     recorder.own(value, "optimizer state", f"{name}.{key}", module)
-    for name, tensor in kept_tensors(work):
+    for name, tensor in kept_tensors(work, depth=1):
+        if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
+            recorder.own(tensor, "buffer", name)
+    for name, tensor in kept:
         recorder.own(tensor, "buffer", name)
     for tensor in work.tensors():
         recorder.own(tensor, "input", f"batch {list(tensor.shape)}")

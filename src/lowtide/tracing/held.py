@@ -17,10 +17,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lowtide.tracing.parts import address
 from lowtide.workload import Workload
 
-_OF_LOSS, _OF_MODULES = 3, 2  # how many functions and objects behind one another are looked into
+_DEPTH = 3  # how many functions and objects behind one another are looked into
 _LARGE = 1000  # a longer list is data
 _LEAVES = (type, ModuleType, str, bytes, int, float, complex, type(None))
 _CHANGEABLE = (dict, list, set, deque)
+_Seen = dict[
+    int, tuple[int, Any]
+]  # by identity: from how near, and the thing itself, so that no identity is used twice
 
 
 def modules_of(work: Workload) -> list[nn.Module]:
@@ -31,49 +34,56 @@ def modules_of(work: Workload) -> list[nn.Module]:
 
 def _modules_held_by(loss: Any) -> list[nn.Module]:
     """Modules that a function may call: of its object, its arguments and variables, the globals that it names."""
-    found, _ = _reach([inspect.unwrap(loss)], _OF_LOSS)
+    found, _ = _reach([inspect.unwrap(loss)], _DEPTH, {})
     return [each for each in found if isinstance(each, nn.Module)]
 
 
-def kept_tensors(work: Workload) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that modules hold beside parameters, each with a name: buffers, attributes, what hooks hold."""
+def kept_tensors(work: Workload, depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that modules hold beside parameters, each with a name.
+
+    Buffers and attributes, also in containers, and, with a depth above 1, what objects and hooks hold.
+    """
+    seen: _Seen = {}
     for module in modules_of(work):
-        for name, value in module.__dict__.items():
+        for name, value in list(module.__dict__.items()):
             if name not in ("_parameters", "_modules"):
-                found, _ = _reach([value], _OF_MODULES)
+                found, _ = _reach([value], depth, seen)
                 yield from ((f"{type(module).__name__}.{name}", each) for each in found if isinstance(each, Tensor))
 
 
 def holders(work: Workload) -> list[Any]:
     """What modules hold that can come to hold other things: containers and objects, these by their attributes."""
+    seen: _Seen = {}
     found: dict[int, Any] = {}
     for module in modules_of(work):
-        _, holding = _reach(list(module.__dict__.values()), _OF_MODULES)
+        _, holding = _reach(list(module.__dict__.values()), _DEPTH, seen)
         found.update((id(each), each) for each in holding)
     return list(found.values())
 
 
-def _reach(within: list[Any], depth: int) -> tuple[list[Any], list[Any]]:
+def _reach(within: list[Any], depth: int, seen: _Seen) -> tuple[list[Any], list[Any]]:
     """The tensors and modules within reach, and what holds them or may come to.
 
     Looked into are containers, functions, objects, and what those hold in turn; no further than ``depth``, or all of
-    the program would be within reach, and nothing of torch's own.
+    the program would be within reach, and nothing of torch's own. What was ``seen`` from as near is passed over.
     """
     found: list[Any] = []
     holding: list[Any] = []
-    seen: dict[int, Any] = {}  # by identity, and held: no identity is used twice
     for left in range(depth, 0, -1):
         deeper: list[Any] = []
         for value in within:  # it grows while it is gone through
-            if id(value) in seen or type(value) in ProxyTypes or isinstance(value, _LEAVES):
+            if type(value) in ProxyTypes or isinstance(value, _LEAVES):
                 continue  # a proxy of what is gone cannot be asked anything
-            seen[id(value)] = value
+            nearest, _ = seen.get(id(value), (0, None))
+            if nearest >= left:
+                continue
+            seen[id(value)] = left, value
             if isinstance(value, (Tensor, nn.Module)):
-                found.append(value)
+                found += [] if nearest else [value]
             elif isinstance(value, (tuple, *_CHANGEABLE)):
+                holding += [value] if isinstance(value, _CHANGEABLE) else []
                 if len(value) <= _LARGE:
                     within += value.values() if isinstance(value, dict) else value
-                    holding += [value] if isinstance(value, _CHANGEABLE) else []
             elif isinstance(value, MethodType):
                 within += (value.__self__, value.__func__)
             elif isinstance(value, partial):
@@ -83,11 +93,20 @@ def _reach(within: list[Any], depth: int) -> tuple[list[Any], list[Any]]:
             elif isinstance(value, FunctionType):
                 deeper += _variables(value)
             else:
-                deeper += (type(value).__call__,) if callable(value) else ()
-                deeper += getattr(value, "__dict__", {}).values()
-                holding += [vars(value)] if left > 1 and hasattr(value, "__dict__") else []
+                own = _attributes(value)
+                deeper += (*((type(value).__call__,) if callable(value) else ()), *list(own.values()))
+                holding += [own] if left > 1 else []
         within = deeper
     return found, holding
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Those of an object, whatever it does when it is asked for one."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except Exception:  # it has none
+        return {}
+    return found if type(found) is dict else {}
 
 
 def _is_of_torch(value: Any) -> bool:
@@ -111,14 +130,19 @@ def _is_set(cell: Any) -> bool:
     return True
 
 
-def watch_modules(work: Workload) -> Callable[[], bool]:
-    """A function that says whether modules hold no other tensors than now, but for parameters' and the batch's.
+def watch_modules(work: Workload) -> Callable[[], list[tuple[str, Tensor]]]:
+    """A function that lists what modules have come to hold since, but for parameters' and the batch's storages.
 
-    It keeps none alive.
+    It keeps nothing alive.
     """
-    now: MutableMapping[Tensor, None] = WeakIdKeyDictionary({tensor: None for _, tensor in kept_tensors(work)})
+    before: MutableMapping[Tensor, None] = WeakIdKeyDictionary({tensor: None for _, tensor in kept_tensors(work)})
     there = {address(tensor) for tensor in (*parameters_of(work), *work.tensors())} - {0}
-    return lambda: all(tensor in now or address(tensor) in there for _, tensor in kept_tensors(work))
+
+    def since() -> list[tuple[str, Tensor]]:
+        found = kept_tensors(work)
+        return [(name, each) for name, each in found if each not in before and address(each) not in there]
+
+    return since
 
 
 def parameters_of(work: Workload) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict, deque
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide.batches import map_tensors
 from lowtide.tracing.held import (
@@ -51,13 +53,18 @@ def unchanged(work: Workload, *, fake: bool = False) -> Generator[None]:
             stack.callback(store.set_aside())
         if work.optimizer is not None:
             stack.callback(_restore_optimizer, work.optimizer, *_optimizer_snapshot(work.optimizer))
+        kept = {id(tensor): tensor for _, tensor in kept_tensors(work)}
         if not fake:
-            buffers = [b for module in modules for b in module._buffers.values() if b is not None]
-            backups = {id(t): _Backup(t, counts=False) for t in (*buffers, *parameters, *state_tensors(work.optimizer))}
-            for tensor in (*work.tensors(), *(kept for _, kept in kept_tensors(work))):
-                if id(tensor) not in backups and not tensor.is_inference():  # that cannot be written to
-                    backups[id(tensor)] = _Backup(tensor)
-            stack.callback(_restore_values, list(backups.values()))
+            near = {id(tensor) for _, tensor in kept_tensors(work, depth=1)}
+            copied = [t for key, t in kept.items() if key in near or t.device.type == work.device.type]
+            written = {id(t): t for t in (*copied, *parameters, *state_tensors(work.optimizer))}
+            backups = [_Backup(tensor, counts=False) for tensor in written.values() if _has_values(tensor)]
+            backups += [_Backup(t) for t in work.tensors() if id(t) not in written and _has_values(t)]
+            for backup in backups:
+                stack.callback(backup.restore)
+        for tensor in kept.values():
+            if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference():
+                stack.callback(_restore_data, tensor, tensor.data)
         yield
 
 
@@ -69,9 +76,9 @@ def steady(work: Workload) -> Generator[bool]:
     """
     with ExitStack() as stack:
         stack.enter_context(unchanged(work))
-        is_steady = watch_modules(work)
+        kept_since = watch_modules(work)
         work.compute_loss(batch=map_tensors(lambda tensor: tensor, work.batch)).backward()
-        was_steady = is_steady()
+        was_steady = not kept_since()
         if was_steady:
             stack.close()
         else:
@@ -90,19 +97,34 @@ class _Backup:
         self.tensor = tensor
         self.counts = counts
         self.version = tensor._version
-        self.values = tensor.detach().to("cpu", copy=True)
+        self.values = _distinct(tensor).to("cpu", copy=True)
 
     def restore(self) -> None:
         if self.counts and self.tensor._version == self.version:
             return
         with torch.no_grad():
-            self.tensor.detach().copy_(self.values)
+            _distinct(self.tensor).copy_(self.values)
         autograd._unsafe_set_version_counter((self.tensor,), (self.version,))
 
 
-def _restore_values(backups: list[_Backup]) -> None:
-    for backup in backups:
-        backup.restore()
+def _distinct(tensor: Tensor) -> Tensor:
+    """The tensor without what is there twice, as in one that was expanded."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor):
+        for dim, stride in enumerate(tensor.stride()):
+            tensor = tensor.narrow(dim, 0, 1) if stride == 0 and tensor.shape[dim] > 1 else tensor
+    return tensor
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether there are values to copy, which can be written back."""
+    return not tensor.is_meta and not tensor.is_inference() and not tensor.is_mkldnn
+
+
+def _restore_data(tensor: Tensor, data: Tensor) -> None:
+    """Undo ``tensor.data = ...``, which no version counts."""
+    if tensor.device != data.device or tensor.shape != data.shape or tensor.data_ptr() != data.data_ptr():
+        tensor.data = data
 
 
 def _stores(parameters: list[Tensor]) -> set[Any]:
@@ -117,10 +139,18 @@ def _restore_gradients(parameters: list[Tensor], gradients: list[Tensor | None])
 
 
 def _restore_content(holder: Any, content: dict[Any, Any] | list[Any]) -> None:
-    """Take back what the step put somewhere, such as a cache of fake tensors."""
-    if len(holder) != len(content) or not all(map(is_, _items(holder), _items(content))):
-        holder.clear()
-        (holder.update if isinstance(holder, (dict, set)) else holder.extend)(content)
+    """Take back what the step put somewhere, such as a cache of fake tensors; by no method that a class may forbid."""
+    if len(holder) == len(content) and all(map(is_, _items(holder), _items(content))):
+        return
+    base: Any = next(each for each in (OrderedDict, dict, list, set, deque) if isinstance(holder, each))
+    base.clear(holder)
+    if isinstance(content, dict):
+        for key, value in content.items():
+            base.__setitem__(holder, key, value)
+    elif isinstance(holder, set):
+        set.update(holder, content)
+    else:
+        base.extend(holder, content)
 
 
 def _items(holder: Any) -> Iterable[Any]:
