@@ -118,7 +118,7 @@ def budgets_between(smallest: int, largest: int, peers: Sequence[int]) -> list[i
 
 
 def draw_steps(rows: Path, path: Path) -> Path:
-    """Seconds of a step over its measured peak: plans as a line, checkpointing by hand as points."""
+    """Seconds as a multiple of the plain step's, over the measured peak: plans as a line, by hand as points."""
     from lowtide.reporting.charts import FONT, altair_module, chart_of
     from lowtide.reporting.figures import save_figure
 
@@ -129,7 +129,7 @@ def draw_steps(rows: Path, path: Path) -> Path:
             "case": case,
             "how": "lowtide.plan, graph engine" if subject.startswith("lowtide") else subject,
             "peak": value / 2**30,
-            "step": 1e3 * latest[case, subject, "step"],
+            "ratio": latest[case, subject, "step ratio"],
         }
         for (case, subject, metric), value in latest.items()
         if metric == "peak"
@@ -139,7 +139,7 @@ def draw_steps(rows: Path, path: Path) -> Path:
         own = [point for point in points if point["case"] == case]
         shared = {
             "x": alt.X("peak:Q", title="measured peak, GiB", scale=alt.Scale(zero=False, padding=20)),
-            "y": alt.Y("step:Q", title="step, ms", scale=alt.Scale(zero=False, padding=20)),
+            "y": alt.Y("ratio:Q", title="step, times the plain one's", scale=alt.Scale(zero=False, padding=20)),
             "color": color_by(alt, "how", COLORS, columns=3, columnPadding=48),
         }
         line = chart_of(alt, [p for p in own if p["how"].startswith("lowtide")]).mark_line(point=True, strokeWidth=2)
