@@ -40,6 +40,11 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
     return unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 
 
+def with_own_containers(batch: Any) -> Any:
+    """The same tensors in containers of their own: a loss may take its batch apart."""
+    return map_tensors(lambda tensor: tensor, batch)
+
+
 def flatten(batch: Any) -> tuple[list[Any], Structure]:
     """The leaves of a batch, and what ``unflatten`` puts them together by."""
     return pytree.tree_flatten(_opened(batch, _DEPTH))

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lowtide.batches import map_tensors
+from lowtide.batches import with_own_containers
 from lowtide.errors import LowtideError, TraceError, WorkloadError
 from lowtide.kernels.launches import watched
 from lowtide.tracing.answers import Answers
@@ -142,7 +142,7 @@ def _run(
 
     ``saves`` says whether to list what is saved for backward, ``after_another`` to run another step before.
     """
-    first, work = _with_own_batch(work), _with_own_batch(work)
+    first, work = (replace(work, batch=with_own_containers(work.batch)) for _ in range(2))
     recorder = Recorder(meter, calls=calls, fake=fake)
     answers = {**SUBSTITUTES, **ANSWERS, _ITEM: lambda tensor: _item(recorder, tensor)}
     fake_kernels = Answers(answers, {**FIXES, **GPU_FIXES}) if fake else nullcontext()
@@ -194,11 +194,6 @@ def _run(
     for parameter in owners:
         parameter.grad = None
     return graph, is_steady
-
-
-def _with_own_batch(work: Workload) -> Workload:
-    """The same step with a batch of its own, of the same tensors: a loss may take its batch apart."""
-    return replace(work, batch=map_tensors(lambda tensor: tensor, work.batch))
 
 
 def _run_before(work: Workload, recorder: Recorder) -> None:

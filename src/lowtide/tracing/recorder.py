@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -22,66 +21,15 @@ from lowtide.errors import TraceError
 from lowtide.tracing.accumulation import ADD_IN_PLACE, engine_adds, engine_counts
 from lowtide.tracing.calls import Call
 from lowtide.tracing.generators import has_own_generator, host_states
-from lowtide.tracing.graph import Category, Graph, Op, Phase, Saved, Storage, Value, signature
+from lowtide.tracing.graph import Category, Graph, Phase, Value, signature
 from lowtide.tracing.internals import autograd
 from lowtide.tracing.meter import Meter
 from lowtide.tracing.parts import address, dtype_name, flatten, leaves, parts
 from lowtide.tracing.places import short_name, source_line
+from lowtide.tracing.record import OUTSIDE, LiveOp, LiveStorage, Place, Record, Save
 
 _PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor, int, float, bool, list, tuple, str, type(None)})
 _DEVICE = torch.ops.prim.device.default
-
-
-@dataclass(slots=True)
-class _Storage:
-    """A storage while the step still runs."""
-
-    bytes: int
-    device: str
-    dtype: str
-    birth: int
-    label: str
-    module: str
-    source: str
-    category: Category = "temporary"
-    made_by: str = ""
-    death: int = -1
-    recomputed: bool = False
-
-
-_OUTSIDE = "made outside of ops"
-
-
-@dataclass(slots=True)
-class _Place:
-    """Where an op was called: its name, its module and the user's line."""
-
-    op: str
-    module: str
-    source: str
-
-
-@dataclass(slots=True)
-class _Save:
-    storage: int
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    sequence: int
-    source: str
-
-
-@dataclass(slots=True)
-class _Op:
-    name: str
-    phase: Phase
-    module: str
-    source: str
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    arguments: str
-    recompute: bool
-    own_generator: bool
 
 
 class Recorder(TorchDispatchMode):
@@ -101,12 +49,9 @@ class Recorder(TorchDispatchMode):
         self._calls = calls
         self._fake = fake
         self._twins: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
-        self._ops: list[_Op] = []
-        self._storages: list[_Storage] = []
-        self._alive: dict[int, int] = {}  # address of a living storage -> index in _storages
+        self._record = Record()
+        self._alive: dict[int, int] = {}  # address of a living storage -> index in the record's storages
         self._watch: dict[int, weakref.ref[Any]] = {}
-        self._saves: list[_Save] = []
-        self._places: dict[int, _Place] = {}  # autograd sequence number -> the forward call
         self._opaque = 0
         self._node: Any = None
         self._last_node = (-1, 0)  # sequence number of the autograd node that ran last, and its first op
@@ -127,7 +72,7 @@ class Recorder(TorchDispatchMode):
         """Register a tensor that exists before the step: a parameter, a buffer, optimizer state, input."""
         for part in parts(self._twin(tensor)):
             index = self._see(part, birth=0, label=label)
-            storage = self._storages[index]
+            storage = self._record.storages[index]
             if storage.category == "temporary":  # the first owner names a shared storage
                 storage.category, storage.label, storage.module = category, label, module
 
@@ -135,8 +80,8 @@ class Recorder(TorchDispatchMode):
         """Name a storage that the step made, such as a gradient."""
         for part in parts(tensor):
             index = self._alive.get(address(part))
-            if index is not None and self._storages[index].category in ("temporary", "activation"):
-                storage = self._storages[index]
+            if index is not None and self._record.storages[index].category in ("temporary", "activation"):
+                storage = self._record.storages[index]
                 storage.category, storage.label, storage.module = category, label, module or storage.module
 
     def forget(self, tensor: Tensor) -> None:
@@ -144,11 +89,11 @@ class Recorder(TorchDispatchMode):
         for part in parts(self._twin(tensor)):
             index = self._alive.pop(address(part), None)
             if index is not None:
-                self._storages[index].death = self._storages[index].birth
+                self._record.storages[index].death = self._record.storages[index].birth
 
     def note(self, tensor: Tensor, label: str) -> Tensor:
         """Count a tensor that no op made, such as a generator's state."""
-        self._see(tensor, birth=len(self._ops), label=label)
+        self._see(tensor, birth=len(self._record.ops), label=label)
         return tensor
 
     def start(self, phase: Phase) -> None:
@@ -156,8 +101,8 @@ class Recorder(TorchDispatchMode):
         if phase == "backward":
             self._draws_on_host()
             for index in self._alive.values():
-                if self._storages[index].category == "temporary":
-                    self._storages[index].category = "activation"
+                if self._record.storages[index].category == "temporary":
+                    self._record.storages[index].category = "activation"
         elif phase == "forward":
             self._host_states = host_states()
         self.phase = phase
@@ -189,7 +134,7 @@ class Recorder(TorchDispatchMode):
         if node is None:
             return False
         number, first = self._last_node
-        born = self._storages[self._alive[address(gradient)]].birth if address(gradient) in self._alive else 0
+        born = self._record.storages[self._alive[address(gradient)]].birth if address(gradient) in self._alive else 0
         edges = [edge for edge in node.next_functions if edge[0] is not None]
         return node._sequence_nr() != number or born < first or len(set(edges)) < len(edges)
 
@@ -204,7 +149,7 @@ class Recorder(TorchDispatchMode):
             self._place(_name(func))
             return func(*args, **kwargs)
         tensors, arguments = flatten(args, kwargs)
-        index = len(self._ops)
+        index = len(self._record.ops)
         inputs = tuple(self._value(t, index) for t in tensors)
         with self._meter.op(_kind(func, inputs, arguments)):
             out = func(*args, **kwargs)
@@ -220,7 +165,7 @@ class Recorder(TorchDispatchMode):
         """
         if self._opaque:
             return call()
-        index = len(self._ops)
+        index = len(self._record.ops)
         values = tuple(self._value(part, index) for t in inputs if isinstance(t, Tensor) for part in parts(t))
         self._opaque += 1
         try:
@@ -240,18 +185,20 @@ class Recorder(TorchDispatchMode):
         *,
         own_generator: bool = False,
     ) -> None:
-        index = len(self._ops)
+        index = len(self._record.ops)
         place, recompute = self._place(name)
         if self.phase == "forward" and place.module != self._drawing_module:
             own_generator = self._draws_on_host() or own_generator
             self._drawing_module = place.module
-        known = len(self._storages)
+        known = len(self._record.storages)
         outputs = tuple(self._value(tensor, index, place) for tensor in made)
-        self._ops.append(
-            _Op(place.op, self.phase, place.module, place.source, inputs, outputs, arguments, recompute, own_generator)
+        self._record.ops.append(
+            LiveOp(
+                place.op, self.phase, place.module, place.source, inputs, outputs, arguments, recompute, own_generator
+            )
         )
         if recompute:
-            for storage in self._storages[known:]:
+            for storage in self._record.storages[known:]:
                 storage.recomputed = True
 
     def _draws_on_host(self) -> bool:
@@ -259,31 +206,31 @@ class Recorder(TorchDispatchMode):
         before, self._host_states = self._host_states, host_states()
         if self._host_states == before:
             return False
-        for op in reversed(self._ops):
+        for op in reversed(self._record.ops):
             if op.phase != "forward" or op.module != self._drawing_module:
                 break
             op.own_generator = True
         return True
 
-    def _place(self, name: str) -> tuple[_Place, bool]:
+    def _place(self, name: str) -> tuple[Place, bool]:
         """Where this op belongs (in the backward pass: where its forward op was called), and if it is run again.
 
         In the backward pass only recomputation builds a graph.
         """
         node = self._node if self._node is not None else torch._C._current_autograd_node()
         if node is not None and node._sequence_nr() != self._last_node[0]:
-            self._last_node = (node._sequence_nr(), len(self._ops))
+            self._last_node = (node._sequence_nr(), len(self._record.ops))
         builds_graph = torch.is_grad_enabled()
         if self.phase == "backward" and not (builds_graph and node is not None):
-            forward = self._places.get(node._sequence_nr()) if node is not None else None
+            forward = self._record.places.get(node._sequence_nr()) if node is not None else None
             if forward is not None:
-                return _Place(name, forward.module, forward.source), False
+                return Place(name, forward.module, forward.source), False
             variable = getattr(node, "variable", None)
             owner = self._alive.get(address(variable)) if isinstance(variable, Tensor) else None
-            return _Place(name, self._storages[owner].module if owner is not None else "", ""), False
-        place = _Place(name, self.modules[-1] if self.modules else "", source_line())
+            return Place(name, self._record.storages[owner].module if owner is not None else "", ""), False
+        place = Place(name, self.modules[-1] if self.modules else "", source_line())
         if builds_graph:
-            self._places.setdefault(autograd._get_sequence_nr() - 1, place)
+            self._record.places.setdefault(autograd._get_sequence_nr() - 1, place)
         return place, self.phase == "backward"
 
     def _twin(self, tensor: Tensor) -> Tensor:
@@ -297,12 +244,12 @@ class Recorder(TorchDispatchMode):
 
     def _pack(self, tensor: Tensor) -> Any:
         for part in parts(self._twin(tensor)):
-            index = self._see(part, birth=len(self._ops), label=_OUTSIDE)
-            storage = self._storages[index]
+            index = self._see(part, birth=len(self._record.ops), label=OUTSIDE)
+            storage = self._record.storages[index]
             if storage.category == "temporary" and self.phase == "forward":
                 storage.category = "activation"
-            self._saves.append(
-                _Save(
+            self._record.saves.append(
+                Save(
                     index,
                     tuple(part.shape),
                     dtype_name(part),
@@ -330,26 +277,26 @@ class Recorder(TorchDispatchMode):
     def _unpack(self, packed: Any) -> Any:
         return self._outer_hooks[1](packed) if self._outer_hooks else packed
 
-    def _value(self, tensor: Tensor, index: int, place: _Place | None = None) -> Value:
-        storage = self._see(tensor, birth=index, label=_OUTSIDE, place=place)
+    def _value(self, tensor: Tensor, index: int, place: Place | None = None) -> Value:
+        storage = self._see(tensor, birth=index, label=OUTSIDE, place=place)
         return Value(storage, tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor))
 
-    def _see(self, tensor: Tensor, *, birth: int, label: str, place: _Place | None = None) -> int:
+    def _see(self, tensor: Tensor, *, birth: int, label: str, place: Place | None = None) -> int:
         """Index of the tensor's storage; one that is new, or was resized, starts a lifetime here."""
         untyped = tensor.untyped_storage()
         address = untyped._cdata
         size = untyped.nbytes()
         index = self._alive.get(address)
         if index is not None:
-            known = self._storages[index]
+            known = self._record.storages[index]
             if known.bytes == size:
                 return index
             known.death = birth
         if place is not None:
             label = f"{short_name(place.op)} {list(tensor.shape)}"
-        index = len(self._storages)
-        self._storages.append(
-            _Storage(
+        index = len(self._record.storages)
+        self._record.storages.append(
+            LiveStorage(
                 bytes=size,
                 device=tensor.device.type,
                 dtype=dtype_name(tensor),
@@ -369,103 +316,14 @@ class Recorder(TorchDispatchMode):
         self._watch.pop(address, None)
         index = self._alive.pop(address, None)
         if index is not None:
-            self._storages[index].death = len(self._ops)
+            self._record.storages[index].death = len(self._record.ops)
 
     # -- what comes out -------------------------------------------------------------------------------
 
     def graph(self, modules: dict[str, str], *, device: str, fake: bool, notes: tuple[str, ...] = ()) -> Graph:
         """The step as a frozen graph. Stops following storages."""
         self._watch.clear()
-        self._own_what_stays()
-        end = len(self._ops)
-        storages: list[Storage] = []
-        kept: dict[int, int] = {}
-        for index, s in enumerate(self._storages):
-            death = end if s.death < 0 else s.death
-            category: Category = s.category
-            if category == "temporary" and s.recomputed and self._outlives_recompute(s, death):
-                category = "activation"
-            if death > s.birth:
-                kept[index] = len(storages)
-                storages.append(
-                    Storage(
-                        len(storages),
-                        s.bytes,
-                        s.device,
-                        s.dtype,
-                        category,
-                        s.birth,
-                        death,
-                        s.label,
-                        s.module,
-                        s.source,
-                    )
-                )
-        saved = [self._frozen_save(s, kept) for s in self._saves if s.storage in kept]
-        graph = Graph(
-            (),
-            tuple(storages),
-            tuple(saved),
-            tuple(modules.items()),
-            device,
-            fake,
-            self._meter.granularity,
-            notes,
-        )
-        readings = self._meter.readings(graph.live_bytes(allocated=True, ops=end), graph.static_bytes)
-        if readings.held_bytes:
-            label = "libraries' workspaces and other tensors"
-            where = graph.tensor_device
-            held = Storage(len(storages), readings.held_bytes, where, "uint8", "workspace", 0, end, label, "", "")
-            graph = replace(graph, storages=(*storages, held))
-        ops = [
-            self._frozen(i, op, seconds, workspace, kept)
-            for i, (op, seconds, workspace) in enumerate(
-                zip(self._ops, readings.seconds, readings.workspace_bytes, strict=True)
-            )
-        ]
-        return replace(graph, ops=tuple(ops))
-
-    def _own_what_stays(self) -> None:
-        """What no op made, and outlives the step, was there before: a mask that the loss or a module holds."""
-        for storage in self._storages:
-            if storage.label == _OUTSIDE and storage.death < 0:  # or a module keeps what it made of no tensor: as good
-                storage.category, storage.birth, storage.label = "buffer", 0, "held beside model and batch"
-
-    def _outlives_recompute(self, storage: _Storage, death: int) -> bool:
-        return any(not op.recompute for op in self._ops[storage.birth + 1 : death])
-
-    def _frozen(self, index: int, op: _Op, seconds: float, workspace_bytes: int, kept: dict[int, int]) -> Op:
-        return Op(
-            index,
-            op.name,
-            op.phase,
-            op.module,
-            op.source,
-            _renumber(op.inputs, kept),
-            _renumber(op.outputs, kept),
-            op.arguments,
-            op.recompute,
-            seconds,
-            workspace_bytes,
-            op.own_generator,
-        )
-
-    def _frozen_save(self, save: _Save, kept: dict[int, int]) -> Saved:
-        storage = self._storages[save.storage]
-        needed = self._places.get(save.sequence, _Place("", "", ""))
-        return Saved(
-            kept[save.storage],
-            save.shape,
-            save.dtype,
-            save.bytes,
-            storage.category,
-            storage.made_by,
-            storage.module,
-            needed.op,
-            needed.module,
-            save.source or needed.source,
-        )
+        return self._record.graph(self._meter, modules, device=device, fake=fake, notes=notes)
 
 
 def _is_real(value: Any) -> bool:
@@ -473,12 +331,6 @@ def _is_real(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_is_real, value))
     return type(value) is Tensor or type(value) is nn.Parameter
-
-
-def _renumber(values: tuple[Value, ...], kept: dict[int, int]) -> tuple[Value, ...]:
-    if all(kept.get(v.storage) == v.storage for v in values):
-        return values
-    return tuple(Value(kept[v.storage], v.shape, v.stride, v.dtype) for v in values if v.storage in kept)
 
 
 def _kind(func: Any, inputs: tuple[Value, ...], arguments: str) -> Hashable:

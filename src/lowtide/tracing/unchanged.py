@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lowtide.batches import map_tensors
+from lowtide.batches import with_own_containers
 from lowtide.tracing.held import (
     clear_gradients,
     holders,
@@ -77,7 +77,7 @@ def steady(work: Workload) -> Generator[bool]:
     with ExitStack() as stack:
         stack.enter_context(unchanged(work))
         kept_since = watch_modules(work)
-        work.compute_loss(batch=map_tensors(lambda tensor: tensor, work.batch)).backward()
+        work.compute_loss(batch=with_own_containers(work.batch)).backward()
         was_steady = not kept_since()
         if was_steady:
             stack.close()

@@ -1,0 +1,147 @@
+"""Models that keep tensors from one step to the next, and their steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import Workload
+
+SHAPE = 1024, 64
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+        self.kept: Any = None
+
+
+class Table(Model):
+    """Made in the first step, as of positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = torch.arange(x.numel(), dtype=x.dtype).view(x.shape).cos()
+        return self.layers(x) * self.kept
+
+
+class Tables(Model):
+    """One for each size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) not in self.kept:
+            self.kept[len(x)] = torch.arange(x.numel(), dtype=x.dtype).view(x.shape).sin()
+        return self.layers(x) * self.kept[len(x)]
+
+
+class Features(Model):
+    """Of the last step, to be looked at."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        self.kept = x.detach()
+        return x
+
+
+class Memory(Model):
+    """Each step reads what the one before left."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        x = x if self.kept is None else x + 0.1 * self.kept
+        self.kept = x.detach().exp()
+        return x
+
+
+class Queue(Model):
+    """A buffer that is a view after the first step, and that backward reads when it is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.randn(*SHAPE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        similar = x @ self.queue.T[:, :16]
+        self.queue = torch.cat([x.detach()[:256], self.queue])[: SHAPE[0]]
+        return similar
+
+
+class Nested(Model):
+    """A table further inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"cos": {}}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) not in self.kept["cos"]:
+            self.kept["cos"][len(x)] = (torch.arange(x.numel(), dtype=x.dtype).view(x.shape).cos(),)
+        return self.layers(x) * self.kept["cos"][len(x)][0]
+
+
+class Last(Model):
+    """The features of the last steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = deque(maxlen=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        self.kept.append(x.detach().repeat(1, 4).cos())
+        return x
+
+
+class State:
+    """What a model has beside modules and tensors."""
+
+    def __init__(self) -> None:
+        self.features: Any = None
+        self.layers: list[State] = []
+
+    def __repr__(self) -> str:
+        return f"State({self.features}, {self.layers})"
+
+
+class Hooked(Model):
+    """Features that a hook takes, and that an object of the model's own has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = State()
+        self.elsewhere = features = dict[str, Tensor]()
+
+        def hook(module: nn.Module, args: Any, out: Tensor) -> None:
+            features["last"] = out.detach().exp()
+
+        self.layers.register_forward_hook(hook)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        self.kept.features = x.detach().repeat(1, 3).sin()
+        return x
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def workload(model: nn.Module) -> Workload:
+    return Workload(model, squares, torch.randn(*SHAPE), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def held(model: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, value) for module in model.modules() for name, value in vars(module).items()]
+
+
+MODELS = [Table, Tables, Features, Memory, Queue, Nested, Last, Hooked]
