@@ -16,9 +16,8 @@ from lowtide.version import __version__
 
 if TYPE_CHECKING:
     from lowtide import data, nn, optim, zoo
-    from lowtide.engines import apply, fit, verify
+    from lowtide.engines import apply, fit, plan, verify
     from lowtide.errors import LowtideError
-    from lowtide.planning import plan
     from lowtide.profiling import profile, sweep
     from lowtide.reporting import report
     from lowtide.techniques.batchnorm import convert
@@ -51,7 +50,7 @@ _HOMES = {
     "convert": "techniques.batchnorm",
     "fit": "engines",
     "microbatch": "techniques.microbatch",
-    "plan": "planning",
+    "plan": "engines",
     "profile": "profiling",
     "report": "reporting",
     "sweep": "profiling",

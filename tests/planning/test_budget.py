@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowtide import Workload, zoo
 from lowtide.errors import BudgetError, PlanError
 from lowtide.planning import apply_options, baseline, plan, resolve_budget
-from lowtide.planning import budget as budget_module
+from lowtide.planning import search as search_module
 from lowtide.planning.prediction import predict
 from lowtide.profiling import Profile, profile
 from lowtide.techniques import Fidelity, register
@@ -128,7 +128,7 @@ def test_an_option_is_traced_once_for_a_profile(plain: Profile, monkeypatch: pyt
     work = chain()
     found = plan(work, "60%", profile=plain, engine="eager")
     traced = []
-    monkeypatch.setattr(budget_module, "predict", lambda *args, **_: traced.append(args))
+    monkeypatch.setattr(search_module, "predict", lambda *args, **_: traced.append(args))
     assert plan(work, "60%", profile=plain, engine="eager").peak_bytes == found.peak_bytes
     assert not traced
 

@@ -7,8 +7,8 @@ import torch
 
 import lowtide
 from lowtide.errors import BudgetError, LowtideError, PlanError
-from lowtide.planning.budget import _Search
 from lowtide.planning.prediction import apply_options, estimate_peak
+from lowtide.planning.search import Search
 from lowtide.profiling import profile
 from lowtide.techniques import Fidelity, Option, techniques
 from tests.contract.contract import StepContract
@@ -56,7 +56,7 @@ def test_no_plan_chooses_it_for_memory(name):
     work = WORKLOADS.get(name, seeded(wide))()
     plain = profile(work)
     technique = techniques()[NAME]
-    search = _Search(work, plain, "eager")
+    search = Search(work, plain, "eager", plain.peak_bytes)
     order = [candidate.technique for candidate in search.candidates if candidate.technique in ("", NAME)]
     assert order == ["", NAME, NAME]  # where all fit, the plain step is first
     for each in search.candidates:

@@ -2,6 +2,7 @@
 
 from lowtide.engines.fit import fit
 from lowtide.engines.step import Measured, Step, apply
+from lowtide.engines.tune import plan
 from lowtide.engines.verify import Agreement, Verification, verify
 
-__all__ = ["Agreement", "Measured", "Step", "Verification", "apply", "fit", "verify"]
+__all__ = ["Agreement", "Measured", "Step", "Verification", "apply", "fit", "plan", "verify"]

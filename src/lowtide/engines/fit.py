@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engines.step import Step, apply
+from lowtide.engines.tune import plan
 from lowtide.engines.verify import verify as verify_plan
 from lowtide.errors import PlanError
-from lowtide.planning.budget import Engine, plan
+from lowtide.planning.search import Engine
 from lowtide.workload import Workload
 
 
@@ -27,11 +28,12 @@ def fit(
     allow: str | Collection[str] = (),
     engine: Engine = "auto",
     verify: bool = True,
+    tune: bool = True,
 ) -> Step:
     """Plan the step for a budget, check it against the plain one, and apply it: ``step(batch)`` trains.
 
-    The budget and the engine are as in ``plan``. A plan that does not give the promised results is refused with
-    ``PlanError``; a measured peak above the budget is warned about. Until it returns, the model is as it was.
+    The budget, the engine and ``tune`` are as in ``plan``. A plan that does not give the promised results is refused
+    with ``PlanError``; a measured peak above the budget is warned about. Until it returns, the model is as it was.
 
     >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
     >>> step = fit(model, lambda model, x: model(x).mean(), torch.ones(512, 64), budget="70%")
@@ -39,7 +41,7 @@ def fit(
     ('bitwise', True)
     """
     work = Workload(model, loss, batch, optimizer, autocast)
-    chosen = plan(work, budget, allow=allow, engine=engine)
+    chosen = plan(work, budget, allow=allow, engine=engine, tune=tune)
     if verify:
         found = verify_plan(work, chosen)
         if not found.results_agree:

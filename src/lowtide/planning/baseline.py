@@ -24,7 +24,7 @@ def baseline_profile(work: Workload, *, fake: bool, device: str | None) -> Profi
         return profile_step(work, fake=fake, device=device)
     try:
         with unchanged(work):
-            seconds = [_seconds_of_loss(work) for _ in range(_TIMED_STEPS if work.device.type == "cuda" else 1)]
+            seconds = [seconds_of_loss(work) for _ in range(_TIMED_STEPS if work.device.type == "cuda" else 1)]
         found = profile_step(work, fake=False, device=device)
     except torch.OutOfMemoryError:  # the very reason to plan: predict what cannot be run
         return profile_step(work, fake=True, device=device)
@@ -41,8 +41,8 @@ def _lasting(profile: Profile, seconds: float) -> Profile:
     return replace(profile, graph=replace(profile.graph, ops=tuple(ops)))
 
 
-def _seconds_of_loss(work: Workload) -> float:
-    """Of one forward and backward pass; gradients are left behind."""
+def seconds_of_loss(work: Workload) -> float:
+    """Time one forward and backward pass. Leaves gradients set."""
     on_gpu = work.device.type == "cuda"
     work.model.zero_grad()
     if on_gpu:

@@ -1,0 +1,103 @@
+"""``plan`` as users call it: where predicted seconds are close, plans run before one is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+
+from lowtide.engines.step import planned
+from lowtide.planning.baseline import seconds_of_loss
+from lowtide.planning.budget import plans
+from lowtide.planning.plan import Plan
+from lowtide.planning.search import Engine
+from lowtide.profiling import Profile
+from lowtide.tracing.unchanged import unchanged
+from lowtide.workload import Workload
+
+_RIVALS = 3  # plans that are timed
+_RUNS = 5  # steps of each, at the most
+_ENOUGH_SECONDS = 1.0  # after which no more are run
+_NOISE = 1.03  # a stricter plan is taken if it is at most this much slower
+
+
+def plan(
+    work: Workload,
+    budget: float | str,
+    *,
+    allow: str | Collection[str] | None = (),
+    profile: Profile | None = None,
+    fake: bool = False,
+    device: str | None = None,
+    engine: Engine = "auto",
+    tune: bool = True,
+) -> Plan:
+    """Find the fastest step whose peak of allocated bytes, everything included, is at most ``budget``.
+
+    ``budget`` is "6GiB", "800MB", a number of bytes, "60%" of the plain step's peak, or "device". ``allow``
+    says what a plan may use where that is not bitwise and roundoff: a fidelity class with all stricter ones, or a
+    technique's name beside them. A ``profile`` of the plain step saves tracing it, and tracing again what was traced
+    for an earlier plan with it. With ``fake``, or for a ``device`` that is not here, it is predicted, and so it is
+    where the plain step does not fit. The model is left as it was.
+
+    ``engine`` says what may run the step: "eager" leaves the model's own code to run, with techniques in its modules;
+    "graph" captures the loss, forward and backward, and plans op by op; "auto" takes the faster plan of both.
+
+    Up to three plans with close predictions run a few steps, and the fastest is taken. ``tune=False`` skips that: then,
+    for one profile, a larger budget never gives a plan that is predicted slower. If nothing fits, ``BudgetError`` says
+    which budget would be the smallest, and what to allow for less.
+    """
+    is_here = not fake and device in (None, work.device.type) and work.device.type != "meta"
+    most = _RIVALS if tune and is_here else 1
+    rivals = plans(work, budget, allow=allow, profile=profile, fake=fake, device=device, engine=engine, most=most)
+    return rivals[0] if len(rivals) == 1 else _fastest(work, rivals)
+
+
+def _fastest(work: Workload, rivals: list[Plan]) -> Plan:
+    """Time plans and take the fastest, or a stricter one that is as fast within noise."""
+    timed: dict[int, float] = {}
+    notes: list[str] = []
+    for index, rival in enumerate(rivals):
+        try:
+            timed[index] = _seconds(work, rival)
+        except Exception as error:  # whatever the reason, this plan cannot be taken
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            notes.append(f"{_name(rival)} was left out, since its step failed: {reason}")
+    if not timed:
+        return rivals[0]
+    as_fast = [index for index, seconds in timed.items() if seconds <= min(timed.values()) * _NOISE]
+    chosen = min(as_fast, key=lambda index: (rivals[index].fidelity.rank, timed[index]))
+    times = ", ".join(f"{_name(rivals[index])} {seconds * 1e3:.3g} ms" for index, seconds in timed.items())
+    notes.append(f"Timed before choosing, loss and gradients of a step: {times}.")
+    best = replace(rivals[chosen], notes=(*rivals[chosen].notes, *notes))
+    try:
+        return _with_seconds(best, timed[chosen] - _seconds(work, None))
+    except torch.OutOfMemoryError:  # the plain step does not run here
+        return best
+
+
+def _seconds(work: Workload, plan: Plan | None) -> float:
+    """Time the loss and gradients of a planned step; the first run, which captures and warms up, does not count."""
+    with unchanged(work), planned(work, plan) if plan else nullcontext() as applied:
+        step = applied.work if applied else work
+        seconds_of_loss(step)
+        seconds: list[float] = []
+        while len(seconds) < _RUNS and sum(seconds) < _ENOUGH_SECONDS:
+            seconds.append(seconds_of_loss(step))
+    return min(seconds)
+
+
+def _with_seconds(plan: Plan, longer: float) -> Plan:
+    """The plan with the measured difference to the plain step in place of the predicted one."""
+    return replace(
+        plan,
+        seconds=plan.baseline.seconds + longer,
+        choices=tuple(replace(choice, seconds=longer) for choice in plan.choices),
+        program=plan.program and replace(plan.program, seconds=longer),
+    )
+
+
+def _name(plan: Plan) -> str:
+    return ", ".join(str(option) for option in plan.options) or f"the {plan.engine} engine"

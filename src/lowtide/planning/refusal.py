@@ -1,0 +1,71 @@
+"""The error for a budget that no plan fits: the smallest plan, who holds its bytes, and what would help."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+
+from lowtide.batches import tensors
+from lowtide.errors import BudgetError
+from lowtide.planning.search import Found, Permission, Search
+from lowtide.sizes import format_size
+from lowtide.techniques.technique import Fidelity
+from lowtide.tracing.graph import Category
+
+_STAYING: dict[Category, str] = {
+    "parameter": "parameters",
+    "gradient": "gradients",
+    "optimizer state": "optimizer state",
+    "buffer": "buffers",
+    "input": "the batch",
+}
+_REASONS = 2  # techniques that offer nothing here, named in the error
+
+
+def no_plan(search: Search, wanted: int, permitted: Permission) -> BudgetError:
+    """Three lines: a budget that works; the share that every plan holds; what to allow, or how small a batch.
+
+    Below what every plan holds nothing is captured, so a smaller plan of the graph engine may exist.
+    """
+    least = search.least(permitted)
+    enough = f"{format_size(least.peak_bytes)}, {least.peak_bytes} bytes"
+    if wanted < search.floor_bytes <= least.peak_bytes:
+        reason = f"{format_size(wanted)} is below the bytes that every plan holds. A plan exists at ({enough})."
+    else:
+        reason = f"{format_size(wanted)} is below the smallest plan ({enough})."
+    advice = _advice(search, least, wanted, permitted)
+    return BudgetError("\n".join(filter(None, (reason, _composition(search), advice))))
+
+
+def _composition(search: Search) -> str:
+    """The bytes that stay in memory whatever is recomputed, by who holds them."""
+    graph = search.baseline.graph
+    held: Counter[Category] = Counter()
+    for storage in graph.on_device:
+        if storage.category in _STAYING:
+            held[storage.category] += storage.bytes
+    parts = [f"{words} {format_size(held[category])}" for category, words in _STAYING.items() if held[category]]
+    return f"Every plan holds {format_size(search.floor_bytes)} unless more is allowed: {', '.join(parts)}."
+
+
+def _advice(search: Search, least: Found, wanted: int, permitted: Permission) -> str:
+    advice: list[str] = []
+    if least.candidate.option is None and search.idle:
+        advice.append(f"Nothing lowers the plain step's peak here: {'; '.join(islice(search.idle, _REASONS))}.")
+    everything = search.least(Permission(Fidelity.CHANGED), traced=1)
+    if everything.peak_bytes < least.peak_bytes:
+        chosen = everything.candidate
+        what = f"{chosen.technique} ({chosen.price.fidelity})" if chosen.technique else chosen.price.fidelity
+        advice.append(f"Allow {what} to reach {format_size(everything.peak_bytes)}.")
+    samples = _samples_that_fit(search, least, wanted)
+    if samples:
+        advice.append(f"A batch of {samples} samples may fit.")
+    return " ".join(advice)
+
+
+def _samples_that_fit(search: Search, least: Found, wanted: int) -> int:
+    """Samples that fit if all beside parameters and gradients grows with the batch; 0 where none would."""
+    sizes = {tensor.shape[0] for tensor in tensors(search.work.batch) if tensor.dim()}
+    if len(sizes) != 1 or wanted <= search.floor_bytes:
+        return 0
+    return int(sizes.pop() * (wanted - search.floor_bytes) / max(least.peak_bytes - search.floor_bytes, 1))

@@ -1,0 +1,86 @@
+"""``lowtide.plan``: plans with close predictions are timed before one is chosen."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.engines import tune
+from lowtide.planning import Plan
+from lowtide.techniques.technique import Fidelity
+from lowtide.workload import Workload
+from ..contract.outcomes import assert_restored, snapshot
+
+
+def chain() -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(8)))
+    optimizer = torch.optim.Adam(model.parameters())
+    return Workload(model, lambda model, x: model(x).square().mean(), torch.randn(512, 32), optimizer)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Seconds that each engine is said to take; the plain step takes one."""
+    seconds = {"graph": 2.0, "eager": 2.0}
+    monkeypatch.setattr(tune, "_seconds", lambda work, plan: seconds[plan.engine] if plan else 1.0)
+    return seconds
+
+
+@pytest.mark.parametrize("faster", ["graph", "eager"])
+def test_the_plan_that_measures_faster_is_taken(clock: dict[str, float], faster: str) -> None:
+    clock[faster] = 1.5
+    found = lowtide.plan(chain(), "70%")
+    assert found.engine == faster
+    assert found.seconds == pytest.approx(found.baseline.seconds + 0.5)
+    assert any("Timed before choosing" in note for note in found.notes)
+
+
+def test_a_stricter_plan_is_taken_where_both_are_as_fast(clock: dict[str, float]) -> None:
+    work = chain()
+    loose, strict = _rivals(work)
+    clock.update({loose.engine: 1.5, strict.engine: 1.52})
+    assert tune._fastest(work, [loose, strict]).engine == strict.engine
+    clock[strict.engine] = 1.6
+    assert tune._fastest(work, [loose, strict]).engine == loose.engine
+
+
+def test_a_plan_whose_step_fails_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(work: Workload, plan: Plan | None) -> float:
+        if plan and plan.engine == "graph":
+            raise torch.OutOfMemoryError("the GPU is full\nTry something")
+        return 1.0
+
+    monkeypatch.setattr(tune, "_seconds", seconds)
+    found = lowtide.plan(chain(), "70%")
+    assert found.engine == "eager"
+    assert any("the GPU is full" in note for note in found.notes)
+
+
+def test_timing_is_skipped_on_request_and_where_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(work: Workload, plan: Plan | None) -> float:
+        raise AssertionError("timed")
+
+    monkeypatch.setattr(tune, "_seconds", seconds)
+    lowtide.plan(chain(), "70%", tune=False)
+    lowtide.plan(chain(), "70%", fake=True)
+    lowtide.plan(chain(), "100%")
+
+
+def test_timing_changes_nothing() -> None:
+    work = chain()
+    before = snapshot(work.model)
+    state = torch.get_rng_state()
+    lowtide.plan(work, "70%")
+    assert_restored(work.model, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in work.model.parameters())
+
+
+def _rivals(work: Workload) -> tuple[Plan, Plan]:
+    """The eager plan said to be of a looser class, and the graph engine's."""
+    eager = lowtide.plan(work, "70%", engine="eager", tune=False)
+    loose = replace(eager, choices=tuple(replace(c, fidelity=Fidelity.ROUNDOFF) for c in eager.choices))
+    return loose, lowtide.plan(work, "70%", engine="graph", tune=False)
