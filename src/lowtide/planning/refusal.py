@@ -19,7 +19,7 @@ _STAYING: dict[Category, str] = {
     "buffer": "buffers",
     "input": "the batch",
 }
-_REASONS = 2  # techniques that offer nothing here, named in the error
+_REASONS = 2  # reasons that the error gives for techniques that do not help
 
 
 def no_plan(search: Search, wanted: int, permitted: Permission) -> BudgetError:
@@ -60,7 +60,7 @@ def _advice(search: Search, least: Found, wanted: int, permitted: Permission) ->
     samples = _samples_that_fit(search, least, wanted)
     if samples:
         advice.append(f"A batch of {samples} samples may fit.")
-    return " ".join(advice)
+    return " ".join([*advice, *islice(search.notes, _REASONS)])
 
 
 def _samples_that_fit(search: Search, least: Found, wanted: int) -> int:
