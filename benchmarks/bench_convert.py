@@ -5,6 +5,9 @@
 Peaks are bytes above what stays between steps (parameters, buffers, optimizer state); gradients count. Each variant
 starts from the same parameters, and its first loss is compared with PyTorch's before it is timed. "step" is what a loop
 takes, Python included, one step after the other; "step, GPU time" is a CUDA graph of it, replayed.
+
+``--only torchvision`` compares torchvision's network alone, eager and under ``torch.compile``, in turns: see
+``bench_convert_compiled``.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import bench_convert_compiled
 from benchmarks.gpu_time import timed
 from benchmarks.harness import RESULTS, Row, arguments, record, skip
 from lowtide import zoo
@@ -42,6 +46,8 @@ def main(*, only: str = "", variants: str = "", results: Path = RESULTS) -> None
     if not torch.cuda.is_available():
         skip("it trains on a GPU")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    if only in "torchvision":
+        bench_convert_compiled.main(variants=variants, results=results)
     for case, (name, batch, dtype, layout) in CASES.items():
         if only not in case:
             continue

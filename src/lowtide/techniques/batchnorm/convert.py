@@ -12,7 +12,6 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lowtide.errors import LowtideError
@@ -274,15 +273,17 @@ class Fused(Forward):
         self.path = path
         self.sites = [_Site.of(pair) for pair in pairs]
         self.settings = [name for name, value in vars(module).items() if type(value) in SETTINGS]  # the mode is one
-        self._codes: dict[Any, Callable[..., Any] | None] = {}
+        self._names: dict[Any, str] = {}  # of the attributes that hold code
+        self._learned = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not kwargs and all(isinstance(arg, Tensor) for arg in args):
             call, values = len(args), args
         else:
             call, values = Call.of(args, kwargs)
-        key = (call, torch.is_grad_enabled(), self._read_settings())
-        code = self._codes[key] if key in self._codes else self._learn(key)
+        if torch.compiler.is_compiling():
+            self._guard_settings()
+        code = getattr(self, self._name_of(call, torch.is_grad_enabled()))
         if code is None:
             with _apart([cast(_BatchNormAct, self.module.get_submodule(site.norm)) for site in self.sites]):
                 return self.plain(*args, **kwargs)
@@ -290,16 +291,32 @@ class Fused(Forward):
 
     def _read_settings(self) -> tuple[Any, ...]:
         """What the forward may decide by and somebody may change later; of what is no plain value, its type."""
-        values = [vars(self.module).get(name, ...) for name in self.settings]
+        values = [getattr(self.module, name, ...) for name in self.settings]
         return tuple([value if type(value) in SETTINGS else type(value) for value in values])
 
-    @_disable_dynamo
-    def _learn(self, key: tuple[int | Call, bool, tuple[Any, ...]]) -> Callable[..., Any] | None:
-        if len(self._codes) >= _MOST_CODES:
-            self._codes.pop(next(iter(self._codes)))
-        call = key[0]
-        self._codes[key] = self._code(Call.tensors(call) if isinstance(call, int) else call)
-        return self._codes[key]
+    def _guard_settings(self) -> None:
+        """Have Dynamo guard what ``_name_of`` reads. A float that changed is a symbol to it; hashed, a constant."""
+        for value in self._read_settings():
+            if isinstance(value, float):
+                hash(value)
+
+    def _name_of(self, call: int | Call, grad: bool) -> str:
+        """Name the attribute that holds the code for a way of calling; learn the code where it is new.
+
+        Dynamo runs this while it traces and takes the name as a constant: no dict is guarded, no graph breaks.
+        """
+        key = (call, grad, self._read_settings())
+        name = self._names.get(key)
+        if name is None:
+            if len(self._names) >= _MOST_CODES:
+                delattr(self, self._names.pop(next(iter(self._names))))
+            code = self._code(Call.tensors(call) if isinstance(call, int) else call)
+            self._learned += 1
+            name = self._names[key] = f"_code_{self._learned}"
+            setattr(self, name, code)
+        return name
+
+    vars()["_name_of"]._dynamo_marked_constant = True  # torch.compiler.assume_constant_result would import Dynamo
 
     def _code(self, call: Call) -> Callable[..., Any] | None:
         try:
@@ -319,7 +336,8 @@ class Fused(Forward):
         warnings.warn(f"{where}, called this way, runs with plain batch norms: {why}", stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_codes": {}}  # a copy makes its own
+        state = {name: value for name, value in vars(self).items() if name not in self._names.values()}
+        return {**state, "_names": {}}  # a copy makes its own
 
 
 _MOST_CODES = 32

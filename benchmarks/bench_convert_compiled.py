@@ -1,0 +1,224 @@
+"""Is a converted network faster than a plain one, as launched from Python and under ``torch.compile``? Needs a GPU.
+
+    PYTHONPATH=src:. python -m benchmarks.bench_convert_compiled [--variants NAME] [--results DIR]
+
+torchvision's ResNeXt-101 trains in each variant from the same parameters on the same batch. Before timing, each
+gradient is compared with float32's: its error is at most 1.5 times that of plain eager bf16. Then steps are timed in
+turns. "host" is the time until a step returns, without waiting for the GPU; "host, small batch" is a step on two small
+images, which the GPU finishes at once. "z recomputed" is plain ``torch.compile`` whose partitioner may recompute the
+outputs of activations: what Inductor's own kernels would take for the same memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from benchmarks.harness import RESULTS, Row, arguments, record, skip
+from lowtide import convert
+
+CASE = "torchvision resnext101_32x8d, bf16, batch 64, NHWC"
+BATCH, SIDE, ROUNDS, STEPS = 64, 224, 10, 3
+PLAIN = "PyTorch eager"
+
+
+def main(*, variants: str = "", results: Path = RESULTS) -> None:
+    if not torch.cuda.is_available():
+        skip("it trains on a GPU")
+    try:
+        models: Any = importlib.import_module("torchvision.models")
+    except (ImportError, RuntimeError) as error:  # a RuntimeError: it was built for another torch
+        skip(f"torchvision: {error}")
+    measure(CASE, lambda: models.resnext101_32x8d(weights=None), "cuda", variants=variants, results=results)
+
+
+def measure(
+    case: str,
+    build: Callable[[], nn.Module],
+    device: str,
+    *,
+    variants: str = "",
+    batch: int = BATCH,
+    side: int = SIDE,
+    results: Path = RESULTS,
+) -> None:
+    """Check all variants, then time them in turns; rows are printed and appended."""
+    exact = Step(build, device, batch, side, dtype=None).gradients()
+    steps: dict[str, Step] = {}
+    rows: list[Row] = []
+    most = math.inf
+    for name, prepare in VARIANTS.items():
+        if variants not in name and name != PLAIN:
+            continue
+        start = time.perf_counter()
+        counters.clear()
+        steps[name] = step = prepare(lambda change, **how: Step(build, device, batch, side, change, **how))
+        error = distance(step.gradients(), exact)
+        breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
+        if error > most:
+            raise SystemExit(f"{case}, {name}: the gradient's error is {error:.1e}, plain bf16's {most / 1.5:.1e}")
+        most = min(most, 1.5 * error)
+        for _ in range(2):
+            step()
+        peak = step.peak_bytes()
+        recompiles = counters["stats"]["unique_graphs"] - graphs
+        rows += [
+            Row.of(case, name, "gradient error", [float(f"{error:.2e}")], ""),
+            Row.of(case, name, "peak above static", [peak], "B"),
+            Row.of(case, name, "graphs", [graphs], ""),
+            Row.of(case, name, "graph breaks", [breaks], ""),
+            Row.of(case, name, "recompiles", [recompiles], ""),
+        ]
+        print(f"{name}: ready after {time.perf_counter() - start:.0f} s", flush=True)
+    del exact
+    gc.collect()
+    rows += times(case, steps)
+    record("convert_compiled", rows, device=device, results=results)
+
+
+def times(case: str, steps: dict[str, Step]) -> list[Row]:
+    """Seconds of a step and of its host part, in turns."""
+    step_times: dict[str, list[float]] = {name: [] for name in steps}
+    host_times: dict[str, list[float]] = {name: [] for name in steps}
+    small_times: dict[str, list[float]] = {name: [] for name in steps if "compile" not in name}
+    for step in steps.values():
+        for _ in range(2):
+            step()
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            step.wait()
+            start = time.perf_counter()
+            step()
+            host_times[name].append(time.perf_counter() - start)
+            step.wait()
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            step.wait()
+            step_times[name].append((time.perf_counter() - start) / STEPS)
+    for _ in range(ROUNDS):
+        for name, taken in small_times.items():
+            with steps[name].small() as step:
+                step()
+                step.wait()
+                start = time.perf_counter()
+                step()
+                step.wait()
+                taken.append(time.perf_counter() - start)
+    rows: list[Row] = []
+    for metric, table in (("step", step_times), ("host", host_times), ("host, small batch", small_times)):
+        rows += [Row.of(case, name, metric, taken, "s") for name, taken in table.items()]
+    plain = statistics.median(step_times[PLAIN])
+    rows += [Row.of(case, name, "ratio", [t / plain for t in taken], "x") for name, taken in step_times.items()]
+    return rows
+
+
+def distance(found: list[Tensor], exact: list[Tensor]) -> float:
+    """Norm of the difference over the norm, of all gradients as one vector."""
+    off = sum(float((a.double() - b).square().sum()) for a, b in zip(found, exact, strict=True))
+    return math.sqrt(off / sum(float(b.double().square().sum()) for b in exact))
+
+
+class Step:
+    """A training step: forward under autocast, backward, SGD with momentum."""
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        device: str,
+        batch: int,
+        side: int,
+        change: Callable[[nn.Module], object] = lambda model: None,
+        *,
+        dtype: torch.dtype | None = torch.bfloat16,
+        compiled: dict[str, Any] | None = None,
+    ) -> None:
+        torch.manual_seed(0)
+        self.device, self.dtype = device, dtype
+        self.model = build().to(device).to(memory_format=torch.channels_last).train()
+        self.change = change(self.model)  # kept: it may hold the way back
+        self.call: Any = self.model if compiled is None else torch.compile(self.model, **compiled)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.images = torch.randn(batch, 3, side, side, device=device).to(memory_format=torch.channels_last)
+        self.labels = torch.randint(1000, (batch,), device=device)
+
+    def __call__(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.backward()
+        self.optimizer.step()
+
+    def backward(self) -> None:
+        with torch.autocast(self.device, dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None):
+            loss = F.cross_entropy(self.call(self.images), self.labels)
+        loss.backward()
+
+    def gradients(self) -> list[Tensor]:
+        """Those at the parameters of now, copied."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.backward()
+        return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+
+    def peak_bytes(self) -> int:
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.device != "cuda":
+            return 0
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        static = torch.cuda.memory_allocated()
+        self()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - static
+
+    def wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    @contextmanager
+    def small(self) -> Generator[Step]:
+        """The same step on two small images."""
+        images, labels = self.images, self.labels
+        self.images, self.labels = images[:2, :, :64, :64].clone(memory_format=torch.channels_last), labels[:2]
+        try:
+            yield self
+        finally:
+            self.images, self.labels = images, labels
+
+
+Make = Callable[..., Step]
+
+
+def _recomputing(make: Make) -> Step:
+    """Compile with a partitioner that may recompute outputs of activations; at the first call, so run it here.
+
+    The option is the default: it keeps Dynamo from taking the code of "torch.compile".
+    """
+    with functorch.patch(ban_recompute_materialized_backward=False):
+        step = make(lambda model: None, compiled={"options": {"max_autotune": False}})
+        step.backward()
+    return step
+
+
+VARIANTS: dict[str, Callable[[Make], Step]] = {
+    PLAIN: lambda make: make(lambda model: None),
+    "lowtide.convert": lambda make: make(convert),
+    "torch.compile": lambda make: make(lambda model: None, compiled={}),
+    "torch.compile, lowtide.convert": lambda make: make(convert, compiled={}),
+    "torch.compile, z recomputed": _recomputing,
+}
+
+
+if __name__ == "__main__":
+    main(**arguments(__doc__, "results", variants={"default": "", "help": "variants whose name holds this"}))
