@@ -70,6 +70,7 @@ def compare_plans(case: str, work: Workload, share: str) -> list[Row]:
         rows.append(Row.of(case, name, "predicted", [plan.seconds / plan.baseline.seconds], "x"))
         rows.append(Row.of(case, name, "to the fastest", [min(each) / fastest], "x"))
     rows.append(Row.of(case, f"lowtide.plan: {_name(chosen)}", "planning", [planning], "s"))
+    print("\n".join(chosen.notes))
     return rows
 
 
@@ -143,8 +144,8 @@ _SMALL = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 6, "num_at
 _HALF = torch.bfloat16
 CASES: dict[str, dict[str, Callable[[str], Workload]]] = {
     "cpu": {
-        "ResNet-18": _zoo("resnet18", batch=8, image=64),
-        "UNet": _zoo("unet", batch=2, image=64),
+        "ResNet-18": _zoo("resnet18", batch=64, image=96),
+        "UNet": _zoo("unet", batch=2, image=320),
         "GPT-2": _zoo("gpt2", batch=8, seq=128, layers=6, width=128, heads=4, vocab=512),
         "RoBERTa": _zoo("roberta-base", batch=8, seq=128, layers=6, width=128, heads=4, vocab=512),
         "transformers Llama": _transformers(
@@ -158,6 +159,7 @@ CASES: dict[str, dict[str, Callable[[str], Workload]]] = {
             _tokens(8, 128, labels=64),
             vocab_size=512,
             d_model=128,
+            decoder_start_token_id=0,
             d_kv=32,
             d_ff=512,
             num_layers=4,

@@ -11,6 +11,7 @@ from lowtide.engines import tune
 from lowtide.planning import Plan
 from lowtide.techniques.technique import Fidelity
 from lowtide.workload import Workload
+
 from ..contract.outcomes import assert_restored, snapshot
 
 
@@ -25,7 +26,7 @@ def chain() -> Workload:
 def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Seconds that each engine is said to take; the plain step takes one."""
     seconds = {"graph": 2.0, "eager": 2.0}
-    monkeypatch.setattr(tune, "_seconds", lambda work, plan: seconds[plan.engine] if plan else 1.0)
+    monkeypatch.setattr(tune, "_round", lambda work, plan, _: [seconds[plan.engine] if plan else 1.0])
     return seconds
 
 
@@ -48,22 +49,22 @@ def test_a_stricter_plan_is_taken_where_both_are_as_fast(clock: dict[str, float]
 
 
 def test_a_plan_whose_step_fails_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(work: Workload, plan: Plan | None) -> float:
+    def seconds(work: Workload, plan: Plan | None, _: object) -> list[float]:
         if plan and plan.engine == "graph":
             raise torch.OutOfMemoryError("the GPU is full\nTry something")
-        return 1.0
+        return [1.0]
 
-    monkeypatch.setattr(tune, "_seconds", seconds)
+    monkeypatch.setattr(tune, "_round", seconds)
     found = lowtide.plan(chain(), "70%")
     assert found.engine == "eager"
     assert any("the GPU is full" in note for note in found.notes)
 
 
 def test_timing_is_skipped_on_request_and_where_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(work: Workload, plan: Plan | None) -> float:
+    def seconds(*_: object) -> list[float]:
         raise AssertionError("timed")
 
-    monkeypatch.setattr(tune, "_seconds", seconds)
+    monkeypatch.setattr(tune, "_times", seconds)
     lowtide.plan(chain(), "70%", tune=False)
     lowtide.plan(chain(), "70%", fake=True)
     lowtide.plan(chain(), "100%")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-
-import torch
+from math import inf
 
 from lowtide.engines.step import planned
 from lowtide.planning.baseline import seconds_of_loss
@@ -18,8 +17,9 @@ from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
 _RIVALS = 3  # plans that are timed
-_RUNS = 5  # steps of each, at the most
-_ENOUGH_SECONDS = 1.0  # after which no more are run
+_ROUNDS = 2  # in turns
+_RUNS = 3  # steps of each in a round, at the most
+_ENOUGH_SECONDS = 0.5  # after which a round ends
 _NOISE = 1.03  # a stricter plan is taken if it is at most this much slower
 
 
@@ -57,36 +57,69 @@ def plan(
 
 def _fastest(work: Workload, rivals: list[Plan]) -> Plan:
     """Time plans and take the fastest, or a stricter one that is as fast within noise."""
-    timed: dict[int, float] = {}
-    notes: list[str] = []
-    for index, rival in enumerate(rivals):
-        try:
-            timed[index] = _seconds(work, rival)
-        except Exception as error:  # whatever the reason, this plan cannot be taken
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            notes.append(f"{_name(rival)} was left out, since its step failed: {reason}")
-    if not timed:
-        return rivals[0]
-    as_fast = [index for index, seconds in timed.items() if seconds <= min(timed.values()) * _NOISE]
+    (plain, *timed), notes = _times(work, [None, *rivals])
+    fastest = min(timed)
+    as_fast = [index for index, seconds in enumerate(timed) if seconds <= fastest * _NOISE]
     chosen = min(as_fast, key=lambda index: (rivals[index].fidelity.rank, timed[index]))
-    times = ", ".join(f"{_name(rivals[index])} {seconds * 1e3:.3g} ms" for index, seconds in timed.items())
-    notes.append(f"Timed before choosing, loss and gradients of a step: {times}.")
+    times = [f"{_name(rival)} {taken * 1e3:.3g} ms" for rival, taken in zip(rivals, timed, strict=True) if taken < inf]
+    if times:
+        notes.append(f"Timed before choosing, loss and gradients of a step: {', '.join(times)}.")
     best = replace(rivals[chosen], notes=(*rivals[chosen].notes, *notes))
-    try:
-        return _with_seconds(best, timed[chosen] - _seconds(work, None))
-    except torch.OutOfMemoryError:  # the plain step does not run here
-        return best
+    return _with_seconds(best, timed[chosen] - plain) if max(plain, fastest) < inf else best
 
 
-def _seconds(work: Workload, plan: Plan | None) -> float:
-    """Time the loss and gradients of a planned step; the first run, which captures and warms up, does not count."""
-    with unchanged(work), planned(work, plan) if plan else nullcontext() as applied:
-        step = applied.work if applied else work
+def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], list[str]]:
+    """Seconds of each planned step, infinite where it fails, and why; None is the plain step.
+
+    They run in turns, since the speed of a machine drifts.
+    """
+    seconds = [inf for _ in plans]
+    failed: dict[int, str] = {}
+    with ExitStack() as stack:
+        steps = [_step(work, plan, stack) for plan in plans]
+        for index in [*range(len(plans))] * _ROUNDS:
+            if index in failed:
+                continue
+            try:
+                seconds[index] = min(seconds[index], *_round(work, plans[index], steps[index]))
+            except Exception as error:  # whatever the reason, this plan cannot be taken
+                seconds[index] = inf
+                failed[index] = next(iter(str(error).splitlines()), type(error).__name__)
+    notes = [
+        f"{_name(plan)} was left out, since its step failed: {failed[index]}"
+        for index, plan in enumerate(plans)
+        if plan is not None and index in failed
+    ]
+    return seconds, notes
+
+
+_Entering = Callable[[], AbstractContextManager[Workload]]
+
+
+def _step(work: Workload, plan: Plan | None, stack: ExitStack) -> _Entering:
+    """Enter the plain or the planned step. A captured program stays applied: it leaves the modules alone."""
+    if plan is None:
+        return lambda: nullcontext(work)
+    if plan.program is None:
+        return lambda: _applied(work, plan)
+    step = stack.enter_context(_applied(work, plan))
+    return lambda: nullcontext(step)
+
+
+@contextmanager
+def _applied(work: Workload, plan: Plan) -> Generator[Workload]:
+    with planned(work, plan) as applied:
+        yield applied.work
+
+
+def _round(work: Workload, plan: Plan | None, entering: _Entering) -> list[float]:
+    """Time the loss and gradients of a step; the first run, which captures and warms up, does not count."""
+    with unchanged(work), entering() as step:
         seconds_of_loss(step)
         seconds: list[float] = []
         while len(seconds) < _RUNS and sum(seconds) < _ENOUGH_SECONDS:
             seconds.append(seconds_of_loss(step))
-    return min(seconds)
+    return seconds
 
 
 def _with_seconds(plan: Plan, longer: float) -> Plan:
