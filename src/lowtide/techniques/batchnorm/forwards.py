@@ -49,7 +49,7 @@ class Call:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Read the arguments, or a description of them."""
+        """Read a call from its description."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         return cls(structure, tuple([leaf if isinstance(leaf, _Slot) else (type(leaf), leaf) for leaf in leaves]))
 
