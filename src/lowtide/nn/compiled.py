@@ -172,7 +172,7 @@ class _NormalizeAct(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         *tensors, residual, activation, numbers, rebuild = inputs
         z = _ops.normalize_act(*inputs)
-        # As in eager mode: the z of a join that is not rebuilt is kept by its readers, and its sign may be all it takes.
+        # As in eager mode: readers keep the z of a join that is not rebuilt, and its sign may be all that φ' takes.
         keeps_z = residual is not None and not rebuild and Activation(activation, tuple(numbers)).slope_from_sign
         ctx.save_for_backward(*tensors, *((None, z) if keeps_z else (residual, None)))
         ctx.activation, ctx.numbers = activation, numbers

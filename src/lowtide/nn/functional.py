@@ -217,7 +217,7 @@ class _BatchNormAct(torch.autograd.Function):
         ctx.affine = affine  # values per channel: hooks that move what is saved would cost more than they save
         ctx.versions = _versions(affine)
         record = None
-        if ctx.keeps != "z" and spec.rebuild and scope.is_open:
+        if ctx.keeps != "z" and spec.rebuild and scope.owner is not None:
             copies = _copies_for_rebuild(weight, bias, learned)
             record = scope.register(z, lambda: _rebuild(ctx, copies))
         ctx.record = None if record is None else weakref.ref(record)  # the record holds the node
@@ -343,7 +343,8 @@ def _rebuild(ctx: Any, copies: list[Any] | None) -> Tensor:
     if copies is not None:
         weight, bias, *learned = copies
         affine = affine._replace(weight=weight, bias=bias)
-    with torch.no_grad(), ctx.random:
+    # In most backward passes gradients are off already, and entering no_grad takes as long as a launch.
+    with torch.no_grad() if torch.is_grad_enabled() else _NOTHING, ctx.random:
         return kernels.normalize(kept, ctx.keeps, affine, ctx.spec.activation, learned, residual)
 
 

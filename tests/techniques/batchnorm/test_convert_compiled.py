@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from lowtide import zoo
 from lowtide.techniques.batchnorm import convert
-from tests.techniques.batchnorm.models import ResNetBlock, Switched, image
+from tests.techniques.batchnorm.models import DenseBlock, ResNetBlock, Switched, image
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # Dynamo looks at it
@@ -91,3 +91,10 @@ def test_a_setting_changed_after_compiling_is_seen() -> None:
     for scale in (1.0, 2.0):
         model.scale = plain.scale = scale
         torch.testing.assert_close(compiled(x), plain(x))
+
+
+def test_a_forward_called_with_a_list_is_one_graph() -> None:
+    plain, x = DenseBlock().double().eval(), image()
+    model = copy.deepcopy(plain)
+    convert(model)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="eager")(x), plain(x))

@@ -301,7 +301,7 @@ def backward(
     has = (joins, weight is not None, bias is not None, slopes is not None and slopes.numel() == 1)
     parameters = (mean, invstd, weight, bias, slopes)
     found = (dbias, dweight, dslopes)
-    unit = torch.finfo(kept.dtype).eps / 2
+    unit = _unit(kept.dtype)
     if grid.whole is not None and sums is None:
         _backward_whole_launch(
             grid.whole.tiles, (dz, kept, added, dx, dy, *parameters, *found),
@@ -330,6 +330,12 @@ def backward(
 
 def _per_channel(grid: Grid, x: Tensor) -> Tensor:
     return torch.empty(grid.channels, dtype=torch.float32, device=x.device)
+
+
+@cache
+def _unit(dtype: torch.dtype) -> float:
+    """The unit roundoff."""
+    return torch.finfo(dtype).eps / 2
 
 
 def _wrote(*buffers: Tensor | None) -> None:

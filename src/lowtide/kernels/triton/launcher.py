@@ -42,15 +42,23 @@ class Launcher:
             with torch.cuda.device(device):
                 self(count, tensors, numbers, constants, **options)
             return
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        addresses: list[int | None] = []
+        key: Any = [device, constants]
         bits = 0
-        for address in addresses:
-            bits |= address or 0
+        for tensor in tensors:
+            if tensor is None:
+                addresses.append(None)
+                key.append(None)
+            else:
+                address = tensor.data_ptr()
+                bits |= address
+                addresses.append(address)
+                key.append(tensor.dtype)
         aligned = bits & 15 == 0  # what is not is rare, and left to Triton
-        key = None
         if aligned:
-            dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
-            key = (device, *dtypes, *map(_specialised, numbers), constants, *options.values())
+            for number in numbers:
+                key.append(_specialised(number))
+            key = (*key, *options.values())
             handle = self._handles.get(key)
             if handle is not None:
                 run, function, metadata = handle

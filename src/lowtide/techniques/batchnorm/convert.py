@@ -21,7 +21,7 @@ from lowtide.nn.functional import Strategy, resolve
 from lowtide.nn.pooling import can_pool, max_pool
 from lowtide.techniques.batchnorm.behind import behind
 from lowtide.techniques.batchnorm.find import Left, Pair, below, find, is_chain
-from lowtide.techniques.batchnorm.forwards import SETTINGS, Call, Untraceable, trace
+from lowtide.techniques.batchnorm.forwards import SETTINGS, Call, Untraceable, describe, trace
 from lowtide.techniques.batchnorm.memory import Memory, predict
 from lowtide.techniques.forward import Forward, replace_forward
 from lowtide.techniques.technique import Undo
@@ -280,7 +280,7 @@ class Fused(Forward):
         if not kwargs and all(isinstance(arg, Tensor) for arg in args):
             call, values = len(args), args
         else:
-            call, values = Call.of(args, kwargs)
+            call, values = describe(args, kwargs)
         if torch.compiler.is_compiling():
             self._guard_settings()
         code = getattr(self, self._name_of(call, torch.is_grad_enabled()))
@@ -300,17 +300,17 @@ class Fused(Forward):
             if isinstance(value, float):
                 hash(value)
 
-    def _name_of(self, call: int | Call, grad: bool) -> str:
+    def _name_of(self, call: int | tuple[Any, Any], grad: bool) -> str:
         """Name the attribute that holds the code for a way of calling; learn the code where it is new.
 
         Dynamo runs this while it traces and takes the name as a constant: no dict is guarded, no graph breaks.
         """
-        key = (call, grad, self._read_settings())
+        key = (call if isinstance(call, int) else Call.of(*call), grad, self._read_settings())
         name = self._names.get(key)
         if name is None:
             if len(self._names) >= _MOST_CODES:
                 delattr(self, self._names.pop(next(iter(self._names))))
-            code = self._code(Call.tensors(call) if isinstance(call, int) else call)
+            code = self._code(Call.tensors(key[0]) if isinstance(key[0], int) else key[0])
             self._learned += 1
             name = self._names[key] = f"_code_{self._learned}"
             setattr(self, name, code)

@@ -48,15 +48,10 @@ class Call:
     leaves: tuple[_Slot | tuple[type, Any], ...]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Sequence[Any]]:
-        """The call, and the values that it leaves open."""
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Read a call from its description."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        shapes = [
-            _Slot.TENSOR if isinstance(leaf, Tensor) else (type(leaf), leaf) if type(leaf) in SETTINGS else _Slot.OTHER
-            for leaf in leaves
-        ]
-        values = [leaf for leaf, shape in zip(leaves, shapes, strict=True) if isinstance(shape, _Slot)]
-        return cls(structure, tuple(shapes)), values
+        return cls(structure, tuple([leaf if isinstance(leaf, _Slot) else (type(leaf), leaf) for leaf in leaves]))
 
     @classmethod
     def tensors(cls, count: int) -> Call:
@@ -80,6 +75,16 @@ class Call:
         for choice in itertools.islice(itertools.product(*choices), 8):
             leaves, structure = pytree.tree_flatten((tuple(itertools.chain(*choice)), keywords))
             yield cls(structure, tuple(leaves))
+
+
+def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Sequence[Any]]:
+    """The arguments with tensors and unknown objects left open, as Python constants; and the values left open."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    slots = [
+        _Slot.TENSOR if isinstance(leaf, Tensor) else leaf if type(leaf) in SETTINGS else _Slot.OTHER for leaf in leaves
+    ]
+    values = [leaf for leaf, slot in zip(leaves, slots, strict=True) if isinstance(slot, _Slot)]
+    return pytree.tree_unflatten(slots, structure), values
 
 
 def is_torchs(module: nn.Module) -> bool:
