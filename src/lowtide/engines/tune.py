@@ -45,14 +45,16 @@ def plan(
     ``engine`` says what may run the step: "eager" leaves the model's own code to run, with techniques in its modules;
     "graph" captures the loss, forward and backward, and plans op by op; "auto" takes the faster plan of both.
 
-    Up to three plans with close predictions run a few steps, and the fastest is taken. ``tune=False`` skips that: then,
-    for one profile, a larger budget never gives a plan that is predicted slower. If nothing fits, ``BudgetError`` says
-    which budget would be the smallest, and what to allow for less.
+    Up to three plans with close predictions run a few steps, and the fastest is taken, with its measured seconds.
+    ``tune=False`` skips that: then, for one profile, a larger budget never gives a plan that is predicted slower. If
+    nothing fits, ``BudgetError`` says which budget would be the smallest, and what to allow for less.
     """
     is_here = not fake and device in (None, work.device.type) and work.device.type != "meta"
     most = _RIVALS if tune and is_here else 1
     rivals = plans(work, budget, allow=allow, profile=profile, fake=fake, device=device, engine=engine, most=most)
-    return rivals[0] if len(rivals) == 1 else _fastest(work, rivals)
+    if most == 1 or (len(rivals) == 1 and not rivals[0].choices):
+        return rivals[0]
+    return _fastest(work, rivals)
 
 
 def _fastest(work: Workload, rivals: list[Plan]) -> Plan:

@@ -27,7 +27,7 @@ Engine = Literal["auto", "eager", "graph"]
 
 _SLACK = 1.01  # an option whose estimate is this much above the budget is still traced
 _TRACED = 3  # of the smallest estimates of options, how many are traced: each takes as long as a step, or more
-CLOSE = 1.5  # times the fastest: predicted seconds that are worth a comparison, since prices err
+CLOSE = 2.0  # times the fastest: predicted seconds that are worth a comparison, since prices err
 
 # Peaks under options that were traced, by the profile of the plain step: it is often planned for several budgets.
 _traced: MutableMapping[Profile, dict[Option, tuple[Technique, int, int]]] = WeakIdKeyDictionary()

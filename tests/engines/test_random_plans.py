@@ -1,0 +1,139 @@
+"""Random models, budgets, permissions and engines: every plan keeps its bytes and its class, or is refused."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lowtide import Workload, profile, verify
+from lowtide.engines import apply
+from lowtide.errors import BudgetError
+from lowtide.planning import plan
+from lowtide.techniques.technique import Fidelity
+
+from ..tracing.allocator import allocated_peak
+from .counting import results
+from .planned import plain_loss
+
+SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
+SEED = int(os.environ.get("LOWTIDE_SOAK_SEED", "0"))  # several runs, each of its own examples
+WIDTH, LENGTH = 16, 12
+
+
+class Attention(nn.Module):
+    """Written by hand, as many models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.inner(x).chunk(3, dim=-1)
+        return x + torch.bmm((q @ k.transpose(1, 2) / WIDTH**0.5).softmax(-1), v)
+
+
+class Gated(nn.Module):
+    """A product of two halves, with a transposed view between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.inner(x).chunk(2, dim=-1)
+        return (left * right.sigmoid()).transpose(1, 2).contiguous().transpose(1, 2) * 0.5 + x
+
+
+class Convolution(nn.Module):
+    """Batch norm and an activation in place, over the positions of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm1d(WIDTH)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(self.conv(x.transpose(1, 2)))).transpose(1, 2)
+
+
+class Pooled(nn.Module):
+    """Statistics by hand, and a reduction over the sequence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-3)
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)),
+    "norm": lambda: nn.LayerNorm(WIDTH),
+    "attention": Attention,
+    "gated": Gated,
+    "convolution": Convolution,
+    "pooled": Pooled,
+    "dropout": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.SiLU()),
+    "encoder": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True),
+}
+LOSSES: dict[str, Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]] = {
+    "squares": lambda model, batch: model(batch[0]).square().mean(),
+    "classes": lambda model, batch: F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()),
+    "masked": lambda model, batch: (
+        (model(batch[0]).square().mean(-1) * (batch[1] > 3)).sum() / (batch[1] > 3).sum().clamp(min=1)
+    ),
+}
+
+
+@settings(
+    max_examples=300 if SOAK else 6,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(
+    blocks=st.lists(st.sampled_from(list(BLOCKS)), min_size=2, max_size=8),
+    loss=st.sampled_from(list(LOSSES)),
+    samples=st.integers(2, 24),
+    share=st.integers(35, 99),
+    half=st.booleans(),
+    allow=st.sampled_from(["bitwise", "roundoff", "unbiased", "approximate", "changed"]),
+    engine=st.sampled_from(["auto", "eager", "graph"]),
+    momentum=st.booleans(),
+)
+def test_any_plan_keeps_its_bytes_and_its_class_or_is_refused(
+    blocks: list[str], loss: str, samples: int, share: int, half: bool, allow: str, engine: str, momentum: bool
+) -> None:
+    torch.manual_seed(samples + SEED)
+    model = nn.Sequential(*(BLOCKS[block]() for block in blocks))
+    batch = torch.randn(samples, LENGTH, WIDTH), torch.randint(0, WIDTH, (samples, LENGTH))
+    optimizer = (
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 * momentum) if any(model.parameters()) else None
+    )
+    work = Workload(model, LOSSES[loss], batch, optimizer, torch.bfloat16 if half else None)
+    if optimizer is None:
+        return
+    before = profile(work)
+    budget = before.peak_bytes * share // 100
+    try:
+        found = plan(work, budget, profile=before, engine=engine, allow=allow)
+    except BudgetError:
+        return
+    assert found.peak_bytes <= budget
+    assert found.fidelity <= Fidelity(allow)
+    checked = verify(work, found)
+    assert checked.ok, str(checked)
+    expected = results(work, plain_loss(work)) if found.fidelity is Fidelity.BITWISE else ()
+    with apply(found, work) as step, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # gradients that the loop below leaves between steps
+        for ours, plains in zip(results(work, step.loss) if expected else (), expected, strict=True):
+            assert torch.equal(ours, plains)
+        work.model.zero_grad()
+        assert step.profile().storage_peak_bytes == found.storage_peak_bytes
+        assert allocated_peak(work.model, lambda _, batch: step.loss(batch), work.batch, work.optimizer) <= budget
+    torch._dynamo.reset()
