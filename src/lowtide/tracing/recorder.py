@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, MutableMapping
 from contextlib import contextmanager
 from functools import cache, partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.errors import TraceError
-from lowtide.tracing.accumulation import ADD_IN_PLACE, engine_adds, engine_counts
+from lowtide.tracing.accumulation import ADD_IN_PLACE, engine_adds, engine_counts, held_by_torch_alone
 from lowtide.tracing.calls import Call
 from lowtide.tracing.generators import has_own_generator, host_states
 from lowtide.tracing.graph import Category, Graph, Phase, Value, signature
+from lowtide.tracing.in_place import DIFFERING, form_after_product, form_in_formula
 from lowtide.tracing.internals import autograd
 from lowtide.tracing.meter import Meter
 from lowtide.tracing.parts import address, dtype_name, flatten, leaves, parts
@@ -124,9 +126,25 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for many times an op: the way through all modes would be long
         with torch._C.DisableTorchFunction():  # what a function mode had to say, it said before autograd
-            if self.phase == "backward" and engine_adds(func, args, kwargs, sys._getframe().f_back):
-                func = ADD_IN_PLACE if self._meets_in_buffer(args[0]) else func
+            if func in DIFFERING and not self._opaque:
+                func = self._plain_form(func, args, kwargs, sys._getframe().f_back)
             return self._dispatch(func, args, kwargs)
+
+    def _plain_form(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType | None) -> Any:
+        """The op that a plain step runs here: it may write in place where torch, under a mode, makes another tensor."""
+        if self.phase == "backward" and engine_adds(func, args, kwargs, caller) and self._meets_in_buffer(args[0]):
+            return ADD_IN_PLACE
+        index = self._alive.get(address(args[0]))
+        node: Any = self._node if self._node is not None else torch._C._current_autograd_node()
+        if index is None or not held_by_torch_alone(args):
+            return func
+        storage = self._record.storages[index]
+        if self.phase == "backward" and node is not None and not torch.is_grad_enabled():
+            number, first = self._last_node
+            is_fresh = number == node._sequence_nr() and storage.birth >= first
+            return form_in_formula(func, node.name(), storage.made_by) if is_fresh else func
+        is_last = any(value.storage == index for value in self._record.ops[-1].outputs)
+        return form_after_product(func, args, storage.made_by) if is_last else func
 
     def _meets_in_buffer(self, gradient: Tensor) -> bool:
         """Whether a gradient waits in the engine's buffer: another node made it, or this one has two for one place."""
