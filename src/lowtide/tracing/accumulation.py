@@ -34,12 +34,12 @@ def engine_adds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller
         caller = caller.f_back
     if caller is not None and caller.f_code.co_name != "_engine_run_backward":
         return False
-    return isinstance(args[1], Tensor) and fits(args[0], args[1]) and held_by_torch_alone(args)
+    return isinstance(args[1], Tensor) and fits(args[0], args[1]) and _held_by(args) == engine_counts()
 
 
-def held_by_torch_alone(args: tuple[Any, ...]) -> bool:
-    """Whether a dispatched op's first argument is held by one place in C++, and by no name in Python."""
-    return _held_by(args) == engine_counts()
+def is_named_in_python(args: tuple[Any, ...]) -> bool:
+    """Whether Python holds a dispatched op's first argument: if not, an op of torch's made it and runs on."""
+    return _held_by(args)[1:] != engine_counts()[1:]
 
 
 def fits(old: Tensor, new: Tensor) -> bool:

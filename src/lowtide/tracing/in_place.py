@@ -22,10 +22,11 @@ _SPREADS = {  # gradients of what picks elements, written into zeros
     aten.scatter_add.default: aten.scatter_add_.default,
     aten.index_add.default: aten.index_add_.default,
     aten.index_put.default: aten.index_put_.default,
-    aten.index_fill.int_Scalar: aten.index_fill_.int_Scalar,
+    aten.index_fill.int_Tensor: aten.index_fill_.int_Tensor,
     aten.put.default: aten.put_.default,
     aten.masked_scatter.default: aten.masked_scatter_.default,
 }
+_ZEROS = frozenset({"aten.zeros.default", "aten.zeros_like.default", "aten.new_zeros.default"})
 _CLAMP = {aten.logical_and.default: aten.logical_and_.default, aten.logical_or.default: aten.logical_or_.default}
 _MUL = {aten.mul.Tensor: aten.mul_.Tensor}
 _IN_FORMULA: dict[str, dict[Any, Any]] = {  # by the name of the autograd node
@@ -57,5 +58,6 @@ def form_after_product(func: Any, args: tuple[Any, ...], made_by: str) -> Any:
 
 def form_in_formula(func: Any, node: str, made_by: str) -> Any:
     """The op that a plain backward pass runs in the formula of an autograd node, on a tensor made there by ``made_by``."""
-    in_place = _SPREADS.get(func) or _IN_FORMULA.get(node, {}).get(func)
-    return func if in_place is None or made_by == _NEG else in_place
+    if func in _SPREADS:
+        return _SPREADS[func] if made_by in _ZEROS else func
+    return func if made_by == _NEG else _IN_FORMULA.get(node, {}).get(func, func)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.errors import TraceError
-from lowtide.tracing.accumulation import ADD_IN_PLACE, engine_adds, engine_counts, held_by_torch_alone
+from lowtide.tracing.accumulation import ADD_IN_PLACE, engine_adds, engine_counts, is_named_in_python
 from lowtide.tracing.calls import Call
 from lowtide.tracing.generators import has_own_generator, host_states
 from lowtide.tracing.graph import Category, Graph, Phase, Value, signature
@@ -135,10 +135,10 @@ class Recorder(TorchDispatchMode):
         if self.phase == "backward" and engine_adds(func, args, kwargs, caller) and self._meets_in_buffer(args[0]):
             return ADD_IN_PLACE
         index = self._alive.get(address(args[0]))
-        node: Any = self._node if self._node is not None else torch._C._current_autograd_node()
-        if index is None or not held_by_torch_alone(args):
+        if index is None or is_named_in_python(args):
             return func
         storage = self._record.storages[index]
+        node: Any = self._node if self._node is not None else torch._C._current_autograd_node()
         if self.phase == "backward" and node is not None and not torch.is_grad_enabled():
             number, first = self._last_node
             is_fresh = number == node._sequence_nr() and storage.birth >= first
