@@ -26,6 +26,7 @@ from lowtide.tracing.graph import Category, Graph, Phase, Value, signature
 from lowtide.tracing.in_place import DIFFERING, form_after_product, form_in_formula
 from lowtide.tracing.internals import autograd
 from lowtide.tracing.meter import Meter
+from lowtide.tracing.numbers import KeptNumbers
 from lowtide.tracing.parts import address, dtype_name, flatten, leaves, parts
 from lowtide.tracing.places import short_name, source_line
 from lowtide.tracing.record import OUTSIDE, LiveOp, LiveStorage, Place, Record, Save
@@ -52,6 +53,7 @@ class Recorder(TorchDispatchMode):
         self._fake = fake
         self._twins: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self._record = Record()
+        self._numbers = KeptNumbers(self._record)
         self._alive: dict[int, int] = {}  # address of a living storage -> index in the record's storages
         self._watch: dict[int, weakref.ref[Any]] = {}
         self._opaque = 0
@@ -163,6 +165,7 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # let the subclass unwrap: we count what it is made of
         if self._fake and any(map(_is_real, (*args, *kwargs.values()))):
             args, kwargs = pytree.tree_map_only(Tensor, self._twin, (args, kwargs))
+        self._numbers.settle()
         if func.is_view:  # no bytes and no kernel; its backward still needs to know where it was called
             self._place(_name(func))
             return func(*args, **kwargs)
@@ -172,6 +175,7 @@ class Recorder(TorchDispatchMode):
         with self._meter.op(_kind(func, inputs, arguments)):
             out = func(*args, **kwargs)
         self._finish(_name(func), inputs, leaves(out), arguments, own_generator=has_own_generator(args, kwargs))
+        self._numbers.note(args, out)
         if self._calls is not None and (key := signature(_name(func), inputs, arguments)) not in self._calls:
             self._calls[key] = Call.of(func, args, kwargs)
         return out
@@ -238,6 +242,7 @@ class Recorder(TorchDispatchMode):
         node = self._node if self._node is not None else torch._C._current_autograd_node()
         if node is not None and node._sequence_nr() != self._last_node[0]:
             self._last_node = (node._sequence_nr(), len(self._record.ops))
+            self._numbers.run(node._sequence_nr())
         builds_graph = torch.is_grad_enabled()
         if self.phase == "backward" and not (builds_graph and node is not None):
             forward = self._record.places.get(node._sequence_nr()) if node is not None else None
