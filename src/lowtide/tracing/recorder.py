@@ -27,6 +27,7 @@ from lowtide.tracing.in_place import DIFFERING, form_after_product, form_in_form
 from lowtide.tracing.internals import autograd
 from lowtide.tracing.meter import Meter
 from lowtide.tracing.numbers import KeptNumbers
+from lowtide.tracing.others import OtherTensors
 from lowtide.tracing.parts import address, dtype_name, flatten, leaves, parts
 from lowtide.tracing.places import short_name, source_line
 from lowtide.tracing.record import OUTSIDE, LiveOp, LiveStorage, Place, Record, Save
@@ -56,6 +57,7 @@ class Recorder(TorchDispatchMode):
         self._numbers = KeptNumbers(self._record)
         self._alive: dict[int, int] = {}  # address of a living storage -> index in the record's storages
         self._watch: dict[int, weakref.ref[Any]] = {}
+        self._others: OtherTensors | None = None
         self._opaque = 0
         self._node: Any = None
         self._last_node = (-1, 0)  # sequence number of the autograd node that ran last, and its first op
@@ -110,6 +112,12 @@ class Recorder(TorchDispatchMode):
         elif phase == "forward":
             self._host_states = host_states()
         self.phase = phase
+
+    def set_apart(self, others: OtherTensors) -> None:
+        """Leave out tensors of the process that the step does not use."""
+        for storage in self._alive:
+            others.exclude(storage)
+        self._others = others
 
     def visit(self, node: Any) -> None:
         """Tell which autograd node runs, where torch's engine does not."""
@@ -333,6 +341,8 @@ class Recorder(TorchDispatchMode):
         if address not in self._watch:
             self._watch[address] = weakref.ref(untyped, lambda _, a=address: self._died(a))
         self._alive[address] = index
+        if self._others is not None:
+            self._others.exclude(address)
         return index
 
     def _died(self, address: int) -> None:
@@ -346,7 +356,10 @@ class Recorder(TorchDispatchMode):
     def graph(self, modules: dict[str, str], *, device: str, fake: bool, notes: tuple[str, ...] = ()) -> Graph:
         """The step as a frozen graph. Stops following storages."""
         self._watch.clear()
-        return self._record.graph(self._meter, modules, device=device, fake=fake, notes=notes)
+        others = 0 if self._others is None else self._others.bytes
+        return self._record.graph(
+            self._meter, modules, device=device, fake=fake, notes=notes, other_bytes=others
+        )
 
 
 def _is_real(value: Any) -> bool:
