@@ -74,7 +74,9 @@ def test_masked_select_writes_its_gradient_into_zeros():
 
 
 def test_a_linear_layer_on_a_transposed_input_has_the_plain_steps_peak():
-    work = Workload(nn.Sequential(transposed, nn.Linear(32, 4000)), lambda model, x: model(x).mean(), torch.randn(64, 32, 32))
+    work = Workload(
+        nn.Sequential(transposed, nn.Linear(32, 4000)), lambda model, x: model(x).mean(), torch.randn(64, 32, 32)
+    )
     plain = allocated_peak(work.model, work.loss, work.batch, None)
     assert trace(work).peak_bytes == trace(work, fake=True).peak_bytes == plain
 

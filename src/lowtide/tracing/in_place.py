@@ -57,7 +57,7 @@ def form_after_product(func: Any, args: tuple[Any, ...], made_by: str) -> Any:
 
 
 def form_in_formula(func: Any, node: str, made_by: str) -> Any:
-    """The op that a plain backward pass runs in the formula of an autograd node, on a tensor made there by ``made_by``."""
+    """The op that a plain backward pass runs in a node's formula, on a tensor that the op ``made_by`` made there."""
     if func in _SPREADS:
         return _SPREADS[func] if made_by in _ZEROS else func
     return func if made_by == _NEG else _IN_FORMULA.get(node, {}).get(func, func)

@@ -357,9 +357,7 @@ class Recorder(TorchDispatchMode):
         """The step as a frozen graph. Stops following storages."""
         self._watch.clear()
         others = 0 if self._others is None else self._others.bytes
-        return self._record.graph(
-            self._meter, modules, device=device, fake=fake, notes=notes, other_bytes=others
-        )
+        return self._record.graph(self._meter, modules, device=device, fake=fake, notes=notes, other_bytes=others)
 
 
 def _is_real(value: Any) -> bool:
