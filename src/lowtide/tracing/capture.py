@@ -144,8 +144,8 @@ def _run(
 ) -> tuple[Graph, bool]:
     """One step under the recorder, and whether it is the steady one: it leaves modules with the tensors they had.
 
-    ``saves`` says whether to list what is saved for backward, ``after_another`` to run another step before. Tensors
-    that are set ``aside`` would not be there in a plain step.
+    ``saves`` says whether to list what is saved for backward, ``after_another`` to run another step before. A plain
+    step has no tensors set ``aside``.
     """
     first, work = (replace(work, batch=with_own_containers(work.batch)) for _ in range(2))
     recorder = Recorder(meter, calls=calls, fake=fake)

@@ -54,12 +54,8 @@ def kept_tensors(work: Workload, depth: int = _DEPTH) -> Iterator[tuple[str, Ten
 def tensors_of(work: Workload) -> list[Tensor]:
     """All that a step holds between steps: parameters, kept tensors, optimizer states, batch, what the loss holds."""
     found, _ = _reach([inspect.unwrap(work.loss)], _DEPTH, {})
-    kept = (tensor for _, tensor in kept_tensors(work))
-    return [*parameters_of(work), *kept, *state_tensors(work.optimizer), *work.tensors(), *_tensors(found)]
-
-
-def _tensors(found: list[Any]) -> list[Tensor]:
-    return [each for each in found if isinstance(each, Tensor)]
+    kept = [tensor for _, tensor in kept_tensors(work)] + [each for each in found if isinstance(each, Tensor)]
+    return [*parameters_of(work), *kept, *state_tensors(work.optimizer), *work.tensors()]
 
 
 def holders(work: Workload) -> list[Any]:

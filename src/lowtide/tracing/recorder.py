@@ -153,7 +153,7 @@ class Recorder(TorchDispatchMode):
             number, first = self._last_node
             is_fresh = number == node._sequence_nr() and storage.birth >= first
             return form_in_formula(func, node.name(), storage.made_by) if is_fresh else func
-        is_last = any(value.storage == index for value in self._record.ops[-1].outputs)
+        is_last = any(value.storage == index for op in self._record.ops[-1:] for value in op.outputs)
         return form_after_product(func, args, storage.made_by) if is_last else func
 
     def _meets_in_buffer(self, gradient: Tensor) -> bool:
