@@ -68,6 +68,31 @@ def test_a_trace_writes_in_place_where_a_plain_step_does(name):
     assert [op.name for op in fake.ops] == [op.name for op in real.ops]
 
 
+FORMULAS = {
+    "max": torch.max,
+    "min": torch.min,
+    "median": torch.median,
+    "prod": torch.prod,
+    "prod along": lambda x: x.prod(1),
+    "prod along, kept": lambda x: x.prod(0, keepdim=True),
+    "cumprod": lambda x: x.cumprod(-1),
+}
+
+
+@pytest.mark.parametrize("parameter", [True, False], ids=["of a parameter", "of a result"])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formulas_that_look_at_values_are_traced_as_a_plain_step_runs_them(name, parameter):
+    def function(x):
+        return FORMULAS[name](x if parameter else x.sigmoid())
+
+    torch.manual_seed(0)
+    work = Workload(Of(function, (30, 40)), loss, [])
+    real, fake = trace(work), trace(work, fake=True)
+    plain = allocated_peak(work.model, loss, [], None)
+    assert plain <= real.peak_bytes <= plain + 16  # stand-ins have an element each
+    assert fake.storage_peak_bytes == real.storage_peak_bytes
+
+
 def test_masked_select_writes_its_gradient_into_zeros():
     work = Workload(Of(lambda x, m: x.masked_select(m), (30, 40)), loss, [mask(30, 40)])
     assert trace(work).peak_bytes == allocated_peak(work.model, loss, work.batch, None)

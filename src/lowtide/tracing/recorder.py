@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lowtide.errors import TraceError
 from lowtide.tracing.accumulation import ADD_IN_PLACE, engine_adds, engine_counts, is_named_in_python
 from lowtide.tracing.calls import Call
+from lowtide.tracing.formulas import formula_of
 from lowtide.tracing.generators import has_own_generator, host_states
 from lowtide.tracing.graph import Category, Graph, Phase, Value, signature
 from lowtide.tracing.in_place import DIFFERING, form_after_product, form_in_formula
@@ -59,6 +60,8 @@ class Recorder(TorchDispatchMode):
         self._watch: dict[int, weakref.ref[Any]] = {}
         self._others: OtherTensors | None = None
         self._opaque = 0
+        self._stands_in = False  # while a plain step's formula is recorded in place of the one that runs
+        self._replaced = -1  # sequence number of the last node with such a formula
         self._node: Any = None
         self._last_node = (-1, 0)  # sequence number of the autograd node that ran last, and its first op
         self._host_states = host_states()
@@ -156,6 +159,20 @@ class Recorder(TorchDispatchMode):
         is_last = any(value.storage == index for op in self._record.ops[-1:] for value in op.outputs)
         return form_after_product(func, args, storage.made_by) if is_last else func
 
+    def _runs_other_formula(self) -> bool:
+        """Whether the formula that runs is not the plain step's. That one is recorded in its place."""
+        node: Any = self._node if self._node is not None else torch._C._current_autograd_node()
+        if self._stands_in or node is None or torch.is_grad_enabled():
+            return False
+        formula = formula_of(node)
+        if formula is not None and node._sequence_nr() != self._replaced:
+            self._replaced, self._stands_in = node._sequence_nr(), True
+            try:
+                formula(node, lambda func, *args: self._dispatch(func, args, {}))
+            finally:
+                self._stands_in = False
+        return formula is not None
+
     def _meets_in_buffer(self, gradient: Tensor) -> bool:
         """Whether a gradient waits in the engine's buffer: another node made it, or this one has two for one place."""
         node: Any = torch._C._current_autograd_node()
@@ -174,6 +191,11 @@ class Recorder(TorchDispatchMode):
         if self._fake and any(map(_is_real, (*args, *kwargs.values()))):
             args, kwargs = pytree.tree_map_only(Tensor, self._twin, (args, kwargs))
         self._numbers.settle()
+        if self.phase == "backward" and self._runs_other_formula():
+            out = func(*args, **kwargs)
+            for tensor in leaves(out):  # the last of them is the gradient, in place of the recorded one
+                self._see(tensor, birth=len(self._record.ops), label="gradient")
+            return out
         if func.is_view:  # no bytes and no kernel; its backward still needs to know where it was called
             self._place(_name(func))
             return func(*args, **kwargs)
