@@ -33,6 +33,10 @@ class ModifiedError(LowtideError, RuntimeError):
     """A tensor that the backward pass needs was changed since the forward pass."""
 
 
+class RestoreError(LowtideError, RuntimeError):
+    """State that a step changed could not be restored; the message names it."""
+
+
 class PlanError(LowtideError, ValueError):
     """A plan is malformed, or belongs to another model or batch."""
 

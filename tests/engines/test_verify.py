@@ -176,12 +176,12 @@ def test_the_noise_of_a_gradient_that_is_nothing_but_roundoff_is_let_pass() -> N
 
 def test_a_plain_step_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["lowtide.engines.verify"]  # the name itself is the function
-    run: Callable[[Workload], Any] = module._run
+    run: Callable[..., Any] = module._run
 
-    def full(work: Workload) -> Any:
+    def full(work: Workload, *others: Any) -> Any:
         if "forward" not in work.model.__dict__:
             raise torch.OutOfMemoryError("the GPU is full")
-        return run(work)
+        return run(work, *others)
 
     monkeypatch.setattr(module, "_run", full)
     work = chain()

@@ -20,7 +20,7 @@ EXAMPLES = 200 if os.environ.get("LOWTIDE_SOAK") else 20
 
 STEPS = (
     "linear", "shared", "relu", "relu_", "dropout", "norm", "batch norm", "residual", "branch", "view", "in place",
-    "checkpoint", "detour", "softmax", "custom",
+    "checkpoint", "detour", "softmax", "custom", "transposed", "picked", "scaled",
 )  # fmt: skip
 
 
@@ -82,6 +82,12 @@ class RandomModel(nn.Module):
             return x * layer(x.detach()).sigmoid()
         if step == "softmax":
             return F.softmax(layer(x), dim=1)
+        if step == "transposed":
+            return layer(x.view(2, -1, WIDTH).transpose(0, 1)).reshape(-1, WIDTH)
+        if step == "picked":
+            return layer(x)[:, torch.arange(WIDTH, device=x.device).flip(0)].max(1, keepdim=True).values * x
+        if step == "scaled":
+            return 0.5 * layer(x) / 3
         return Square.apply(x).clamp(max=4.0)
 
 
@@ -119,4 +125,4 @@ def test_random_models_keep_every_promise(steps, rows, losses, optimizer, seed):
     assert_same(before, snapshot(work))
     assert fake.storage_peak_bytes == real.storage_peak_bytes
     assert [op.name for op in fake.ops] == [op.name for op in real.ops]
-    assert real.peak_bytes == pytest.approx(allocated_peak(model, losses, batch, made), rel=0.01)
+    assert real.peak_bytes == allocated_peak(model, losses, batch, made)

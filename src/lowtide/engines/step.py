@@ -19,6 +19,7 @@ from lowtide.planning.prediction import apply_options
 from lowtide.profiling import Profile, profile
 from lowtide.sizes import format_size
 from lowtide.techniques.technique import Applied
+from lowtide.tracing.others import beside
 from lowtide.workload import Workload, autocast
 
 _MEASURED_STEPS = 3
@@ -45,7 +46,10 @@ def planned(work: Workload, plan: Plan) -> Applied:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the first steps took. ``peak_bytes`` is None on a CPU, where only ``step.profile()`` can tell."""
+    """What the first steps took, without tensors that existed before ``apply`` and are none of the step's.
+
+    ``peak_bytes`` is None on a CPU, where only ``step.profile()`` can tell.
+    """
 
     peak_bytes: int | None
     seconds: float
@@ -63,6 +67,7 @@ class Step:
         self.plan = plan
         self.measured: Measured | None = None
         self._plain = work
+        self._others = beside(work)
         self._applied = planned(work, plan)
         self.work = self._applied.work
         self._warned = False
@@ -87,7 +92,8 @@ class Step:
         loss = self._run(batch)
         if on_gpu:
             torch.cuda.synchronize(device)
-        self._note(time.perf_counter() - start, torch.cuda.max_memory_allocated(device) if on_gpu else None)
+        seconds = time.perf_counter() - start
+        self._note(seconds, torch.cuda.max_memory_allocated(device) if on_gpu else None)
         return loss
 
     def loss(self, batch: Any) -> Tensor:
@@ -133,6 +139,8 @@ class Step:
 
     def _note(self, seconds: float, peak: int | None) -> None:
         before = self.measured
+        others = 0 if self._others is None else self._others.bytes  # those that outlived the step
+        peak = None if peak is None else peak - others
         peaks = [p for p in (peak, before.peak_bytes if before else None) if p is not None]
         steps = before.steps + 1 if before else 1
         # The first step of a process warms caches and autotuners up: its time says nothing.
@@ -141,8 +149,9 @@ class Step:
         if peak is not None and peak > self.plan.budget_bytes and not self._warned:
             self._warned = True
             predicted, promised = format_size(self.plan.peak_bytes), format_size(self.plan.budget_bytes)
+            besides = f", beside {format_size(others)} of other tensors in this process" if others else ""
             warnings.warn(
-                f"A step took {format_size(peak)} of GPU memory, with all that this process holds; "
+                f"A step took {format_size(peak)} of GPU memory{besides}; "
                 f"{predicted} were predicted and {promised} promised",
                 RuntimeWarning,
                 stacklevel=3,

@@ -20,6 +20,7 @@ from lowtide.profiling.profile import finite
 from lowtide.sizes import format_size
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Check, Fidelity
+from lowtide.tracing.others import OtherTensors, beside
 from lowtide.tracing.unchanged import steady, unchanged
 from lowtide.workload import Workload
 
@@ -45,19 +46,20 @@ def verify(work: Workload, plan: Plan) -> Verification:
     plain: _Outcome | None = None
     agreements: tuple[Agreement, ...] = ()
     repeatable = True
+    others = beside(work)
     with ExitStack() as stack:
         try:
             stack.enter_context(steady(work))
-            plain = _run(work)
+            plain = _run(work, others)
         except torch.OutOfMemoryError:
             notes.append("The plain step does not fit on this device, so there is nothing to compare results with.")
         with planned_step(work, plan) as applied:
-            planned = _run(applied.work)
+            planned = _run(applied.work, others)
             traced = profile(applied.work)
         if plain is not None:
             agreements = _compare(plain, planned, _strictest_promise(plan))
             if not all(agreement.holds for agreement in agreements):
-                noise = _Noise(plain, _run(work), _roundoff_noise(work))
+                noise = _Noise(plain, _run(work, others), _roundoff_noise(work))
                 repeatable = noise.is_roundoff
                 notes += noise.notes
                 agreements = tuple(noise.let_pass(agreement, planned) for agreement in agreements)
@@ -154,8 +156,8 @@ class _Outcome:
     seconds: float
 
 
-def _run(work: Workload) -> _Outcome:
-    """A step and what it left; a few more for the time and, on a GPU, the peak. Everything is put back."""
+def _run(work: Workload, others: OtherTensors | None) -> _Outcome:
+    """A step and what it left; a few more for the time and, on a GPU, the peak without ``others``. Restores all."""
     with unchanged(work):
         loss = _step(work)
         model = work.model
@@ -172,6 +174,8 @@ def _run(work: Workload) -> _Outcome:
         parts = {what: {n: _on_host(t) for n, t in part.items()} for what, part in parts.items()}
         del loss
         peak, seconds = _measure(work)
+        if peak is not None and others is not None:
+            peak -= others.bytes
     return _Outcome(parts, peak, seconds)
 
 

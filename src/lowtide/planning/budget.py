@@ -65,7 +65,7 @@ def plans(
     if profile is not None:
         _check_profile(profile, fingerprint)
     baseline = profile or baseline_profile(work, fake=fake, device=device)
-    wanted = resolve_budget(budget, baseline.peak_bytes, baseline.graph.device)
+    wanted = resolve_budget(budget, baseline.peak_bytes, baseline.graph.device, baseline.other_bytes)
     permitted = Permission.of(allow)
     fits = baseline.peak_bytes <= wanted.bytes
     search = Search(work, baseline, "eager" if fits else engine, wanted.bytes)
@@ -99,14 +99,14 @@ class Budget:
     said: str = ""
 
 
-def resolve_budget(budget: float | str, baseline_peak: int, device: str) -> Budget:
+def resolve_budget(budget: float | str, baseline_peak: int, device: str, other_bytes: int = 0) -> Budget:
     """A budget as people write it, in bytes.
 
     >>> resolve_budget("60%", 1000, "cpu").bytes, resolve_budget("6GiB", 1000, "cpu").bytes
     (600, 6442450944)
     """
     if budget == "device":
-        return _device_budget(device)
+        return _device_budget(device, other_bytes)
     if isinstance(budget, str) and budget.strip().endswith("%"):
         try:
             share = float(budget.strip()[:-1])
@@ -137,7 +137,7 @@ def _choices(found: Found, faster_peak: int, base: Baseline, budget: int) -> tup
     return (Choice(option, price.fidelity, base.peak_bytes - found.peak_bytes, price.seconds, why),)
 
 
-def _device_budget(device: str) -> Budget:
+def _device_budget(device: str, other_bytes: int) -> Budget:
     if device == "cpu":
         raise BudgetError("budget='device' is about a GPU, and the step is on a CPU", hint="Write a size: 6GiB.")
     if device == "cuda" and torch.cuda.is_available():
@@ -147,6 +147,9 @@ def _device_budget(device: str) -> Budget:
     else:
         total, outside = find_device(device).memory_bytes, _CONTEXT_BYTES
         whose = "the CUDA context will take about"
+    if other_bytes:
+        outside += other_bytes
+        whose = f"other tensors of this process, {whose}"
     lost = int((total - outside) * _FRAGMENTATION)
     return Budget(
         total - outside - lost,

@@ -97,6 +97,11 @@ class Profile:
         return self.graph.static_bytes
 
     @property
+    def other_bytes(self) -> int:
+        """Held by other tensors of this process while a real step ran on a GPU; no peak counts them."""
+        return self.graph.other_bytes
+
+    @property
     def peak_op(self) -> int:
         """Index of the op that runs at the peak."""
         return self.graph.peak_op
@@ -183,6 +188,7 @@ class Profile:
             "peak_bytes": self.peak_bytes,
             "storage_peak_bytes": self.storage_peak_bytes,
             "static_bytes": self.static_bytes,
+            "other_bytes": self.other_bytes,
             "saved_bytes": self.saved_bytes,
             "seconds": finite(self.seconds),
             "seconds_source": self.seconds_source,
@@ -233,6 +239,8 @@ class Profile:
             for category, size in self.by_category.items()
             if size
         ]
+        if self.other_bytes:
+            lines.append(f"  not counted: {format_size(self.other_bytes)} of other tensors in this process")
         return "\n".join(lines)
 
 

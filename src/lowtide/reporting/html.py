@@ -339,9 +339,11 @@ def _outside(profile: Profile) -> list[Slice]:
     outside = profile.outside
     if outside is None or not outside.device_bytes:
         return []
-    cached = max(0, outside.reserved_bytes - profile.peak_bytes)
+    others = profile.other_bytes
+    cached = max(0, outside.reserved_bytes - profile.peak_bytes - others)
     parts = (
         ("allocated by PyTorch at the peak", COLORS["parameter"], profile.peak_bytes),
+        *([("other tensors of this process", COLORS["input"], others)] if others else ()),
         ("reserved by PyTorch, not allocated", COLORS["optimizer state"], cached),
         ("CUDA context and libraries", COLORS["gradient"], outside.context_bytes),
         ("other processes", COLORS["buffer"], outside.other_bytes),

@@ -299,7 +299,8 @@ def _outside(profile: Profile) -> Text | None:
         ("Outside PyTorch  ", "bold"),
         f"nvidia-smi shows {format_size(total)} for this process: {format_size(outside.reserved_bytes)} "
         f"reserved by the allocator and {format_size(outside.context_bytes)} of CUDA context, "
-        f"of {format_size(outside.device_bytes)} on the device.",
+        f"of {format_size(outside.device_bytes)} on the device."
+        + (f" Other tensors hold {format_size(profile.other_bytes)}." if profile.other_bytes else ""),
     )
 
 

@@ -37,6 +37,11 @@ def engine_adds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller
     return isinstance(args[1], Tensor) and fits(args[0], args[1]) and _held_by(args) == engine_counts()
 
 
+def is_named_in_python(args: tuple[Any, ...]) -> bool:
+    """Whether Python holds a dispatched op's first argument: if not, an op of torch's made it and runs on."""
+    return _held_by(args)[1:] != engine_counts()[1:]
+
+
 def fits(old: Tensor, new: Tensor) -> bool:
     """Whether the sum of two gradients can take the first one's place."""
     return (

@@ -33,6 +33,7 @@ from lowtide.tracing.graph import Graph
 from lowtide.tracing.held import clear_gradients, kept_tensors, modules_of, parameters_of, state_tensors, watch_modules
 from lowtide.tracing.internals import gradient_hooks
 from lowtide.tracing.meter import CpuMeter, CudaMeter, Meter, NoMeter, profiler_is_free
+from lowtide.tracing.others import OtherTensors
 from lowtide.tracing.places import module_hooks
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.unchanged import unchanged
@@ -77,7 +78,7 @@ def trace(
 
 
 def _trace(work: Workload, target: str, calls: dict[str, Call] | None, *, fake: bool, saves: bool) -> Graph:
-    held = _held_gradients(work) if work.device.type == "cuda" else 0
+    gradients = _held_gradients(work) if work.device.type == "cuda" else []
     for after_another in (False, True):
         if calls is not None:
             calls.clear()
@@ -85,16 +86,18 @@ def _trace(work: Workload, target: str, calls: dict[str, Call] | None, *, fake: 
             if fake:
                 graph, is_steady = _trace_fake(work, target, calls, saves=saves, after_another=after_another)
             else:
-                meter = _meter(work.device, held)
-                graph, is_steady = _run(work, meter, target, calls, saves=saves, after_another=after_another)
+                meter = _meter(work.device, gradients)
+                graph, is_steady = _run(
+                    work, meter, target, calls, saves=saves, after_another=after_another, aside=gradients
+                )
         if is_steady:
             break
     return graph
 
 
-def _held_gradients(work: Workload) -> int:
-    """Bytes of gradients that are there already, as CUDA rounds them: they are put aside, and stay allocated."""
-    return sum(-(-p.grad.nbytes // 512) * 512 for p in parameters_of(work) if p.grad is not None)
+def _held_gradients(work: Workload) -> list[Tensor]:
+    """Gradients that exist before the step: they are set aside, and stay allocated."""
+    return [p.grad for p in parameters_of(work) if p.grad is not None]
 
 
 def _trace_fake(
@@ -137,10 +140,12 @@ def _run(
     saves: bool,
     after_another: bool,
     fake: bool = False,
+    aside: Sequence[Tensor] = (),
 ) -> tuple[Graph, bool]:
     """One step under the recorder, and whether it is the steady one: it leaves modules with the tensors they had.
 
-    ``saves`` says whether to list what is saved for backward, ``after_another`` to run another step before.
+    ``saves`` says whether to list what is saved for backward, ``after_another`` to run another step before. A plain
+    step has no tensors set ``aside``.
     """
     first, work = (replace(work, batch=with_own_containers(work.batch)) for _ in range(2))
     recorder = Recorder(meter, calls=calls, fake=fake)
@@ -158,6 +163,8 @@ def _run(
     recorder.start("forward")
     owners = _own_everything(recorder, work, kept_since())
     kept_since = watch_modules(work)
+    if not fake and _counts_whole_process(work.device):
+        recorder.set_apart(OtherTensors(work.device, aside, granularity=meter.granularity))
     modules: dict[str, str] = {}
     with ExitStack() as stack:
         stack.enter_context(_no_garbage_collection())
@@ -347,12 +354,17 @@ def _item(recorder: Recorder, tensor: Tensor) -> float:
     raise DataDependentOutputException(_ITEM)
 
 
-def _meter(device: torch.device, held_bytes: int) -> Meter:
+def _meter(device: torch.device, aside: Sequence[Tensor]) -> Meter:
     if device.type == "cuda":
-        return CudaMeter(device, ignored_bytes=held_bytes)
+        return CudaMeter(device, ignored_bytes=sum(-(-tensor.nbytes // 512) * 512 for tensor in aside))
     if device.type == "cpu":
         return CpuMeter() if profiler_is_free() else NoMeter()
     raise TraceError(f"lowtide does not measure on {device.type} devices", hint="Use a CPU or a CUDA device.")
+
+
+def _counts_whole_process(device: torch.device) -> bool:
+    """Whether the meter reads an allocator's counters, and not the step's own events."""
+    return device.type == "cuda"
 
 
 def _notes(meter: Meter, fake: bool, compiled: set[int], *, saves: bool) -> tuple[str, ...]:

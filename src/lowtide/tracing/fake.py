@@ -19,6 +19,7 @@ from lowtide.batches import map_tensors
 from lowtide.errors import TraceError
 from lowtide.tracing.held import modules_of
 from lowtide.tracing.internals import gradient_hooks
+from lowtide.tracing.restoring import Restoring
 from lowtide.workload import Workload
 
 
@@ -30,16 +31,16 @@ def fake_workload(work: Workload, mode: FakeTensorMode, device: torch.device) ->
     every hook, override and patched ``forward`` on it takes part. Tied weights stay tied.
     """
     twins = _Twins(mode, device)
-    swapped: list[tuple[dict[str, Any], dict[str, Any]]] = []
     foreach_types: list[type] = _foreach_supported_types
-    try:
+    with Restoring() as restoring:
         for module in modules_of(work):
             held: dict[str, Any]
             for held in (module._parameters, module._buffers):
-                swapped.append((held, dict(held)))
+                restoring.add(f"the tensors of {type(module).__name__}", held.update, dict(held))
                 held.update({name: twins(tensor) for name, tensor in held.items() if tensor is not None})
             if isinstance(module, nn.RNNBase):  # it keeps its weights a second time
-                swapped.append((module.__dict__, {"_flat_weights": module._flat_weights}))
+                weights = {"_flat_weights": module._flat_weights}
+                restoring.add("a recurrent layer's weights", module.__dict__.update, weights)
                 module.__dict__["_flat_weights"] = [
                     None if weight is None else twins(weight) for weight in module._flat_weights
                 ]
@@ -50,12 +51,8 @@ def fake_workload(work: Workload, mode: FakeTensorMode, device: torch.device) ->
             optimizer = _fake_optimizer(work.optimizer, twins)
             _carry_hooks(work.optimizer, optimizer)
         foreach_types.append(FakeTensor)  # else optimizers would leave their foreach path
+        restoring.add("torch's list of types", foreach_types.remove, FakeTensor)
         yield replace(work, batch=batch, optimizer=optimizer)
-    finally:
-        if FakeTensor in foreach_types:
-            foreach_types.remove(FakeTensor)
-        for held, original in swapped:
-            held.update(original)
 
 
 class _Twins:

@@ -122,6 +122,7 @@ class Graph:
     fake: bool
     granularity: int = 1  # the allocator rounds every storage up to a multiple of this
     notes: tuple[str, ...] = ()
+    other_bytes: int = 0  # on a GPU: tensors of the process beside the step's, which no peak counts
 
     @cached_property
     def on_device(self) -> tuple[Storage, ...]:

@@ -51,6 +51,13 @@ def kept_tensors(work: Workload, depth: int = _DEPTH) -> Iterator[tuple[str, Ten
                 yield from ((f"{type(module).__name__}.{name}", each) for each in found if isinstance(each, Tensor))
 
 
+def tensors_of(work: Workload) -> list[Tensor]:
+    """All that a step holds between steps: parameters, kept tensors, optimizer states, batch, what the loss holds."""
+    found, _ = _reach([inspect.unwrap(work.loss)], _DEPTH, {})
+    kept = [tensor for _, tensor in kept_tensors(work)] + [each for each in found if isinstance(each, Tensor)]
+    return [*parameters_of(work), *kept, *state_tensors(work.optimizer), *work.tensors()]
+
+
 def holders(work: Workload) -> list[Any]:
     """What modules hold that can come to hold other things: containers and objects, these by their attributes."""
     seen: _Seen = {}

@@ -23,12 +23,13 @@ class Readings:
     """What was measured: for each op its seconds and the bytes that it allocated inside itself.
 
     ``held_bytes`` is allocated during the whole step without being a storage of it: libraries' workspaces
-    (cuBLAS keeps one per thread) and tensors that have nothing to do with the step.
+    (cuBLAS keeps one per thread). ``other_bytes`` belong to tensors that have nothing to do with the step.
     """
 
     seconds: list[float]
     workspace_bytes: list[int]
     held_bytes: int = 0
+    other_bytes: int = 0
 
 
 class Meter(Protocol):
@@ -44,8 +45,11 @@ class Meter(Protocol):
         """Around the next op. Ops with the same key allocate the same inside themselves; None: this one may not."""
         ...
 
-    def readings(self, live: NDArray[np.int64], static_bytes: int) -> Readings:
-        """Given the bytes of storages alive while each op runs and before the step, as the allocator rounds them."""
+    def readings(self, live: NDArray[np.int64], static_bytes: int, other_bytes: int = 0) -> Readings:
+        """Given the bytes of storages alive while each op runs and before the step, as the allocator rounds them.
+
+        ``other_bytes`` are those of tensors that the process holds beside the step's.
+        """
         ...
 
 
@@ -61,7 +65,7 @@ class NoMeter:
     def op(self, key: Hashable = None) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def readings(self, live: NDArray[np.int64], static_bytes: int) -> Readings:
+    def readings(self, live: NDArray[np.int64], static_bytes: int, other_bytes: int = 0) -> Readings:
         return Readings([math.nan] * len(live), [0] * len(live))
 
 
@@ -96,7 +100,7 @@ class CpuMeter:
         if threads is not None:
             self._inside[key] = _inside(threads)
 
-    def readings(self, live: NDArray[np.int64], static_bytes: int) -> Readings:
+    def readings(self, live: NDArray[np.int64], static_bytes: int, other_bytes: int = 0) -> Readings:
         return Readings(self._seconds, [self._inside[key] for key in self._keys])
 
 
@@ -177,9 +181,12 @@ class CudaMeter:
         self._events.append((start, end))
         self._levels.append((before, after["peak"], after["current"]))
 
-    def readings(self, live: NDArray[np.int64], static_bytes: int) -> Readings:
+    def readings(self, live: NDArray[np.int64], static_bytes: int, other_bytes: int = 0) -> Readings:
         seconds = [start.elapsed_time(end) / 1e3 for start, end in self._events]
-        held = self._start - self._ignored_bytes - static_bytes
+        # No more than is allocated: memory of another library, lent to a tensor, is not in the allocator's counters.
+        others = max(0, min(other_bytes, self._start - self._ignored_bytes - static_bytes))
+        aside = self._ignored_bytes + others
+        held = self._start - aside - static_bytes
         workspaces: list[int] = []
         level = static_bytes
         for alive, (before, peak, after) in zip(live.tolist(), self._levels, strict=True):
@@ -187,10 +194,10 @@ class CudaMeter:
             # gave a block that is a little too large: it does not split off less than a MiB.
             kept = (after - before) - (alive - level)
             level = alive
-            if kept > 2**20 and after - self._ignored_bytes - alive > held:
-                held = after - self._ignored_bytes - alive
-            workspaces.append(max(0, peak - self._ignored_bytes - alive - held))
-        return Readings(seconds, workspaces, max(0, held))
+            if kept > 2**20 and after - aside - alive > held:
+                held = after - aside - alive
+            workspaces.append(max(0, peak - aside - alive - held))
+        return Readings(seconds, workspaces, max(0, held), others)
 
     def _allocated(self) -> dict[str, int]:
         return torch._C._cuda_memoryStats(self._device)["allocated_bytes"]["all"]

@@ -70,9 +70,16 @@ class Record:
     places: dict[int, Place] = field(default_factory=dict)  # autograd sequence number -> the forward call
 
     def graph(
-        self, meter: Meter, modules: dict[str, str], *, device: str, fake: bool, notes: tuple[str, ...] = ()
+        self,
+        meter: Meter,
+        modules: dict[str, str],
+        *,
+        device: str,
+        fake: bool,
+        notes: tuple[str, ...] = (),
+        other_bytes: int = 0,
     ) -> Graph:
-        """The step as a frozen graph, with what a meter read of its ops."""
+        """The step as a frozen graph, with what a meter read of its ops; others in the process hold ``other_bytes``."""
         self._own_what_stays()
         end = len(self.ops)
         storages: list[Storage] = []
@@ -109,9 +116,9 @@ class Record:
             meter.granularity,
             notes,
         )
-        readings = meter.readings(graph.live_bytes(allocated=True, ops=end), graph.static_bytes)
+        readings = meter.readings(graph.live_bytes(allocated=True, ops=end), graph.static_bytes, other_bytes)
         if readings.held_bytes:
-            label = "libraries' workspaces and other tensors"
+            label = "libraries' workspaces"
             where = graph.tensor_device
             held = Storage(len(storages), readings.held_bytes, where, "uint8", "workspace", 0, end, label, "", "")
             graph = replace(graph, storages=(*storages, held))
@@ -121,7 +128,7 @@ class Record:
                 zip(self.ops, readings.seconds, readings.workspace_bytes, strict=True)
             )
         ]
-        return replace(graph, ops=tuple(ops))
+        return replace(graph, ops=tuple(ops), other_bytes=readings.other_bytes)
 
     def _own_what_stays(self) -> None:
         """What no op made, and outlives the step, was there before: a mask that the loss or a module holds."""

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, MutableMapping
 from contextlib import contextmanager
 from functools import cache, partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,12 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.errors import TraceError
-from lowtide.tracing.accumulation import ADD_IN_PLACE, engine_adds, engine_counts
+from lowtide.tracing.accumulation import ADD_IN_PLACE, engine_adds, engine_counts, is_named_in_python
 from lowtide.tracing.calls import Call
+from lowtide.tracing.formulas import formula_of
 from lowtide.tracing.generators import has_own_generator, host_states
 from lowtide.tracing.graph import Category, Graph, Phase, Value, signature
+from lowtide.tracing.in_place import DIFFERING, form_after_product, form_in_formula
 from lowtide.tracing.internals import autograd
 from lowtide.tracing.meter import Meter
+from lowtide.tracing.numbers import KeptNumbers
+from lowtide.tracing.others import OtherTensors
 from lowtide.tracing.parts import address, dtype_name, flatten, leaves, parts
 from lowtide.tracing.places import short_name, source_line
 from lowtide.tracing.record import OUTSIDE, LiveOp, LiveStorage, Place, Record, Save
@@ -50,9 +55,13 @@ class Recorder(TorchDispatchMode):
         self._fake = fake
         self._twins: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self._record = Record()
+        self._numbers = KeptNumbers(self._record)
         self._alive: dict[int, int] = {}  # address of a living storage -> index in the record's storages
         self._watch: dict[int, weakref.ref[Any]] = {}
+        self._others: OtherTensors | None = None
         self._opaque = 0
+        self._stands_in = False  # while a plain step's formula is recorded in place of the one that runs
+        self._replaced = -1  # sequence number of the last node with such a formula
         self._node: Any = None
         self._last_node = (-1, 0)  # sequence number of the autograd node that ran last, and its first op
         self._host_states = host_states()
@@ -107,6 +116,12 @@ class Recorder(TorchDispatchMode):
             self._host_states = host_states()
         self.phase = phase
 
+    def set_apart(self, others: OtherTensors) -> None:
+        """Leave out tensors of the process that the step does not use."""
+        for storage in self._alive:
+            others.exclude(storage)
+        self._others = others
+
     def visit(self, node: Any) -> None:
         """Tell which autograd node runs, where torch's engine does not."""
         self._node = node
@@ -124,9 +139,39 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for many times an op: the way through all modes would be long
         with torch._C.DisableTorchFunction():  # what a function mode had to say, it said before autograd
-            if self.phase == "backward" and engine_adds(func, args, kwargs, sys._getframe().f_back):
-                func = ADD_IN_PLACE if self._meets_in_buffer(args[0]) else func
+            if func in DIFFERING and not self._opaque:
+                func = self._plain_form(func, args, kwargs, sys._getframe().f_back)
             return self._dispatch(func, args, kwargs)
+
+    def _plain_form(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType | None) -> Any:
+        """The op that a plain step runs here: it may write in place where torch, under a mode, makes another tensor."""
+        if self.phase == "backward" and engine_adds(func, args, kwargs, caller) and self._meets_in_buffer(args[0]):
+            return ADD_IN_PLACE
+        index = self._alive.get(address(args[0]))
+        if index is None or is_named_in_python(args):
+            return func
+        storage = self._record.storages[index]
+        node: Any = self._node if self._node is not None else torch._C._current_autograd_node()
+        if self.phase == "backward" and node is not None and not torch.is_grad_enabled():
+            number, first = self._last_node
+            is_fresh = number == node._sequence_nr() and storage.birth >= first
+            return form_in_formula(func, node.name(), storage.made_by) if is_fresh else func
+        is_last = any(value.storage == index for op in self._record.ops[-1:] for value in op.outputs)
+        return form_after_product(func, args, storage.made_by) if is_last else func
+
+    def _runs_other_formula(self) -> bool:
+        """Whether the formula that runs is not the plain step's. That one is recorded in its place."""
+        node: Any = self._node if self._node is not None else torch._C._current_autograd_node()
+        if self._stands_in or node is None or torch.is_grad_enabled():
+            return False
+        formula = formula_of(node)
+        if formula is not None and node._sequence_nr() != self._replaced:
+            self._replaced, self._stands_in = node._sequence_nr(), True
+            try:
+                formula(node, lambda func, *args: self._dispatch(func, args, {}))
+            finally:
+                self._stands_in = False
+        return formula is not None
 
     def _meets_in_buffer(self, gradient: Tensor) -> bool:
         """Whether a gradient waits in the engine's buffer: another node made it, or this one has two for one place."""
@@ -145,6 +190,12 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # let the subclass unwrap: we count what it is made of
         if self._fake and any(map(_is_real, (*args, *kwargs.values()))):
             args, kwargs = pytree.tree_map_only(Tensor, self._twin, (args, kwargs))
+        self._numbers.settle()
+        if self.phase == "backward" and self._runs_other_formula():
+            out = func(*args, **kwargs)
+            for tensor in leaves(out):  # the last of them is the gradient, in place of the recorded one
+                self._see(tensor, birth=len(self._record.ops), label="gradient")
+            return out
         if func.is_view:  # no bytes and no kernel; its backward still needs to know where it was called
             self._place(_name(func))
             return func(*args, **kwargs)
@@ -154,6 +205,7 @@ class Recorder(TorchDispatchMode):
         with self._meter.op(_kind(func, inputs, arguments)):
             out = func(*args, **kwargs)
         self._finish(_name(func), inputs, leaves(out), arguments, own_generator=has_own_generator(args, kwargs))
+        self._numbers.note(args, out)
         if self._calls is not None and (key := signature(_name(func), inputs, arguments)) not in self._calls:
             self._calls[key] = Call.of(func, args, kwargs)
         return out
@@ -220,6 +272,7 @@ class Recorder(TorchDispatchMode):
         node = self._node if self._node is not None else torch._C._current_autograd_node()
         if node is not None and node._sequence_nr() != self._last_node[0]:
             self._last_node = (node._sequence_nr(), len(self._record.ops))
+            self._numbers.run(node._sequence_nr())
         builds_graph = torch.is_grad_enabled()
         if self.phase == "backward" and not (builds_graph and node is not None):
             forward = self._record.places.get(node._sequence_nr()) if node is not None else None
@@ -310,6 +363,8 @@ class Recorder(TorchDispatchMode):
         if address not in self._watch:
             self._watch[address] = weakref.ref(untyped, lambda _, a=address: self._died(a))
         self._alive[address] = index
+        if self._others is not None:
+            self._others.exclude(address)
         return index
 
     def _died(self, address: int) -> None:
@@ -323,7 +378,8 @@ class Recorder(TorchDispatchMode):
     def graph(self, modules: dict[str, str], *, device: str, fake: bool, notes: tuple[str, ...] = ()) -> Graph:
         """The step as a frozen graph. Stops following storages."""
         self._watch.clear()
-        return self._record.graph(self._meter, modules, device=device, fake=fake, notes=notes)
+        others = 0 if self._others is None else self._others.bytes
+        return self._record.graph(self._meter, modules, device=device, fake=fake, notes=notes, other_bytes=others)
 
 
 def _is_real(value: Any) -> bool:

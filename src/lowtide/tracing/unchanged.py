@@ -27,6 +27,7 @@ from lowtide.tracing.held import (
     watch_modules,
 )
 from lowtide.tracing.internals import autograd, gradient_hooks
+from lowtide.tracing.restoring import Restoring
 from lowtide.workload import Workload
 
 
@@ -39,20 +40,20 @@ def unchanged(work: Workload, *, fake: bool = False) -> Generator[None]:
     nothing is copied for it. What they hold is theirs too, in containers, objects and what hooks close over. What is
     neither in them nor in the batch (a generator of the user's own, a file) is beyond it.
     """
-    with ExitStack() as stack:
-        stack.callback(_restore_generators, _generators())
+    with Restoring() as restoring:
+        _keep_generators(restoring)
         modules = modules_of(work)
         for holder in (*holders(work), *(module.__dict__ for module in modules)):
-            stack.callback(_restore_content, holder, dict(holder) if isinstance(holder, dict) else list(holder))
+            _keep_content(restoring, "what modules hold", holder)
         parameters = parameters_of(work)
-        leaves = trainable(work)
-        stack.callback(_restore_gradients, leaves, [leaf.grad for leaf in leaves])
-        for leaf in leaves:
+        names = _Names(work)
+        for leaf in trainable(work):
+            restoring.add(f"the gradient of {names[leaf]}", setattr, leaf, "grad", leaf.grad)
             leaf.grad = None
         for store in _stores(parameters):
-            stack.callback(store.set_aside())
+            restoring.add("stored gradients", store.set_aside())
         if work.optimizer is not None:
-            stack.callback(_restore_optimizer, work.optimizer, *_optimizer_snapshot(work.optimizer))
+            _keep_optimizer(restoring, work.optimizer, names)
         kept = {id(tensor): tensor for _, tensor in kept_tensors(work)}
         if not fake:
             near = {id(tensor) for _, tensor in kept_tensors(work, depth=1)}
@@ -61,10 +62,10 @@ def unchanged(work: Workload, *, fake: bool = False) -> Generator[None]:
             backups = [_Backup(tensor, counts=False) for tensor in written.values() if _has_values(tensor)]
             backups += [_Backup(t) for t in work.tensors() if id(t) not in written and _has_values(t)]
             for backup in backups:
-                stack.callback(backup.restore)
+                restoring.add(names[backup.tensor], backup.restore)
         for tensor in kept.values():
             if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference():
-                stack.callback(_restore_data, tensor, tensor.data)
+                restoring.add(names[tensor], _restore_data, tensor, tensor.data)
         yield
 
 
@@ -102,8 +103,7 @@ class _Backup:
     def restore(self) -> None:
         if self.counts and self.tensor._version == self.version:
             return
-        with torch.no_grad():
-            _distinct(self.tensor).copy_(self.values)
+        _distinct(self.tensor).copy_(self.values)
         autograd._unsafe_set_version_counter((self.tensor,), (self.version,))
 
 
@@ -133,9 +133,24 @@ def _stores(parameters: list[Tensor]) -> set[Any]:
     return {hook for hook in hooks if hasattr(hook, "set_aside")}
 
 
-def _restore_gradients(parameters: list[Tensor], gradients: list[Tensor | None]) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
+class _Names:
+    """Tensors as an error names them."""
+
+    def __init__(self, work: Workload) -> None:
+        found = [(tensor, name) for name, tensor in kept_tensors(work)]
+        found += [(tensor, "the batch") for tensor in work.tensors()]
+        found += [(tensor, name) for name, tensor in (*work.model.named_buffers(), *work.model.named_parameters())]
+        self._names = {id(tensor): name for tensor, name in found}
+        for parameter, state in work.optimizer.state.items() if work.optimizer is not None else ():
+            for key, value in state.items():
+                self._names[id(value)] = f"the optimizer's {key} of {self[parameter]}"
+
+    def __getitem__(self, tensor: Any) -> str:
+        return self._names.get(id(tensor), "a parameter outside of the model")
+
+
+def _keep_content(restoring: Restoring, what: str, holder: Any) -> None:
+    restoring.add(what, _restore_content, holder, dict(holder) if isinstance(holder, dict) else list(holder))
 
 
 def _restore_content(holder: Any, content: dict[Any, Any] | list[Any]) -> None:
@@ -157,41 +172,34 @@ def _items(holder: Any) -> Iterable[Any]:
     return chain(holder, holder.values()) if isinstance(holder, dict) else holder
 
 
-def _optimizer_snapshot(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
-    groups = [dict(group) for group in optimizer.param_groups]
-    return dict(optimizer.__dict__), states, groups
+def _keep_optimizer(restoring: Restoring, optimizer: torch.optim.Optimizer, names: _Names) -> None:
+    """Keep attributes, states and groups. Attributes come first when all is restored: they hold the others."""
+    for group in optimizer.param_groups:
+        _keep_content(restoring, "a parameter group of the optimizer", group)
+    _keep_content(restoring, "the parameter groups of the optimizer", optimizer.param_groups)
+    for parameter, state in optimizer.state.items():
+        what = f"the optimizer's state of {names[parameter]}"
+        restoring.add(what, _restore_state, optimizer, parameter, dict(state))
+    restoring.add("the optimizer's states", _drop_states, optimizer, set(optimizer.state))
+    _keep_content(restoring, "the optimizer's attributes", optimizer.__dict__)
 
 
-def _restore_optimizer(
-    optimizer: torch.optim.Optimizer,
-    attributes: dict[str, Any],
-    states: dict[Tensor, dict[str, Any]],
-    groups: list[dict[str, Any]],
-) -> None:
-    optimizer.__dict__.clear()
-    optimizer.__dict__.update(attributes)
+def _restore_state(optimizer: torch.optim.Optimizer, parameter: Tensor, state: dict[str, Any]) -> None:
+    held = optimizer.state[parameter]
+    held.clear()
+    held.update(state)
+
+
+def _drop_states(optimizer: torch.optim.Optimizer, known: set[Tensor]) -> None:
+    """Drop the states that the step made."""
     for parameter in list(optimizer.state):
-        if parameter not in states:
+        if parameter not in known:
             del optimizer.state[parameter]
-    for parameter, state in states.items():
-        held = optimizer.state[parameter]
-        held.clear()
-        held.update(state)
-    for group, original in zip(optimizer.param_groups, groups, strict=True):
-        group.clear()
-        group.update(original)
 
 
-def _generators() -> tuple[Any, ...]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
-
-
-def _restore_generators(states: tuple[Any, ...]) -> None:
-    cpu, cuda, python, numpy = states
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state_all(cuda)
-    random.setstate(python)
-    np.random.set_state(numpy)
+def _keep_generators(restoring: Restoring) -> None:
+    restoring.add("torch's generator", torch.set_rng_state, torch.get_rng_state())
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        restoring.add("CUDA's generators", torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+    restoring.add("Python's generator", random.setstate, random.getstate())
+    restoring.add("numpy's generator", np.random.set_state, np.random.get_state())

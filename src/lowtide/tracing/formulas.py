@@ -1,0 +1,104 @@
+"""Backward formulas that ATen computes another way under a dispatch mode.
+
+A plain step looks at values there (whether a factor is zero, whether a maximum is nan) and then takes a short way, with
+other temporaries. Each formula here runs the short way's ops on stand-ins, in the plain step's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+Run = Callable[..., Any]  # an op and its arguments: runs and records it
+
+
+def formula_of(node: Any) -> Callable[[Any, Run], None] | None:
+    """What a plain step computes in an autograd node, where that is not what runs under a mode."""
+    name = node.name()
+    found = _FORMULAS.get(name)
+    if found is None or (found is _share_evenly and node._input_metadata[0].device.type != "cpu"):
+        return None
+    return found
+
+
+def _share_evenly(node: Any, run: Run) -> None:
+    """``x.max()`` and its like: equal shares for all elements that are the maximum."""
+    grad, x = _gradient(node), _input(node)
+    run(aten.isnan.default, grad)
+    mask = run(aten.eq.Tensor, x, grad)
+    zeros = run(aten.new_zeros.default, grad, x.shape)
+    share = run(aten.div.Tensor, grad, run(aten.sum.default, mask))
+    run(aten.masked_fill_.Tensor, zeros, mask, share)
+
+
+def _prod(node: Any, run: Run) -> None:
+    """``x.prod()``, no factor of which is zero."""
+    grad, x = _gradient(node), _input(node)
+    run(aten.eq.Scalar, x, 0)
+    quotient = run(aten.div.Tensor, grad, x)
+    run(aten.mul.Tensor, grad, quotient)
+
+
+def _prod_along(node: Any, run: Run) -> None:
+    """``x.prod(dim)``, no factor of which is zero."""
+    grad, x, dim = _gradient(node), _input(node), _dim(node)
+    if grad.ndim < x.ndim:
+        grad = grad.unsqueeze(dim)
+    is_zero = run(aten.eq.Scalar, x, 0)
+    zeros = run(aten.sum.dim_IntList, is_zero, [dim], True)
+    run(aten.sum.default, zeros)
+    quotient = run(aten.div.Tensor, grad, x)
+    run(aten.mul.Tensor, grad, quotient)
+
+
+def _cumprod(node: Any, run: Run) -> None:
+    """``x.cumprod(dim)``, no factor of which is zero."""
+    grad, x, dim = _gradient(node), _input(node), _dim(node)
+    if x.numel() <= 1 or x.shape[dim] == 1:
+        return
+    product = run(aten.mul.Tensor, grad, grad)
+    is_zero = run(aten.eq.Scalar, x, 0)
+    run(aten.any.default, is_zero)
+    reversed_sum = _reversed_sum(product, dim, run)
+    run(aten.div.Tensor, reversed_sum, x)
+
+
+def _reversed_sum(product: Tensor, dim: int, run: Run) -> Tensor:
+    flipped = run(aten.flip.default, product, [dim])
+    summed = run(aten.cumsum.default, flipped, dim)
+    return run(aten.flip.default, summed, [dim])
+
+
+def _gradient(node: Any) -> Tensor:
+    return _stand_in(node._input_metadata[0])
+
+
+def _input(node: Any) -> Tensor:
+    target, slot = node.next_functions[0]
+    return _stand_in(target._input_metadata[slot])
+
+
+def _stand_in(metadata: Any) -> Tensor:
+    """A tensor of one element, shown in a shape."""
+    return torch.ones((), dtype=metadata.dtype, device=metadata.device).expand(metadata.shape)
+
+
+def _dim(node: Any) -> int:
+    dim: int = node._saved_dim
+    return dim - 2**64 if dim >= 2**63 else dim  # autograd shows it without a sign
+
+
+_FORMULAS: dict[str, Callable[[Any, Run], None]] = {
+    "MaxBackward1": _share_evenly,
+    "MinBackward1": _share_evenly,
+    "MedianBackward0": _share_evenly,
+    "NanmedianBackward0": _share_evenly,
+    "ProdBackward0": _prod,
+    "ProdBackward1": _prod_along,
+    "CumprodBackward0": _cumprod,
+}
