@@ -219,7 +219,7 @@ def test_what_it_cannot_do_is_refused_with_a_reason():
         linear_cross_entropy(x[:, :9], w, target)
     for reduction in REDUCTIONS:
         loss = linear_cross_entropy(x, w, target, b, reduction=reduction).sum()
-        with pytest.raises(LowtideError, match="twice"):
+        with pytest.raises(LowtideError, match="no gradients of gradients"):
             torch.autograd.grad(loss, x, create_graph=True)
 
 

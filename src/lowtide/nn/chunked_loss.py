@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from lowtide.errors import LowtideError
 from lowtide.kernels import chunked_loss as kernels
 from lowtide.kernels.chunked_loss import Rules, wide
+from lowtide.nn.second_order import refuse_create_graph
 from lowtide.tracing.internals import autograd
 
 Reduction = Literal["mean", "sum", "none"]
@@ -264,11 +265,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> Any:
-        if torch.is_grad_enabled():  # create_graph: what follows would be a constant to it, without a word
-            raise LowtideError(
-                "Linear + cross entropy in chunks cannot be differentiated twice",
-                hint="Use F.cross_entropy(F.linear(input, weight, bias), target) where create_graph=True.",
-            )
+        refuse_create_graph(
+            "Linear + cross entropy in chunks",
+            hint="Use F.cross_entropy(F.linear(input, weight, bias), target) where create_graph=True.",
+        )
         gradient = outputs[0].to(wide(ctx.precision.logits))
         if ctx.early:
             *gradients, later = ctx.saved_tensors

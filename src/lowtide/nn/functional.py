@@ -82,7 +82,7 @@ def batch_norm_act(
         _count(running)
         return _plain(x, weight, bias, running, residual, spec)
     if torch.compiler.is_compiling() and group is None:
-        mean, var, _ = statistics or batch_statistics(x, running)
+        mean, var, *_ = statistics or batch_statistics(x, running)
         affine = Affine(mean, 1 / torch.sqrt(var + eps), weight, bias)
         return compiled.normalize_act(x, affine, act, residual, rebuild=rebuild)
     if _KEEPS[spec.strategy] == "z" and not inverse_is_safe(x, weight, bias, act):
@@ -110,11 +110,15 @@ def resolve(
 
 
 class Statistics(NamedTuple):
-    """The mean and the biased variance of each channel; over a process group, also how backward sums over it."""
+    """The mean and the biased variance of each channel; over a process group, also how backward sums over it.
+
+    ``of_input``: False for statistics of more than this call's input.
+    """
 
     mean: Tensor
     var: Tensor
     sums: Sums | None = None
+    of_input: bool = True
 
 
 def batch_statistics(x: Tensor, running: Running, group: Any = None) -> Statistics:
@@ -288,7 +292,7 @@ def _forward(
 def _affine(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, running: Running) -> Affine:
     spec: _Spec = ctx.spec
     if spec.training:
-        mean, var, ctx.sums = spec.statistics or batch_statistics(x, running, spec.group)
+        mean, var, ctx.sums, _ = spec.statistics or batch_statistics(x, running, spec.group)
     else:
         assert running.mean is not None
         assert running.var is not None
@@ -352,6 +356,8 @@ def _differentiable_backward(ctx: Any, dz: Tensor) -> Any:
     spec: _Spec = ctx.spec
     if ctx.sums is not None:
         raise LowtideError("There are no gradients of gradients over a process group", where=str(spec.where))
+    if spec.statistics is not None and not spec.statistics.of_input:
+        raise LowtideError("There are no gradients of gradients by given statistics", where=str(spec.where))
     if ctx.keeps != "x":
         raise LowtideError(
             f"strategy={spec.strategy!r} gives no gradients of gradients",

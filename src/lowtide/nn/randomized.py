@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from lowtide.errors import LowtideError
 from lowtide.kernels import randomized as kernels
 from lowtide.kernels.reference.randomized import Kind, Sketch
+from lowtide.nn.second_order import refuse_create_graph
 
 
 class RandomizedLinear(nn.Linear):
@@ -145,8 +145,8 @@ class _RandomizedLinear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_create_graph("A randomized linear layer", hint="Use nn.Linear there.")
         weight, kept, seed = ctx.saved_tensors
         ctx.latest.forget()
         rows = dy.reshape(-1, dy.shape[-1])

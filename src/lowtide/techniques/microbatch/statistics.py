@@ -24,6 +24,7 @@ from lowtide.errors import LowtideError
 from lowtide.nn.batchnorm import _BatchNormAct
 from lowtide.nn.functional import Statistics, batch_norm_act
 from lowtide.nn.renorm import _BatchRenormAct
+from lowtide.nn.second_order import refuse_create_graph
 from lowtide.techniques.technique import Undo
 
 _torch: Any = torch  # which has no types for its functions of many tensors
@@ -304,7 +305,7 @@ class _RunByWhole(_ByWhole):
             eps=norm.eps,
             residual=residual,
             rebuild=residual is None or norm.rebuild_joins,
-            statistics=Statistics(*self.statistics()),
+            statistics=Statistics(*self.statistics(), of_input=False),
             where=norm,
         )
 
@@ -326,8 +327,8 @@ class _Normalize(torch.autograd.Function):
         return torch.nn.functional.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_create_graph("A batch norm by the statistics of all pieces", hint="Leave out exact=True.")
         x, weight, mean, var, invstd = ctx.saved_tensors
         needs = ctx.needs_input_grad
         dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
