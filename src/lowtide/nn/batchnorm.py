@@ -14,6 +14,7 @@ from lowtide.kernels.activations import Activation
 from lowtide.nn.functional import Strategy, batch_norm_act, resolve
 from lowtide.nn.guard import forget
 from lowtide.nn.rebuild import watch
+from lowtide.tracing.internals import in_backward
 
 
 class _BatchNormAct(_BatchNorm):
@@ -96,7 +97,7 @@ class _BatchNormAct(_BatchNorm):
         batches = self.num_batches_tracked if self.training and self.track_running_stats else None
         if momentum is None:
             momentum = 0.0
-            if batches is not None:
+            if batches is not None and not in_backward():
                 batches.add_(1)
                 momentum, batches = 1.0 / float(batches), None
         training = self.training or (mean is None and var is None)

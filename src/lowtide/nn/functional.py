@@ -22,6 +22,7 @@ from lowtide.kernels.reference.batchnorm import Affine, Keeps, Running, Sums
 from lowtide.nn import compiled
 from lowtide.nn.guard import inverse_is_safe
 from lowtide.nn.rebuild import scope
+from lowtide.tracing.internals import in_backward
 
 Strategy = Literal["auto", "standard", "checkpoint", "checkpoint_xhat", "inplace", "inplace2"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
@@ -66,7 +67,8 @@ def batch_norm_act(
 
     Where z itself is not kept, whoever saves it gets a recipe to save instead, inside the forward of a module or under
     ``lowtide.nn.keep_one_buffer()``. An in-place strategy falls back to "checkpoint" where some channel's |β/γ| is so
-    large that z does not tell x. Running statistics are updated in place, once, and batches counted. With a process
+    large that z does not tell x. Running statistics are updated in place, once, and batches counted; a checkpoint's
+    second run in backward leaves them alone. With a process
     ``group``, statistics are those of all its members' batches. Who needs ``statistics`` before gives them: then no
     running statistics. ``rebuild=False`` lets readers keep z beside what this layer keeps. ``where``: for errors.
     """
@@ -78,6 +80,8 @@ def batch_norm_act(
     rebuild = rebuild and needs_grad and chosen != "standard"
     spec = _Spec(act, chosen, training, eps, rebuild, group, statistics, where)
     running = Running(running_mean, running_var, momentum, num_batches_tracked if training else None)
+    if training and in_backward():
+        running = _copied(running)
     if _runs_plain(x, residual, spec, needs_grad):
         _count(running)
         return _plain(x, weight, bias, running, residual, spec)
@@ -133,6 +137,12 @@ def batch_statistics(x: Tensor, running: Running, group: Any = None) -> Statisti
         _count(running)
         return Statistics(*compiled.statistics(x, running))
     return Statistics(*kernels.statistics(x, running))
+
+
+def _copied(running: Running) -> Running:
+    """Statistics for a recomputation to move. Not None: a checkpoint compares what both runs save."""
+    mean, var = (None if t is None else t.clone() for t in (running.mean, running.var))
+    return Running(mean, var, running.momentum)
 
 
 def _count(running: Running) -> None:

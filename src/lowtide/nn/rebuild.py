@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
-from lowtide.tracing.internals import autograd
+from lowtide.tracing.internals import autograd, in_backward
 
 
 class Record:
@@ -252,7 +252,7 @@ def may_open() -> bool:
     top = autograd._top_saved_tensors_default_hooks(True)
     return (
         torch.is_grad_enabled()
-        and torch._C._current_graph_task_id() == -1  # a recomputation in backward
+        and not in_backward()
         and (top is None or getattr(top[0], "__module__", "") != "torch.utils.checkpoint")
         and autograd._saved_tensors_hooks_get_disabled_error_message() is None
         and not torch._C._are_functorch_transforms_active()

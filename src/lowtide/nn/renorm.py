@@ -20,6 +20,7 @@ from lowtide.kernels.activations import Activation
 from lowtide.kernels.reference.batchnorm import Running
 from lowtide.nn.batchnorm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, _BatchNormAct
 from lowtide.nn.functional import Statistics, Strategy, batch_norm_act, batch_statistics
+from lowtide.tracing.internals import RESTORED, in_backward
 
 Limit = float | Callable[[Tensor], float | Tensor]
 
@@ -94,6 +95,12 @@ class _BatchRenormAct(_BatchNormAct):
     def _correction(self, input: Tensor) -> tuple[Statistics, Tensor, Tensor]:
         """The statistics of the batch, and r and d: against the running ones as they were before it."""
         mean, var, count = self.running_mean, self.running_var, self.num_batches_tracked
+        if in_backward() and not getattr(mean, RESTORED, False):
+            raise LowtideError(
+                "Batch Renormalization reads its running statistics, which have moved since the checkpoint's first run",
+                where=repr(self),
+                hint="Leave the layer out of the checkpoint, or let a lowtide plan choose what to recompute.",
+            )
         if mean is None or var is None or count is None:
             raise LowtideError("Batch Renormalization needs running statistics, and none are tracked", where=repr(self))
         rmax = self.rmax if isinstance(self.rmax, (int, float)) else self.rmax(count)

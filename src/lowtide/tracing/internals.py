@@ -3,12 +3,42 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 autograd: Any = vars(torch._C)["_autograd"]  # saved-tensor hooks, sequence numbers, version counters, the profiler
+
+
+RESTORED = "_lowtide_restored"  # of a buffer's copy: it holds what the first run of a recomputed part found
+
+
+class _Thread(threading.local):
+    runs_backward = False  # by ``tracing.backward``
+
+
+_thread = _Thread()
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs in this thread: a module's forward is then a checkpoint's recomputation."""
+    if torch.compiler.is_compiling():
+        return False
+    return _thread.runs_backward or torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def backward_in_python() -> Generator[None]:
+    """Have ``in_backward`` know of a backward pass that is not the engine's."""
+    _thread.runs_backward = True
+    try:
+        yield
+    finally:
+        _thread.runs_backward = False
 
 
 def gradient_hooks(parameter: Tensor) -> dict[int, Any]:

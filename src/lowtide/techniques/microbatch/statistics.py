@@ -26,6 +26,7 @@ from lowtide.nn.functional import Statistics, batch_norm_act
 from lowtide.nn.renorm import _BatchRenormAct
 from lowtide.nn.second_order import refuse_create_graph
 from lowtide.techniques.technique import Undo
+from lowtide.tracing.internals import in_backward
 
 _torch: Any = torch  # which has no types for its functions of many tensors
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -273,7 +274,7 @@ class _ByWhole:
 
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Of the call that comes: calls are counted, and in a recomputation there can be but one."""
-        if len(self.whole) > 1 and torch._C._current_graph_task_id() != -1:
+        if len(self.whole) > 1 and in_backward():
             raise LowtideError(
                 "A batch norm that runs several times in a step, and again in backward, has no known statistics",
                 hint="Leave out exact=True, or the recomputation.",
