@@ -316,6 +316,22 @@ def test_an_activation_in_place_may_follow():
     assert layer.weight.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("large", ["x", "dy"])
+def test_float16_sketches_of_large_values_do_not_overflow(kind, large):
+    torch.manual_seed(0)
+    layer = RandomizedLinear(16, 4, ratio=0.1, sketch=kind, device=DEVICE)
+    x, dy = (2 + torch.rand(1024, features, device=DEVICE) for features in (16, 4))
+    x, dy = (x * 1e4, dy * 1e-4) if large == "x" else (x * 1e-4, dy * 1e4)
+    found = []
+    for dtype in (torch.float16, torch.float64):
+        made = copy.deepcopy(layer).to(dtype)
+        torch.manual_seed(1)  # the same S for both
+        made(x.half().to(dtype)).backward(dy.half().to(dtype))
+        found.append(made.weight.grad.double())
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2 * float(found[1].abs().max()))
+
+
 @pytest.mark.parametrize("needs_input", [True, False])
 def test_gradients_of_gradients_are_refused(needs_input):
     _, layer = pair()

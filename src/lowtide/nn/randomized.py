@@ -120,10 +120,11 @@ def _randomized(x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch) 
 
     def make() -> _Kept:
         with torch.no_grad():
-            return _Kept(kernels.project(x.reshape(-1, x.shape[-1]), seed, sketch), seed)
+            made, scale = kernels.project_scaled(x.reshape(-1, x.shape[-1]), seed, sketch)
+            return _Kept(made, seed, scale)
 
     latest = _latest.of_thread
-    return _RandomizedLinear.apply(x, weight, bias, *latest.sketch(given, (sketch, x.dtype), make), sketch, latest)
+    return _RandomizedLinear.apply(x, weight, bias, latest.sketch(given, (sketch, x.dtype), make), sketch, latest)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -133,31 +134,31 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 class _RandomizedLinear(torch.autograd.Function):
     """One node, which keeps the weight, the sketch and its seed.
 
-    The two are saved together: whoever makes saved tensors again makes a pair that fits.
+    All are saved together: whoever recomputes saved tensors recomputes some that fit.
     """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Any, kept: Tensor, seed: Tensor, sketch: Sketch, latest: _Latest
+        ctx: Any, x: Tensor, weight: Tensor, bias: Any, kept: _Kept, sketch: Sketch, latest: _Latest
     ) -> Tensor:
         ctx.sketch, ctx.latest = sketch, latest
-        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, kept, seed)
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *(t for t in kept if t is not None))
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         refuse_create_graph("A randomized linear layer", hint="Use nn.Linear there.")
-        weight, kept, seed = ctx.saved_tensors
+        weight, kept, seed, *scale = ctx.saved_tensors
         ctx.latest.forget()
         rows = dy.reshape(-1, dy.shape[-1])
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
             dx = rows.mm(weight).view(*dy.shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[1]:
-            dweight = kernels.project(rows, seed, ctx.sketch).t().mm(kept)
+            dweight = kernels.product(*kernels.project_scaled(rows, seed, ctx.sketch), kept, *scale)
         if ctx.needs_input_grad[2]:
             dbias = rows.sum(0)
-        return dx, dweight, dbias, None, None, None, None
+        return dx, dweight, dbias, None, None, None
 
 
 # -- one sketch for all that read the same input -----------------------------------------------------------
@@ -166,6 +167,7 @@ class _RandomizedLinear(torch.autograd.Function):
 class _Kept(NamedTuple):
     sketch: Tensor
     seed: Tensor
+    scale: Tensor | None = None  # of a sketch in float16
 
 
 class _Latest:
