@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.nn import BatchNormAct2d
+from lowtide.nn import BatchNormAct2d, BatchRenormAct2d
 from tests.nn.plain import ACTIVATIONS, LAYERS, NORMS, ONE_BUFFER, assert_same_step, pair, step
 from tests.nn.test_kept import SHAPE, kept_by_allocator, network
 
 OPTIONS = [
     {},
+    {"bias": False},
     {"affine": False},
     {"track_running_stats": False},
     {"affine": False, "track_running_stats": False},
@@ -146,6 +147,13 @@ def test_a_model_can_be_copied_after_a_step():
         net.zero_grad()
         net(x).square().sum().backward()
     torch.testing.assert_close([p.grad for p in made.parameters()], [p.grad for p in model.parameters()])
+
+
+def test_torch_fx_has_a_layer_for_a_leaf():
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), BatchNormAct2d(4, "silu"), BatchRenormAct2d(4))
+    traced, x = torch.fx.symbolic_trace(copy.deepcopy(model)), torch.randn(3, 4, 6, 6)
+    assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == ["0", "1", "2"]
+    assert torch.equal(traced(x), model(x))
 
 
 @pytest.mark.parametrize("strategy", ONE_BUFFER)
