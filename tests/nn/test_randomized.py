@@ -316,6 +316,22 @@ def test_an_activation_in_place_may_follow():
     assert layer.weight.grad.isfinite().all()
 
 
+def test_a_write_through_data_between_layers_that_share_an_input_is_seen():
+    torch.manual_seed(0)
+    layers = [RandomizedLinear(16, 4, ratio=0.5, sketch="rows", device=DEVICE) for _ in range(2)]
+    for _ in range(4):
+        found = []
+        for scale in (lambda h: h.data.mul_(3), lambda h: h.mul_(3)):
+            torch.manual_seed(1)
+            h = torch.randn(40, 16, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+            y = layers[0](h)
+            scale(h)
+            (y.sum() + layers[1](h).sum()).backward()
+            found.append(layers[1].weight.grad.clone())
+            layers[1].weight.grad = None
+        assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("large", ["x", "dy"])
 def test_float16_sketches_of_large_values_do_not_overflow(kind, large):

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.func import functional_call
@@ -19,7 +19,7 @@ from lowtide.errors import LowtideError
 from lowtide.kernels import batchnorm as kernels
 from lowtide.kernels.activations import Activation
 from lowtide.kernels.reference.batchnorm import Affine, Keeps, Running, Sums
-from lowtide.nn import compiled
+from lowtide.nn import compiled, hidden_writes
 from lowtide.nn.guard import inverse_is_safe
 from lowtide.nn.rebuild import scope
 from lowtide.tracing.internals import in_backward
@@ -233,8 +233,9 @@ class _BatchNormAct(torch.autograd.Function):
         record = None
         if ctx.keeps != "z" and spec.rebuild and scope.is_open:
             copies = _copies_for_rebuild(weight, bias, learned)
-            record = scope.register(z, lambda: _rebuild(ctx, copies))
+            record = scope.register(z, lambda: _rebuild(ctx, copies), _owner(spec, x, weight))
         ctx.record = None if record is None else weakref.ref(record)  # the record holds the node
+        ctx.z = hidden_writes.Kept(z, hidden_writes.calls_of(_owner(spec, x, weight))) if ctx.keeps == "z" else None
         return z
 
     @staticmethod
@@ -312,6 +313,11 @@ def _affine(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, run
     return Affine(mean, kernels.inverse_deviation(var, spec.eps), weight, bias)
 
 
+def _owner(spec: _Spec, x: Tensor, weight: Tensor | None) -> object:
+    """Whose first calls are checked for hidden writes: the layer, or in a function's call its parameter."""
+    return spec.where if isinstance(spec.where, nn.Module) else x if weight is None else weight
+
+
 def _versions(affine: Affine) -> tuple[int, int]:
     """Of γ and β: whether somebody wrote to them since."""
     weight, bias = affine.weight, affine.bias
@@ -327,7 +333,10 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
             hint="Call optimizer.step() after backward().",
         )
     try:
-        return ctx.saved_tensors
+        saved = ctx.saved_tensors
+        if ctx.z is not None and ctx.z.is_written(saved[0]):
+            raise RuntimeError("an inplace operation through .data")
+        return saved
     except RuntimeError as error:
         if "inplace operation" not in str(error):
             raise

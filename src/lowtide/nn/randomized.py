@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from lowtide.errors import LowtideError
 from lowtide.kernels import randomized as kernels
 from lowtide.kernels.reference.randomized import Kind, Sketch
+from lowtide.nn.hidden_writes import Calls, Values, calls_of, read
 from lowtide.nn.second_order import refuse_create_graph
 
 
@@ -108,7 +109,7 @@ def _randomized(x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch) 
     seed = kernels.draw_seed(x.device)
     if not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    given = x
+    given, calls = x, calls_of(weight)
     # As autocast does, but with gradients: inside of a function its cache would hold a weight that has none.
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
@@ -124,7 +125,9 @@ def _randomized(x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch) 
             return _Kept(made, seed, scale)
 
     latest = _latest.of_thread
-    return _RandomizedLinear.apply(x, weight, bias, latest.sketch(given, (sketch, x.dtype), make), sketch, latest)
+    return _RandomizedLinear.apply(
+        x, weight, bias, latest.sketch(given, (sketch, x.dtype), make, calls), sketch, latest
+    )
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -181,20 +184,25 @@ class _Latest:
         self._input: weakref.ref[Tensor] | None = None
         self._key: object = None
         self._kept: _Kept | None = None
+        self._values: Values | None = None
 
-    def sketch(self, x: Tensor, how: object, make: Callable[[], _Kept]) -> _Kept:
-        """That of x, if it is the last one and still right."""
+    def sketch(self, x: Tensor, how: object, make: Callable[[], _Kept], calls: Calls) -> _Kept:
+        """That of x, if it is the last one and still right. ``calls``: those of the layer that asks."""
         # Not across the border of a checkpoint: its second run begins without what was before it.
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
         key = (x._version, hooks, how)
         kept = self._kept
-        if kept is None or self._input is None or self._input() is not x or self._key != key:
+        is_known = kept is not None and self._input is not None and self._input() is x and self._key == key
+        if is_known and self._values is not None and not calls.is_written:
+            calls.is_written = read(x) != self._values
+        if kept is None or not is_known or calls.is_written:
             kept = make()
             self._input, self._key, self._kept = weakref.ref(x, self._died), key, kept
+            self._values = calls.read(x.detach())
         return kept
 
     def forget(self) -> None:
-        self._input = self._key = self._kept = None
+        self._input = self._key = self._kept = self._values = None
 
     def _died(self, reference: weakref.ref[Tensor]) -> None:
         if reference is self._input:
