@@ -80,3 +80,12 @@ def test_the_optimizers_step_hooks_run_in_a_real_step_alone(fake: bool) -> None:
         assert calls[-3:] == ["before", "after", "after any"]
     finally:
         everywhere.remove()
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    model, other = nn.Linear(3, 1), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(other.parameters())
+    with pytest.raises(WorkloadError, match="another model"):
+        Workload(model, lambda model, x: model(x).mean(), torch.ones(2, 3), optimizer)
+    optimizer.add_param_group({"params": list(model.parameters())})
+    Workload(model, lambda model, x: model(x).mean(), torch.ones(2, 3), optimizer)

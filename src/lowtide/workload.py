@@ -52,6 +52,11 @@ class Workload:
                 f"The optimizer is a {type(self.optimizer).__name__}, not a torch.optim.Optimizer",
                 hint="Pass the optimizer itself, or None to leave its memory out.",
             )
+        if self.optimizer is not None and not _steps(self.optimizer, self.model):
+            raise WorkloadError(
+                "The optimizer steps none of the model's parameters: it is that of another model",
+                hint="Make it from model.parameters() of this model.",
+            )
         if self.autocast not in (None, torch.bfloat16, torch.float16):
             raise WorkloadError(
                 f"Cannot autocast to {self.autocast!r}",
@@ -154,6 +159,13 @@ def autocast(device_type: str, dtype: torch.dtype | None) -> Generator[None]:
         return
     with torch.autocast(device_type, dtype=dtype):
         yield
+
+
+def _steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether an optimizer has a parameter of the model; True where one of the two has none at all."""
+    own = {id(parameter) for parameter in model.parameters()}
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return not own or not stepped or not own.isdisjoint(stepped)
 
 
 def _names(devices: set[torch.device]) -> str:

@@ -312,10 +312,23 @@ def test_copies_pickles_and_state_dicts():
 def test_gradients_of_gradients():
     x = torch.randn(6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda t: few_bit(t, book_for("leaky_relu")) * t, x)
-    y = few_bit(x, book_for("gelu"))
-    (dx,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
-    with pytest.raises(LowtideError, match="gradients of gradients"):
-        dx.sum().backward()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("needs", ["input", "weights", "both"])
+def test_second_derivatives_of_a_smooth_activation_are_refused(needs, compiled):
+    linear, x = nn.Linear(4, 3), torch.randn(5, 4, requires_grad=needs != "weights")
+    linear.requires_grad_(needs != "input")
+    model = nn.Sequential(linear, fewbit.GELU())
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    wanted = x if x.requires_grad else linear.weight
+    with pytest.raises(RuntimeError if compiled else LowtideError, match=r"double backward|gradients of gradients"):
+        torch.autograd.grad(run(x).sum(), wanted, create_graph=True)[0].sum().backward()
+
+
+def test_the_hessian_of_a_smooth_activation_is_refused():
+    with pytest.raises(LowtideError, match="use torch's own activation"):
+        torch.autograd.functional.hessian(lambda x: fewbit.GELU()(x).sum(), torch.randn(5))
 
 
 @pytest.mark.parametrize("name", ["gelu", "relu"])

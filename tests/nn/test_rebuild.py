@@ -323,3 +323,62 @@ def test_where_hooks_are_forbidden_none_are_used(strategy):
             return net(x)
 
     assert_same_gradients(strategy, around=around)
+
+
+# -- writes that autograd does not count -----------------------------------------------------------------
+
+
+class Written(nn.Module):
+    """Writes through ``.data`` into what a layer gave, before or between those who read it."""
+
+    def __init__(self, layer, where):
+        super().__init__()
+        self.layer, self.where = layer, where
+        self.first, self.second = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        z = self.layer(x)
+        if self.where == "before":
+            z.data.clamp_(max=0.1)
+        y = self.first(z)
+        if self.where == "between":
+            z.data.mul_(2)
+        return y + self.second(z[:, :, ::1])
+
+
+@pytest.mark.parametrize("strategy", ["auto", "checkpoint", "checkpoint_xhat"])
+@pytest.mark.parametrize("where", ["before", "between"])
+def test_a_write_through_data_gives_the_gradients_of_a_plain_step(where, strategy):
+    layer, plain = pair(strategy, "silu")
+    torch.manual_seed(0)
+    model = Written(layer, where)
+    other = copy.deepcopy(model)
+    other.layer = plain
+    for _ in range(4):
+        x = torch.randn(5, 4, 3, 3)
+        found = []
+        for net in (model, other):
+            net.zero_grad()
+            net(x).square().sum().backward()
+            found.append([p.grad.clone() for p in (*net.first.parameters(), *net.second.parameters())])
+        torch.testing.assert_close(*found)
+
+
+def test_a_write_through_data_into_an_in_place_layer_is_an_error():
+    layer, _ = pair("inplace", "leaky_relu")
+    z = layer(torch.randn(5, 4, 3, 3, requires_grad=True))
+    z.data.clamp_(max=0.1)
+    with pytest.raises(LowtideError, match="output of a layer with strategy='inplace' was changed in place"):
+        z.sum().backward()
+
+
+def test_later_calls_are_not_checked(monkeypatch):
+    layer, _ = pair("checkpoint", "silu")
+    model, reads = nn.Sequential(layer, nn.Conv2d(4, 4, 1)), []
+    monkeypatch.setattr(torch, "hash_tensor", lambda tensor, plain=torch.hash_tensor: reads.append(1) or plain(tensor))
+    counts = []
+    for _ in range(4):
+        model(torch.randn(5, 4, 3, 3)).sum().backward()
+        counts.append(len(reads))
+    assert counts[0] > 0
+    assert counts[1] == counts[2] == counts[3]

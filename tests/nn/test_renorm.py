@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import LowtideError
 from lowtide.nn import BatchRenormAct1d, BatchRenormAct2d, BatchRenormAct3d
@@ -228,6 +229,14 @@ def test_gradients_of_gradients_take_r_and_d_as_constants():
     torch.testing.assert_close(
         torch.autograd.grad(found, [x, layer.weight]), torch.autograd.grad(expected, [x, norm.weight])
     )
+
+
+def test_a_checkpoint_around_it_is_refused_since_its_statistics_have_moved():
+    layer, _ = pair(2, "relu")
+    (x,) = batches(2, 1)
+    with pytest.raises(LowtideError, match="have moved since the checkpoint"):
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert layer.num_batches_tracked == 1
 
 
 def test_it_compiles_copies_and_pickles():

@@ -8,13 +8,15 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from lowtide.nn import BatchNormAct2d
+from lowtide.nn import BatchNormAct2d, BatchRenormAct2d
 from tests.nn.plain import ACTIVATIONS, LAYERS, NORMS, ONE_BUFFER, assert_same_step, pair, step
 from tests.nn.test_kept import SHAPE, kept_by_allocator, network
 
 OPTIONS = [
     {},
+    {"bias": False},
     {"affine": False},
     {"track_running_stats": False},
     {"affine": False, "track_running_stats": False},
@@ -61,6 +63,41 @@ def test_missing_and_unexpected_keys_are_errors():
     del state["running_var"]
     with pytest.raises(RuntimeError, match=r'Missing key.*"running_var"'):
         BatchNormAct2d(4).load_state_dict(state)
+
+
+def non_reentrant(function, x):
+    return checkpoint(function, x, use_reentrant=False)
+
+
+def reentrant(function, x):
+    return checkpoint(function, x, use_reentrant=True)
+
+
+def nested(function, x):
+    return non_reentrant(lambda x: non_reentrant(function, x), x)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("run", [non_reentrant, reentrant, nested])
+@pytest.mark.parametrize("strategy", ["standard", *ONE_BUFFER])
+def test_recompute_updates_running_stats_once(strategy, run, momentum, autocast):
+    layer, plain = pair(strategy, momentum=momentum)
+    x, gradient = torch.randn(2, 5, 4, 3, 3)
+    made = []
+    for model, call in ((layer, run), (plain, lambda function, x: function(x))):
+        net = nn.Sequential(nn.Conv2d(4, 4, 1), model)
+        nn.init.dirac_(net[0].weight)
+        nn.init.zeros_(net[0].bias)
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            call(net, leaf).backward(gradient.bfloat16() if autocast else gradient)
+        made.append([leaf.grad, *(p.grad for p in net.parameters())])
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if autocast else {}  # the plain layers round twice to 16 bits
+    torch.testing.assert_close(made[0], made[1], **tolerance)
+    for name, buffer in plain.norm.named_buffers():
+        torch.testing.assert_close(getattr(layer, name), buffer)
+    assert layer.num_batches_tracked == 1
 
 
 def test_resetting_parameters_is_a_batch_norms():
@@ -110,6 +147,13 @@ def test_a_model_can_be_copied_after_a_step():
         net.zero_grad()
         net(x).square().sum().backward()
     torch.testing.assert_close([p.grad for p in made.parameters()], [p.grad for p in model.parameters()])
+
+
+def test_torch_fx_has_a_layer_for_a_leaf():
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), BatchNormAct2d(4, "silu"), BatchRenormAct2d(4))
+    traced, x = torch.fx.symbolic_trace(copy.deepcopy(model)), torch.randn(3, 4, 6, 6)
+    assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == ["0", "1", "2"]
+    assert torch.equal(traced(x), model(x))
 
 
 @pytest.mark.parametrize("strategy", ONE_BUFFER)

@@ -300,3 +300,13 @@ def test_amsgrad_is_refused_for_a_group_too():
     with pytest.raises(LowtideError, match="amsgrad"):
         optimizer.add_param_group({"params": list(model[2].parameters()), "amsgrad": True})
     assert len(optimizer.param_groups) == 1
+
+
+def test_a_sparse_gradient_after_a_dense_one_is_refused():
+    weight = torch.nn.Parameter(torch.ones(100, 64))
+    optimizer = lo.AdamW8bit([weight])
+    weight.grad = torch.ones(100, 64)
+    optimizer.step()
+    weight.grad = torch.ones(100, 64).to_sparse()
+    with pytest.raises(LowtideError, match=r"sparse_coo.*sparse=False"):
+        optimizer.step()

@@ -142,6 +142,42 @@ def test_what_needs_the_step_refuses_steps_in_backward(before, reason):
     lo.step_in_backward(optimizer)()
 
 
+@pytest.mark.parametrize("act", [lo.step_in_backward, lo.store_gradients])
+def test_clipping_by_the_norm_is_refused_where_gradients_are_gone(act):
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with act(optimizer):
+        (model(torch.ones(2, 4)) + other(torch.ones(2, 4))).sum().backward()
+        with pytest.raises(LowtideError, match=r"\(4, 4\) .* no gradient to clip"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert nn.utils.clip_grad_norm_(other.parameters(), 1.0) > 1
+    model(torch.ones(2, 4)).sum().backward()
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 1
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_grad_scaler_is_told_that_steps_are_over(unscales):
+    model = nn.Linear(4, 4)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    undo = lo.step_in_backward(optimizer)
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    if unscales:
+        scaler.unscale_(optimizer)
+    with pytest.raises(LowtideError, match="GradScaler cannot unscale"):
+        scaler.step(optimizer)
+    undo()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    scaler.step(optimizer)  # as without
+    assert not hasattr(optimizer, "_step_supports_amp_scaling")
+
+
+def test_a_closure_is_refused():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.5)
+    with lo.step_in_backward(optimizer), pytest.raises(LowtideError, match="closure"):
+        optimizer.step(lambda: 0.0)
+
+
 @pytest.fixture
 def one_process():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -77,6 +77,15 @@ def test_what_cannot_be_lowered_says_so():
         optimizer.step(lambda: weight.sum())
 
 
+def test_a_closure_is_refused_while_states_are_in_8_bits():
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
+    undo = lo.lower_state(optimizer, "8bit")
+    with pytest.raises(LowtideError, match="closure"):
+        optimizer.step(lambda: 0.0)
+    undo()
+    optimizer.step(lambda: 0.0)
+
+
 def test_4bit_states_name_the_extra_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     optimizer = OPTIMIZERS["AdamW"](make().parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide.optim
 from lowtide.errors import LowtideError
+from lowtide.nn import BatchRenormAct1d
 from lowtide.techniques import recompute
 
 
@@ -161,6 +163,15 @@ def test_a_part_that_writes_into_its_input_is_refused_with_its_place() -> None:
     x = torch.randn(3, requires_grad=True) * 2
     with pytest.raises(LowtideError, match=r"writes into its own input.*layers.3"):
         recompute(layer, x, modules=[layer], path="layers.3")
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_batch_renormalization_is_recomputed_by_the_statistics_that_it_found(levels: int) -> None:
+    torch.manual_seed(0)
+    x = 3 * torch.randn(8, 3) + 1
+    model = nn.Sequential(nn.Linear(3, 3), BatchRenormAct1d(3, "silu"), nn.Linear(3, 1))
+    expected, found = step(copy.deepcopy(model), x, levels=0), step(model, x, levels=levels)
+    assert_same(found, expected)
 
 
 def test_without_gradients_the_function_just_runs() -> None:

@@ -64,6 +64,8 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         if total is None:
             return torch.mm(a, b, out_dtype=torch.float32)
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    if a.dtype is torch.float16:  # a sum over rows soon exceeds 65504, which only its mean stays below
+        a, b = a.float(), b.float()
     product = torch.mm(a, b)
     return product.float() if total is None else total.add_(product)
 

@@ -12,8 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lowtide.errors import LowtideError
 from lowtide.kernels.activations import Activation
 from lowtide.nn.functional import Strategy, batch_norm_act, resolve
+from lowtide.nn.fx_leaf import is_symbolic, leaf
 from lowtide.nn.guard import forget
 from lowtide.nn.rebuild import watch
+from lowtide.tracing.internals import in_backward
 
 
 class _BatchNormAct(_BatchNorm):
@@ -39,8 +41,12 @@ class _BatchNormAct(_BatchNorm):
         rebuild_joins: bool = True,
         device: Any = None,
         dtype: Any = None,
+        *,
+        bias: bool = True,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        if not bias:
+            self.register_parameter("bias", None)
         act = Activation.of(activation)
         if act.module is not None:
             # A child: what it learns is in the state_dict.
@@ -84,6 +90,8 @@ class _BatchNormAct(_BatchNorm):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """φ(batch_norm(input) + residual). Without a residual, φ(batch_norm(input))."""
+        if is_symbolic(input):
+            return leaf(self, input) if residual is None else leaf(self, input, residual)
         return self._run(input, residual, self._act, self.strategy)
 
     def batch_norm(self, input: Tensor) -> Tensor:
@@ -96,7 +104,7 @@ class _BatchNormAct(_BatchNorm):
         batches = self.num_batches_tracked if self.training and self.track_running_stats else None
         if momentum is None:
             momentum = 0.0
-            if batches is not None:
+            if batches is not None and not in_backward():
                 batches.add_(1)
                 momentum, batches = 1.0 / float(batches), None
         training = self.training or (mean is None and var is None)

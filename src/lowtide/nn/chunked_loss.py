@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from lowtide.errors import LowtideError
 from lowtide.kernels import chunked_loss as kernels
 from lowtide.kernels.chunked_loss import Rules, wide
+from lowtide.nn.second_order import refuse_create_graph
 from lowtide.tracing.internals import autograd
 
 Reduction = Literal["mean", "sum", "none"]
@@ -26,6 +27,7 @@ _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
 _FEWEST_ROWS = 128
 # Gradients of logits are at most 1 and mostly near 1/classes, which is too small for float16.
 _FLOAT16_SCALE = 256.0
+_FLOAT16_LARGEST = 2.0**15  # of gradients of logits and input, with room for rounding
 
 
 def linear_cross_entropy(
@@ -250,8 +252,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             scale = torch.ones((), dtype=kind, device=x.device) if total is None else total.reciprocal()
             if precision.logits == torch.float16:
                 # Where all targets are ignored the scale is 1/0, and the gradients are 0.
-                later = torch.where(scale.isfinite(), scale, 0.0) / _FLOAT16_SCALE
-                scale = torch.full_like(scale, _FLOAT16_SCALE)
+                mean = torch.where(scale.isfinite(), scale, 0.0)
+                scale = _float16_scale(weight, rules)
+                later = mean / scale
         losses, gradients = _sweep(x, weight, bias, target, rules, scale, needs, options.chunk, precision.logits)
         if ctx.early:
             ctx.save_for_backward(*gradients, later)
@@ -264,11 +267,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> Any:
-        if torch.is_grad_enabled():  # create_graph: what follows would be a constant to it, without a word
-            raise LowtideError(
-                "Linear + cross entropy in chunks cannot be differentiated twice",
-                hint="Use F.cross_entropy(F.linear(input, weight, bias), target) where create_graph=True.",
-            )
+        refuse_create_graph(
+            "Linear + cross entropy in chunks",
+            hint="Use F.cross_entropy(F.linear(input, weight, bias), target) where create_graph=True.",
+        )
         gradient = outputs[0].to(wide(ctx.precision.logits))
         if ctx.early:
             *gradients, later = ctx.saved_tensors
@@ -330,6 +332,14 @@ def _sweep(
         dw = torch.zeros_like(weight, dtype=losses.dtype) if needs[1] else None
         db = torch.zeros(classes, dtype=losses.dtype, device=x.device) if needs[2] else None
     return losses, [dx, dw if dw is None else dw[:classes], db if db is None else db[:classes]]
+
+
+def _float16_scale(weight: Tensor, rules: Rules) -> Tensor:
+    """A power of 2 with which gradients fit float16: those of a row's logits add up to 2 class weights at most."""
+    most = torch.linalg.vector_norm(weight.detach(), torch.inf, dtype=torch.float32).mul(2).clamp(min=1)
+    if rules.weight is not None:
+        most = most * rules.weight.max().clamp(min=1)
+    return (_FLOAT16_LARGEST / most).log2().floor().exp2().clamp(max=_FLOAT16_SCALE)
 
 
 def _scaled(made: Tensor, factor: Tensor | None, dtype: torch.dtype, *, in_place: bool) -> Tensor:

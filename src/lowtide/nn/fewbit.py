@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
-from lowtide.errors import LowtideError
 from lowtide.kernels import fewbit as kernels
 from lowtide.kernels.curves import Curve, is_in_place, read_module
 from lowtide.kernels.reference.fewbit import BOOKS, Codebook, codebook, packed_bytes
 from lowtide.nn.fewbit_tables import Density, Samples, table_of
+from lowtide.nn.second_order import refuse_create_graph
 
 _ops: Any = torch.ops.lowtide
 
@@ -31,7 +31,7 @@ _ops: Any = torch.ops.lowtide
 def few_bit(x: Tensor, book: Codebook, *, inplace: bool = False) -> Tensor:
     """The activation of a codebook, of which ⌈bits·n/8⌉ bytes are kept for backward.
 
-    Gradients of gradients: of the straight ones alone.
+    Second derivatives: of the straight ones alone. Others raise under ``create_graph=True``.
 
     >>> x = torch.randn(1000, requires_grad=True)
     >>> y = few_bit(x, book_for("gelu", bits=3))
@@ -183,6 +183,11 @@ class _FewBit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (codes,) = ctx.saved_tensors
+        if not ctx.book.curve.is_gate:
+            refuse_create_graph(
+                f"{ctx.book.curve} with {ctx.book.bits} bits kept",
+                hint="A step function has no slope: use torch's own activation there.",
+            )
         scale: Any = _Scale.apply if torch.is_grad_enabled() else _scale
         dx = scale(gradients[0], codes, ctx.book, ctx.strides)
         return dx if dx.dtype == ctx.dtype else dx.to(ctx.dtype), None, None
@@ -193,7 +198,7 @@ _apply: Any = super(torch.autograd.Function, _FewBit).apply  # pyright: ignore[r
 
 
 class _Scale(torch.autograd.Function):
-    """dx = dy·slope, where it may be differentiated in turn: it is linear in dy."""
+    """dx = dy·slope of a straight activation, where it may be differentiated in turn: it is linear in dy."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -205,11 +210,6 @@ class _Scale(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        if not ctx.book.curve.is_gate:
-            raise LowtideError(
-                f"{ctx.book.curve} with {ctx.book.bits} bits kept has no gradients of gradients",
-                hint="A step function has no slope: use torch's own activation there.",
-            )
         (codes,) = ctx.saved_tensors
         return _Scale.apply(gradients[0], codes, ctx.book, ctx.strides), None, None, None
 

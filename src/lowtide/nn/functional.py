@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.func import functional_call
@@ -19,9 +19,10 @@ from lowtide.errors import LowtideError
 from lowtide.kernels import batchnorm as kernels
 from lowtide.kernels.activations import Activation
 from lowtide.kernels.reference.batchnorm import Affine, Keeps, Running, Sums
-from lowtide.nn import compiled
+from lowtide.nn import compiled, hidden_writes
 from lowtide.nn.guard import inverse_is_safe
 from lowtide.nn.rebuild import scope
+from lowtide.tracing.internals import in_backward
 
 Strategy = Literal["auto", "standard", "checkpoint", "checkpoint_xhat", "inplace", "inplace2"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
@@ -66,7 +67,8 @@ def batch_norm_act(
 
     Where z itself is not kept, whoever saves it gets a recipe to save instead, inside the forward of a module or under
     ``lowtide.nn.keep_one_buffer()``. An in-place strategy falls back to "checkpoint" where some channel's |β/γ| is so
-    large that z does not tell x. Running statistics are updated in place, once, and batches counted. With a process
+    large that z does not tell x. Running statistics are updated in place, once, and batches counted; a checkpoint's
+    second run in backward leaves them alone. With a process
     ``group``, statistics are those of all its members' batches. Who needs ``statistics`` before gives them: then no
     running statistics. ``rebuild=False`` lets readers keep z beside what this layer keeps. ``where``: for errors.
     """
@@ -78,11 +80,13 @@ def batch_norm_act(
     rebuild = rebuild and needs_grad and chosen != "standard"
     spec = _Spec(act, chosen, training, eps, rebuild, group, statistics, where)
     running = Running(running_mean, running_var, momentum, num_batches_tracked if training else None)
+    if training and in_backward():
+        running = _copied(running)
     if _runs_plain(x, residual, spec, needs_grad):
         _count(running)
         return _plain(x, weight, bias, running, residual, spec)
     if torch.compiler.is_compiling() and group is None:
-        mean, var, _ = statistics or batch_statistics(x, running)
+        mean, var, *_ = statistics or batch_statistics(x, running)
         affine = Affine(mean, 1 / torch.sqrt(var + eps), weight, bias)
         return compiled.normalize_act(x, affine, act, residual, rebuild=rebuild)
     if _KEEPS[spec.strategy] == "z" and not inverse_is_safe(x, weight, bias, act):
@@ -110,11 +114,15 @@ def resolve(
 
 
 class Statistics(NamedTuple):
-    """The mean and the biased variance of each channel; over a process group, also how backward sums over it."""
+    """The mean and the biased variance of each channel; over a process group, also how backward sums over it.
+
+    ``of_input``: False for statistics of more than this call's input.
+    """
 
     mean: Tensor
     var: Tensor
     sums: Sums | None = None
+    of_input: bool = True
 
 
 def batch_statistics(x: Tensor, running: Running, group: Any = None) -> Statistics:
@@ -129,6 +137,12 @@ def batch_statistics(x: Tensor, running: Running, group: Any = None) -> Statisti
         _count(running)
         return Statistics(*compiled.statistics(x, running))
     return Statistics(*kernels.statistics(x, running))
+
+
+def _copied(running: Running) -> Running:
+    """Statistics for a recomputation to move. Not None: a checkpoint compares what both runs save."""
+    mean, var = (None if t is None else t.clone() for t in (running.mean, running.var))
+    return Running(mean, var, running.momentum)
 
 
 def _count(running: Running) -> None:
@@ -219,8 +233,9 @@ class _BatchNormAct(torch.autograd.Function):
         record = None
         if ctx.keeps != "z" and spec.rebuild and scope.owner is not None:
             copies = _copies_for_rebuild(weight, bias, learned)
-            record = scope.register(z, lambda: _rebuild(ctx, copies))
+            record = scope.register(z, lambda: _rebuild(ctx, copies), _owner(spec, x, weight))
         ctx.record = None if record is None else weakref.ref(record)  # the record holds the node
+        ctx.z = hidden_writes.Kept(z, hidden_writes.calls_of(_owner(spec, x, weight))) if ctx.keeps == "z" else None
         return z
 
     @staticmethod
@@ -288,7 +303,7 @@ def _forward(
 def _affine(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, running: Running) -> Affine:
     spec: _Spec = ctx.spec
     if spec.training:
-        mean, var, ctx.sums = spec.statistics or batch_statistics(x, running, spec.group)
+        mean, var, ctx.sums, _ = spec.statistics or batch_statistics(x, running, spec.group)
     else:
         assert running.mean is not None
         assert running.var is not None
@@ -296,6 +311,11 @@ def _affine(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, run
         mean, var = running.mean.to(wide), running.var.to(wide)
         mean = mean.clone() if mean is running.mean else mean  # a later training step must not change it under us
     return Affine(mean, kernels.inverse_deviation(var, spec.eps), weight, bias)
+
+
+def _owner(spec: _Spec, x: Tensor, weight: Tensor | None) -> object:
+    """Whose first calls are checked for hidden writes: the layer, or in a function's call its parameter."""
+    return spec.where if isinstance(spec.where, nn.Module) else x if weight is None else weight
 
 
 def _versions(affine: Affine) -> tuple[int, int]:
@@ -313,7 +333,10 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
             hint="Call optimizer.step() after backward().",
         )
     try:
-        return ctx.saved_tensors
+        saved = ctx.saved_tensors
+        if ctx.z is not None and ctx.z.is_written(saved[0]):
+            raise RuntimeError("an inplace operation through .data")
+        return saved
     except RuntimeError as error:
         if "inplace operation" not in str(error):
             raise
@@ -353,6 +376,8 @@ def _differentiable_backward(ctx: Any, dz: Tensor) -> Any:
     spec: _Spec = ctx.spec
     if ctx.sums is not None:
         raise LowtideError("There are no gradients of gradients over a process group", where=str(spec.where))
+    if spec.statistics is not None and not spec.statistics.of_input:
+        raise LowtideError("There are no gradients of gradients by given statistics", where=str(spec.where))
     if ctx.keeps != "x":
         raise LowtideError(
             f"strategy={spec.strategy!r} gives no gradients of gradients",

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.errors import LowtideError
 from lowtide.nn.chunked_loss import Options, Precision, is_supported, run, wide
+from lowtide.nn.second_order import refuse_create_graph
 
 
 def lazy_logits(input: Tensor, head: nn.Linear, *, chunk: int | None = None, path: str = "") -> Tensor:
@@ -208,6 +209,9 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         lazy: _Lazy = ctx.lazy
+        refuse_create_graph(
+            "The node of logits computed on demand", hint="Undo the chunked loss where create_graph=True."
+        )
         needs: list[bool] = list(ctx.needs_input_grad[:3])
         inputs = (lazy.source.input, lazy.source.weight, lazy.source.bias)
         # Detached: the input may depend on the weight, which is for the graph behind it to say.

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from lowtide.errors import LowtideError
 from lowtide.kernels import randomized as kernels
 from lowtide.kernels.reference.randomized import Kind, Sketch
+from lowtide.nn.hidden_writes import Calls, Values, calls_of, read
+from lowtide.nn.second_order import refuse_create_graph
 
 
 class RandomizedLinear(nn.Linear):
@@ -108,7 +109,7 @@ def _randomized(x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch) 
     seed = kernels.draw_seed(x.device)
     if not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    given = x
+    given, calls = x, calls_of(weight)
     # As autocast does, but with gradients: inside of a function its cache would hold a weight that has none.
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
@@ -120,10 +121,13 @@ def _randomized(x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch) 
 
     def make() -> _Kept:
         with torch.no_grad():
-            return _Kept(kernels.project(x.reshape(-1, x.shape[-1]), seed, sketch), seed)
+            made, scale = kernels.project_scaled(x.reshape(-1, x.shape[-1]), seed, sketch)
+            return _Kept(made, seed, scale)
 
     latest = _latest.of_thread
-    return _RandomizedLinear.apply(x, weight, bias, *latest.sketch(given, (sketch, x.dtype), make), sketch, latest)
+    return _RandomizedLinear.apply(
+        x, weight, bias, latest.sketch(given, (sketch, x.dtype), make, calls), sketch, latest
+    )
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -133,31 +137,31 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 class _RandomizedLinear(torch.autograd.Function):
     """One node, which keeps the weight, the sketch and its seed.
 
-    The two are saved together: whoever makes saved tensors again makes a pair that fits.
+    All are saved together: whoever recomputes saved tensors recomputes some that fit.
     """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Any, kept: Tensor, seed: Tensor, sketch: Sketch, latest: _Latest
+        ctx: Any, x: Tensor, weight: Tensor, bias: Any, kept: _Kept, sketch: Sketch, latest: _Latest
     ) -> Tensor:
         ctx.sketch, ctx.latest = sketch, latest
-        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, kept, seed)
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *(t for t in kept if t is not None))
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        weight, kept, seed = ctx.saved_tensors
+        refuse_create_graph("A randomized linear layer", hint="Use nn.Linear there.")
+        weight, kept, seed, *scale = ctx.saved_tensors
         ctx.latest.forget()
         rows = dy.reshape(-1, dy.shape[-1])
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
             dx = rows.mm(weight).view(*dy.shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[1]:
-            dweight = kernels.project(rows, seed, ctx.sketch).t().mm(kept)
+            dweight = kernels.product(*kernels.project_scaled(rows, seed, ctx.sketch), kept, *scale)
         if ctx.needs_input_grad[2]:
             dbias = rows.sum(0)
-        return dx, dweight, dbias, None, None, None, None
+        return dx, dweight, dbias, None, None, None
 
 
 # -- one sketch for all that read the same input -----------------------------------------------------------
@@ -166,6 +170,7 @@ class _RandomizedLinear(torch.autograd.Function):
 class _Kept(NamedTuple):
     sketch: Tensor
     seed: Tensor
+    scale: Tensor | None = None  # of a sketch in float16
 
 
 class _Latest:
@@ -179,20 +184,25 @@ class _Latest:
         self._input: weakref.ref[Tensor] | None = None
         self._key: object = None
         self._kept: _Kept | None = None
+        self._values: Values | None = None
 
-    def sketch(self, x: Tensor, how: object, make: Callable[[], _Kept]) -> _Kept:
-        """That of x, if it is the last one and still right."""
+    def sketch(self, x: Tensor, how: object, make: Callable[[], _Kept], calls: Calls) -> _Kept:
+        """That of x, if it is the last one and still right. ``calls``: those of the layer that asks."""
         # Not across the border of a checkpoint: its second run begins without what was before it.
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
         key = (x._version, hooks, how)
         kept = self._kept
-        if kept is None or self._input is None or self._input() is not x or self._key != key:
+        is_known = kept is not None and self._input is not None and self._input() is x and self._key == key
+        if is_known and self._values is not None and not calls.is_written:
+            calls.is_written = read(x) != self._values
+        if kept is None or not is_known or calls.is_written:
             kept = make()
             self._input, self._key, self._kept = weakref.ref(x, self._died), key, kept
+            self._values = calls.read(x.detach())
         return kept
 
     def forget(self) -> None:
-        self._input = self._key = self._kept = None
+        self._input = self._key = self._kept = self._values = None
 
     def _died(self, reference: weakref.ref[Tensor]) -> None:
         if reference is self._input:

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
-from lowtide.tracing.internals import autograd
+from lowtide.nn.hidden_writes import Calls, calls_of, read
+from lowtide.tracing.internals import autograd, in_backward
 
 
 class Record:
@@ -34,16 +35,19 @@ class Record:
     """
 
     __slots__ = (
-        "__weakref__", "_alive", "_compute", "_dtype", "_offset", "_rebuilt", "_round", "_served", "_storage",
-        "_stride", "_version",
+        "__weakref__", "_alive", "_calls", "_compute", "_dtype", "_is_written", "_offset", "_rebuilt", "_round",
+        "_served", "_shape", "_storage", "_stride", "_values", "_version",
     )  # fmt: skip
 
-    def __init__(self, tensor: Tensor, rebuild: Callable[[], Tensor], forget: Callable[[Any], object]) -> None:
+    def __init__(
+        self, tensor: Tensor, rebuild: Callable[[], Tensor], forget: Callable[[Any], object], calls: Calls
+    ) -> None:
         self._storage = weakref.ref(tensor.untyped_storage(), forget)
         self._version = tensor._version
         self._dtype = tensor.dtype
         self._offset = tensor.storage_offset()
-        self._stride = tensor.stride()
+        self._shape, self._stride = tensor.shape, tensor.stride()
+        self._calls, self._values, self._is_written = calls, calls.read(tensor), False
         self._compute = rebuild
         self._rebuilt: Tensor | None = None
         self._alive = self._served = self._round = 0
@@ -52,7 +56,18 @@ class Record:
         """Whether a tensor shows this one's values: the same storage, not written since."""
         alive = self._storage() is not None
         as_it_is = tensor._version == self._version and tensor.dtype == self._dtype
-        return alive and as_it_is and not tensor.is_neg() and not tensor.is_conj()
+        return (
+            alive and as_it_is and not tensor.is_neg() and not tensor.is_conj() and not self._has_hidden_write(tensor)
+        )
+
+    def _has_hidden_write(self, tensor: Tensor) -> bool:
+        """Whether the values differ from the layer's. Those who wait then get what is there now, as in a plain step."""
+        if self._values is not None and not self._is_written:
+            whole = tensor.detach().as_strided(self._shape, self._stride, self._offset)
+            if read(whole) != self._values:
+                self._is_written = self._calls.is_written = True
+                self._rebuilt = whole if self._alive else None
+        return self._is_written
 
     def handle(self, tensor: Tensor) -> Handle:
         """A promise to give this tensor, or this view of it, back."""
@@ -89,7 +104,7 @@ class Record:
         self._rebuilt = rebuilt
 
     def _let_go(self) -> None:
-        if self._served >= self._alive:
+        if self._served >= self._alive and not (self._is_written and self._alive):
             self._rebuilt = None
 
     def _rebuild(self) -> Tensor:
@@ -195,16 +210,19 @@ class Scope(threading.local):
         top = autograd._top_saved_tensors_default_hooks(True)
         return top is not None and top[0] == self._pack
 
-    def register(self, tensor: Tensor, rebuild: Callable[[], Tensor]) -> Record | None:
-        """Have saves of this tensor replaced from now on; None where no scope is open.
+    def register(self, tensor: Tensor, rebuild: Callable[[], Tensor], owner: object) -> Record | None:
+        """Have saves of this tensor replaced from now on; None where no scope is open, or the owner's is written to.
 
         Nor where other hooks are on top, as in a user's checkpoint: what the layer keeps is theirs, and they may give
         it back only once.
         """
         if not self.is_open or not self._is_on_top:
             return None
+        calls = calls_of(owner)
+        if calls.is_written:
+            return None
         key, records = tensor.untyped_storage()._cdata, self.records
-        record = records[key] = Record(tensor, rebuild, lambda _: records.pop(key, None))
+        record = records[key] = Record(tensor, rebuild, lambda _: records.pop(key, None), calls)
         return record
 
     def keep(self, tensor: Tensor) -> None:
@@ -252,7 +270,7 @@ def may_open() -> bool:
     top = autograd._top_saved_tensors_default_hooks(True)
     return (
         torch.is_grad_enabled()
-        and torch._C._current_graph_task_id() == -1  # a recomputation in backward
+        and not in_backward()
         and (top is None or getattr(top[0], "__module__", "") != "torch.utils.checkpoint")
         and autograd._saved_tensors_hooks_get_disabled_error_message() is None
         and not torch._C._are_functorch_transforms_active()

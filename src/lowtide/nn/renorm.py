@@ -20,6 +20,8 @@ from lowtide.kernels.activations import Activation
 from lowtide.kernels.reference.batchnorm import Running
 from lowtide.nn.batchnorm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, _BatchNormAct
 from lowtide.nn.functional import Statistics, Strategy, batch_norm_act, batch_statistics
+from lowtide.nn.fx_leaf import is_symbolic
+from lowtide.tracing.internals import RESTORED, in_backward
 
 Limit = float | Callable[[Tensor], float | Tensor]
 
@@ -52,6 +54,7 @@ class _BatchRenormAct(_BatchNormAct):
         warmup: int = 0,
         device: Any = None,
         dtype: Any = None,
+        bias: bool = True,
     ) -> None:
         if (isinstance(rmax, (int, float)) and rmax < 1) or (isinstance(dmax, (int, float)) and dmax < 0):
             raise LowtideError(f"rmax={rmax}, dmax={dmax} are no limits", hint="rmax is at least 1, dmax at least 0.")
@@ -66,12 +69,13 @@ class _BatchRenormAct(_BatchNormAct):
             rebuild_joins=rebuild_joins,
             device=device,
             dtype=dtype,
+            bias=bias,
         )
         self.rmax, self.dmax, self.warmup = rmax, dmax, warmup
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """φ(batch_renorm(input) + residual). Without a residual, φ(batch_renorm(input))."""
-        if not self.training or (not input.numel() and self.process_group is None):
+        if is_symbolic(input) or not self.training or (not input.numel() and self.process_group is None):
             return super().forward(input, residual)
         self._check_input_dim(input)
         with torch.no_grad():
@@ -80,7 +84,7 @@ class _BatchRenormAct(_BatchNormAct):
         return batch_norm_act(
             input,
             r if weight is None else weight * r,
-            d if weight is None else weight * d + self.bias,
+            _shifted(d, weight, self.bias),
             activation=self._act,
             strategy=self.strategy,
             eps=self.eps,
@@ -94,6 +98,12 @@ class _BatchRenormAct(_BatchNormAct):
     def _correction(self, input: Tensor) -> tuple[Statistics, Tensor, Tensor]:
         """The statistics of the batch, and r and d: against the running ones as they were before it."""
         mean, var, count = self.running_mean, self.running_var, self.num_batches_tracked
+        if in_backward() and not getattr(mean, RESTORED, False):
+            raise LowtideError(
+                "Batch Renormalization reads its running statistics, which have moved since the checkpoint's first run",
+                where=repr(self),
+                hint="Leave the layer out of the checkpoint, or let a lowtide plan choose what to recompute.",
+            )
         if mean is None or var is None or count is None:
             raise LowtideError("Batch Renormalization needs running statistics, and none are tracked", where=repr(self))
         rmax = self.rmax if isinstance(self.rmax, (int, float)) else self.rmax(count)
@@ -112,6 +122,12 @@ class _BatchRenormAct(_BatchNormAct):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rmax={self.rmax}, dmax={self.dmax}, warmup={self.warmup}"
+
+
+def _shifted(d: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The bias of the batch norm that this is: γd + β."""
+    d = d if weight is None else weight * d
+    return d if bias is None else d + bias
 
 
 def _bounds(low: Any, high: Any, *, like: Tensor) -> tuple[Any, Any]:

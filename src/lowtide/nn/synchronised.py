@@ -12,6 +12,7 @@ from lowtide.errors import LowtideError
 from lowtide.kernels import batchnorm as kernels
 from lowtide.kernels.reference.batchnorm import Running, Sums
 
+_PIECE = 2**17  # values
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # torch < 2.13
 
 
@@ -74,12 +75,23 @@ def _gathered(x: Tensor, count: int, members: dist.ProcessGroup) -> tuple[Tensor
     if count:
         mean, var = kernels.statistics(x)
         local[0].fill_(count)
-        local[1 : channels + 1].copy_(mean)
+        local[1 : channels + 1].copy_(_mean(x) if x.device.type == "cpu" else mean)
         local[channels + 1 :].copy_(var)
     all_locals = local.new_empty(members.size() * len(local))
     getattr(dist, _ALL_GATHER)(all_locals, local, group=members)
     rows = all_locals.view(members.size(), len(local))
     return rows[:, :1], rows[:, 1 : channels + 1], rows[:, channels + 1 :]
+
+
+def _mean(x: Tensor) -> Tensor:
+    """The mean of each channel in float64, in small pieces, since a sum that casts copies its input.
+
+    Rounded to float32 here and over the group again, a large mean would be less exact than that of one process.
+    """
+    axes = [axis for axis in range(x.dim()) if axis != 1]
+    pieces = x.split(max(1, _PIECE // max(1, x[0].numel())))
+    sums = torch.stack([piece.sum(axes, dtype=torch.float64) for piece in pieces]).sum(0)
+    return sums / (x.numel() // x.shape[1])
 
 
 def _follow(running: Running, mean: Tensor, var: Tensor, total: Tensor) -> None:

@@ -142,9 +142,13 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def _state(self, p: Tensor) -> dict[str, Any]:
         state = self.state[p]
+        if p.is_complex() or (p.grad is not None and p.grad.layout is not torch.strided):
+            layout = "" if p.grad is None else f" with a gradient of {p.grad.layout}"
+            raise LowtideError(
+                f"AdamW8bit has no step for a parameter of {p.dtype}{layout}",
+                hint="Make the layer's gradients dense: sparse=False.",
+            )
         if not state:
-            if p.is_complex() or (p.grad is not None and p.grad.is_sparse):
-                raise LowtideError(f"AdamW8bit has no step for a parameter of {p.dtype} with this gradient")
             moments = empty_moments(p)
             state.update(step=torch.zeros((), dtype=torch.float32), **_named(moments, p))
         return state

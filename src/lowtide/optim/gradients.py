@@ -11,7 +11,7 @@ from torch import Tensor
 from lowtide.errors import LowtideError
 from lowtide.kernels.adamw8bit import random_bits
 from lowtide.kernels.reference.adamw8bit import BLOCK, round_by
-from lowtide.optim.hooks import StepPart, refuse_ddp, refuse_where, take_part
+from lowtide.optim.hooks import StepPart, refuse_clipping, refuse_ddp, refuse_where, take_part
 from lowtide.optim.in_backward import is_stepped_in_backward
 from lowtide.optim.single import SingleStep
 from lowtide.techniques.technique import Undo
@@ -28,9 +28,9 @@ def store_gradients(optimizer: torch.optim.Optimizer, bits: Bits = "16bit", *, s
     """Keep gradients in bfloat16 or in 8-bit blocks of 256 from when they are made until the step; right on average.
 
     ``backward`` leaves ``p.grad`` at None and ``optimizer.step()`` unpacks a parameter at a time. Several backwards
-    before a step are summed, each sum rounded stochastically. Whoever reads ``p.grad`` in between, such as clipping by
-    the norm, finds none. ``optimizer.zero_grad()`` lets them go; ``model.zero_grad()`` knows nothing of them. The undo
-    puts what waits for a step into ``p.grad``.
+    before a step are summed, each sum rounded stochastically. Whoever reads ``p.grad`` in between finds none, and
+    ``clip_grad_norm_`` raises. ``optimizer.zero_grad()`` lets them go; ``model.zero_grad()`` knows nothing of them. The
+    undo puts what waits for a step into ``p.grad``.
     """
     if bits not in ("16bit", "8bit"):
         raise LowtideError(f"Gradients cannot be kept in {bits!r}", hint='Pass "16bit" or "8bit".')
@@ -46,6 +46,7 @@ def store_gradients(optimizer: torch.optim.Optimizer, bits: Bits = "16bit", *, s
         )
     refuse_ddp(parameters)
     refuse_where(optimizer, "needs_gradients", "stored gradients")
+    refuse_clipping()
     store = GradientStore(optimizer, bits, seed)
     with Undo(store.give_back) as undo:
         undo.add(take_part(optimizer, store))
@@ -61,6 +62,7 @@ class GradientStore(StepPart):
     """Takes gradients when they are made, and gives them back one at a time."""
 
     needs_step = "Stored gradients wait for the step"
+    leaves_no_gradient = "has its gradient stored until the step"
 
     def __init__(self, optimizer: torch.optim.Optimizer, bits: Bits, seed: int) -> None:
         super().__init__(optimizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from lowtide.errors import LowtideError
 from lowtide.optim.single import SingleStep
 from lowtide.techniques.technique import Undo
+from lowtide.tracing.internals import gradient_hooks, watch_clipping
 
 
 class StepPart(ABC):
@@ -43,8 +45,7 @@ class StepPart(ABC):
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called by torch before a step. The optimizer may be a copy over fake tensors."""
-        if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
-            raise LowtideError("A step with a closure computes gradients of its own", hint="Call step() without one.")
+        refuse_closure(optimizer, args, kwargs)
         parameters = self.ready(optimizer)
         single = self.single if optimizer is self.single.optimizer else SingleStep(optimizer)
         with torch.no_grad():
@@ -58,6 +59,12 @@ class StepPart(ABC):
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         self._gradients = []
+
+
+def refuse_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook before a step: refuse a closure."""
+    if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
+        raise LowtideError("A step with a closure computes gradients of its own", hint="Call step() without one.")
 
 
 def take_part(optimizer: torch.optim.Optimizer, part: StepPart) -> Undo:
@@ -77,16 +84,42 @@ AMP_SCALING = "_step_supports_amp_scaling"  # of fused optimizers: a GradScaler 
 
 def leave_scaling_to_scalers(optimizer: torch.optim.Optimizer) -> Undo:
     """Let a ``GradScaler`` unscale gradients and leave out steps that overflow: steps but fused ones do neither."""
+    return Undo() if AMP_SCALING not in vars(optimizer) else _set_scaling(optimizer, False)
+
+
+def tell_of_scalers(optimizer: torch.optim.Optimizer) -> Undo:
+    """Have a ``GradScaler`` leave its scale on the optimizer before a step, where a hook sees it."""
+    return _set_scaling(optimizer, True)
+
+
+def _set_scaling(optimizer: torch.optim.Optimizer, value: bool) -> Undo:
     had = vars(optimizer).get(AMP_SCALING)
-    if had is None:
-        return Undo()
-    setattr(optimizer, AMP_SCALING, False)
+    setattr(optimizer, AMP_SCALING, value)
 
     def restore() -> None:
-        if AMP_SCALING in vars(optimizer):  # it may be one of another class by now
+        if had is None:
+            vars(optimizer).pop(AMP_SCALING, None)
+        elif AMP_SCALING in vars(optimizer):  # it may be one of another class by now
             setattr(optimizer, AMP_SCALING, had)
 
     return Undo(restore)
+
+
+@cache
+def refuse_clipping() -> None:
+    """Have ``clip_grad_norm_`` raise for parameters whose gradients are gone: it would clip nothing."""
+    watch_clipping(_see_clipped)
+
+
+def _see_clipped(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        for hook in gradient_hooks(parameter).values() if parameter.grad is None else ():
+            reason = getattr(hook, "leaves_no_gradient", None)
+            if reason is not None:
+                raise LowtideError(
+                    f"A parameter of {tuple(parameter.shape)} {reason}: there is no gradient to clip",
+                    hint="Leave out clip_grad_norm_, or undo what uses gradients in backward.",
+                )
 
 
 def refuse_where(optimizer: Any, needs: Literal["needs_gradients", "needs_step"], what: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lowtide.errors import LowtideError
-from lowtide.optim.hooks import part_of, refuse_ddp, refuse_where
+from lowtide.optim.hooks import part_of, refuse_clipping, refuse_closure, refuse_ddp, refuse_where, tell_of_scalers
 from lowtide.optim.single import SingleStep
 from lowtide.techniques.technique import Undo
 from lowtide.tracing.internals import gradient_hooks
@@ -18,7 +20,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> Undo:
     The optimizer stays the same object with the same state: schedulers and ``state_dict`` go on working, and
     ``optimizer.step()`` finds nothing left to do. The results are those of a plain step, bit for bit. One backward is
     one step: gradients cannot be accumulated over several, nor clipped by their norm over all parameters, nor
-    unscaled after backward. Nothing notices where a loop tries: there are no gradients for it to find.
+    unscaled after backward: ``clip_grad_norm_`` and a ``GradScaler``'s step raise. A step with a closure does, too.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -37,9 +39,23 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> Undo:
         )
     refuse_ddp(parameters)
     refuse_where(optimizer, "needs_step", "steps in backward")
+    refuse_clipping()
     hook = StepHook(optimizer)
     handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
-    return Undo(*(handle.remove for handle in handles))
+    handles.append(optimizer.register_step_pre_hook(_before))
+    return Undo(*(handle.remove for handle in handles), tell_of_scalers(optimizer))
+
+
+def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook before a step, which finds nothing left to do: refuse what would need gradients then."""
+    refuse_closure(optimizer, args, kwargs)
+    if "found_inf" in vars(optimizer):
+        for name in ("found_inf", "grad_scale"):
+            vars(optimizer).pop(name, None)
+        raise LowtideError(
+            "A GradScaler cannot unscale gradients that were used in backward: parameters were stepped by scaled ones",
+            hint="Use bfloat16, which needs no scale, or leave steps until after backward. Restore the parameters.",
+        )
 
 
 def is_stepped_in_backward(parameter: Tensor) -> bool:
@@ -49,6 +65,8 @@ def is_stepped_in_backward(parameter: Tensor) -> bool:
 
 class StepHook:
     """What runs when a parameter's gradient is there. ``of`` gives the same for another optimizer, as a trace needs."""
+
+    leaves_no_gradient = "is stepped in backward"
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.step = SingleStep(optimizer)

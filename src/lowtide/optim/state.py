@@ -13,7 +13,7 @@ from lowtide.errors import LowtideError
 from lowtide.optim.adamw8bit import AdamW8bit, lowered, raised
 from lowtide.optim.bridges import Adam4bit, Bitsandbytes, has_bridge
 from lowtide.optim.exact import as_saved, load_exactly
-from lowtide.optim.hooks import AMP_SCALING
+from lowtide.optim.hooks import AMP_SCALING, refuse_closure
 from lowtide.optim.offload import is_offloaded, offload_state
 from lowtide.optim.rounding import with_notes
 from lowtide.optim.single import PLAIN_STATES
@@ -79,6 +79,7 @@ def convert(
     # Until the first step, on the host: a plan that is tried and taken back leaves the states bit for bit.
     vars(optimizer)[PLAIN_STATES] = {p: _to_host(state) for p, state in plain.items()}
     undo.add(optimizer.register_load_state_dict_post_hook(_forget_plain_states).remove)
+    undo.add(optimizer.register_step_pre_hook(refuse_closure).remove)
 
     def restore() -> None:
         plain = vars(optimizer).pop(PLAIN_STATES, None)

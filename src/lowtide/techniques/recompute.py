@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import LowtideError, ModifiedError
-from lowtide.tracing.internals import gradient_hooks
+from lowtide.nn.renorm import _BatchRenormAct
+from lowtide.tracing.internals import RESTORED, gradient_hooks
 
 _Versioned = tuple[nn.Module, str, Tensor, int]  # a parameter, with its module and name
 
@@ -91,7 +92,7 @@ class _First:
         self.before = [
             (module, name, buffer, buffer._version, buffer.clone())
             for module in self.state.modules
-            if not isinstance(module, _NormBase)  # what they do with their statistics is known
+            if not _ignores_statistics(module)
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
@@ -107,7 +108,9 @@ class _First:
         self.state.buffers = [
             (module, name, was)
             for module, name, buffer, version, was in self.before
-            if module._buffers.get(name) is not buffer or buffer._version != version
+            if module._buffers.get(name) is not buffer
+            or buffer._version != version
+            or isinstance(module, _NormBase)  # kernels write statistics without counting versions
         ]
         self.before = []
         # What writes into its own weights, as an embedding with max_norm, will do so again.
@@ -128,13 +131,15 @@ class _Again:
             if parameter._version != version:
                 raise _modified(module, name, parameter, version, state.path)
         copies = [(module, name, was.clone()) for module, name, was in state.buffers]
+        for _, _, copy in copies:
+            setattr(copy, RESTORED, True)
         for module, training in zip(state.modules, state.training, strict=True):
             if module.training != training:
                 self.modes.append((module, module.training))
                 module.training = training
             # Normalising by the batch reads no statistics, so any copy will do; autograd saves them, so None
             # would not.
-            if training and isinstance(module, _NormBase):
+            if training and _ignores_statistics(module):
                 copies += [(module, name, b.clone()) for name, b in module._buffers.items() if b is not None]
         for module, name, copy in copies:
             self.replaced.append((module, name, module._buffers[name]))
@@ -146,6 +151,11 @@ class _Again:
         for module, name, buffer in self.replaced:
             module._buffers[name] = buffer
         self.modes, self.replaced = [], []
+
+
+def _ignores_statistics(module: nn.Module) -> bool:
+    """Whether a module normalises by its batch in training: its statistics move, and nothing depends on them."""
+    return isinstance(module, _NormBase) and not isinstance(module, _BatchRenormAct)
 
 
 def _modified(module: nn.Module, name: str, parameter: Tensor, version: int, path: str) -> ModifiedError:

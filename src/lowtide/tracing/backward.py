@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from lowtide.tracing.accumulation import fits, held_by_call, held_once
-from lowtide.tracing.internals import gradient_hooks
+from lowtide.tracing.internals import backward_in_python, gradient_hooks
 
 _LEAF = -1  # leaves come first: torch gives them the highest sequence number
 
@@ -38,7 +38,7 @@ def backward(loss: Tensor, visit: Callable[[Any], None]) -> None:
     ready = [(_priority(root), 0, root)]
     order = 1
     del root
-    with torch.no_grad(), _one_backward():
+    with torch.no_grad(), _one_backward(), backward_in_python():
         while ready:
             node = heapq.heappop(ready)[2]
             visit(node)

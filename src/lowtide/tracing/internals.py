@@ -3,17 +3,68 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad
 
 autograd: Any = vars(torch._C)["_autograd"]  # saved-tensor hooks, sequence numbers, version counters, the profiler
+
+
+RESTORED = "_lowtide_restored"  # of a buffer's copy: it holds what the first run of a recomputed part found
+
+
+class _Thread(threading.local):
+    runs_backward = False  # by ``tracing.backward``
+
+
+_thread = _Thread()
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs in this thread: a module's forward is then a checkpoint's recomputation."""
+    if torch.compiler.is_compiling():
+        return False
+    return _thread.runs_backward or torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def backward_in_python() -> Generator[None]:
+    """Have ``in_backward`` know of a backward pass that is not the engine's."""
+    _thread.runs_backward = True
+    try:
+        yield
+    finally:
+        _thread.runs_backward = False
 
 
 def gradient_hooks(parameter: Tensor) -> dict[int, Any]:
     """The hooks that run after a parameter's gradient was accumulated, in their order."""
     return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
+def watch_clipping(see: Callable[[Iterable[Tensor]], None]) -> None:
+    """Have ``see`` called with the parameters of each ``clip_grad_norm_``, however a loop imported that.
+
+    It is not called where another version of torch clips otherwise.
+    """
+    name = "_clip_grads_with_norm_"
+    clip: Any = getattr(clip_grad, name, None)
+    if clip is None:
+        return
+
+    @wraps(clip)
+    def seen(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        see(parameters)
+        return clip(parameters, *args, **kwargs)
+
+    setattr(clip_grad, name, seen)
 
 
 def evaluate_frames_by_default() -> None:

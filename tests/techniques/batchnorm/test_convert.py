@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowtide.errors import TraceError
 from lowtide.nn import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
 from lowtide.techniques.batchnorm import convert
 from tests.techniques.batchnorm.converting import (
@@ -292,3 +293,30 @@ def test_a_batch_norm_without_activation_is_converted_where_a_convolution_keeps_
     conversion = assert_converts(model, image(), fused=1, left=1)
     assert (conversion.changed[0].path, conversion.changed[0].activation) == ("1", "identity")
     assert conversion.left[0].why == "no activation follows; nothing to save"
+
+
+class Block(nn.Module):
+    """A residual block whose activations are functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x + self.last(F.silu(self.norm(self.conv(x)))))
+
+
+def test_torch_fx_traces_a_converted_model() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.SiLU(), Block(), nn.MaxPool2d(2))
+    plain = copy.deepcopy(model)
+    convert(model)
+    traced, x = torch.fx.symbolic_trace(copy.deepcopy(model)), torch.randn(3, 4, 6, 6)
+    torch.testing.assert_close(traced(x), torch.fx.symbolic_trace(plain)(x))
+
+
+def test_torch_fx_of_a_root_whose_forward_was_replaced_is_refused() -> None:
+    block = Block()
+    convert(block)
+    with pytest.raises(TraceError, match=r"nn.Sequential\(model\)"):
+        torch.fx.symbolic_trace(block)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import zoo
 from lowtide.errors import LowtideError
-from lowtide.nn import BatchRenormAct2d
+from lowtide.nn import BatchNormAct2d, BatchRenormAct2d
 
 from .steps import Outcome, assert_same, cross_entropy, in_float64, mlp, normed, step
 
@@ -130,6 +130,21 @@ def test_exact_is_exact_without_batch_norm_and_where_a_layer_keeps_no_statistics
     found = step(lowtide.microbatch(untracked, 3, exact=True))
     torch.testing.assert_close(found["loss"], step(untracked)["loss"], rtol=1e-12, atol=0)
     assert untracked.model[0].running_mean is None
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, BatchNormAct2d])
+def test_exact_refuses_a_gradient_penalty(norm: type[nn.Module]) -> None:
+    """The gradient of a sum, which is a constant to autograd."""
+
+    def penalty(model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        with torch.enable_grad():  # statistics are taken without gradients
+            (slope,) = torch.autograd.grad(model(x)[:, 0].sum(), x, create_graph=True)
+        return slope.square().mean() + model(x).mean()
+
+    work = replace(normed(norm(3)), loss=penalty)
+    with pytest.raises(LowtideError, match="gradients of gradients"):
+        lowtide.microbatch(work, 3, reduction="mean", exact=True).compute_loss()
 
 
 def test_exact_refuses_what_it_does_not_know() -> None:

@@ -64,20 +64,21 @@ class Sketch:
         return max(1, min(wanted, self.kept(rows)))
 
 
-def project(x: Tensor, seed: Tensor, sketch: Sketch) -> Tensor:
-    """S·x for x with N rows: K rows, in x's dtype. ``seed`` is an int64 scalar on x's device."""
+def project(x: Tensor, seed: Tensor, sketch: Sketch, dtype: torch.dtype | None = None) -> Tensor:
+    """S·x for x with N rows: K rows, in x's dtype or another. ``seed`` is an int64 scalar on x's device."""
+    dtype = dtype or x.dtype
     cut = Cut(x.shape[0], sketch.kept(x.shape[0]), sketch.blocks(x.shape[0]))
     wide = torch.promote_types(x.dtype, torch.float32)
     if sketch.kind == "rows":
         places, scale = _chosen(seed, cut)
-        return x[places].to(wide).mul_(scale.to(wide)).to(x.dtype)
+        return x[places].to(wide).mul_(scale.to(wide)).to(dtype)
     if sketch.kind == "dct" and cut.most(cut.rows) > _DIRECT:
-        return _transform(x, seed, cut)
+        return _transform(x, seed, cut, dtype)
     chunks = list(_chunks(cut, x.shape[1]))
     if cut.blocks == len(chunks) == 1:
         entries = _entries(sketch.kind, seed, cut, (0, 1), (0, cut.kept))[0].to(wide)
-        return torch.mm(entries, x.to(wide)).mul_(cut.kept**-0.5).to(x.dtype)
-    out = x.new_empty(cut.kept, x.shape[1])
+        return torch.mm(entries, x.to(wide)).mul_(cut.kept**-0.5).to(dtype)
+    out = x.new_empty(cut.kept, x.shape[1], dtype=dtype)
     for low, high, first, last in chunks:
         start, stop = cut.start(low, cut.kept) + first, cut.start(high, cut.kept)
         stop = min(start + last - first, stop) if high - low == 1 else stop
@@ -228,10 +229,10 @@ def _chosen(seed: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
     return chosen, scale
 
 
-def _transform(x: Tensor, seed: Tensor, cut: Cut) -> Tensor:
+def _transform(x: Tensor, seed: Tensor, cut: Cut, dtype: torch.dtype) -> Tensor:
     """Rows of the DCT of signed blocks, by FFT (Makhoul, 1980), some columns at a time."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    out = x.new_empty(cut.kept, x.shape[1])
+    out = x.new_empty(cut.kept, x.shape[1], dtype=dtype)
     for block in range(cut.blocks):
         start, rows = cut.start(block, cut.rows), cut.size(block, cut.rows)
         kept = slice(cut.start(block, cut.kept), cut.start(block + 1, cut.kept))

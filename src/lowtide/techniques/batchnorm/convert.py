@@ -18,6 +18,7 @@ from lowtide.errors import LowtideError
 from lowtide.kernels.activations import Activation
 from lowtide.nn.batchnorm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, SyncBatchNormAct, _BatchNormAct
 from lowtide.nn.functional import Strategy, resolve
+from lowtide.nn.fx_leaf import is_symbolic, leaf
 from lowtide.nn.pooling import can_pool, max_pool
 from lowtide.techniques.batchnorm.behind import behind
 from lowtide.techniques.batchnorm.find import Left, Pair, below, find, is_chain
@@ -243,6 +244,8 @@ class Joined(Forward):
         self.in_place = in_place
 
     def __call__(self, input: Tensor, residual: Any = None) -> Tensor:
+        if is_symbolic(input):
+            return leaf(self.module, input)
         if residual is None:
             return input
         if isinstance(residual, Tensor) and self._fits(residual, input):
@@ -279,6 +282,8 @@ class Fused(Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not kwargs and all(isinstance(arg, Tensor) for arg in args):
             call, values = len(args), args
+        elif is_symbolic(*args, *kwargs.values()):
+            return leaf(self.module, *args, **kwargs)
         else:
             call, values = describe(args, kwargs)
         if torch.compiler.is_compiling():

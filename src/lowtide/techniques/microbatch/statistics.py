@@ -24,7 +24,9 @@ from lowtide.errors import LowtideError
 from lowtide.nn.batchnorm import _BatchNormAct
 from lowtide.nn.functional import Statistics, batch_norm_act
 from lowtide.nn.renorm import _BatchRenormAct
+from lowtide.nn.second_order import refuse_create_graph
 from lowtide.techniques.technique import Undo
+from lowtide.tracing.internals import in_backward
 
 _torch: Any = torch  # which has no types for its functions of many tensors
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -272,7 +274,7 @@ class _ByWhole:
 
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Of the call that comes: calls are counted, and in a recomputation there can be but one."""
-        if len(self.whole) > 1 and torch._C._current_graph_task_id() != -1:
+        if len(self.whole) > 1 and in_backward():
             raise LowtideError(
                 "A batch norm that runs several times in a step, and again in backward, has no known statistics",
                 hint="Leave out exact=True, or the recomputation.",
@@ -304,7 +306,7 @@ class _RunByWhole(_ByWhole):
             eps=norm.eps,
             residual=residual,
             rebuild=residual is None or norm.rebuild_joins,
-            statistics=Statistics(*self.statistics()),
+            statistics=Statistics(*self.statistics(), of_input=False),
             where=norm,
         )
 
@@ -326,8 +328,8 @@ class _Normalize(torch.autograd.Function):
         return torch.nn.functional.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_create_graph("A batch norm by the statistics of all pieces", hint="Leave out exact=True.")
         x, weight, mean, var, invstd = ctx.saved_tensors
         needs = ctx.needs_input_grad
         dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
