@@ -39,15 +39,22 @@ Planner = Callable[[Joint], Program]
 class PlannedLoss:
     """The loss of a step, run by programs: one for each structure and shape of the batch.
 
-    ``planner_for(batch)`` makes the program of a joint graph, for batches of that shape.
+    ``planner_for(batch)`` makes the program of a joint graph, for batches of that shape. ``uncaptured(batch)`` gives
+    what runs such batches without a program, where that is wanted.
     """
 
     is_compiled = True
 
-    def __init__(self, work: Workload, planner_for: Callable[[Any], Planner]) -> None:
+    def __init__(
+        self,
+        work: Workload,
+        planner_for: Callable[[Any], Planner],
+        uncaptured: Callable[[Any], Callable[[Any], Tensor] | None] = lambda _: None,
+    ) -> None:
         self.__wrapped__ = work.loss
         self.work = work
         self.planner_for = planner_for
+        self.uncaptured = uncaptured
         self._planners: dict[Any, Planner] = {}
         self._compiled: dict[Any, Callable[[Any], Tensor]] = {}
         self._failed: set[Any] = set()  # where capture failed once
@@ -63,6 +70,9 @@ class PlannedLoss:
             return self.work.compute_loss(batch=batch)
         key = _shape_of(batch), *map(len, _HOOKS)
         if key not in self._compiled:
+            run = self.uncaptured(batch)
+            if run is not None:
+                return run(batch)
             planner = self._planners[key] = self.planner_for(batch)
             self._compiled[key] = compiled_loss(self.work, _Backend(planner))
         try:

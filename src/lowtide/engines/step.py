@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engines.graph import PlannedLoss
+from lowtide.engines.other_shapes import OtherShapes
 from lowtide.engines.replan import Replanner
 from lowtide.engines.watch import BatchWatch, ParameterWatch
 from lowtide.errors import WorkloadError
@@ -40,7 +41,8 @@ def planned(work: Workload, plan: Plan) -> Applied:
     if plan.program is None:
         return applied
     work = applied.work
-    return Applied(replace(work, loss=PlannedLoss(work, Replanner(plan, work)), autocast=None), applied)
+    loss = PlannedLoss(work, Replanner(plan, work), OtherShapes(plan, work))
+    return Applied(replace(work, loss=loss, autocast=None), applied)
 
 
 @dataclass(frozen=True, slots=True)
