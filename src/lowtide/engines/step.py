@@ -42,7 +42,7 @@ def planned(work: Workload, plan: Plan) -> Applied:
         return applied
     work = applied.work
     loss = PlannedLoss(work, Replanner(plan, work), OtherShapes(plan, work))
-    return Applied(replace(work, loss=loss, autocast=None), applied)
+    return Applied(replace(work, loss=loss, autocast=None), applied, loss.release)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from types import CodeType
 from typing import Any
 
 import torch
@@ -31,3 +32,16 @@ def evaluate_frames_by_default() -> None:
     interpreter.restype = ctypes.c_void_p
     use.argtypes, use.restype = [ctypes.c_void_p, ctypes.c_void_p], None
     use(interpreter(), default)
+
+
+def forget_compiled(code: CodeType, backend: object) -> None:
+    """Free what Dynamo compiled for one code object, and its backend; ``torch._dynamo.reset`` would free everybody's.
+
+    Dynamo holds both for good: graphs, their fake tensors and the guards.
+    """
+    from torch._dynamo import eval_frame
+
+    eval_frame.reset_code(code)
+    held = eval_frame.cached_backends
+    for key in [key for key, each in held.items() if getattr(each, "compiler_fn", each) is backend]:
+        del held[key]
