@@ -22,7 +22,7 @@ from lowtide.errors import BudgetError
 from lowtide.planning import plan
 from lowtide.planning.fastest import fastest_program
 from lowtide.planning.program import Kind, Program, simulate
-from lowtide.tracing.joint import Joint
+from lowtide.tracing.joint import CompiledLoss, Joint
 
 from .counting import PLANS, Planner, executed_peak, results
 from .planned import smallest_budget, squares
@@ -365,12 +365,28 @@ def test_only_so_many_shapes_stay_captured_and_the_others_are_freed(monkeypatch:
     monkeypatch.setattr(graph, "_MOST_SHAPES", 2)
     work = Workload(layers(), lambda model, x: model(x).square().mean(), torch.randn(64, 32))
     loss = graph.PlannedLoss(work, lambda _: lambda joint: fastest_program(joint, 2**40))
-    counts: list[int] = []
     for size in (64, 63, 62, 61):
         loss(work.model, work.batch[:size]).backward()
-        counts.append(live_tensors())
-    assert counts[1] == counts[2] == counts[3]
+    gc.collect()
+    held = [type(each) for each in gc.get_objects()]
+    assert held.count(graph._Runner) == held.count(CompiledLoss) == 2
     pending = loss(work.model, work.batch[:61])
     loss(work.model, work.batch[:60])
     loss(work.model, work.batch[:59])  # which frees 61
     pending.backward()
+
+
+def test_a_setting_that_cannot_be_captured_runs_the_plain_step_and_says_so() -> None:
+    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh())))
+    work = Workload(model, squares, torch.randn(64, 32))
+    loss = graph.planned_loss(work, Planner("smallest"))
+    loss(work.batch).backward()
+    model[1].momentum = None  # type: ignore[assignment]
+    model.zero_grad()
+    twin = copy.deepcopy(model)
+    with pytest.warns(RuntimeWarning, match="no longer captured as one graph .* runs as it is"):
+        loss(work.batch).backward()
+    squares(twin, work.batch).backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    assert all(map(torch.equal, model.buffers(), twin.buffers()))

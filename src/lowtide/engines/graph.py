@@ -93,7 +93,7 @@ class PlannedLoss:
             inner = getattr(error, "inner_exception", None)  # of Dynamo's error
             if isinstance(inner, (LowtideError, Warning)):  # what the planner says
                 raise inner from None
-            if type(error).__name__ != "Unsupported":  # Dynamo's too
+            if type(error).__name__ not in ("Unsupported", "UserError", "TorchRuntimeError"):  # Dynamo's too
                 raise
             inputs = (*parameters_of(self.work), *tensors(batch))
             if not any(each.requires_grad for each in inputs):
@@ -102,6 +102,13 @@ class PlannedLoss:
             return self._give_up(
                 key, batch, f"The loss is no longer captured as one graph ({what})", "Plan with engine='eager'"
             )
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be copied or pickled: captured code stays that of this model."""
+        raise LowtideError(
+            "The loss of a planned step is neither copied nor pickled: it is bound to its model",
+            hint="Copy the model (copy.deepcopy(step.model)), then apply the plan to a Workload of the copy.",
+        )
 
     def _capture(self, key: Any, planner: Planner) -> None:
         """Have a shape captured when it is next called, and free the one that was not used for longest."""

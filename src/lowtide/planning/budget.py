@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lowtide.chains import Schedule
 from lowtide.errors import BudgetError, LowtideError, PlanError, TraceError
 from lowtide.fingerprint import Fingerprint
-from lowtide.planning.baseline import baseline_profile
+from lowtide.planning.baseline import OUT_OF_MEMORY, baseline_profile
 from lowtide.planning.plan import Baseline, Choice, Plan, Recomputation
 from lowtide.planning.prediction import apply_options, estimate_peak, predict
 from lowtide.planning.recomputation import SCHEDULE_SLACK, SMALLEST, Recomputations, recomputations
@@ -184,6 +184,11 @@ class _Search:
 
     def _schedules(self, *, required: bool) -> Iterator[_Candidate]:
         try:
+            if OUT_OF_MEMORY in self.baseline.graph.notes:
+                raise TraceError(
+                    "The plain step ran out of memory on this device, and only a step that ran is captured",
+                    hint="Plan with engine='eager', or with a smaller batch.",
+                )
             if self.baseline.graph.fake:
                 raise TraceError("A step that is only predicted is not captured")
             self.recomputations = recomputations(self.work, self.baseline)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from types import CodeType
 from typing import Any
 
@@ -41,6 +42,13 @@ def forget_compiled(code: CodeType, backend: object) -> None:
     """
     from torch._dynamo import eval_frame
 
+    guards = {id(entry.guard_manager) for entry in eval_frame._debug_get_cache_entry_list(code)}
+    registered: Any = vars(weakref.finalize).get("_registry", {})
+    for each in list(registered):  # on the types and functions that guards are about, which live on
+        found = each.peek()
+        checks = getattr(getattr(found and found[1], "func", None), "__self__", None)
+        if id(getattr(checks, "guard_manager", None)) in guards:
+            each.detach()
     eval_frame.reset_code(code)
     held = eval_frame.cached_backends
     for key in [key for key, each in held.items() if getattr(each, "compiler_fn", each) is backend]:

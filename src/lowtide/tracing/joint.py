@@ -120,10 +120,13 @@ class CompiledLoss:
         # Dynamo counts compilations by code object, and refuses the ninth: each loss here gets one of its own.
         self._code, self._backend = loss.__code__.replace(), backend
         own = FunctionType(self._code, loss.__globals__, "loss", closure=loss.__closure__)
-        self._compiled = torch.compile(own, backend=backend, dynamic=False, fullgraph=fullgraph)
+        self._compiled: Callable[[Any], Tensor] | None = torch.compile(
+            own, backend=backend, dynamic=False, fullgraph=fullgraph
+        )
         weakref.finalize(self, forget_compiled, self._code, backend).atexit = False
 
     def __call__(self, batch: Any) -> Tensor:
+        assert self._compiled is not None
         held = held_by_call()
         try:
             with answering(SUBSTITUTES, FIXES):
@@ -133,7 +136,8 @@ class CompiledLoss:
                 evaluate_frames_by_default()
 
     def release(self) -> None:
-        """Free the captured graphs. A later call captures them again."""
+        """Free the captured graphs; it cannot be called any more."""
+        self._compiled = None
         forget_compiled(self._code, self._backend)
 
     def __enter__(self) -> Self:
