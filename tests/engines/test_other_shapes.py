@@ -18,22 +18,8 @@ from lowtide.profiling import profile
 from lowtide.workload import Workload
 
 from ..tracing.allocator import allocated_peak
-from .planned import smallest_budget
-
-
-class Attention(nn.Module):
-    """Memory grows with the square of a length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.v = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.softmax(self.q(x) @ x.transpose(1, 2), -1) @ self.v(x)
-
-
-def squares(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
+from .planned import smallest_budget, squares
+from .test_watch import Attention
 
 
 def attention(length: int = 64) -> Workload:

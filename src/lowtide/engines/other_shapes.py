@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lowtide.engines.watch import Signature, is_within, signature
+from lowtide.engines.watch import Signature, is_within, modes_of, signature
 from lowtide.fingerprint import batch_shapes
 from lowtide.planning.plan import Plan
 from lowtide.planning.prediction import apply_options, estimate_peak
@@ -17,7 +17,6 @@ from lowtide.profiling import Profile, profile
 from lowtide.sizes import format_size
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Fidelity, Option
-from lowtide.tracing.held import modules_of
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
@@ -74,7 +73,7 @@ class OtherShapes:
         found = signature(batch)
         if not found or found == self._planned:
             return None
-        if self._modes() != self._modes_known:
+        if modes_of(self.work) != self._modes:
             self._forget()
         options = self._options(found, batch)
         if options is None:
@@ -137,13 +136,7 @@ class OtherShapes:
 
     def _forget(self) -> None:
         self._plain, self._checkpoints = _Bounds(), _Bounds()
-        self._modes_known = self._modes()
-
-    def _modes(self) -> int:
-        """What changes a step's memory beside its batch: modes of modules, and which parameters are trained."""
-        modules = modules_of(self.work)
-        trained = (p is not None and p.requires_grad for m in modules for p in m._parameters.values())
-        return hash((*(m.training for m in modules), *trained))
+        self._modes = modes_of(self.work)
 
     def _title(self, batch: Any) -> str:
         return f"A batch of {batch_shapes(batch)} was not planned ({self.plan.fingerprint.batch} was)"

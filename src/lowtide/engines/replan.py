@@ -8,7 +8,7 @@ from typing import Any
 
 from lowtide.chains import Schedule
 from lowtide.engines.graph import Planner
-from lowtide.engines.watch import Signature, is_within, signature
+from lowtide.engines.watch import Signature, is_within, modes_of, signature
 from lowtide.errors import PlanError, TraceError
 from lowtide.fingerprint import batch_shapes
 from lowtide.planning.fastest import fastest_program
@@ -34,13 +34,16 @@ class Replanner:
         self.plan, self.work = plan, work
         self._chosen = [] if plan.program is None else [(signature(work.batch), plan.program)]
         self._too_large: list[tuple[Signature, Recomputation]] = []
+        self._modes = modes_of(work)
 
     def __call__(self, batch: Any) -> Planner:
         """The planner for batches of this shape."""
         planned = self.plan.program
         if planned is not None and batch_shapes(batch) == self.plan.fingerprint.batch:
             return lambda joint: self._program(joint, planned)
-        found = signature(batch)
+        found, modes = signature(batch), modes_of(self.work)
+        if modes != self._modes:  # another step: its own peaks are not bounded by the planned one's
+            self._chosen, self._too_large, self._modes = [], [], modes
         for shape, chosen in self._chosen:
             if is_within(found, shape):
                 return lambda joint: self._same_schedule(joint, chosen)

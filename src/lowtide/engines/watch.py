@@ -160,6 +160,13 @@ def signature(batch: Any) -> Signature:
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors(batch))
 
 
+def modes_of(work: Workload) -> int:
+    """A hash of what changes a step's memory beside its batch: modules' modes, and which parameters are trained."""
+    modules = modules_of(work)
+    trained = (p is not None and p.requires_grad for module in modules for p in module._parameters.values())
+    return hash((*(module.training for module in modules), *trained))
+
+
 def is_within(found: Signature, fitting: Signature) -> bool:
     """Whether all tensors are of the same dtypes and no larger in any dimension."""
     return len(found) == len(fitting) and all(
