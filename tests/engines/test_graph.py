@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +17,12 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import Workload, zoo
-from lowtide.engines import graph
+from lowtide.engines import apply, graph
 from lowtide.errors import BudgetError
+from lowtide.planning import plan
 from lowtide.planning.fastest import fastest_program
 from lowtide.planning.program import Kind, Program, simulate
-from lowtide.tracing.joint import Joint
+from lowtide.tracing.joint import CompiledLoss, Joint
 
 from .counting import PLANS, Planner, executed_peak, results
 from .planned import smallest_budget, squares
@@ -312,3 +316,77 @@ def test_a_plan_holds_on_the_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert found.storage_peak_bytes == found.plan.storage_peak_bytes
     if name in ("gpt2", "roberta-base"):
         assert found.plan.fidelity == "bitwise"
+
+
+# -- what is held ----------------------------------------------------------------------------------------
+
+
+def live_tensors() -> int:
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some objects of torch's warn when they are looked at
+        return sum(isinstance(each, Tensor) for each in gc.get_objects())
+
+
+def test_cycles_of_plan_apply_and_undo_leave_no_tensors_behind() -> None:
+    model, batch = layers(), torch.randn(64, 32)
+
+    def cycle() -> int:
+        work = Workload(model, lambda model, x: model(x).square().mean(), batch)
+        with apply(plan(work, "80%", engine="graph"), work) as step:
+            assert step.plan.engine == "graph"
+            step(batch)
+        model.zero_grad()
+        del work, step
+        return live_tensors()
+
+    counts = [cycle() for _ in range(3)]
+    assert counts[1] == counts[2]
+
+
+def test_releasing_a_step_leaves_the_users_own_compiled_functions_alone() -> None:
+    compiled: list[Any] = []
+
+    def backend(module: Any, _: Any) -> Any:
+        compiled.append(module)
+        return module
+
+    double = torch.compile(lambda x: x * 2, backend=backend)
+    double(torch.ones(3))
+    work = Workload(layers(), lambda model, x: model(x).square().mean(), torch.randn(64, 32))
+    loss = graph.PlannedLoss(work, lambda _: Planner("all"))
+    loss(work.model, work.batch).backward()
+    loss.release()
+    double(torch.ones(3))
+    assert len(compiled) == 1
+
+
+def test_only_so_many_shapes_stay_captured_and_the_others_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "_MOST_SHAPES", 2)
+    work = Workload(layers(), lambda model, x: model(x).square().mean(), torch.randn(64, 32))
+    loss = graph.PlannedLoss(work, lambda _: lambda joint: fastest_program(joint, 2**40))
+    for size in (64, 63, 62, 61):
+        loss(work.model, work.batch[:size]).backward()
+    gc.collect()
+    held = [type(each) for each in gc.get_objects()]
+    assert held.count(graph._Runner) == held.count(CompiledLoss) == 2
+    pending = loss(work.model, work.batch[:61])
+    loss(work.model, work.batch[:60])
+    loss(work.model, work.batch[:59])  # which frees 61
+    pending.backward()
+
+
+def test_a_setting_that_cannot_be_captured_runs_the_plain_step_and_says_so() -> None:
+    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh())))
+    work = Workload(model, squares, torch.randn(64, 32))
+    loss = graph.planned_loss(work, Planner("smallest"))
+    loss(work.batch).backward()
+    model[1].momentum = None  # type: ignore[assignment]
+    model.zero_grad()
+    twin = copy.deepcopy(model)
+    with pytest.warns(RuntimeWarning, match="no longer captured as one graph .* runs as it is"):
+        loss(work.batch).backward()
+    squares(twin, work.batch).backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    assert all(map(torch.equal, model.buffers(), twin.buffers()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engines import Step, apply
-from lowtide.errors import PlanError, WorkloadError
+from lowtide.errors import LowtideError, PlanError, WorkloadError
 from lowtide.planning import Choice, Plan, plan
 from lowtide.techniques import Fidelity, register
 from lowtide.workload import Workload
@@ -204,3 +205,32 @@ def gpu_chain() -> Workload:
     model = work.model.cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     return Workload(model, work.loss, torch.randn(2**20, 16, device="cuda"), optimizer)
+
+
+@pytest.mark.parametrize("engine", ["eager", "graph"])
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_step_is_not_copied_and_the_error_says_what_to_copy(engine: Any, way: Callable[[Any], Any]) -> None:
+    work = chain()
+    with apply(plan(work, "80%", engine=engine, allow="bitwise"), work) as step:
+        with pytest.raises(LowtideError, match=r"neither copied nor pickled.*copy\.deepcopy\(step\.model\)"):
+            way(step)
+        if engine == "graph" and way is not copy.copy:
+            with pytest.raises(LowtideError, match="neither copied nor pickled"):
+                way(step.work)
+
+
+@pytest.mark.parametrize("engine", ["eager", "graph"])
+def test_a_copy_of_a_planned_model_is_a_model_of_its_own(engine: Any) -> None:
+    work = chain()
+    step = apply(plan(work, "80%", engine=engine, allow="bitwise"), work)
+    step(work.batch)
+    copies = copy.deepcopy(step.model), pickle.loads(pickle.dumps(step.model))
+    work.model.zero_grad()
+    step.undo()
+    work.loss(work.model, work.batch).backward()
+    for twin in copies:
+        twin.zero_grad()
+        work.loss(twin, work.batch).backward()
+        for ours, theirs in zip(twin.parameters(), work.model.parameters(), strict=True):
+            assert ours is not theirs
+            assert torch.equal(ours.grad, theirs.grad)

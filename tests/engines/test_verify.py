@@ -189,6 +189,13 @@ def test_a_plain_step_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPa
     assert found.agreements == ()
     assert math.isnan(found.plain_seconds)
     assert any("does not fit" in note for note in found.notes)
+    assert not found.compared
+    assert not found.ok
+    assert not found.to_json()["results_agree"]
+    assert "NOT compared" in str(found)
+    assert "verified" not in str(found)
+    with pytest.warns(RuntimeWarning, match="was not compared with the plain one"):
+        fit(work.model, work.loss, work.batch, work.optimizer, budget="60%", allow="bitwise", engine="eager").undo()
 
 
 def test_a_plan_of_another_step_is_not_verified() -> None:

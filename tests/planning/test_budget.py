@@ -167,6 +167,8 @@ def test_a_plain_step_that_does_not_fit_is_predicted(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(baseline, "profile_step", out_of_memory)
     assert plan(chain(), "60%").choices
+    with pytest.raises(PlanError, match=r"ran out of memory on this device.*engine='eager'"):
+        plan(chain(), "60%", engine="graph")
 
 
 # -- what a plan may use -------------------------------------------------------------------------------

@@ -49,6 +49,11 @@ def test_explain_says_what_it_saves_costs_and_why(found: Plan) -> None:
     assert str(found) == text
 
 
+def with_knob(data: dict[str, Any], value: Any) -> dict[str, Any]:
+    choice = data["choices"][0]
+    return {**data, "choices": [{**choice, "option": {**choice["option"], "knobs": [["segments", value]]}}]}
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -65,6 +70,15 @@ def test_explain_says_what_it_saves_costs_and_why(found: Plan) -> None:
         (lambda d: {**d, "fingerprint": {"model": "x"}}, "malformed"),
         (lambda d: {**d, "fingerprint": {**d["fingerprint"], "batch": 3}}, "3 is not text"),
         (lambda d: {**d, "seconds_source": "guessed"}, "guessed"),
+        (lambda d: {**d, "version": 10**5000}, "version an integer beyond 64 bits"),
+        (lambda d: {**d, "budget_bytes": 10**400}, "budget_bytes is an integer beyond 64 bits"),
+        (lambda d: {**d, "baseline": {**d["baseline"], "peak_bytes": 10**5000}}, "peak_bytes is an integer beyond"),
+        (lambda d: {**d, "seconds": 10**400}, "seconds is an integer beyond 64 bits"),
+        (lambda d: {**d, "choices": [{**d["choices"][0], "saved_bytes": 10**400}]}, "saved_bytes is an integer beyond"),
+        (lambda d: {**d, "choices": [{**d["choices"][0], "saved_bytes": "12"}]}, "saved_bytes is '12'"),
+        (lambda d: with_knob(d, 10**400), "a knob cannot be an integer beyond"),
+        (lambda d: with_knob(d, math.nan), "a knob cannot be nan"),
+        (lambda d: {**d, "notes": "9" * 10_000}, "is not a list"),
     ],
 )
 def test_a_malformed_plan_is_refused_with_the_reason(found: Plan, change: Any, reason: str) -> None:

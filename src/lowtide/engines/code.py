@@ -94,7 +94,7 @@ def pieces_of(joint: Joint, program: Program) -> list[Piece]:
         written.append(
             Piece(
                 index,
-                boxed(fx.GraphModule(joint.module, graph.graph)),
+                boxed(fx.GraphModule(joint.module, graph.graph), keeps_graph=False),
                 tuple((cell, last_read[cell] == index) for cell in cells),
                 tuple(made),
                 tuple(primals[cell] for cell in inputs_read),
@@ -218,10 +218,15 @@ def _drawn_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device | 
     return next((device for device in devices if device.type == "cuda"), None)
 
 
-def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """Takes its arguments in a list, which it empties: they too are let go after their last use."""
+def boxed(module: fx.GraphModule, *, keeps_graph: bool = True) -> Callable[[list[Any]], Any]:
+    """Takes its arguments in a list, which it empties: they too are let go after their last use.
+
+    Code that runs needs no graph, whose nodes hold a fake tensor each.
+    """
     module.graph.set_codegen(_BoxedCodeGen())
     forward = _forward_of(module)
+    if not keeps_graph:
+        module.graph = fx.Graph()
 
     def run(args: list[Any]) -> Any:
         return forward(module, args)

@@ -44,7 +44,14 @@ def fit(
     chosen = plan(work, budget, allow=allow, engine=engine, tune=tune)
     if verify:
         found = verify_plan(work, chosen)
-        if not found.results_agree:
+        if not found.compared:
+            warnings.warn(
+                "The planned step was not compared with the plain one, which does not fit on this device. "
+                "Verify it with a smaller batch: lowtide.verify(work, plan)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        elif not found.results_agree:
             if not found.repeatable:
                 raise PlanError(f"The planned step cannot be verified; verify=False applies it as it is:\n{found}")
             raise PlanError(f"The planned step does not give what it promised:\n{found}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ from lowtide.engines.code import Piece, boxed, forward_graph, graphs_of, pieces_
 from lowtide.errors import LowtideError
 from lowtide.planning.program import Cell, Program
 from lowtide.tracing.held import parameters_of, watch_modules
-from lowtide.tracing.joint import Joint, compiled_loss
+from lowtide.tracing.joint import CompiledLoss, Joint
 from lowtide.workload import Workload
 
 _aten: Any = torch.ops.aten
@@ -33,24 +34,32 @@ _HOOKS: list[dict[int, Any]] = [
     getattr(nn.modules.module, f"_global_{when}_hooks")  # of all modules; Dynamo does not look whether there is one
     for when in ("forward_pre", "forward", "backward_pre", "backward")
 ]
+_MOST_SHAPES = 16  # captured at a time: each holds its code, and some MiB on the host
 Planner = Callable[[Joint], Program]
 
 
 class PlannedLoss:
     """The loss of a step, run by programs: one for each structure and shape of the batch.
 
-    ``planner_for(batch)`` makes the program of a joint graph, for batches of that shape.
+    ``planner_for(batch)`` makes the program of a joint graph, for batches of that shape. ``uncaptured(batch)`` gives
+    what runs such batches without a program, where that is wanted.
     """
 
     is_compiled = True
 
-    def __init__(self, work: Workload, planner_for: Callable[[Any], Planner]) -> None:
+    def __init__(
+        self,
+        work: Workload,
+        planner_for: Callable[[Any], Planner],
+        uncaptured: Callable[[Any], Callable[[Any], Tensor] | None] = lambda _: None,
+    ) -> None:
         self.__wrapped__ = work.loss
         self.work = work
         self.planner_for = planner_for
-        self._planners: dict[Any, Planner] = {}
-        self._compiled: dict[Any, Callable[[Any], Tensor]] = {}
+        self.uncaptured = uncaptured
+        self._captured: OrderedDict[Any, tuple[Planner, CompiledLoss]] = OrderedDict()  # the last used at the end
         self._failed: set[Any] = set()  # where capture failed once
+        self._given_up: set[Any] = set()  # where the plain loss runs
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of the step's own model; ``model`` is there since this takes the place of a loss function."""
@@ -62,12 +71,17 @@ class PlannedLoss:
             )
             return self.work.compute_loss(batch=batch)
         key = _shape_of(batch), *map(len, _HOOKS)
-        if key not in self._compiled:
-            planner = self._planners[key] = self.planner_for(batch)
-            self._compiled[key] = compiled_loss(self.work, _Backend(planner))
+        if key in self._given_up:
+            return self.work.compute_loss(batch=batch)
+        if key not in self._captured:
+            run = self.uncaptured(batch)
+            if run is not None:
+                return run(batch)
+            self._capture(key, self.planner_for(batch))
+        self._captured.move_to_end(key)
         try:
             with _capture_settings():
-                return self._compiled[key](batch)
+                return self._captured[key][1](batch)
         except Exception as error:
             if type(error).__name__ == "FailOnRecompileLimitHit":
                 return self._give_up(
@@ -79,7 +93,7 @@ class PlannedLoss:
             inner = getattr(error, "inner_exception", None)  # of Dynamo's error
             if isinstance(inner, (LowtideError, Warning)):  # what the planner says
                 raise inner from None
-            if type(error).__name__ != "Unsupported":  # Dynamo's too
+            if type(error).__name__ not in ("Unsupported", "UserError", "TorchRuntimeError"):  # Dynamo's too
                 raise
             inputs = (*parameters_of(self.work), *tensors(batch))
             if not any(each.requires_grad for each in inputs):
@@ -88,6 +102,25 @@ class PlannedLoss:
             return self._give_up(
                 key, batch, f"The loss is no longer captured as one graph ({what})", "Plan with engine='eager'"
             )
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be copied or pickled: captured code stays that of this model."""
+        raise LowtideError(
+            "The loss of a planned step is neither copied nor pickled: it is bound to its model",
+            hint="Copy the model (copy.deepcopy(step.model)), then apply the plan to a Workload of the copy.",
+        )
+
+    def _capture(self, key: Any, planner: Planner) -> None:
+        """Have a shape captured when it is next called, and free the one that was not used for longest."""
+        if len(self._captured) >= _MOST_SHAPES:
+            _, (_, oldest) = self._captured.popitem(last=False)
+            oldest.release()
+        self._captured[key] = planner, CompiledLoss(self.work, _Backend(planner))
+
+    def release(self) -> None:
+        """Free all programs and captured graphs."""
+        while self._captured:
+            self._captured.popitem()[1][1].release()
 
     def _give_up(self, key: Any, batch: Any, why: str, hint: str) -> Tensor:
         """The plain loss, from now on for such batches. Where that fails too, its error says why, and that is all.
@@ -98,7 +131,8 @@ class PlannedLoss:
         loss = self.work.compute_loss(batch=batch)
         warnings.warn(f"{why}, and runs as it is: the budget is not kept. {hint}", RuntimeWarning, stacklevel=5)
         if not kept_since() or key in self._failed:
-            self._compiled[key] = lambda batch: self.work.compute_loss(batch=batch)
+            self._given_up.add(key)
+            self._captured.pop(key)[1].release()
         self._failed.add(key)
         return loss
 
@@ -124,7 +158,7 @@ def planned_loss(work: Workload, planner: Planner) -> Callable[[Any], Tensor]:
 class _Backend:
     """For Dynamo: a graph of the forward pass in, what runs it by a program out.
 
-    Dynamo holds backends for good; so this one does not hold the planner, which may hold the model.
+    Dynamo holds backends until they are released; so this one does not hold the planner, which may hold the model.
     """
 
     def __init__(self, planner: Planner) -> None:
@@ -177,7 +211,7 @@ class _Runner:
         self.kept = tuple(cell for cell in program.kept if cell not in primals)
         shown = set(program.held(Cell(joint.loss.name)))
         self.shown = tuple(cell for cell in self.kept if shown.intersection(program.held(cell)))  # they are the loss
-        self.forward = boxed(forward_graph(joint, program, self.kept))
+        self.forward = boxed(forward_graph(joint, program, self.kept), keeps_graph=False)
         self.pieces = pieces_of(joint, program)
 
     def __call__(self, *inputs: Any) -> tuple[Tensor]:

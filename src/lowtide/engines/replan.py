@@ -8,12 +8,13 @@ from typing import Any
 
 from lowtide.chains import Schedule
 from lowtide.engines.graph import Planner
+from lowtide.engines.watch import Signature, is_within, modes_of, signature
 from lowtide.errors import PlanError, TraceError
 from lowtide.fingerprint import batch_shapes
 from lowtide.planning.fastest import fastest_program
 from lowtide.planning.forecast import node_seconds
 from lowtide.planning.plan import Plan, Recomputation
-from lowtide.planning.program import Program
+from lowtide.planning.program import Program, simulate
 from lowtide.planning.recomputation import Recomputations
 from lowtide.planning.stages import Stages
 from lowtide.planning.writer import program_of
@@ -24,26 +25,46 @@ from lowtide.workload import Workload
 
 
 class Replanner:
-    """A plan's own program for batches like the planned one; for others the fastest that fits the same budget."""
+    """A plan's own program for batches like the planned one; for others the fastest that fits the same budget.
+
+    A schedule holds for every batch that is no larger in any dimension than the one it was made for.
+    """
 
     def __init__(self, plan: Plan, work: Workload) -> None:
         self.plan, self.work = plan, work
+        self._chosen = [] if plan.program is None else [(signature(work.batch), plan.program)]
+        self._too_large: list[tuple[Signature, Recomputation]] = []
+        self._modes = modes_of(work)
 
     def __call__(self, batch: Any) -> Planner:
         """The planner for batches of this shape."""
         planned = self.plan.program
         if planned is not None and batch_shapes(batch) == self.plan.fingerprint.batch:
             return lambda joint: self._program(joint, planned)
+        found, modes = signature(batch), modes_of(self.work)
+        if modes != self._modes:  # another step: its own peaks are not bounded by the planned one's
+            self._chosen, self._too_large, self._modes = [], [], modes
+        for shape, chosen in self._chosen:
+            if is_within(found, shape):
+                return lambda joint: self._same_schedule(joint, chosen)
+        for shape, smallest in self._too_large:
+            if is_within(shape, found):
+                self._warn_too_large(batch, "more than that of a smaller batch, which is too much already")
+                return lambda joint: self._same_schedule(joint, smallest, must_fit=False)
         try:
-            chosen = self._plan_again(replace(self.work, batch=batch))
+            chosen, fits = self._plan_again(replace(self.work, batch=batch))
         except TraceError:  # a prediction has no values to look at
             if planned is None:
                 raise
             return lambda joint: self._other_program(joint, planned)
+        (self._chosen if fits else self._too_large).append((found, chosen))
         return lambda joint: self._program(joint, chosen)
 
-    def _plan_again(self, work: Workload) -> Recomputation:
-        """The fastest schedule for another batch. Its step is predicted, with each new kernel measured alone."""
+    def _plan_again(self, work: Workload) -> tuple[Recomputation, bool]:
+        """The fastest schedule for another batch, and whether it fits.
+
+        The step is predicted, with each new kernel measured alone.
+        """
         budget = self.plan.budget_bytes
         plain = profile(work, fake=True, device=self.plan.device, measure=True)
         found = Recomputations(capture_joint(work), plain)
@@ -51,15 +72,27 @@ class Replanner:
         for schedule in found.worthwhile(budget):
             peaks[schedule] = found.profile(schedule).peak_bytes
             if peaks[schedule] <= budget:
-                return found.chosen(schedule, peaks[schedule], budget)
+                return found.chosen(schedule, peaks[schedule], budget), True
         smallest = min(peaks, key=lambda schedule: peaks[schedule])
+        self._warn_too_large(work.batch, format_size(peaks[smallest]))
+        return found.chosen(smallest, peaks[smallest], peaks[smallest]), False
+
+    def _warn_too_large(self, batch: Any, takes: str) -> None:
         warnings.warn(
-            f"A batch of {batch_shapes(work.batch)} does not fit the budget of {format_size(budget)}, which was "
-            f"planned for {self.plan.fingerprint.batch}: the smallest program takes {format_size(peaks[smallest])}",
+            f"A batch of {batch_shapes(batch)} does not fit the budget of {format_size(self.plan.budget_bytes)}, which "
+            f"was planned for {self.plan.fingerprint.batch}: the smallest program takes {takes}",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-        return found.chosen(smallest, peaks[smallest], peaks[smallest])
+
+    def _same_schedule(self, joint: Joint, chosen: Recomputation, *, must_fit: bool = True) -> Program:
+        """A schedule made for another batch. On a smaller one each result is smaller, and so is the peak."""
+        stages, schedule = Stages(joint), Schedule.parse(chosen.schedule)
+        if len(stages) == len(schedule.runs):
+            program = program_of(stages, schedule)
+            if not must_fit or simulate(program).peak_bytes <= chosen.room_bytes:
+                return program
+        return self._other_program(joint, chosen)
 
     def _other_program(self, joint: Joint, chosen: Recomputation) -> Program:
         """For another graph, whose kernels were not measured."""

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engines.graph import PlannedLoss
+from lowtide.engines.other_shapes import OtherShapes
 from lowtide.engines.replan import Replanner
 from lowtide.engines.watch import BatchWatch, ParameterWatch
-from lowtide.errors import WorkloadError
+from lowtide.errors import LowtideError, WorkloadError
 from lowtide.planning.plan import Plan, check_plan
 from lowtide.planning.prediction import apply_options
 from lowtide.profiling import Profile, profile
@@ -41,7 +42,8 @@ def planned(work: Workload, plan: Plan) -> Applied:
     if plan.program is None:
         return applied
     work = applied.work
-    return Applied(replace(work, loss=PlannedLoss(work, Replanner(plan, work)), autocast=None), applied)
+    loss = PlannedLoss(work, Replanner(plan, work), OtherShapes(plan, work))
+    return Applied(replace(work, loss=loss, autocast=None), applied, loss.release)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,13 @@ class Step:
         self._applied()
         self.work = self._plain
         self._batches = self._parameters = None
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be copied or pickled: two steps over one model would undo each other's changes."""
+        raise LowtideError(
+            "A planned step is neither copied nor pickled: it is bound to its model and optimizer",
+            hint="Copy the model (copy.deepcopy(step.model)), then apply the plan to a Workload of the copy.",
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -87,7 +87,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Verification:
-    """What ``verify`` found. ``ok``: results as promised, and the peak within the budget."""
+    """What ``verify`` found. ``ok``: results compared and as promised, and the peak within the budget."""
 
     plan: Plan
     agreements: tuple[Agreement, ...]
@@ -99,9 +99,14 @@ class Verification:
     repeatable: bool = True  # False: the plain step differs from itself by more than roundoff
 
     @property
+    def compared(self) -> bool:
+        """Whether there were two steps to compare: the plain one may not fit on this device."""
+        return bool(self.agreements)
+
+    @property
     def results_agree(self) -> bool:
-        """Losses, gradients, buffers, parameters and generators as promised."""
-        return all(agreement.holds for agreement in self.agreements)
+        """Losses, gradients, buffers, parameters and generators as promised; False where nothing was compared."""
+        return self.compared and all(agreement.holds for agreement in self.agreements)
 
     @property
     def within_budget(self) -> bool:
@@ -117,6 +122,7 @@ class Verification:
         """The finding as JSON-ready data; a figure that was not measured is null."""
         return {
             "ok": self.ok,
+            "compared": self.compared,
             "results_agree": self.results_agree,
             "within_budget": self.within_budget,
             "repeatable": self.repeatable,
@@ -134,6 +140,8 @@ class Verification:
         lines = [f"{'verified' if self.ok else 'NOT as promised'} ({plan.fidelity})"]
         if not self.repeatable:
             lines = [f"CANNOT be verified ({plan.fidelity}): the plain step is not repeatable"]
+        if not self.compared:
+            lines = [f"NOT compared ({plan.fidelity}): only the planned step ran"]
         for a in self.agreements:
             how = "equal bit for bit" if a.equal else f"relative error {a.error:.1e}"
             lines.append(f"  {a.what:<12}{how}{'' if a.holds or not self.repeatable else ', which breaks the promise'}")

@@ -33,7 +33,7 @@ class BatchWatch:
 
     def __init__(self, plan: Plan, work: Workload) -> None:
         self.plan, self.work = plan, work
-        planned = _signature(work.batch)
+        planned = signature(work.batch)
         self._fitting = [planned]
         self._seen = {planned} if planned else set[Signature]()
         self._gave_up = self._knows_autocast = False
@@ -42,7 +42,7 @@ class BatchWatch:
     def __call__(self, batch: Any) -> None:
         """Warn of a batch, before its step, unless it was met before; and of an autocast that was not planned."""
         self._look_at_autocast()
-        found = _signature(batch)
+        found = signature(batch)
         if found in self._seen or batch is None:
             return
         self._seen.add(found)
@@ -63,7 +63,7 @@ class BatchWatch:
 
     def peak_bytes(self, batch: Any) -> int:
         """The peak of a step with a batch; the planned one's where it cannot be predicted."""
-        peak = self._predict(_signature(batch), batch)
+        peak = self._predict(signature(batch), batch)
         return self.plan.peak_bytes if peak is None else peak
 
     def _warning(self, found: Signature, batch: Any) -> str:
@@ -72,7 +72,7 @@ class BatchWatch:
                 "The budget is promised for batches like the planned one. Whether they are cannot be seen: no tensors "
                 f"were found in the batch, a {type(batch).__name__}"
             )
-        if self._gave_up or any(_is_within(found, fitting) for fitting in self._fitting):
+        if self._gave_up or any(is_within(found, fitting) for fitting in self._fitting):
             return ""
         shapes, planned = batch_shapes(batch), self.plan.fingerprint.batch
         if len(self._peaks) > _MOST_PREDICTED:
@@ -155,11 +155,19 @@ class ParameterWatch:
         )
 
 
-def _signature(batch: Any) -> Signature:
+def signature(batch: Any) -> Signature:
+    """Shapes and dtypes of a batch's tensors."""
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors(batch))
 
 
-def _is_within(found: Signature, fitting: Signature) -> bool:
+def modes_of(work: Workload) -> int:
+    """A hash of what changes a step's memory beside its batch: modules' modes, and which parameters are trained."""
+    modules = modules_of(work)
+    trained = (p is not None and p.requires_grad for module in modules for p in module._parameters.values())
+    return hash((*(module.training for module in modules), *trained))
+
+
+def is_within(found: Signature, fitting: Signature) -> bool:
     """Whether all tensors are of the same dtypes and no larger in any dimension."""
     return len(found) == len(fitting) and all(
         dtype == fitting_dtype

@@ -12,6 +12,7 @@ from lowtide.profiling import profile as profile_step
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
+OUT_OF_MEMORY = "The plain step ran out of memory on this device, and was predicted."
 _TIMED_STEPS = 4  # the first is not the fastest
 
 
@@ -27,7 +28,8 @@ def baseline_profile(work: Workload, *, fake: bool, device: str | None) -> Profi
             seconds = [seconds_of_loss(work) for _ in range(_TIMED_STEPS if work.device.type == "cuda" else 1)]
         found = profile_step(work, fake=False, device=device)
     except torch.OutOfMemoryError:  # the very reason to plan: predict what cannot be run
-        return profile_step(work, fake=True, device=device)
+        found = profile_step(work, fake=True, device=device)
+        return replace(found, graph=replace(found.graph, notes=(*found.graph.notes, OUT_OF_MEMORY)))
     return _lasting(found, min(seconds)) if work.device.type == "cuda" else found
 
 

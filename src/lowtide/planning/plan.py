@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from lowtide.version import __version__
 from lowtide.workload import Workload, check_workload
 
 PLAN_VERSION = 3
+_LARGEST = 2**63  # of whole numbers: no device has as many bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,7 @@ class Plan:
             raise PlanError(f"A plan is a JSON object, not a {type(data).__name__}")
         if data.get("version") != PLAN_VERSION:
             raise PlanError(
-                f"The plan has version {data.get('version')!r}, and this lowtide reads {PLAN_VERSION}",
+                f"The plan has version {_shown(data.get('version'))}, and this lowtide reads {PLAN_VERSION}",
                 hint="Plan again with this lowtide.",
             )
         try:
@@ -192,7 +194,7 @@ def _read(data: Mapping[str, Any]) -> Plan:
             Choice(
                 option=_option(choice["option"]),
                 fidelity=Fidelity(choice["fidelity"]),
-                saved_bytes=int(choice["saved_bytes"]),
+                saved_bytes=_whole(choice, "saved_bytes"),
                 seconds=_seconds(choice),
                 why=_text(choice["why"]),
             )
@@ -233,42 +235,58 @@ def _option(data: Mapping[str, Any]) -> Option:
 def _knob(value: Any) -> Knob:
     if isinstance(value, list | tuple):
         return tuple(_knob(item) for item in value)
-    if isinstance(value, bool | int | float | str):
+    if isinstance(value, bool | str) or (isinstance(value, int) and abs(value) < _LARGEST):
         return value
-    raise TypeError(f"a knob cannot be {value!r}")
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    raise TypeError(f"a knob cannot be {_shown(value)}")
 
 
 def _size(data: Mapping[str, Any], key: str) -> int:
-    value = data[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{key} is {value!r}, not a whole number")
+    value = _whole(data, key)
+    if value < 0:
+        raise ValueError(f"{key} is {value}, not a whole number")
     return value
+
+
+def _whole(data: Mapping[str, Any], key: str) -> int:
+    value = data[key]
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= _LARGEST:
+        raise ValueError(f"{key} is {_shown(value)}, not a whole number of bytes")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """A value in an error, cut short: Python refuses to print the largest whole numbers."""
+    if isinstance(value, int) and abs(value) >= _LARGEST:
+        return "an integer beyond 64 bits"
+    return reprlib.repr(value)
 
 
 def _seconds(data: Mapping[str, Any]) -> float:
     value = data["seconds"]
     if value is None:
         return math.nan
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"seconds is {value!r}, not a number")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < _LARGEST:
+        raise ValueError(f"seconds is {_shown(value)}, not a number")
     return float(value)
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not text")
+        raise TypeError(f"{_shown(value)} is not text")
     return value
 
 
 def _texts(values: Any) -> tuple[str, ...]:
     if not isinstance(values, list | tuple):
-        raise TypeError(f"{values!r} is not a list")
+        raise TypeError(f"{_shown(values)} is not a list")
     return tuple(map(_text, values))
 
 
 def _one_of(value: Any, known: Sequence[Any]) -> Any:
     if value not in known:
-        raise ValueError(f"{value!r} is none of {', '.join(known)}")
+        raise ValueError(f"{_shown(value)} is none of {', '.join(known)}")
     return value
 
 

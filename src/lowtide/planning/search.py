@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide.chains import Schedule
 from lowtide.errors import PlanError, TraceError
+from lowtide.planning.baseline import OUT_OF_MEMORY
 from lowtide.planning.plan import Recomputation
 from lowtide.planning.prediction import apply_options, estimate_peak, predict
 from lowtide.planning.recomputation import SCHEDULE_SLACK, SMALLEST, Recomputations, recomputations
@@ -193,6 +194,11 @@ class Search:
 
     def _schedules(self, *, required: bool) -> Iterator[Candidate]:
         try:
+            if OUT_OF_MEMORY in self.baseline.graph.notes:
+                raise TraceError(
+                    "The plain step ran out of memory on this device, and only a step that ran is captured",
+                    hint="Plan with engine='eager', or with a smaller batch.",
+                )
             if self.baseline.graph.fake:
                 raise TraceError("A step that is only predicted is not captured")
             self.recomputations = recomputations(self.work, self.baseline)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import wraps
+from types import CodeType
 from typing import Any
 
 import torch
@@ -82,3 +84,23 @@ def evaluate_frames_by_default() -> None:
     interpreter.restype = ctypes.c_void_p
     use.argtypes, use.restype = [ctypes.c_void_p, ctypes.c_void_p], None
     use(interpreter(), default)
+
+
+def forget_compiled(code: CodeType, backend: object) -> None:
+    """Free what Dynamo compiled for one code object, and its backend; ``torch._dynamo.reset`` would free everybody's.
+
+    Dynamo holds both for good: graphs, their fake tensors and the guards.
+    """
+    from torch._dynamo import eval_frame
+
+    guards = {id(entry.guard_manager) for entry in eval_frame._debug_get_cache_entry_list(code)}
+    registered: Any = vars(weakref.finalize).get("_registry", {})
+    for each in list(registered):  # on the types and functions that guards are about, which live on
+        found = each.peek()
+        checks = getattr(getattr(found and found[1], "func", None), "__self__", None)
+        if id(getattr(checks, "guard_manager", None)) in guards:
+            each.detach()
+    eval_frame.reset_code(code)
+    held = eval_frame.cached_backends
+    for key in [key for key, each in held.items() if getattr(each, "compiler_fn", each) is backend]:
+        del held[key]

@@ -10,10 +10,11 @@ import contextlib
 import hashlib
 import operator
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, fx, nn
@@ -32,7 +33,7 @@ from lowtide.tracing.effects import (
     take_counters,
 )
 from lowtide.tracing.fixes import FIXES, SUBSTITUTES
-from lowtide.tracing.internals import evaluate_frames_by_default
+from lowtide.tracing.internals import evaluate_frames_by_default, forget_compiled
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
@@ -44,9 +45,10 @@ def capture_joint(work: Workload) -> Joint:
     follow.
     """
     found: list[Joint] = []
-    with unchanged(work, fake=True), contextlib.suppress(_CapturedError):
+    compiled = CompiledLoss(work, _backend(work, found, lambda graph: _stop))
+    with compiled as loss, unchanged(work, fake=True), contextlib.suppress(_CapturedError):
         try:
-            compiled_loss(work, _backend(work, found, lambda graph: _stop))(work.batch)
+            loss(work.batch)
         except _CapturedError:
             raise
         except Exception as error:
@@ -57,7 +59,7 @@ def capture_joint(work: Workload) -> Joint:
             ) from error
     if not found:
         raise TraceError("The loss is not captured as one graph", hint="The eager engine needs no capture.")
-    return found.pop()  # Dynamo holds backends for good, and this one the list
+    return found.pop()  # the backend holds the list
 
 
 def capture_joints(work: Workload) -> list[Joint]:
@@ -67,9 +69,10 @@ def capture_joints(work: Workload) -> list[Joint]:
     at the breaks themselves are in no graph, nor are parts without gradients.
     """
     found: list[Joint] = []
-    with unchanged(work), warnings.catch_warnings():
+    compiled = CompiledLoss(work, _backend(work, found, lambda graph: graph), fullgraph=False)
+    with compiled as loss, unchanged(work), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor")  # Dynamo looks, after a break
-        compiled_loss(work, _backend(work, found, lambda graph: graph), fullgraph=False)(work.batch)
+        loss(work.batch)
     return found
 
 
@@ -104,26 +107,44 @@ def _backend(
     return backend
 
 
-def compiled_loss(work: Workload, backend: Callable[..., Any], *, fullgraph: bool = True) -> Callable[[Any], Tensor]:
-    """The loss as a function of the batch, captured for a backend of Dynamo's: as one graph, or else as several."""
+class CompiledLoss:
+    """The loss as a function of the batch, captured for a backend of Dynamo's: as one graph, or else as several.
 
-    def loss(batch: Any) -> Tensor:
-        return work.compute_loss(batch=batch)
+    Dynamo holds what it captured for good; this frees it once it is collected, or before by ``release()``.
+    """
 
-    # Dynamo counts compilations by code object, and refuses the ninth: each call here gets one of its own.
-    own = FunctionType(loss.__code__.replace(), loss.__globals__, "loss", closure=loss.__closure__)
-    compiled = torch.compile(own, backend=backend, dynamic=False, fullgraph=fullgraph)
+    def __init__(self, work: Workload, backend: Callable[..., Any], *, fullgraph: bool = True) -> None:
+        def loss(batch: Any) -> Tensor:
+            return work.compute_loss(batch=batch)
 
-    def run(batch: Any) -> Tensor:
+        # Dynamo counts compilations by code object, and refuses the ninth: each loss here gets one of its own.
+        self._code, self._backend = loss.__code__.replace(), backend
+        own = FunctionType(self._code, loss.__globals__, "loss", closure=loss.__closure__)
+        self._compiled: Callable[[Any], Tensor] | None = torch.compile(
+            own, backend=backend, dynamic=False, fullgraph=fullgraph
+        )
+        weakref.finalize(self, forget_compiled, self._code, backend).atexit = False
+
+    def __call__(self, batch: Any) -> Tensor:
+        assert self._compiled is not None
         held = held_by_call()
         try:
             with answering(SUBSTITUTES, FIXES):
-                return compiled(batch)
+                return self._compiled(batch)
         finally:
             if held_by_call() > held:  # Dynamo failed, now or earlier, and has left its evaluator behind
                 evaluate_frames_by_default()
 
-    return run
+    def release(self) -> None:
+        """Free the captured graphs; it cannot be called any more."""
+        self._compiled = None
+        forget_compiled(self._code, self._backend)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
 
 
 Origin = Literal["parameter", "batch", "array", "kept"]  # an array is numpy's; kept are buffers and all else

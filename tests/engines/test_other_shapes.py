@@ -1,0 +1,159 @@
+"""Batches of other shapes on the graph engine: how they run, that they fit, and how many captures that takes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowtide.engines import Step, apply
+from lowtide.engines import graph as graph_module
+from lowtide.engines import other_shapes as other_shapes_module
+from lowtide.engines.replan import Replanner
+from lowtide.planning import plan
+from lowtide.profiling import profile
+from lowtide.workload import Workload
+
+from ..tracing.allocator import allocated_peak
+from .planned import smallest_budget, squares
+from .test_watch import Attention
+
+
+def attention(length: int = 64) -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Attention() for _ in range(4)))
+    return Workload(model, squares, torch.randn(4, length, 8), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Grows with each graph that is captured for a program."""
+    calls: list[Any] = []
+    original = graph_module._Backend.__call__
+
+    def counted(self: Any, *args: Any) -> Any:
+        calls.append(self)
+        return original(self, *args)
+
+    monkeypatch.setattr(graph_module._Backend, "__call__", counted)
+    return calls
+
+
+@pytest.fixture
+def predictions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Grows with each step that is predicted."""
+    calls: list[Any] = []
+
+    def counted(work: Workload, **options: Any) -> Any:
+        calls.append(work)
+        return profile(work, **options)
+
+    monkeypatch.setattr(other_shapes_module, "profile", counted)
+    return calls
+
+
+def on_graph(work: Workload, budget: int | str) -> Step:
+    step = apply(plan(work, budget, engine="graph"), work)
+    assert step.plan.engine == "graph"
+    return step
+
+
+def assert_as_plain(step: Step, batch: Tensor) -> None:
+    """Loss and gradients are the plain step's bit for bit, and the allocator's peak is within the budget."""
+    twin = copy.deepcopy(step.model)
+    value, plain = step.loss(batch), squares(twin, batch)
+    value.backward()
+    plain.backward()
+    assert torch.equal(value, plain)
+    for ours, theirs in zip(step.model.parameters(), twin.parameters(), strict=True):
+        assert ours.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+    step.model.zero_grad()
+    peak = allocated_peak(step.model, lambda _, batch: step.loss(batch), batch, step.work.optimizer)
+    assert peak <= step.plan.budget_bytes
+    step.model.zero_grad()
+
+
+def test_many_lengths_need_no_capture_beside_the_planned_one(
+    captures: list[Any], predictions: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    work = attention()
+    step = on_graph(work, "70%")
+    torch.manual_seed(1)
+    for length in (61, 20, 64, 33, 58, 40, 63, 47, 53):
+        assert_as_plain(step, torch.randn(4, length, 8))
+    assert len(captures) == 1
+    assert len(predictions) <= 9
+    lines = [record.getMessage() for record in caplog.records if record.name == "lowtide"]
+    assert len(lines) == 2
+    assert any("runs as the plain step" in line for line in lines)
+    assert any("checkpoints on the eager engine" in line for line in lines)
+
+
+def test_a_smaller_last_batch_runs_as_the_plain_step_where_that_fits(captures: list[Any]) -> None:
+    work = attention()
+    step = on_graph(work, "70%")
+    assert_as_plain(step, torch.randn(1, 64, 8))
+    assert not captures
+
+
+def test_shapes_that_only_a_program_fits_take_one_capture_each_and_say_so(
+    captures: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    work = attention()
+    step = on_graph(work, smallest_budget(work, profile(work)))
+    monkeypatch.setattr(other_shapes_module, "_worth_a_trace", lambda *_: iter(()))
+    for length in (63, 62, 63):
+        assert_as_plain(step, torch.randn(4, length, 8))
+    assert len(captures) == 2
+    lines = [record.getMessage() for record in caplog.records if record.name == "lowtide"]
+    assert [line.split(" was not")[0].rpartition("float32")[2] for line in lines] == ["[4, 63, 8]", "[4, 62, 8]"]
+    assert all("captured" in line for line in lines)
+
+
+def test_larger_batches_within_the_budget_keep_it(captures: list[Any]) -> None:
+    step = on_graph(attention(), "70%")
+    for length in (65, 66):
+        assert_as_plain(step, torch.randn(4, length, 8))
+
+
+def test_batches_beyond_every_plan_are_warned_about_and_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = attention(32)
+    step = on_graph(work, smallest_budget(work, profile(work)))
+    planned: list[Any] = []
+    original = Replanner._plan_again
+
+    def counted(self: Replanner, work: Workload) -> Any:
+        planned.append(work)
+        return original(self, work)
+
+    monkeypatch.setattr(Replanner, "_plan_again", counted)
+    for length in (96, 97):
+        with pytest.warns(RuntimeWarning, match=rf"float32\[4, {length}, 8\] does not fit the budget"):
+            step.loss(torch.randn(4, length, 8)).backward()
+        work.model.zero_grad()
+    assert len(planned) == 1
+
+
+def test_parameters_trained_later_are_predicted_anew(predictions: list[Any]) -> None:
+    work = attention()
+    work.model[:1].requires_grad_(False)
+    step = on_graph(work, "90%")
+    step.loss(torch.randn(4, 20, 8))
+    step.loss(torch.randn(4, 20, 8))
+    assert len(predictions) == 1
+    work.model.requires_grad_(True)
+    step.loss(torch.randn(4, 20, 8))
+    assert len(predictions) == 2
+
+
+def test_a_planned_batch_between_others_is_not_captured_again(captures: list[Any]) -> None:
+    step = on_graph(attention(), "70%")
+    first, second = torch.randn(4, 64, 8), torch.randn(4, 60, 8)
+    losses = [step.loss(batch) for batch in (first, second, first, second)]
+    for value in losses:  # backward runs after the model was restored
+        value.backward()
+    assert len(captures) == 1
