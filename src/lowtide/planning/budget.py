@@ -52,9 +52,9 @@ def plan(
 
     ``budget`` is "6GiB", "800MB", a number of bytes, "60%" of the plain step's peak, or "device". ``allow``
     says what a plan may use where that is not bitwise and roundoff: a fidelity class with all stricter ones, or a
-    technique's name beside them. A ``profile`` of the plain step saves tracing it, and tracing again what was traced
-    for an earlier plan with it. With ``fake``, or for a ``device`` that is not here, it is predicted, and so it is
-    where the plain step does not fit. The model is left as it was.
+    technique's name beside them; "bitwise" alone allows nothing else. A ``profile`` of the plain step saves tracing
+    it, and tracing again what was traced for an earlier plan with it. With ``fake``, or for a ``device`` that is not
+    here, it is predicted, and so it is where the plain step does not fit. The model is left as it was.
 
     ``engine`` says what may run the step: "eager" leaves the model's own code to run, with techniques in its modules;
     "graph" captures the loss, forward and backward, and plans op by op; "auto" takes the faster plan of both.
@@ -192,6 +192,7 @@ class _Search:
                 raise PlanError(f"There is no plan on the graph engine: {error}") from error
             self.idle.append(f"the graph engine needs one graph of the whole loss ({error})")
             return
+        self.notes += filter(None, [self.recomputations.note])
         for schedule in self.recomputations.schedules:
             seconds = self.recomputations.seconds(schedule)
             price = Price(self.recomputations.fidelity, compute_seconds=seconds)
@@ -327,6 +328,11 @@ class _Permission:
 
     def __call__(self, candidate: _Candidate) -> bool:
         return candidate.technique in self.names or candidate.price.fidelity <= self.loosest
+
+
+def allows(allow: str | Collection[str] | None, fidelity: Fidelity) -> bool:
+    """Whether plans of a class are allowed."""
+    return fidelity <= _Permission.of(allow).loosest
 
 
 def _check_profile(profile: Profile, fingerprint: Fingerprint) -> None:
