@@ -29,10 +29,9 @@ class Net(nn.Module):
         captured = torch.compiler.is_compiling()
         if self.end == "product":  # whose formula looks at values
             return self.last(x).sigmoid().prod(1)
-        if self.end == "branch" and captured:
-            return (
-                x.flip(1) @ self.last.weight.flip(1).t() + self.last.bias
-            )  # as transformers' attention: other ops, same sense
+        if self.end == "branch" and captured:  # the same sum in another order
+            left, right = x[:, :3] @ self.last.weight[:, :3].t(), x[:, 3:] @ self.last.weight[:, 3:].t()
+            return left + right + self.last.bias
         if self.end == "scaled" and captured:
             return self.last(x) * 1.01
         if self.end == "masked" and captured:

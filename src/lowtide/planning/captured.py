@@ -20,11 +20,11 @@ from lowtide.planning.rounding import (
     distance,
     generators,
     loss_and_gradients,
+    named,
     on_host,
     parts_equal,
 )
 from lowtide.techniques.technique import Fidelity
-from lowtide.tracing.held import parameters_of
 from lowtide.tracing.joint import Joint, capture_joint
 from lowtide.tracing.parts import address
 from lowtide.workload import Workload
@@ -98,8 +98,8 @@ def _run(work: Workload, joint: Joint, inputs: Sequence[Any]) -> list[Parts]:
             {
                 "loss": {"loss": on_host(outputs[joint.outputs.index(joint.loss)])},
                 "gradients": {
-                    str(i): on_host(given[address(parameter)])
-                    for i, parameter in enumerate(parameters_of(work))
+                    name: on_host(given[address(parameter)])
+                    for name, parameter in named(work).items()
                     if given.get(address(parameter)) is not None
                 },
                 "buffers": {

@@ -32,17 +32,23 @@ def loss_and_gradients(work: Workload, *, moved_by: float = 0.0) -> Parts:
     ``moved_by`` moves each parameter by that share of itself, up or down.
     """
     with unchanged(work):
-        parameters = parameters_of(work)
         if moved_by:
-            _move(parameters, moved_by)
+            _move(parameters_of(work), moved_by)
         loss = work.compute_loss(batch=with_own_containers(work.batch))
         loss.backward()
         return {
             "loss": {"loss": on_host(loss)},
-            "gradients": {str(i): on_host(p.grad) for i, p in enumerate(parameters) if p.grad is not None},
+            "gradients": {name: on_host(p.grad) for name, p in named(work).items() if p.grad is not None},
             "buffers": {name: on_host(buffer) for name, buffer in work.model.named_buffers()},
             "generators": generators(work),
         }
+
+
+def named(work: Workload) -> dict[str, Tensor]:
+    """The parameters of a step, each once: by its name in the model, or by a number."""
+    found: dict[str, Tensor] = dict(work.model.named_parameters())
+    others = set(parameters_of(work)).difference(found.values())
+    return found | {str(i): p for i, p in enumerate(parameters_of(work)) if p in others}
 
 
 def generators(work: Workload) -> dict[str, Tensor]:
@@ -62,24 +68,30 @@ class Rounding:
     """How far rounding carries in a step, by a run of it with moved parameters beside the ``plain`` one."""
 
     def __init__(self, work: Workload, plain: Parts | None = None) -> None:
-        self.unit = coarsest_unit(work)
         plain = loss_and_gradients(work) if plain is None else plain
-        moved = loss_and_gradients(work, moved_by=self.unit)
-        self._scales = {what: self._scale(plain[what], moved[what]) for what in plain if what != "generators"}
+        unit = coarsest_unit(work)
+        moved = loss_and_gradients(work, moved_by=unit)
+        self._scales: dict[str, float] = {}
+        self._moves: dict[tuple[str, str], float] = {}
+        for what in ("loss", "gradients", "buffers"):
+            part = {name: moved[what][name] for name in plain[what]}
+            self._scales[what] = max(_FACTOR * distance(plain[what], part), _FLOOR * unit)
+            self._moves.update({(what, name): norms(t, part[name])[1] for name, t in plain[what].items()})
 
     def explains(self, what: str, plain: Part, other: Part) -> bool:
-        """Whether each tensor of a part is off by no more than rounding."""
-        if what == "generators" or plain.keys() != other.keys():
-            return parts_equal(plain, other)
-        scale = self._scales.get(what, 0.0)
-        sizes = {name: norms(tensor, other[name]) for name, tensor in plain.items()}
-        whole = math.hypot(*(size for size, _ in sizes.values()))
-        return all(off <= scale * size or max(size, off) <= _NOTHING * whole for size, off in sizes.values())
+        """Whether each tensor of a part is off by no more than rounding.
 
-    def _scale(self, plain: Part, moved: Part) -> float:
-        """The relative error that is allowed to a part's tensors: that of all together, and a floor."""
-        moved = {name: moved[name] for name in plain if name in moved}
-        return max(_FACTOR * distance(plain, moved), _FLOOR * self.unit)
+        That is, relative to itself, by what the whole part moves; or by what it moves itself, as one does that is zero
+        but for rounding.
+        """
+        if what not in self._scales or plain.keys() != other.keys():
+            return parts_equal(plain, other)
+        sizes = {name: norms(tensor, other[name]) for name, tensor in plain.items()}
+        nothing = _NOTHING * math.hypot(*(size for size, _ in sizes.values()))
+        return all(
+            off <= max(self._scales[what] * size, _FACTOR * self._moves.get((what, name), 0.0), nothing)
+            for name, (size, off) in sizes.items()
+        )
 
 
 def coarsest_unit(work: Workload) -> float:
