@@ -59,10 +59,17 @@ def test_statistics_in_any_precision_are_the_plain_steps(dtype: torch.dtype) -> 
     assert capture_and_compare(work_of("same", dtype)).fidelity is Fidelity.BITWISE
 
 
-@pytest.mark.parametrize(("end", "what"), [("scaled", "loss and gradients"), ("masked", "generators")])
+@pytest.mark.parametrize(("end", "what"), [("scaled", "loss, gradients"), ("masked", "generators")])
 def test_a_capture_with_other_results_is_refused(end: str, what: str) -> None:
     with pytest.raises(TraceError, match=f"gives other .*{what}.* than the plain step"):
         capture_and_compare(work_of(end))
+
+
+def test_hooks_on_gradients_are_no_part_of_the_comparison() -> None:
+    work = work_of("same")
+    work.model.first.weight.register_hook(lambda gradient: 2 * gradient)
+    work.model.last.weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    assert capture_and_compare(work).fidelity is Fidelity.BITWISE
 
 
 def test_a_comparison_changes_nothing() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowtide.batches import with_own_containers
 from lowtide.tracing.held import parameters_of
+from lowtide.tracing.internals import gradient_hooks
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
@@ -45,10 +46,13 @@ def loss_and_gradients(work: Workload, *, moved_by: float = 0.0) -> Parts:
 
 
 def named(work: Workload) -> dict[str, Tensor]:
-    """The parameters of a step, each once: by its name in the model, or by a number."""
-    found: dict[str, Tensor] = dict(work.model.named_parameters())
-    others = set(parameters_of(work)).difference(found.values())
-    return found | {str(i): p for i, p in enumerate(parameters_of(work)) if p in others}
+    """The parameters of a step, each once: by its name in the model, or by a number.
+
+    Without those that have hooks, which may change or take their gradients.
+    """
+    names = {parameter: name for name, parameter in work.model.named_parameters()}
+    found = {names.get(parameter, str(i)): parameter for i, parameter in enumerate(parameters_of(work))}
+    return {name: p for name, p in found.items() if not p._backward_hooks and not gradient_hooks(p)}
 
 
 def generators(work: Workload) -> dict[str, Tensor]:
