@@ -27,7 +27,7 @@ from ..contract.outcomes import assert_restored, snapshot
 from ..planning.steps import chain
 from ..ranks import on_two_ranks
 from ..tracing.allocator import allocated_peak
-from .counting import Planner, results
+from .counting import results
 from .planned import Loss, Ready, assert_kept, awkward, plain_loss, planned, smallest_budget, squares
 
 SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
@@ -92,23 +92,17 @@ def plans_at_shares(work: Workload, before: Profile, engine: Literal["graph", "e
         yield budget, found
 
 
-def test_under_autocast_with_dropout_a_plan_gives_the_captured_graphs_bits() -> None:
+def test_under_autocast_with_dropout_a_plan_gives_the_plain_steps_bits() -> None:
     work = zoo.small("gpt2", **SIZES["gpt2"], autocast=torch.bfloat16)
     before = profile(work)
     found = plan(work, smallest_budget(work, before), profile=before, engine="graph")
     assert found.program is not None
     assert found.program.ops_again > 0
+    assert found.fidelity is Fidelity.BITWISE
     with apply(found, work) as step:
         ours = results(work, step.loss)
         assert step.profile().storage_peak_bytes == found.storage_peak_bytes
-    captured = results(work, graph.planned_loss(work, Planner("all")))
-    assert all(map(torch.equal, ours, captured))
-    eager = results(work, plain_loss(work))
-    assert torch.equal(ours[-1], eager[-1])  # the generator
-    for mine, plains in zip(ours[:-1], eager[:-1], strict=True):
-        off = (mine.double() - plains.double()).norm() / plains.double().norm()
-        assert off < 2**-6  # two ulps of bfloat16: plain dropout rounds its mask, which the gradients pass six times
-    assert found.fidelity is Fidelity.ROUNDOFF
+    assert all(map(torch.equal, ours, results(work, plain_loss(work))))
 
 
 # -- plans as files --------------------------------------------------------------------------------------

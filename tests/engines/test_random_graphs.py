@@ -23,7 +23,7 @@ from .planned import assert_kept, plain_loss, smallest_budget, work_of
 SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
 WIDTH = 16
 STEPS = ("linear", "tied", "conv", "norm", "batch norm", "dropout", "relu", "relu_", "residual", "concat", "chunk",
-         "scale", "mix", "plain norm", "unused norm", "average")  # fmt: skip
+         "scale", "mix", "plain norm", "unused norm", "average", "gram", "attention", "transposed")  # fmt: skip
 
 
 class Average(nn.Module):
@@ -88,6 +88,14 @@ class Random(nn.Module):
                 return x * layer.bias
             case "mix":
                 return x.tanh() @ layer.weight
+            case "gram":
+                y = layer(x).view(-1, 4, 4)
+                return torch.bmm(y, torch.bmm(y.transpose(1, 2), y) / 4).flatten(1)
+            case "attention":
+                y, z = layer(x).view(-1, 4, 4), earlier.reshape(-1, 4, 4)
+                return (torch.softmax(y @ z.transpose(1, 2) / 2, dim=-1) @ y).flatten(1)
+            case "transposed":
+                return (layer.weight @ x.t()).t() * earlier
             case "unused norm":
                 layer(x)
                 return x

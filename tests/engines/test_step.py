@@ -110,8 +110,20 @@ def test_the_first_steps_are_measured() -> None:
     assert step.measured is not None
     assert step.measured.steps == 3
     assert step.measured.seconds > 0
-    assert step.measured.peak_bytes is None  # a CPU has no counter ...
-    assert step.profile().storage_peak_bytes == step.plan.storage_peak_bytes  # ... but can be traced
+    assert step.measured.peak_bytes == step.plan.peak_bytes
+    assert step.profile().storage_peak_bytes == step.plan.storage_peak_bytes
+
+
+def test_on_a_cpu_a_step_above_its_budget_is_warned_about_once() -> None:
+    work = chain()
+    found = plan(work, "60%", fake=True)
+    too_low = replace(found, budget_bytes=found.peak_bytes - 1, peak_bytes=found.peak_bytes - 2)
+    with apply(too_low, work) as step:
+        step(work.batch)
+        with pytest.warns(RuntimeWarning, match="A step took .* of memory; .* were predicted and .* promised"):
+            step(work.batch)
+        with warnings.catch_warnings(action="error"):
+            step(work.batch)
 
 
 def test_a_larger_batch_is_warned_about_once() -> None:

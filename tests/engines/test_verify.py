@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engines import fit, verify
-from lowtide.errors import PlanError, WorkloadError
+from lowtide.engines.graph import PlannedLoss
+from lowtide.errors import BudgetError, PlanError, WorkloadError
 from lowtide.planning import Choice, Plan, plan
+from lowtide.planning.recomputation import Recomputations
 from lowtide.techniques import Applied, Check, Fidelity, Forward, Option, register, replace_forward
 from lowtide.workload import Workload
 
@@ -249,14 +251,65 @@ def test_sparse_gradients_are_compared() -> None:
     assert verify(work, plan(work, "100%", engine="eager")).ok
 
 
-def test_gradients_made_of_rounding_alone_break_no_promise_of_roundoff() -> None:
+class Divided(nn.Module):
+    """``addcdiv`` is several ops to Dynamo, which round otherwise. A norm takes the biases' gradients away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(channels, 8, 3, padding=1) for channels in (3, 8, 8))
+        self.norm = nn.InstanceNorm2d(8, affine=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = self.norm(conv(x))
+            x = torch.addcdiv(x, x, x.abs() + 1, value=0.3)
+        return x
+
+
+def divided(dtype: torch.dtype = torch.float32) -> Workload:
     torch.manual_seed(0)
-    convs = [nn.Conv2d(channels, 8, 3, padding=1) for channels in (3, 8, 8)]  # whose biases a norm takes away
-    blocks = [nn.Sequential(conv, nn.InstanceNorm2d(8, affine=True), nn.LeakyReLU(0.1)) for conv in convs]
-    model = nn.Sequential(*blocks, nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(8, 3, 1))
-    model = model.to(memory_format=torch.channels_last)
-    work = Workload(model, lambda m, x: (m(x) - x.repeat(1, 1, 2, 2)).square().mean(), torch.randn(4, 3, 32, 32))
+    return Workload(Divided().to(dtype), lambda m, x: m(x).square().mean(), torch.randn(4, 3, 32, 32).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_graph_that_rounds_otherwise_is_planned_as_roundoff_and_verified(dtype: torch.dtype) -> None:
+    work = divided(dtype)
     found = plan(work, "99%", engine="graph")
     assert found.fidelity is Fidelity.ROUNDOFF
+    assert any("rounds otherwise" in note for note in found.notes)
     checked = verify(work, found)
     assert checked.ok, str(checked)
+    assert not checked.agreements[1].equal
+    assert plan(work, "99%", engine="graph", allow="roundoff").fidelity is Fidelity.ROUNDOFF
+    with pytest.raises(BudgetError, match="Allow roundoff"):
+        plan(work, "99%", engine="graph", allow="bitwise")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_more_than_rounding_breaks_a_promise_of_roundoff(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = divided(dtype)
+    found = plan(work, "99%", engine="graph")
+    monkeypatch.setattr(PlannedLoss, "__call__", lambda self, model, x: 1.1 * self.work.compute_loss(batch=x))
+    assert not verify(work, found).results_agree
+
+
+def test_fit_corrects_the_class_of_a_plan_that_is_off_by_rounding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = divided()
+    monkeypatch.setattr(Recomputations, "fidelity", Fidelity.BITWISE)
+    with pytest.warns(RuntimeWarning, match=r"off by rounding, .*: the plan is roundoff\. allow='bitwise'"):
+        step = fit(work.model, work.loss, work.batch, budget="99%", engine="graph")
+    assert step.plan.fidelity is Fidelity.ROUNDOFF
+    assert "off by rounding" in step.plan.notes[-1]
+    step.undo()
+    with pytest.raises(PlanError, match=r"\(bitwise\): off by rounding alone"):
+        fit(work.model, work.loss, work.batch, budget="99%", engine="graph", allow="bitwise")
+
+
+def test_fit_falls_back_to_the_eager_engine_where_a_graph_breaks_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = chain()
+    monkeypatch.setattr(PlannedLoss, "__call__", lambda self, model, x: 1.1 * self.work.compute_loss(batch=x))
+    monkeypatch.setattr(Recomputations, "seconds", lambda self, schedule: -1.0)  # chosen by auto
+    with pytest.warns(RuntimeWarning, match="the eager engine runs instead"):
+        step = fit(work.model, work.loss, work.batch, budget="60%")
+    assert step.plan.engine == "eager"
+    step.undo()

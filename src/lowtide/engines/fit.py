@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from lowtide.engines.step import Step, apply
 from lowtide.engines.tune import plan
+from lowtide.engines.verify import Verification
 from lowtide.engines.verify import verify as verify_plan
-from lowtide.errors import PlanError
-from lowtide.planning.search import Engine
+from lowtide.errors import BudgetError, PlanError
+from lowtide.planning.plan import Plan
+from lowtide.planning.search import Engine, Permission
+from lowtide.techniques.technique import Fidelity
 from lowtide.workload import Workload
 
 
@@ -32,8 +35,10 @@ def fit(
 ) -> Step:
     """Plan the step for a budget, check it against the plain one, and apply it: ``step(batch)`` trains.
 
-    The budget, the engine and ``tune`` are as in ``plan``. A plan that does not give the promised results is refused
-    with ``PlanError``; a measured peak above the budget is warned about. Until it returns, the model is as it was.
+    The budget, the engine and ``tune`` are as in ``plan``. Where bits were promised and results are off by rounding
+    alone, the plan becomes one of roundoff, with a warning. Another that does not give the promised results is replaced
+    by the other engine's, with a warning, or refused with ``PlanError``. A measured peak above the budget is warned
+    about. Until it returns, the model is as it was.
 
     >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
     >>> step = fit(model, lambda model, x: model(x).mean(), torch.ones(512, 64), budget="70%")
@@ -42,19 +47,45 @@ def fit(
     """
     work = Workload(model, loss, batch, optimizer, autocast)
     chosen = plan(work, budget, allow=allow, engine=engine, tune=tune)
-    if verify:
-        found = verify_plan(work, chosen)
-        if not found.compared:
-            warnings.warn(
-                "The planned step was not compared with the plain one, which does not fit on this device. "
-                "Verify it with a smaller batch: lowtide.verify(work, plan)",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        elif not found.results_agree:
-            if not found.repeatable:
-                raise PlanError(f"The planned step cannot be verified; verify=False applies it as it is:\n{found}")
+    if not verify:
+        return apply(chosen, work)
+    found = verify_plan(work, chosen)
+    wrong = found.compared and not found.results_agree
+    if wrong and chosen.engine == "graph" and engine == "auto" and not found.only_rounding:
+        chosen, found = _fall_back(work, chosen, found, budget, allow)
+        wrong = found.compared and not found.results_agree
+    if not found.compared:
+        warnings.warn(
+            "The planned step was not compared with the plain one, which does not fit on this device. "
+            "Verify it with a smaller batch: lowtide.verify(work, plan)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    if wrong:
+        if not found.repeatable:
+            raise PlanError(f"The planned step cannot be verified; verify=False applies it as it is:\n{found}")
+        if not found.only_rounding or Permission.of(allow).loosest < Fidelity.ROUNDOFF:
             raise PlanError(f"The planned step does not give what it promised:\n{found}")
-        if not found.within_budget:
-            warnings.warn(f"The planned step is above its budget:\n{found}", RuntimeWarning, stacklevel=2)
+        error = max(agreement.error for agreement in found.agreements)
+        note = f"Bits were promised, and results are off by rounding, {error:.1e}: the plan is roundoff."
+        warnings.warn(f"{note} allow='bitwise' refuses such plans.", RuntimeWarning, stacklevel=2)
+        chosen = chosen.with_rounding(note)
+    if not found.within_budget:
+        warnings.warn(f"The planned step is above its budget:\n{found}", RuntimeWarning, stacklevel=2)
     return apply(chosen, work)
+
+
+def _fall_back(
+    work: Workload, failed: Plan, found: Verification, budget: float | str, allow: str | Collection[str]
+) -> tuple[Plan, Verification]:
+    """The eager engine's plan in place of the graph engine's; the latter where there is none."""
+    try:
+        chosen = plan(work, budget, allow=allow, engine="eager")
+    except BudgetError:
+        return failed, found
+    warnings.warn(
+        f"The graph engine's step does not give what it promised; the eager engine runs instead:\n{found}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return chosen, verify_plan(work, chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -15,11 +16,14 @@ from lowtide.engines.other_shapes import OtherShapes
 from lowtide.engines.replan import Replanner
 from lowtide.engines.watch import BatchWatch, ParameterWatch
 from lowtide.errors import LowtideError, WorkloadError
+from lowtide.fingerprint import batch_shapes
 from lowtide.planning.plan import Plan, check_plan
 from lowtide.planning.prediction import apply_options
 from lowtide.profiling import Profile, profile
 from lowtide.sizes import format_size
 from lowtide.techniques.technique import Applied
+from lowtide.tracing.held import static_bytes
+from lowtide.tracing.meter import CpuPeak
 from lowtide.tracing.others import beside
 from lowtide.workload import Workload, autocast
 
@@ -48,9 +52,10 @@ def planned(work: Workload, plan: Plan) -> Applied:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the first steps took, without tensors that existed before ``apply`` and are none of the step's.
+    """Seconds and peak of the first steps, without tensors that existed before ``apply`` and are none of the step's.
 
-    ``peak_bytes`` is None on a CPU, where only ``step.profile()`` can tell.
+    ``peak_bytes`` is None where none was measured. On a CPU those are the second and third step, with batches like the
+    planned one: the first may capture the loss.
     """
 
     peak_bytes: int | None
@@ -90,13 +95,22 @@ class Step:
         if on_gpu:
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
+        meter = CpuPeak() if self._is_measured_on_cpu(batch) else None
         start = time.perf_counter()
-        loss = self._run(batch)
+        loss = self._run(batch, meter)
         if on_gpu:
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - start
-        self._note(seconds, torch.cuda.max_memory_allocated(device) if on_gpu else None)
+        if meter is not None and meter.bytes is not None:
+            self._note(seconds, meter.bytes + static_bytes(replace(self.work, batch=batch)))
+        else:
+            self._note(seconds, torch.cuda.max_memory_allocated(device) if on_gpu else None)
         return loss
+
+    def _is_measured_on_cpu(self, batch: Any) -> bool:
+        """Whether the CPU's allocator is read during a step: one like the planned, and not the first."""
+        like_planned = batch_shapes(batch) == self.plan.fingerprint.batch
+        return self.work.device.type == "cpu" and self.measured is not None and like_planned
 
     def loss(self, batch: Any) -> Tensor:
         """The planned loss with its graph, for a loop of your own; under ``torch.no_grad()`` the loss alone."""
@@ -137,13 +151,14 @@ class Step:
     def __exit__(self, *exception: object) -> None:
         self.undo()
 
-    def _run(self, batch: Any) -> Tensor:
+    def _run(self, batch: Any, meter: CpuPeak | None = None) -> Tensor:
         optimizer = self.work.optimizer
         (self.model if optimizer is None else optimizer).zero_grad()
-        loss = self.loss(batch)
-        loss.backward()
-        if optimizer is not None:
-            optimizer.step()
+        with nullcontext() if meter is None else meter:
+            loss = self.loss(batch)
+            loss.backward()
+            if optimizer is not None:
+                optimizer.step()
         return loss.detach()
 
     def _note(self, seconds: float, peak: int | None) -> None:
@@ -157,11 +172,12 @@ class Step:
         self.measured = Measured(max(peaks, default=None), best, steps)
         if peak is not None and peak > self.plan.budget_bytes and not self._warned:
             self._warned = True
+            on_gpu = self.work.device.type == "cuda"
+            where = "of GPU memory" if on_gpu else "of memory"
             predicted, promised = format_size(self.plan.peak_bytes), format_size(self.plan.budget_bytes)
             besides = f", beside {format_size(others)} of other tensors in this process" if others else ""
             warnings.warn(
-                f"A step took {format_size(peak)} of GPU memory{besides}; "
-                f"{predicted} were predicted and {promised} promised",
+                f"A step took {format_size(peak)} {where}{besides}; {predicted} were predicted and {promised} promised",
                 RuntimeWarning,
                 stacklevel=3,
             )

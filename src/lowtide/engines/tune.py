@@ -38,9 +38,9 @@ def plan(
 
     ``budget`` is "6GiB", "800MB", a number of bytes, "60%" of the plain step's peak, or "device". ``allow``
     says what a plan may use where that is not bitwise and roundoff: a fidelity class with all stricter ones, or a
-    technique's name beside them. A ``profile`` of the plain step saves tracing it, and tracing again what was traced
-    for an earlier plan with it. With ``fake``, or for a ``device`` that is not here, it is predicted, and so it is
-    where the plain step does not fit. The model is left as it was.
+    technique's name beside them; "bitwise" alone allows nothing else. A ``profile`` of the plain step saves tracing
+    it, and tracing again what was traced for an earlier plan with it. With ``fake``, or for a ``device`` that is not
+    here, it is predicted, and so it is where the plain step does not fit. The model is left as it was.
 
     ``engine`` says what may run the step: "eager" leaves the model's own code to run, with techniques in its modules;
     "graph" captures the loss, forward and backward, and plans op by op; "auto" takes the faster plan of both.

@@ -15,6 +15,16 @@ from torch import Tensor
 from lowtide.engines.step import planned as planned_step
 from lowtide.errors import PlanError
 from lowtide.planning.plan import Plan, check_plan
+from lowtide.planning.rounding import (
+    Rounding,
+    coarsest_unit,
+    distance,
+    generators,
+    is_equal,
+    norms,
+    on_host,
+    parts_equal,
+)
 from lowtide.profiling import profile
 from lowtide.profiling.profile import finite
 from lowtide.sizes import format_size
@@ -26,7 +36,6 @@ from lowtide.workload import Workload
 
 _TIMED_STEPS = 3
 _NOTHING = 1e-6  # the share of all gradients below which one is made of rounding alone
-_ROUNDOFF = 5e-2  # of a captured graph's batch norm, through all layers behind it, in TensorFloat-32
 _MOST_NOISE = 0.1  # of a step that is repeatable at all, however coarse its numbers
 _NOISE = 10  # two runs with noise can lie this many times further apart than two others
 
@@ -45,7 +54,7 @@ def verify(work: Workload, plan: Plan) -> Verification:
     notes: list[str] = []
     plain: _Outcome | None = None
     agreements: tuple[Agreement, ...] = ()
-    repeatable = True
+    repeatable, only_rounding = True, False
     others = beside(work)
     with ExitStack() as stack:
         try:
@@ -63,6 +72,11 @@ def verify(work: Workload, plan: Plan) -> Verification:
                 repeatable = noise.is_roundoff
                 notes += noise.notes
                 agreements = tuple(noise.let_pass(agreement, planned) for agreement in agreements)
+            agrees = all(agreement.holds for agreement in agreements)
+            if not agrees and repeatable and plan.fidelity <= Fidelity.ROUNDOFF:
+                rounded = _let_rounding_pass(agreements, plain, planned, Rounding(work))
+                only_rounding = all(agreement.holds for agreement in rounded)
+                agreements = rounded if plan.fidelity is Fidelity.ROUNDOFF else agreements
     return Verification(
         plan=plan,
         agreements=agreements,
@@ -72,6 +86,7 @@ def verify(work: Workload, plan: Plan) -> Verification:
         plain_seconds=math.nan if plain is None else plain.seconds,
         notes=tuple(notes),
         repeatable=repeatable,
+        only_rounding=only_rounding and plan.fidelity is Fidelity.BITWISE,
     )
 
 
@@ -97,6 +112,7 @@ class Verification:
     plain_seconds: float
     notes: tuple[str, ...] = ()
     repeatable: bool = True  # False: the plain step differs from itself by more than roundoff
+    only_rounding: bool = False  # bits were promised, and results are off by no more than rounding
 
     @property
     def compared(self) -> bool:
@@ -126,6 +142,7 @@ class Verification:
             "results_agree": self.results_agree,
             "within_budget": self.within_budget,
             "repeatable": self.repeatable,
+            "only_rounding": self.only_rounding,
             "budget_bytes": self.plan.budget_bytes,
             "peak_bytes": self.peak_bytes,
             "storage_peak_bytes": self.storage_peak_bytes,
@@ -138,6 +155,7 @@ class Verification:
     def __str__(self) -> str:
         plan = self.plan
         lines = [f"{'verified' if self.ok else 'NOT as promised'} ({plan.fidelity})"]
+        lines[0] += ": off by rounding alone" * self.only_rounding
         if not self.repeatable:
             lines = [f"CANNOT be verified ({plan.fidelity}): the plain step is not repeatable"]
         if not self.compared:
@@ -169,17 +187,14 @@ def _run(work: Workload, others: OtherTensors | None) -> _Outcome:
     with unchanged(work):
         loss = _step(work)
         model = work.model
-        generators = {"cpu": torch.get_rng_state()}
-        if work.device.type == "cuda":
-            generators["cuda"] = torch.cuda.get_rng_state(work.device)
         parts = {
             "loss": {"loss": loss},
             "gradients": {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
             "buffers": dict(model.named_buffers()),
             "parameters": dict(model.named_parameters()),
-            "generators": generators,
+            "generators": generators(work),
         }
-        parts = {what: {n: _on_host(t) for n, t in part.items()} for what, part in parts.items()}
+        parts = {what: {n: on_host(t) for n, t in part.items()} for what, part in parts.items()}
         del loss
         peak, seconds = _measure(work)
         if peak is not None and others is not None:
@@ -214,16 +229,10 @@ def _measure(work: Workload) -> tuple[int | None, float]:
     return torch.cuda.max_memory_allocated(device) if on_gpu else None, min(times)
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
 def _strictest_promise(plan: Plan) -> Check:
     """What all choices together still promise: the loosest class, the widest tolerance."""
     known = techniques()
     checks = [known[option.technique].check(option) for option in plan.options]
-    if plan.program is not None and plan.program.fidelity is Fidelity.ROUNDOFF:
-        checks.append(Check(Fidelity.ROUNDOFF, rtol=_ROUNDOFF))
     return Check(
         plan.fidelity,
         rtol=max((check.rtol for check in checks), default=0.0),
@@ -237,17 +246,29 @@ def _compare(plain: _Outcome, planned: _Outcome, check: Check) -> tuple[Agreemen
     return tuple(_agreement(what, plain.parts[what], planned.parts[what], check) for what in parts)
 
 
+def _let_rounding_pass(
+    agreements: tuple[Agreement, ...], plain: _Outcome, planned: _Outcome, rounding: Rounding
+) -> tuple[Agreement, ...]:
+    """The agreements, where what rounding explains holds too. Parameters are shown, not judged."""
+    return tuple(
+        replace(a, holds=a.holds or rounding.explains(a.what, plain.parts[a.what], planned.parts[a.what]))
+        if a.what != "parameters"  # an optimizer can make a whole step of a gradient's last digit
+        else replace(a, holds=True)
+        for a in agreements
+    )
+
+
 def _agreement(what: str, plain: dict[str, Tensor], planned: dict[str, Tensor], check: Check) -> Agreement:
     same_names = plain.keys() == planned.keys()
-    equal = same_names and all(_equal(tensor, planned[name]) for name, tensor in plain.items())
+    equal = same_names and all(is_equal(tensor, planned[name]) for name, tensor in plain.items())
     if equal:
         return Agreement(what, True, 0.0, True)
     if not same_names or what == "generators":
         return Agreement(what, False, math.inf, check.fidelity > Fidelity.ROUNDOFF)
     error, within = 0.0, True
-    norms = [_norms(tensor, planned[name]) for name, tensor in plain.items()]
-    nothing = _NOTHING * math.hypot(*(size for size, _ in norms)) if check.fidelity is Fidelity.ROUNDOFF else 0.0
-    for size, off in norms:
+    found = [norms(tensor, planned[name]) for name, tensor in plain.items()]
+    nothing = _NOTHING * math.hypot(*(size for size, _ in found)) if check.fidelity is Fidelity.ROUNDOFF else 0.0
+    for size, off in found:
         if max(size, off) <= nothing:  # such as a bias's before a norm, which is 0 but for rounding
             continue
         error = max(error, off / size if size else off)
@@ -256,32 +277,6 @@ def _agreement(what: str, plain: dict[str, Tensor], planned: dict[str, Tensor], 
     # An optimizer can make a whole step of a gradient's last digit, as Adam does near zero.
     promised_nothing |= what == "parameters" and check.fidelity is Fidelity.ROUNDOFF
     return Agreement(what, False, error, promised_nothing or within)
-
-
-def _equal(plain: Tensor, planned: Tensor) -> bool:
-    """Bit for bit; NaN at the same places is the same."""
-    plain, planned = _dense(plain), _dense(planned)
-    if torch.equal(plain, planned):
-        return True
-    return plain.shape == planned.shape and bool(_same(plain, planned).all())
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()
-
-
-def _same(plain: Tensor, planned: Tensor) -> Tensor:
-    return (plain == planned) | (plain.isnan() & planned.isnan())
-
-
-def _norms(plain: Tensor, planned: Tensor) -> tuple[float, float]:
-    """Of what is finite in the plain tensor, and of the difference; infinite where one of the two is not a number."""
-    if plain.shape != planned.shape:
-        return 0.0, math.inf
-    wide = torch.complex128 if plain.is_complex() else torch.float64
-    exact, other = _dense(plain).to(wide), _dense(planned).to(wide)
-    off = float(torch.where(_same(exact, other), 0.0, other - exact).norm())
-    return float(torch.where(exact.isfinite(), exact, 0.0).norm()), math.inf if math.isnan(off) else off
 
 
 # -- noise ---------------------------------------------------------------------------------------------
@@ -327,24 +322,11 @@ class _Noise:
 
 def _roundoff_noise(work: Workload) -> float:
     """How far apart, of a whole part of the results, kernels with roundoff may be: half of the digits."""
-    dtypes = {p.dtype for p in work.model.parameters() if p.is_floating_point() or p.is_complex()}
-    dtypes |= {work.autocast} if work.autocast is not None else set()
-    coarsest = max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
-    if work.device.type == "cuda":
-        coarsest = max(coarsest, 2**-10)  # of TensorFloat-32
-    return min(math.sqrt(coarsest), _MOST_NOISE)
+    return min(math.sqrt(coarsest_unit(work)), _MOST_NOISE)
 
 
 def _distance(what: str, plain: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The relative error of all tensors together.
-
-    That of each alone says little of noise: a gradient that would be zero, as of a bias before a batch norm, is nothing
-    else.
-    """
-    if plain.keys() != other.keys():
-        return math.inf
+    """The relative error of all tensors together; of generators that are not the same, infinite."""
     if what == "generators":
-        return 0.0 if all(torch.equal(tensor, other[name]) for name, tensor in plain.items()) else math.inf
-    norms = [_norms(tensor, other[name]) for name, tensor in plain.items()]
-    size, off = math.hypot(*(size for size, _ in norms)), math.hypot(*(off for _, off in norms))
-    return off / size if size else off
+        return 0.0 if parts_equal(plain, other) else math.inf
+    return distance(plain, other)

@@ -23,6 +23,8 @@ def in_place_form(node: fx.Node) -> Any:
     """The form of a pointwise op that writes into one of its arguments, or None."""
     if not is_elementwise(node):
         return None
+    if node.target is _aten.mul.Scalar:  # whose own form in place rounds the number to half precision first
+        return _aten.mul_.Tensor
     packet, overload = node.target._schema.name.removeprefix("aten::"), node.target._overloadname  # pyright: ignore
     into = getattr(getattr(_aten, f"{packet}_", None), overload, None)
     return into if into is not None else getattr(getattr(_aten, packet, None), "grad_input", None)

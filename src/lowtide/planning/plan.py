@@ -6,7 +6,7 @@ import json
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from lowtide.chains import Chain, Schedule, simulate
@@ -96,6 +96,12 @@ class Plan:
     def options(self) -> tuple[Option, ...]:
         """What to apply, in order."""
         return tuple(choice.option for choice in self.choices)
+
+    def with_rounding(self, note: str) -> Plan:
+        """The same plan with a promise of roundoff in place of bits, and why."""
+        program = self.program and replace(self.program, fidelity=max(self.program.fidelity, Fidelity.ROUNDOFF))
+        choices = (replace(choice, fidelity=max(choice.fidelity, Fidelity.ROUNDOFF)) for choice in self.choices)
+        return replace(self, program=program, choices=tuple(choices), notes=(*self.notes, note))
 
     def check(self, work: Workload, *, device: str | None = None) -> None:
         """Raise a ``PlanError`` if the plan is of another step, or for another kind of ``device`` than the model's."""

@@ -8,11 +8,11 @@ from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import fx
 
 from lowtide.chains import Schedule, StageChoice, explain
 from lowtide.chains import simulate as simulate_chain
 from lowtide.errors import TraceError
+from lowtide.planning.captured import Captured, capture_and_compare
 from lowtide.planning.fastest import Programs
 from lowtide.planning.forecast import Forecast, check_results
 from lowtide.planning.plan import Recomputation
@@ -22,21 +22,19 @@ from lowtide.sizes import format_size
 from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.effects import is_left_batch_norm
 from lowtide.tracing.graph import Graph
-from lowtide.tracing.joint import Joint, capture_joint, is_random, size_of
-from lowtide.tracing.places import short_name
+from lowtide.tracing.joint import Joint, is_random, size_of
 from lowtide.tracing.unchanged import steady
 from lowtide.workload import Workload
 
 SCHEDULE_SLACK = 1.05  # a schedule whose estimate is this much above a budget is still looked at
 SMALLEST = 8  # of the smallest estimates, how many are looked at whatever they say
-_DECOMPOSED = ("upsample_", "_upsample_", "multi_margin_loss", "multilabel_margin_loss")  # into several ops, by capture
 _SHOWN = 12  # stages that a plan gives reasons for: the largest
 
 
 class Recomputations:
     """The schedules of a captured step, from the fastest to the smallest, and what each becomes."""
 
-    def __init__(self, joint: Joint, plain: Profile) -> None:
+    def __init__(self, joint: Joint, plain: Profile, *, earned: Fidelity = Fidelity.BITWISE, note: str = "") -> None:
         if _draws(plain.graph) > sum(map(is_random, joint.forward)):
             raise TraceError(
                 "The step draws random numbers that nothing uses, and a captured graph leaves them out",
@@ -44,6 +42,8 @@ class Recomputations:
             )
         check_results(joint, plain)
         self.joint = joint
+        self.note = note
+        self._earned = earned  # by the results of the captured graph
         self.plain = plain
         self.forecast = Forecast(joint, plain)
         self.programs = Programs(joint, self.forecast.seconds, self.forecast.workspace)
@@ -51,17 +51,14 @@ class Recomputations:
 
     @property
     def fidelity(self) -> Fidelity:
-        """Bitwise, but where a captured graph has another op than the plain step.
+        """As the captured graph's own results say, and no better than its ops.
 
-        For dropout in half precision on a CPU the one that scales by itself, where the plain step multiplies by a mask
-        whose scale is rounded. For resampled images and margin losses several others. For a batch norm on a GPU that
-        has no running statistics, or whose statistics the model reads, PyTorch's own instead of cuDNN's.
+        For a batch norm on a GPU that has no running statistics, or whose statistics the model reads, a captured graph
+        has PyTorch's own op instead of cuDNN's.
         """
-        if any(short_name(op.name).startswith(_DECOMPOSED) for op in self.plain.graph.ops):
-            return Fidelity.ROUNDOFF
-        on_cpu = self.plain.graph.tensor_device == "cpu"
-        other = any(map(_is_half_dropout if on_cpu else is_left_batch_norm, self.joint.forward))
-        return Fidelity.ROUNDOFF if other else Fidelity.BITWISE
+        on_gpu = self.plain.graph.tensor_device != "cpu"
+        other = on_gpu and any(map(is_left_batch_norm, self.joint.forward))
+        return Fidelity.ROUNDOFF if other else self._earned
 
     def seconds(self, schedule: Schedule) -> float:
         """What a schedule takes longer than the plain step."""
@@ -130,22 +127,23 @@ def recomputations(work: Workload, plain: Profile) -> Recomputations:
     """The schedules of a step; captured once for one profile of it."""
     found = _known.get(work)
     if found is None or found.plain is not plain:
-        found = _known[work] = Recomputations(_steady_joint(work), plain)
+        captured = _steady_capture(work)
+        found = _known[work] = Recomputations(captured.joint, plain, earned=captured.fidelity, note=captured.note)
     return found
 
 
-def _steady_joint(work: Workload) -> Joint:
+def _steady_capture(work: Workload) -> Captured:
     """The graph of a step like all but the first, where modules keep tensors from one to the next."""
-    found: Joint | TraceError
+    found: Captured | TraceError
     try:
-        found = capture_joint(work)
+        found = capture_and_compare(work)
     except TraceError as error:
         found = error
-    if isinstance(found, Joint) and not found.stored:
+    if isinstance(found, Captured) and not found.joint.stored:
         return found
     with steady(work) as was_steady:
         if not was_steady:
-            return capture_joint(work)
+            return capture_and_compare(work)
     if isinstance(found, TraceError):
         raise found
     return found
@@ -164,10 +162,6 @@ def _is_random_op(name: str) -> bool:
     except (AttributeError, RuntimeError):  # such as what lowtide itself records
         return False
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
-
-
-def _is_half_dropout(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten.native_dropout.default and node.meta["val"][0].itemsize < 4
 
 
 def _outline(ops: list[str]) -> str:

@@ -207,6 +207,7 @@ class Search:
                 raise PlanError(f"There is no plan on the graph engine: {error}") from error
             self.idle.append(f"the graph engine needs one graph of the whole loss ({error})")
             return
+        self.notes += filter(None, [self.recomputations.note])
         for schedule in self.recomputations.schedules:
             seconds = self.recomputations.seconds(schedule)
             price = Price(self.recomputations.fidelity, compute_seconds=seconds)

@@ -51,6 +51,8 @@ class Stages:
     def always_kept(self) -> frozenset[fx.Node]:
         """Results that are read further away than by the next stage, and copies of what is then no longer there."""
         far = set(self.joint.copies)
+        for gradient in self.joint.prepared.intersection(self.joint.gradients):  # zeros like a result, say
+            far |= self.read_by(gradient)
         for stage in range(len(self)):
             read = {value for node in self.forward[stage] for value in node.all_input_nodes} | self.reads[stage]
             far |= {value for value in read if self.joint.is_forward(value) and not self._is_near(value, stage)}

@@ -17,7 +17,7 @@ from lowtide.planning.in_place import lies_like, written_over
 from lowtide.planning.program import Cell, Instruction, Kind, Program
 from lowtide.planning.stages import Stages
 from lowtide.tracing.effects import inputs_of
-from lowtide.tracing.joint import bytes_of, is_item, is_random, size_of
+from lowtide.tracing.joint import bytes_of, is_item, is_random, size_of, viewed
 
 STATE_BYTES = torch.get_rng_state().nbytes
 _PIECES = 16  # gradients leave when they make this part of all
@@ -293,10 +293,9 @@ class Writer:
         return Instruction(kind, cell, reads)
 
     def _note_storages(self, node: fx.Node, cell: Cell) -> None:
-        values, made = node.meta.get("val"), self.joint.storages[node]
-        if made is not node:
-            if made in self.now:
-                self.storages[cell] = self.held(self.now[made])
+        values, source = node.meta.get("val"), viewed(node)
+        if source is not None:  # the cell it reads: another run of that op may be the latest of the storage's own
+            self.storages[cell] = self.held(self.now[source])
         elif isinstance(values, (tuple, list)):
             parts = tuple(Cell(f"{node.name}[{i}]", cell.run) for i in range(len(values)))
             self.storages[cell] = parts

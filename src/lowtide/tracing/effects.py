@@ -156,6 +156,11 @@ def _restore(graph: fx.Graph, node: fx.Node) -> None:
     means, variances = args[3:5]
     for index, moved in ((3, means), (4, variances)):
         for item in _items(node, index):
+            # Statistics in half precision come back in fp32, to be rounded into the buffer; the op does that itself.
+            for copy in [user for user in item.users if user.target is _aten._to_copy.default]:
+                if copy.meta["val"].dtype == moved.meta["val"].dtype:
+                    copy.replace_all_uses_with(moved)
+                    graph.erase_node(copy)
             item.replace_all_uses_with(moved)
             graph.erase_node(item)
     node.meta["val"] = node.meta["val"][:3]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowtide.tracing.parts import address
+from lowtide.tracing.parts import address, parts
 from lowtide.workload import Workload
 
 _DEPTH = 3  # how many functions and objects behind one another are looked into
@@ -168,6 +168,14 @@ def state_tensors(optimizer: torch.optim.Optimizer | None, parameters: list[Tens
         return []
     chosen = list(optimizer.state) if parameters is None else parameters
     return [value for p in chosen for value in optimizer.state[p].values() if isinstance(value, Tensor)]
+
+
+def static_bytes(work: Workload) -> int:
+    """The bytes that a step finds and leaves: parameters, buffers, kept tensors, optimizer state and the batch."""
+    kept = (tensor for _, tensor in kept_tensors(work, depth=1))
+    found = (*parameters_of(work), *kept, *state_tensors(work.optimizer), *work.tensors())
+    storages = [part.untyped_storage() for tensor in found for part in parts(tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def clear_gradients(work: Workload) -> None:

@@ -24,6 +24,7 @@ from lowtide.errors import TraceError
 from lowtide.tracing.accumulation import held_by_call
 from lowtide.tracing.answers import answering
 from lowtide.tracing.compiled import compiled_modules
+from lowtide.tracing.decompositions import plain_composites
 from lowtide.tracing.effects import (
     ancestors,
     copy_inputs_written_to,
@@ -38,15 +39,24 @@ from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
 
-def capture_joint(work: Workload) -> Joint:
-    """The joint graph of a step's loss, captured by Dynamo and AOTAutograd. Nothing runs, and nothing is changed.
+def capture_joint(work: Workload, run: Callable[[Joint, Sequence[Any]], None] | None = None) -> Joint:
+    """The joint graph of a step's loss, captured by Dynamo and AOTAutograd. Nothing is changed.
+
+    Nothing runs but ``run``, if given: it gets the graph and the tensors that the step would give it.
 
     Raises ``TraceError`` where there is no one graph: the forward pass looks at values, or calls what Dynamo does not
     follow.
     """
     found: list[Joint] = []
-    compiled = CompiledLoss(work, _backend(work, found, lambda graph: _stop))
-    with compiled as loss, unchanged(work, fake=True), contextlib.suppress(_CapturedError):
+    runs = [] if run is None else [run]
+
+    def stop(*inputs: Any) -> Any:
+        while runs:  # Dynamo holds this function for good, and is not to hold the step
+            runs.pop()(found[-1], inputs)
+        raise _CapturedError
+
+    compiled = CompiledLoss(work, _backend(work, found, lambda graph: stop))
+    with compiled as loss, unchanged(work, fake=run is None), contextlib.suppress(_CapturedError):
         try:
             loss(work.batch)
         except _CapturedError:
@@ -129,7 +139,7 @@ class CompiledLoss:
         assert self._compiled is not None
         held = held_by_call()
         try:
-            with answering(SUBSTITUTES, FIXES):
+            with answering(SUBSTITUTES, FIXES), plain_composites():
                 return self._compiled(batch)
         finally:
             if held_by_call() > held:  # Dynamo failed, now or earlier, and has left its evaluator behind
@@ -156,10 +166,6 @@ class _CapturedError(Exception):
     """The graph is there: the step need not run."""
 
 
-def _stop(*_: Any) -> Any:
-    raise _CapturedError
-
-
 class Joint:
     """A joint graph: which ops are forward, which backward, and which results share a storage.
 
@@ -183,6 +189,11 @@ class Joint:
         for node in self.tangents:  # AOTAutograd has them like the outputs, in storages as large
             node.meta["val"] = torch.empty_like(node.meta["val"])
         self.primals = [node for node in inputs if not node.name.startswith("tangents")]
+        # By output: the place of the input whose new value it is, or -1.
+        places = {node.meta.get("desc"): place for place, node in enumerate(self.primals)}
+        what = [getattr(each, "mutated_input", None) for each in nodes[-1].meta.get("desc", ())]
+        self.written = [places.get(each, -1) if each is not None else -1 for each in what[:forward_outputs]]
+        self.written += [-1] * (forward_outputs - len(self.written))
         self.origins = dict(zip(self.primals, origins, strict=False)) if len(origins) == len(self.primals) else {}
         ops = _with_items(node for node in nodes if node.op in ("call_function", "get_attr"))
         if any(_is_sparse(node.meta.get("val")) for node in nodes):

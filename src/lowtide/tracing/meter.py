@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Hashable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -106,11 +106,37 @@ class CpuMeter:
 
 def _inside(threads: list[list[Any]]) -> int:
     """Bytes at an op's peak above those at its end."""
+    peak, level = _peak_and_level(threads)
+    return peak - level
+
+
+def _peak_and_level(threads: list[list[Any]]) -> tuple[int, int]:
+    """The most bytes allocated at once, and those at the end, above those at the start."""
     level = peak = 0
     for event in (event for events in threads for event in events if event.kind() == "memory_alloc"):
         level += event.cpu_memory_usage()
         peak = max(peak, level)
-    return peak - level
+    return peak, level
+
+
+class CpuPeak:
+    """The most bytes that the CPU allocates in a ``with`` block above those at its start, in ``bytes`` after it.
+
+    None where a profiler runs already: torch allows one at a time.
+    """
+
+    bytes: int | None = None
+
+    def __enter__(self) -> Self:
+        self._measures = profiler_is_free()
+        if self._measures:
+            autograd._enable_profiler_legacy(_profiler_config())
+        return self
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        if self._measures:
+            peak, _ = _peak_and_level(autograd._disable_profiler_legacy())
+            self.bytes = peak if kind is None else None
 
 
 class _MeteredOp:

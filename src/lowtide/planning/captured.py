@@ -1,0 +1,114 @@
+"""A captured step beside the plain one: the joint graph, and the fidelity class that its results have earned.
+
+Capture can take another way than the plain step: Dynamo may choose another branch of the model's code, and a formula of
+autograd's may look at values. So the joint graph is run once, op by op, on the step's own tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowtide.errors import TraceError
+from lowtide.planning.rounding import (
+    Parts,
+    Rounding,
+    distance,
+    generators,
+    loss_and_gradients,
+    named,
+    on_host,
+    parts_equal,
+)
+from lowtide.techniques.technique import Fidelity
+from lowtide.tracing.joint import Joint, capture_joint
+from lowtide.tracing.parts import address
+from lowtide.workload import Workload
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A joint graph, what its results promise, and why where that is not bitwise or not compared."""
+
+    joint: Joint
+    fidelity: Fidelity = Fidelity.BITWISE
+    note: str = ""
+
+
+def capture_and_compare(work: Workload) -> Captured:
+    """Capture a step and run it beside the plain one; everything is restored.
+
+    Raises ``TraceError`` where the captured step differs by more than rounding, or draws other random numbers.
+    """
+    results: list[Parts] = []
+    joint = capture_joint(work, lambda joint, inputs: results.extend(_run(work, joint, inputs)))
+    if not results:
+        return Captured(joint, note="The captured graph was not compared with the plain step.")
+    (found,) = results
+    plain = {what: {name: part[name] for name in found[what]} for what, part in _plain(work, found).items()}
+    differing = [what for what, part in plain.items() if not parts_equal(part, found[what])]
+    if not differing:
+        return Captured(joint)
+    again = loss_and_gradients(work)
+    if not all(parts_equal(part, {name: again[what][name] for name in part}) for what, part in plain.items()):
+        note = "The plain step differs from itself when run twice, so the captured graph was not compared with it."
+        return Captured(joint, note=note)
+    error = max((distance(plain[what], found[what]) for what in differing if what != "generators"), default=0.0)
+    rounding = Rounding(work, plain)
+    if not all(rounding.explains(what, plain[what], found[what]) for what in differing):
+        raise TraceError(
+            f"The captured graph gives other {', '.join(differing)} than the plain step ({error:.1e} off)",
+            hint="The eager engine needs no capture.",
+        )
+    note = (
+        f"The captured graph rounds otherwise than the plain step, by {error:.1e}: Dynamo or autograd took another way."
+    )
+    return Captured(joint, Fidelity.ROUNDOFF, note)
+
+
+def _plain(work: Workload, found: Parts) -> Parts:
+    plain = loss_and_gradients(work)
+    if plain["gradients"].keys() != found["gradients"].keys():
+        raise TraceError(
+            "The captured graph gives gradients to other parameters than the plain step",
+            hint="The eager engine needs no capture.",
+        )
+    return plain
+
+
+def _run(work: Workload, joint: Joint, inputs: Sequence[Any]) -> list[Parts]:
+    """Loss, gradients, buffers and generators of the captured graph; nothing where it cannot run so."""
+    if len(joint.tangents) != 1 or len(inputs) != len(joint.primals):
+        return []
+    one = joint.tangents[0].meta["val"]
+    tangent = torch.ones(one.shape, dtype=one.dtype, device=one.device)
+    try:
+        with torch.no_grad(), torch._C._DisableAutocast():  # the graph has its casts
+            made: Any = fx.Interpreter(joint.module).run(*inputs, tangent, enable_io_processing=False)
+        outputs, gradients = made[: len(joint.outputs)], made[len(joint.outputs) :]
+        written = {
+            address(inputs[place]): value for place, value in zip(joint.written, outputs, strict=True) if place >= 0
+        }
+        given = {address(tensor): gradient for tensor, gradient in zip(inputs, gradients, strict=True)}
+        return [
+            {
+                "loss": {"loss": on_host(outputs[joint.outputs.index(joint.loss)])},
+                "gradients": {
+                    name: on_host(given[address(parameter)])
+                    for name, parameter in named(work).items()
+                    if given.get(address(parameter)) is not None
+                },
+                "buffers": {
+                    name: on_host(written.get(address(buffer), buffer))
+                    for name, buffer in work.model.named_buffers()
+                    if buffer.is_floating_point()  # counters are no part of the graph
+                },
+                "generators": generators(work),
+            }
+        ]
+    except torch.OutOfMemoryError:
+        return []

@@ -1,0 +1,159 @@
+"""Results of two runs of a step: equal bit for bit, or apart by no more than rounding.
+
+How far rounding carries depends on the step. So it is measured: the plain step runs once more with each parameter moved
+by one unit in the last place, and what that changes is the scale for all else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.batches import with_own_containers
+from lowtide.tracing.held import parameters_of
+from lowtide.tracing.internals import gradient_hooks
+from lowtide.tracing.unchanged import unchanged
+from lowtide.workload import Workload
+
+Part = Mapping[str, Tensor]  # such as gradients, by name
+Parts = Mapping[str, Part]
+
+_FACTOR = 8.0  # two ways to round can lie this many times further apart than one unit in each parameter moves them
+_FLOOR = 4.0  # units in the last place that a norm may be off where parameters do not matter
+_NOTHING = 1e-6  # the share of all tensors below which one is made of rounding alone
+
+
+def loss_and_gradients(work: Workload, *, moved_by: float = 0.0) -> Parts:
+    """One forward and backward pass of the plain step, on the host; everything is restored.
+
+    ``moved_by`` moves each parameter by that share of itself, up or down.
+    """
+    with unchanged(work):
+        if moved_by:
+            _move(parameters_of(work), moved_by)
+        loss = work.compute_loss(batch=with_own_containers(work.batch))
+        loss.backward()
+        return {
+            "loss": {"loss": on_host(loss)},
+            "gradients": {name: on_host(p.grad) for name, p in named(work).items() if p.grad is not None},
+            "buffers": {name: on_host(buffer) for name, buffer in work.model.named_buffers()},
+            "generators": generators(work),
+        }
+
+
+def named(work: Workload) -> dict[str, Tensor]:
+    """The parameters of a step, each once: by its name in the model, or by a number.
+
+    Without those that have hooks, which may change or take their gradients.
+    """
+    names = {parameter: name for name, parameter in work.model.named_parameters()}
+    found = {names.get(parameter, str(i)): parameter for i, parameter in enumerate(parameters_of(work))}
+    return {name: p for name, p in found.items() if not p._backward_hooks and not gradient_hooks(p)}
+
+
+def generators(work: Workload) -> dict[str, Tensor]:
+    """The states of the generators that a step draws from."""
+    found = {"cpu": torch.get_rng_state()}
+    if work.device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(work.device)
+    return found
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+class Rounding:
+    """How far rounding carries in a step, by a run of it with moved parameters beside the ``plain`` one."""
+
+    def __init__(self, work: Workload, plain: Parts | None = None) -> None:
+        plain = loss_and_gradients(work) if plain is None else plain
+        unit = coarsest_unit(work)
+        moved = loss_and_gradients(work, moved_by=unit)
+        self._scales: dict[str, float] = {}
+        self._moves: dict[tuple[str, str], float] = {}
+        for what in ("loss", "gradients", "buffers"):
+            part = {name: moved[what][name] for name in plain[what]}
+            self._scales[what] = max(_FACTOR * distance(plain[what], part), _FLOOR * unit)
+            self._moves.update({(what, name): norms(t, part[name])[1] for name, t in plain[what].items()})
+
+    def explains(self, what: str, plain: Part, other: Part) -> bool:
+        """Whether each tensor of a part is off by no more than rounding.
+
+        That is, relative to itself, by what the whole part moves; or by what it moves itself, as one does that is zero
+        but for rounding.
+        """
+        if what not in self._scales or plain.keys() != other.keys():
+            return parts_equal(plain, other)
+        sizes = {name: norms(tensor, other[name]) for name, tensor in plain.items()}
+        nothing = _NOTHING * math.hypot(*(size for size, _ in sizes.values()))
+        return all(
+            off <= max(self._scales[what] * size, _FACTOR * self._moves.get((what, name), 0.0), nothing)
+            for name, (size, off) in sizes.items()
+        )
+
+
+def coarsest_unit(work: Workload) -> float:
+    """The unit in the last place, relative to 1, of the coarsest numbers that a step computes with."""
+    dtypes = {p.dtype for p in work.model.parameters() if p.is_floating_point() or p.is_complex()}
+    dtypes |= {work.autocast} if work.autocast is not None else set()
+    coarsest = max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
+    return max(coarsest, 2**-10) if work.device.type == "cuda" else coarsest  # that of TensorFloat-32
+
+
+def parts_equal(plain: Part, other: Part) -> bool:
+    """Whether two parts have the same tensors, bit for bit."""
+    return plain.keys() == other.keys() and all(is_equal(tensor, other[name]) for name, tensor in plain.items())
+
+
+def is_equal(plain: Tensor, other: Tensor) -> bool:
+    """Bit for bit; NaN at the same places is the same."""
+    plain, other = _dense(plain), _dense(other)
+    if torch.equal(plain, other):
+        return True
+    return plain.shape == other.shape and bool(_same(plain, other).all())
+
+
+def norms(plain: Tensor, other: Tensor) -> tuple[float, float]:
+    """The norm of what is finite in the plain tensor, and of the difference; infinite where one is not a number."""
+    if plain.shape != other.shape:
+        return 0.0, math.inf
+    wide = torch.complex128 if plain.is_complex() else torch.float64
+    exact, given = _dense(plain).to(wide), _dense(other).to(wide)
+    off = float(torch.where(_same(exact, given), 0.0, given - exact).norm())
+    return float(torch.where(exact.isfinite(), exact, 0.0).norm()), math.inf if math.isnan(off) else off
+
+
+def distance(plain: Part, other: Part) -> float:
+    """The relative error of all tensors together.
+
+    That of each alone says little of noise: a gradient that would be zero, as of a bias before a batch norm, is nothing
+    else.
+    """
+    if plain.keys() != other.keys():
+        return math.inf
+    found = [norms(tensor, other[name]) for name, tensor in plain.items()]
+    size, off = math.hypot(*(size for size, _ in found)), math.hypot(*(off for _, off in found))
+    return off / size if size else off
+
+
+def _move(parameters: list[Tensor], share: float) -> None:
+    chosen: Any = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.is_floating_point() and parameter.layout is torch.strided:
+                signs = torch.randint(2, parameter.shape, generator=chosen).mul_(2).sub_(1)
+                parameter.mul_((1 + share * signs).to(parameter.device, parameter.dtype))
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+def _same(plain: Tensor, other: Tensor) -> Tensor:
+    return (plain == other) | (plain.isnan() & other.isnan())
