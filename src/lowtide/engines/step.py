@@ -9,10 +9,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lowtide.engines.graph import PlannedLoss
 from lowtide.engines.replan import Replanner
-from lowtide.engines.watch import BatchWatch, ParameterWatch
+from lowtide.engines.watch import BatchWatch, ForwardWatch, ParameterWatch
 from lowtide.errors import WorkloadError
 from lowtide.planning.plan import Plan, check_plan
 from lowtide.planning.prediction import apply_options
@@ -68,6 +69,7 @@ class Step:
         self._warned = False
         self._batches = BatchWatch(plan, self.work) if plan.program is None else None
         self._parameters: ParameterWatch | None = ParameterWatch(plan, work, self._batches)
+        self._watched = self._watch_forward()
 
     @property
     def model(self) -> nn.Module:
@@ -112,6 +114,8 @@ class Step:
 
     def undo(self) -> None:
         """Take the plan's changes back. A second call does nothing."""
+        if self._watched is not None:
+            self._watched.remove()
         self._applied()
         self.work = self._plain
         self._batches = self._parameters = None
@@ -121,6 +125,13 @@ class Step:
 
     def __exit__(self, *exception: object) -> None:
         self.undo()
+
+    def _watch_forward(self) -> RemovableHandle | None:
+        """Watch for training around the planned loss, where the plan changes the loss and not the model alone."""
+        in_model_alone = self.work.loss is self._plain.loss and self.work.autocast == self._plain.autocast
+        if in_model_alone or isinstance(self.model, torch.jit.ScriptModule):
+            return None
+        return self.model.register_forward_pre_hook(ForwardWatch())
 
     def _run(self, batch: Any) -> Tensor:
         optimizer = self.work.optimizer
