@@ -163,6 +163,14 @@ def state_tensors(optimizer: torch.optim.Optimizer | None, parameters: list[Tens
     return [value for p in chosen for value in optimizer.state[p].values() if isinstance(value, Tensor)]
 
 
+def optimizers_of(optimizer: torch.optim.Optimizer | None) -> list[torch.optim.Optimizer]:
+    """An optimizer and those inside of it, which it steps with, as Lookahead does."""
+    if optimizer is None:
+        return []
+    inner = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
+    return [optimizer, *(each for one in inner for each in optimizers_of(one))]
+
+
 def clear_gradients(work: Workload) -> None:
     """Let go of the gradients of parameters, of the batch and of what modules hold."""
     for tensor in trainable(work):

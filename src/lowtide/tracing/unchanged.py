@@ -21,6 +21,7 @@ from lowtide.tracing.held import (
     holders,
     kept_tensors,
     modules_of,
+    optimizers_of,
     parameters_of,
     state_tensors,
     trainable,
@@ -51,13 +52,14 @@ def unchanged(work: Workload, *, fake: bool = False) -> Generator[None]:
             leaf.grad = None
         for store in _stores(parameters):
             stack.callback(store.set_aside())
-        if work.optimizer is not None:
-            stack.callback(_restore_optimizer, work.optimizer, *_optimizer_snapshot(work.optimizer))
+        optimizers = optimizers_of(work.optimizer)
+        for optimizer in optimizers:
+            stack.callback(_restore_optimizer, optimizer, *_optimizer_snapshot(optimizer))
         kept = {id(tensor): tensor for _, tensor in kept_tensors(work)}
         if not fake:
             near = {id(tensor) for _, tensor in kept_tensors(work, depth=1)}
             copied = [t for key, t in kept.items() if key in near or t.device.type == work.device.type]
-            written = {id(t): t for t in (*copied, *parameters, *state_tensors(work.optimizer))}
+            written = {id(t): t for t in (*copied, *parameters, *chain.from_iterable(map(state_tensors, optimizers)))}
             backups = [_Backup(tensor, counts=False) for tensor in written.values() if _has_values(tensor)]
             backups += [_Backup(t) for t in work.tensors() if id(t) not in written and _has_values(t)]
             for backup in backups:
