@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -113,17 +114,28 @@ def compiled_loss(work: Workload, backend: Callable[..., Any], *, fullgraph: boo
     # Dynamo counts compilations by code object, and refuses the ninth: each call here gets one of its own.
     own = FunctionType(loss.__code__.replace(), loss.__globals__, "loss", closure=loss.__closure__)
     compiled = torch.compile(own, backend=backend, dynamic=False, fullgraph=fullgraph)
+    without_logging = _without_logging()
 
     def run(batch: Any) -> Tensor:
         held = held_by_call()
         try:
-            with answering(SUBSTITUTES, FIXES):
+            with answering(SUBSTITUTES, FIXES), torch._dynamo.config.patch(without_logging):
                 return compiled(batch)
         finally:
             if held_by_call() > held:  # Dynamo failed, now or earlier, and has left its evaluator behind
                 evaluate_frames_by_default()
 
     return run
+
+
+def _without_logging() -> dict[str, Any]:
+    """Settings under which Dynamo leaves out logging calls, which it would not capture."""
+    words = {"debug", "info", "warn", "warning", "error", "exception", "critical", "fatal", "log", "isEnabledFor"}
+    methods = (each for name, each in vars(logging.Logger).items() if name.split("_")[0] in words)  # warning_once too
+    functions = (vars(logging)[name] for name in words & vars(logging).keys())
+    settings = torch._dynamo.config
+    name = "ignore_logging_functions" if hasattr(settings, "ignore_logging_functions") else "ignore_logger_methods"
+    return {name: {*methods, *functions, *getattr(settings, name)}}
 
 
 Origin = Literal["parameter", "batch", "array", "kept"]  # an array is numpy's; kept are buffers and all else
