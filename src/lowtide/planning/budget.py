@@ -191,6 +191,7 @@ class _Search:
             if required:
                 raise PlanError(f"There is no plan on the graph engine: {error}") from error
             self.idle.append(f"the graph engine needs one graph of the whole loss ({error})")
+            self.notes.append(f"The graph engine is not used: {error}")
             return
         for schedule in self.recomputations.schedules:
             seconds = self.recomputations.seconds(schedule)
