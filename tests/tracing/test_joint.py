@@ -64,7 +64,9 @@ class Talking(nn.Linear):
 
 def test_logging_calls_do_not_stand_in_the_way_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.Logger, "warning_once", logging.Logger.warning, raising=False)
-    works = [Workload(kind(8, 8), lambda m, x: m(x).square().mean(), torch.randn(4, 8)) for kind in (Talking, nn.Linear)]
+    works = [
+        Workload(kind(8, 8), lambda m, x: m(x).square().mean(), torch.randn(4, 8)) for kind in (Talking, nn.Linear)
+    ]
     before = set(torch._dynamo.config.ignore_logging_functions)
     assert len({capture_joint(work).digest for work in works}) == 1
     assert torch._dynamo.config.ignore_logging_functions == before

@@ -61,6 +61,12 @@ def holders(work: Workload) -> list[Any]:
     return list(found.values())
 
 
+def holders_within(values: list[Any], depth: int) -> list[Any]:
+    """Containers and objects' attributes within reach of some values, which may come to hold other things."""
+    _, holding = _reach(list(values), depth, {})
+    return holding
+
+
 def _reach(within: list[Any], depth: int, seen: _Seen) -> tuple[list[Any], list[Any]]:
     """The tensors and modules within reach, and what holds them or may come to.
 

@@ -44,7 +44,7 @@ def unchanged(work: Workload, *, fake: bool = False) -> Generator[None]:
         stack.callback(_restore_generators, _generators())
         modules = modules_of(work)
         for holder in (*holders(work), *(module.__dict__ for module in modules)):
-            stack.callback(_restore_content, holder, dict(holder) if isinstance(holder, dict) else list(holder))
+            stack.callback(restore_content, holder, content_of(holder))
         parameters = parameters_of(work)
         leaves = trainable(work)
         stack.callback(_restore_gradients, leaves, [leaf.grad for leaf in leaves])
@@ -140,9 +140,19 @@ def _restore_gradients(parameters: list[Tensor], gradients: list[Tensor | None])
         parameter.grad = gradient
 
 
-def _restore_content(holder: Any, content: dict[Any, Any] | list[Any]) -> None:
+def content_of(holder: Any) -> dict[Any, Any] | list[Any]:
+    """A copy of what a container holds."""
+    return dict(holder) if isinstance(holder, dict) else list(holder)
+
+
+def holds(holder: Any, content: dict[Any, Any] | list[Any]) -> bool:
+    """Whether a container holds the same objects in the same order."""
+    return len(holder) == len(content) and all(map(is_, _items(holder), _items(content)))
+
+
+def restore_content(holder: Any, content: dict[Any, Any] | list[Any]) -> None:
     """Take back what the step put somewhere, such as a cache of fake tensors; by no method that a class may forbid."""
-    if len(holder) == len(content) and all(map(is_, _items(holder), _items(content))):
+    if holds(holder, content):
         return
     base: Any = next(each for each in (OrderedDict, dict, list, set, deque) if isinstance(holder, each))
     base.clear(holder)
