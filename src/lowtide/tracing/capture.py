@@ -29,7 +29,7 @@ from lowtide.tracing.compiled import compiled_modules, is_compiled, opaque_compi
 from lowtide.tracing.fake import fake_workload, known_value, second_step
 from lowtide.tracing.fixes import FIXES, SUBSTITUTES
 from lowtide.tracing.gpu import ANSWERS, GPU_FIXES, emulated_gpu
-from lowtide.tracing.graph import Graph
+from lowtide.tracing.graph import Graph, handed_on
 from lowtide.tracing.held import (
     clear_gradients,
     kept_tensors,
@@ -199,6 +199,8 @@ def _run(
     del value
     is_steady = not kept_since()
     graph = recorder.graph(modules, device=device, fake=fake, notes=_notes(meter, fake, compiled, saves=saves))
+    if saves and not lists:
+        graph = replace(graph, saved=handed_on(graph))  # a program saves nothing by autograd's hooks
     for parameter in owners:
         parameter.grad = None
     return graph, is_steady
