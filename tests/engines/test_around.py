@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.logging_tensor import LoggingTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.engines import Step, apply
@@ -90,3 +91,29 @@ def test_a_compiled_copy_of_the_loop_has_no_graph_break(only: Only) -> None:
     step = applied("microbatch", only)
     compiled = torch.compile(step.model, backend="eager", fullgraph=True)
     assert torch.equal(compiled(step.work.batch), step.model.eval()(step.work.batch))
+
+
+def test_a_step_prints_what_it_is(only: Only) -> None:
+    for engine, words in (("graph", "graph engine"), ("sqrt", "eager engine")):
+        step = applied(engine, only)
+        text = repr(step)
+        assert text.startswith("Step(Sequential in ")
+        assert words in text
+        assert "recompute" in text or "sqrt on" in text
+        step.undo()
+
+
+def test_a_dispatch_mode_and_an_autocast_are_each_warned_about_once(only: Only) -> None:
+    step = applied("graph", only)
+
+    def twice() -> None:
+        step(step.work.batch)
+        step(step.work.batch)
+
+    with pytest.warns(RuntimeWarning, match="A dispatch mode") as found, LoggingTensorMode():
+        twice()
+    assert len(found) == 1
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+    with pytest.warns(RuntimeWarning, match="planned: it runs under an autocast") as found, autocast:
+        twice()
+    assert len(found) == 1

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from lowtide.chains import Schedule
 from lowtide.engines.graph import Planner
@@ -25,6 +25,7 @@ from lowtide.planning.writer import program_of
 from lowtide.profiling import profile
 from lowtide.sizes import format_size
 from lowtide.tracing.joint import Joint, capture_joint
+from lowtide.tracing.parts import leaves
 from lowtide.workload import Workload
 
 
@@ -95,7 +96,7 @@ class Replanner:
         found = self._setting.difference(_Setting.of(self.work.model))
         if found:
             return found
-        if not self.work.autocast and torch.is_autocast_enabled(self.work.device.type):
+        if not self.work.autocast and _is_half(joint.forward) and not _is_half(joint.primals):
             return "it runs under an autocast that was not planned. Plan with Workload(..., autocast=...)"
         if joint.stored:
             return "the model stores tensors on itself, as in a first step"
@@ -129,6 +130,12 @@ class _Setting:
         if name := _first_unlike(self.trained, now.trained):
             return f"{name} is {'trained' if now.trained.get(name) else 'frozen'} now"
         return ""
+
+
+def _is_half(nodes: Iterable[fx.Node]) -> bool:
+    """Whether a value is of a dtype that autocast computes in."""
+    values = (value for node in nodes for value in leaves(node.meta.get("val")))
+    return any(value.dtype in (torch.bfloat16, torch.float16) for value in values)
 
 
 def _first_unlike(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -120,6 +120,15 @@ class Step:
         self.work = self._plain
         self._batches = self._parameters = None
 
+    def __repr__(self) -> str:
+        plan = self.plan
+        sizes = f"{format_size(plan.peak_bytes)} of {format_size(plan.budget_bytes)}"
+        changes = ", ".join(
+            [*(str(choice.option) for choice in plan.choices), *([str(plan.program)] if plan.program else [])]
+        )
+        name = self._plain.name or type(self.model).__name__
+        return f"Step({name} in {sizes}, {plan.engine} engine, {plan.fidelity}: {changes or 'the plain step'})"
+
     def __enter__(self) -> Self:
         return self
 
