@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -265,3 +266,29 @@ def fresh(before: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
     )
+
+
+FAILING = """
+import torch
+from lowtide import Workload
+
+def loss(model, x):
+    y = model(x)
+    return torch.nn.functional.cross_entropy(y, x)  # shapes that do not fit
+
+def workload():
+    return Workload(torch.nn.Linear(4, 3), loss, torch.ones(2, 4))
+"""
+
+
+def test_an_error_in_the_users_loss_names_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "failing.py").write_text(FAILING)
+    for command in ("profile failing.py:workload", "profile failing.py:workload --fake"):
+        assert "failing.py:7)" in lowtide(*command.split(), code=2).err
+
+
+def test_train_shows_the_plan_first_and_the_first_step_apart(deep: str) -> None:
+    shown = lowtide("train", deep, "--budget", "60%", "--steps", "3", "--engine", "graph").out
+    assert shown.index("planned step") < shown.index("3 steps, ") < shown.index("measured peak")
+    assert re.search(r"3 steps, [\d.]+ m?s a step, [\d.]+ m?s the first: loss", shown)

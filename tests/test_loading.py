@@ -7,6 +7,7 @@ import textwrap
 import types
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -139,14 +140,14 @@ def test_the_device_goes_to_a_function_that_takes_one(write: Any) -> None:
     [
         ("nothing.py:workload", ("no file nothing.py", "current folder")),
         ("trian.py:workload", ("no file trian.py", "train.py")),
-        ("train.py", ("names no function", "train.py:loss", "workload", "needy")),
+        ("train.py", ("names no function", "Write train.py:workload")),
         ("train.py:wrokload", ("no function 'wrokload'", "It has loss, workload, needy, number, broken")),
         ("train.py:answer", ("answer in train.py is 42", "not a function", "def workload")),
         ("train.py:number", ("returned int, not a Workload", "return lowtide.Workload(")),
         ("train.py:needy", ("needs width and depth", "--arg width=... --arg depth=...")),
         ("train.py:broken", ("RuntimeError", "train.py:21")),
         ("no_such_package.module:f", ("no module 'no_such_package.module'", "zoo:model")),
-        ("timm:resnet50", ("no module 'timm'", "path/to/train.py:function")),
+        ("keras:resnet50", ("no module 'keras'", "path/to/train.py:function")),
         ("resnet50", ("zoo:resnet50",)),
         ("something", ("not a workload", "zoo:resnet50")),
         ("zoo:resnet51", ("resnet51", "resnet50")),
@@ -278,3 +279,34 @@ def test_a_workload_keeps_the_name_it_was_given(write: Any) -> None:
     )
     assert isinstance(load("train.py:workload"), Workload)
     assert load("train.py:workload").name == "mine"
+
+
+def test_a_model_of_timm_is_a_step_on_images_of_its_size() -> None:
+    pytest.importorskip("timm")
+    work = load("timm:vit_tiny_patch16_224", {"num_classes": "5", "depth": "1"}, batch=2)
+    assert [tensor.shape for tensor in work.batch] == [(2, 3, 224, 224), (2,)]
+    assert work.compute_loss().requires_grad
+    assert load("timm:resnet18", batch=2, image=32).batch[0].shape == (2, 3, 32, 32)
+    fails("timm:resnet19", "no timm:resnet19", "resnet18")
+    fails("timm:resnet18", "--image, not --seq", seq=4)
+
+
+def test_a_target_of_timm_goes_by_its_own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Net(torch.nn.Linear):
+        default_cfg = MappingProxyType({"input_size": (3, 2, 4)})
+        num_classes = 5
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.flatten(1))
+
+    stand_in: Any = types.ModuleType("timm")
+    stand_in.is_model = ["net"].__contains__
+    stand_in.list_models = lambda: ["net"]
+    stand_in.create_model = lambda name, pretrained: Net(24, 5)
+    monkeypatch.setitem(sys.modules, "timm", stand_in)
+    work = load("timm:net", batch=3)
+    assert work.batch[0].shape == (3, 3, 2, 4)
+    assert work.compute_loss().requires_grad
+    fails("timm:ned", "no timm:ned", "net")
+    monkeypatch.setitem(sys.modules, "timm", None)
+    fails("timm:net", "timm is not installed")

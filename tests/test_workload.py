@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowtide import Workload, profile
+from lowtide import Workload, plan, profile, verify
 from lowtide.errors import WorkloadError
 
 
@@ -89,3 +90,71 @@ def test_an_optimizer_of_another_model_is_refused():
         Workload(model, lambda model, x: model(x).mean(), torch.ones(2, 3), optimizer)
     optimizer.add_param_group({"params": list(model.parameters())})
     Workload(model, lambda model, x: model(x).mean(), torch.ones(2, 3), optimizer)
+
+
+class Handed(torch.optim.Optimizer):
+    """Hands everything on to the optimizer inside, and has no hooks of its own, as accelerate's does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+
+def test_an_optimizer_that_only_hands_on_is_the_one_inside() -> None:
+    model, batch = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(256, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    work = Workload(model, square_loss, batch, Handed(Handed(optimizer)))
+    assert work.optimizer is optimizer
+    for fake in (False, True):
+        plain = profile(Workload(model, square_loss, batch, optimizer), fake=fake)
+        assert profile(work, fake=fake).peak_bytes == plain.peak_bytes
+    assert not optimizer.state
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Steps with another optimizer, and every second time halfway back to weights of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.inner = optimizer
+        self.param_groups, self.defaults, self.steps = optimizer.param_groups, optimizer.defaults, 0
+        self.state = defaultdict(dict)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+        self.steps += 1
+        with torch.no_grad():
+            for p in (p for group in self.param_groups for p in group["params"]):
+                slow = self.state[p].setdefault("slow", p.detach().clone())
+                if self.steps % 2 == 0:
+                    p.copy_(slow.lerp_(p, 0.5))
+
+
+def test_an_optimizer_that_steps_with_another_is_traced_and_both_are_restored() -> None:
+    model, batch = nn.Linear(64, 64), torch.randn(8, 64)
+    optimizer = Lookahead(torch.optim.AdamW(model.parameters()))
+    work = Workload(model, square_loss, batch, optimizer)
+    assert work.optimizer is optimizer
+    model(batch).sum().backward()
+    optimizer.step()
+    before = {p: {key: value.clone() for key, value in s.items()} for p, s in optimizer.inner.state.items()}
+    found = profile(work), profile(work, fake=True)
+    assert found[0].storage_peak_bytes == found[1].storage_peak_bytes
+    assert optimizer.steps == 1
+    for p, state in before.items():
+        assert all(torch.equal(value, optimizer.inner.state[p][key]) for key, value in state.items())
+
+
+def test_an_optimizer_that_accelerate_prepared_is_planned_for() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, batch = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(256, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, prepared = accelerate.Accelerator(cpu=True).prepare(model, optimizer)
+    work = Workload(model, square_loss, batch, prepared)
+    found = plan(work, "90%")
+    assert verify(work, found).ok

@@ -1,4 +1,4 @@
-"""Byte sizes as people write them: ``6GiB``, ``800MB``, ``6442450944``."""
+"""Byte sizes as people write them (``6GiB``, ``800MB``, ``6442450944``), and durations."""
 
 import math
 import re
@@ -52,3 +52,19 @@ def format_size(size: float) -> str:
             digits = 2 if number < 10 else 1 if number < 100 else 0
             return f"{sign}{number:.{digits}f} {unit}"
     return f"{sign}{size:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration in the unit that suits it, three significant digits; a dash where it is not known.
+
+    >>> format_seconds(0.0123), format_seconds(2.5), format_seconds(-3e-5), format_seconds(float("nan"))
+    ('12.3 ms', '2.50 s', '-30.0 µs', '–')
+    """
+    if math.isnan(seconds):
+        return "–"
+    if seconds == 0:
+        return "0 s"
+    sign, seconds = ("-", -seconds) if seconds < 0 else ("", seconds)
+    unit, scale = next((each for each in (("s", 1.0), ("ms", 1e-3)) if seconds >= each[1]), ("µs", 1e-6))
+    number = seconds / scale
+    return f"{sign}{number:.{2 if number < 10 else 1 if number < 100 else 0}f} {unit}"

@@ -21,6 +21,7 @@ class Workload:
 
     ``batch`` is any structure of tensors: a pytree, another mapping (a tokenizer's encoding), an object that has them.
     ``autocast`` is the dtype to run the loss under (``torch.bfloat16``, ``torch.float16``), or None.
+    An optimizer that only hands on to another, as accelerate's does after ``prepare``, is replaced by that one.
     lowtide owns nothing here: the model, the batch and the optimizer stay the caller's.
 
     >>> model = nn.Linear(4, 1)
@@ -52,6 +53,7 @@ class Workload:
                 f"The optimizer is a {type(self.optimizer).__name__}, not a torch.optim.Optimizer",
                 hint="Pass the optimizer itself, or None to leave its memory out.",
             )
+        object.__setattr__(self, "optimizer", _unwrapped(self.optimizer))
         if self.optimizer is not None and not _steps(self.optimizer, self.model):
             raise WorkloadError(
                 "The optimizer steps none of the model's parameters: it is that of another model",
@@ -166,6 +168,14 @@ def _steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     own = {id(parameter) for parameter in model.parameters()}
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return not own or not stepped or not own.isdisjoint(stepped)
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+    """The optimizer behind wrappers whose groups and state are properties: those of the optimizer inside."""
+    inner = vars(optimizer).get("optimizer") if optimizer is not None else None
+    if not isinstance(inner, torch.optim.Optimizer) or not {"param_groups", "state"}.isdisjoint(vars(optimizer)):
+        return optimizer
+    return _unwrapped(inner)
 
 
 def _names(devices: set[torch.device]) -> str:

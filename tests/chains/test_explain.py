@@ -18,7 +18,7 @@ def test_explain_says_what_keeping_would_have_taken():
     # At B2 there are value 0, what stages 1 and 2 saved, and two gradients: 110. At B3 value 0, value 2, what stage 3
     # saved and two gradients, 80: with what stage 1 saves 120; with what stage 2 saves beside value 2 and value 1 120.
     assert [choice.peak_bytes_if_kept for choice in choices] == [120, 120, 110]
-    why = "Runs 1 more time, 1 ms: keeping its 40 B too would peak at 120 B, over 110 B"
+    why = "Runs 1 more time, 1.00 ms: keeping its 40 B too would peak at 120 B, over 110 B"
     assert choices[0].why(budget_bytes=110) == why
     assert choices[2].why(budget_bytes=110) == "Its 40 B are kept"
 

@@ -251,7 +251,7 @@ def test_a_loss_written_to_before_backward_is_as_in_plain_pytorch(is_kept: bool)
     work = Workload(model, loss_of, torch.randn(256, 16))
     found: list[list[Tensor]] = []
     with apply(plan(work, "75%", engine="graph"), work) as step:
-        for loss in (step.loss, lambda batch: loss_of(model, batch)):
+        for loss in (step.loss, lambda batch: work.compute_loss(batch=batch)):
             model.zero_grad()
             value = loss(work.batch)
             value /= 4

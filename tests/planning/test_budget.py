@@ -317,3 +317,16 @@ def test_planning_leaves_gradients_as_they_are() -> None:
         plan(work, 1, engine="eager", allow="changed")
     now = [p.grad for p in work.model.parameters()]
     assert all(grad is held and torch.equal(grad, value) for grad, (held, value) in zip(now, before, strict=True))
+
+
+def test_a_plan_says_why_the_graph_engine_is_not_used() -> None:
+    class Branching(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x if x.sum() < 1e9 else -x)
+
+    model = Branching(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+    work = Workload(model, lambda model, x: model(x).square().mean(), torch.randn(64, 16))
+    found = plan(work, "80%")
+    assert found.engine == "eager"
+    assert any("graph engine is not used" in note and "Data-dependent" in note for note in found.notes)
+    assert "graph engine is not used" in found.explain()

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.planning import forecast
+from lowtide.engines import apply
+from lowtide.planning import forecast, plan, predict_plan
 from lowtide.planning.forecast import Forecast
 from lowtide.profiling import profile
 from lowtide.tracing.joint import capture_joint
@@ -49,3 +50,20 @@ def test_ops_that_the_plain_step_has_not_are_run_alone(monkeypatch: pytest.Monke
     assert [found.seconds(node) for node in dropouts] == [1.0, 1.0]  # a plain step on a CPU draws, divides, multiplies
     assert len(timed) == 2
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_program_names_the_modules_and_hands_on_what_its_step_does() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+    work = Workload(model, lambda model, x: model(x).square().mean(), torch.randn(256, 32))
+    before = profile(work)
+    chosen = plan(work, "70%", profile=before, engine="graph")
+    after = predict_plan(work, chosen, before).after
+    assert "stage 1 (0.0" in chosen.explain()
+    forward = [op.module for op in after.graph.ops if op.phase == "forward"]
+    assert forward == [*(f"{i}.{j}" for i in range(4) for j in range(2)), "", ""]
+    made = [s for s in after.graph.storages if s.category == "activation" and s.bytes > 4]
+    assert made
+    assert all(s.module for s in made)
+    assert any(op.module == "3.0" for op in after.graph.ops if op.phase == "backward")
+    with apply(chosen, work) as step:
+        assert step.profile().saved_bytes == after.saved_bytes > 0

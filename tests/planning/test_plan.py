@@ -142,3 +142,9 @@ def test_freezing_a_parameter_makes_another_model() -> None:
     work.model[0].weight.requires_grad_(False)
     with pytest.raises(PlanError, match="another model"):
         found.check(work)
+
+
+def test_times_over_a_second_are_in_seconds(found: Plan) -> None:
+    text = replace(found, seconds=1.11).explain()
+    assert "1.11 s" in text
+    assert "e+03" not in text

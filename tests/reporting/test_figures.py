@@ -2,7 +2,9 @@ import json
 import sys
 
 import pytest
+import torch
 
+from lowtide import Workload, profile
 from lowtide.errors import LowtideError, MissingExtra
 from lowtide.reporting.figures import (
     comparison_chart,
@@ -87,3 +89,19 @@ def test_a_missing_package_names_the_extra(monkeypatch, tmp_path, profile, missi
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(MissingExtra, match=r"lowtide\[report\]"):
         save_figure(pie_chart(profile), tmp_path / "pie.png")
+
+
+def test_the_optimizer_has_its_own_scale_on_a_timeline():
+    weights = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(weights.parameters(), foreach=False)
+    found = profile(Workload(weights, lambda model, x: model(x).sum(), torch.ones(2, 8), optimizer))
+    start, count = found.timeline.phase_starts["optimizer"], len(found.graph.ops)
+    assert count - start > 0.5 * count
+    scale = timeline_chart(found).to_dict()["layer"][0]["encoding"]["x"]["scale"]
+    assert scale["domain"] == [0, start, count]
+    assert scale["range"][1] >= 0.8 * scale["range"][2]
+
+
+def test_a_timeline_without_an_optimizer_has_one_scale():
+    found = profile(Workload(torch.nn.Linear(8, 8), lambda model, x: model(x).sum(), torch.ones(2, 8)))
+    assert timeline_chart(found).to_dict()["layer"][0]["encoding"]["x"]["scale"]["domain"] == [0, len(found.graph.ops)]

@@ -177,3 +177,9 @@ def test_the_script_runs_in_a_browser(tmp_path, subjects, kind):
     if kind == "profile":
         assert "4 storages, 256 MiB" in out.stdout
         assert "At the peak, op 9" in out.stdout
+
+
+def test_a_timeline_offers_seconds_and_gives_the_optimizer_its_own_scale(tmp_path, subjects):
+    text = report(subjects["profile"], tmp_path / "page.html").read_text()
+    assert any(attributes.get("data-action") == "axis" for _, attributes in Document(text).elements)
+    assert "own scale" in text

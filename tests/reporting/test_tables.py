@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from lowtide.reporting.tables import (
     buckets,
-    format_seconds,
     grid,
     holders,
     phase_runs,
@@ -13,6 +12,7 @@ from lowtide.reporting.tables import (
     saved_rows,
     workspace_rows,
 )
+from lowtide.sizes import format_seconds
 
 MIB = 2**20
 
@@ -71,7 +71,8 @@ def test_a_sweep_is_laid_out_by_its_axes(sweep):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.0, "0.00 µs"), (3.2e-5, "32.0 µs"), (0.25, "250 ms"), (90.0, "90.0 s")]
+    ("seconds", "text"),
+    [(0.0, "0 s"), (1.11, "1.11 s"), (-0.002, "-2.00 ms"), (3.2e-5, "32.0 µs"), (0.25, "250 ms"), (90.0, "90.0 s")],
 )
 def test_seconds_are_written_in_their_unit(seconds, text):
     assert format_seconds(seconds) == text

@@ -12,9 +12,11 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 import lowtide.optim
+from lowtide import Workload, plan, verify
 from lowtide.errors import LowtideError
 from lowtide.nn import BatchRenormAct1d
-from lowtide.techniques import recompute
+from lowtide.planning import apply_options
+from lowtide.techniques import Option, recompute
 
 
 def step(model: nn.Module, x: Tensor, *, levels: int) -> dict[str, Tensor]:
@@ -262,3 +264,106 @@ def test_a_block_that_writes_into_its_weights_may_run_twice_before_backward() ->
     loss = sum(recompute(model, x + i, modules=[model]).sum() for i in range(2))
     loss.backward()
     assert model.embedding.weight.grad is not None
+
+
+class Cache:
+    """Keys of each layer, as transformers' caches hold them: in objects within an object."""
+
+    class Layer:
+        keys: Tensor | None = None
+
+    def __init__(self, layers: int) -> None:
+        self.layers = [Cache.Layer() for _ in range(layers)]
+        self.updated: dict[int, bool] = {}
+
+
+class Attending(nn.Module):
+    """A decoder's layer: its keys of the encoder's result are computed once and cached, its own are appended."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.query, self.keys, self.own = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, memory: Tensor, cache: Cache) -> Tensor:
+        layer = cache.layers[self.number]
+        if not cache.updated.get(self.number):
+            layer.keys = self.keys(memory)
+            cache.updated[self.number] = True
+        assert layer.keys is not None
+        layer.keys = torch.cat([layer.keys, self.own(x)])
+        return x + (self.query(x) @ layer.keys.T).softmax(-1) @ layer.keys
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attending(i) for i in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = Cache(3)
+        memory = x.tanh()
+        for layer in self.layers:
+            x = layer(x, memory, cache=cache)
+        return x
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_cache_among_the_arguments_is_as_the_first_run_found_it(levels: int) -> None:
+    torch.manual_seed(0)
+    layer, x, memory = Attending(0), torch.randn(4, 8, requires_grad=True), torch.randn(5, 8)
+
+    def inner(x: Tensor, memory: Tensor, cache: Cache, left: int) -> Tensor:
+        if left == 0:
+            return layer(x, memory, cache)
+        return recompute(inner, x, memory, cache, left - 1, modules=[layer])
+
+    found: list[list[Tensor]] = []
+    for left in (0, levels):
+        cache = Cache(1)
+        y = inner(x, memory, cache, left)
+        kept = cache.layers[0].keys
+        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])])
+        assert cache.layers[0].keys is kept
+        assert kept is not None
+        assert kept.shape == (9, 8)
+    assert all(map(torch.equal, *found))
+
+
+def test_a_decoder_with_a_cache_is_planned_for(only: Any) -> None:
+    only("sqrt")
+    work = Workload(Decoder(), lambda model, x: model(x).square().mean(), torch.randn(64, 8))
+    found = plan(work, "80%")
+    assert found.choices
+    assert not any("left out" in note for note in found.notes)
+    assert verify(work, found).ok
+
+
+@pytest.mark.parametrize("name", ["T5", "Whisper"])
+def test_decoders_of_transformers_are_recomputed_with_their_caches(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokens = torch.randint(3, 32, (2, 8))
+    if name == "T5":
+        sizes = {"num_layers": 2, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2}
+        config = transformers.T5Config(**sizes, vocab_size=32, decoder_start_token_id=0)
+        model, batch = transformers.T5ForConditionalGeneration(config), {"input_ids": tokens, "labels": tokens}
+        sites = ("decoder.block",)
+    else:
+        parts = {"layers": 2, "attention_heads": 2, "ffn_dim": 16}
+        sizes = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in parts.items()}
+        special = {"decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        longest = {"max_source_positions": 8, "max_target_positions": 8, "num_mel_bins": 4}
+        config = transformers.WhisperConfig(**sizes, **special, **longest, d_model=16, vocab_size=32)
+        model = transformers.WhisperForConditionalGeneration(config)
+        batch = {"input_features": torch.randn(2, 4, 16), "labels": tokens}
+        sites = ("model.decoder.layers",)
+    work = Workload(model, lambda model, batch: model(**batch).loss, batch)
+    option = Option("sqrt", sites, (("segments", 2), ("levels", 1), ("kept", 0), ("trees", (((0,), (1,)),))))
+    found: list[list[Tensor]] = []
+    for options in ((), (option,)):
+        model.zero_grad()
+        torch.manual_seed(0)
+        with apply_options(work, options) as applied:
+            applied.work.compute_loss().backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert all(map(torch.equal, *found))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -43,3 +46,35 @@ def test_a_branch_by_a_value_breaks_the_loss_into_graphs_each_a_chain() -> None:
     for joint in joints:
         chain = Stages(joint).chain(lambda node: 1.0)
         assert simulate(chain, keep_all(chain)).peak_bytes > 0
+
+
+logger = logging.getLogger(__name__)
+
+
+class Talking(nn.Linear):
+    """Logs in forward as transformers' models do, which add methods to every logger."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logger.warning_once("%s", x.shape)  # pyright: ignore[reportAttributeAccessIssue]
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("seen")
+        logging.info("forward of %d", len(x))
+        return super().forward(x)
+
+
+def test_logging_calls_do_not_stand_in_the_way_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.Logger, "warning_once", logging.Logger.warning, raising=False)
+    works = [
+        Workload(kind(8, 8), lambda m, x: m(x).square().mean(), torch.randn(4, 8)) for kind in (Talking, nn.Linear)
+    ]
+    before = set(torch._dynamo.config.ignore_logging_functions)
+    assert len({capture_joint(work).digest for work in works}) == 1
+    assert torch._dynamo.config.ignore_logging_functions == before
+
+
+def test_gpt2_of_transformers_is_captured() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 8}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    work = Workload(model, lambda m, x: m(input_ids=x, labels=x).loss, torch.randint(32, (2, 8)))
+    assert capture_joint(work).forward

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lowtide.chains.chain import Chain
 from lowtide.chains.schedule import Kind, Operation, Schedule, simulate
-from lowtide.sizes import format_size
+from lowtide.sizes import format_seconds, format_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +33,18 @@ class StageChoice:
         """Bytes against seconds, in words.
 
         >>> StageChoice(0, 3, 4096, 0.002, 9000).why(8192)
-        'Runs 2 more times, 2 ms: keeping its 4.00 KiB too would peak at 8.79 KiB, over 8.00 KiB'
+        'Runs 2 more times, 2.00 ms: keeping its 4.00 KiB too would peak at 8.79 KiB, over 8.00 KiB'
         """
         size = format_size(self.saved_bytes)
         if self.kept and not self.cheap_bytes:
             return f"Its {size} are kept"
         if self.kept:
-            cheap, ms = format_size(self.cheap_bytes), f"{self.seconds_again * 1e3:.3g} ms"
-            return f"Its {size} are kept but for {cheap}, which are cheap to make again: {ms}"
+            cheap, again = format_size(self.cheap_bytes), format_seconds(self.seconds_again)
+            return f"Its {size} are kept but for {cheap}, which are cheap to make again: {again}"
         times = "1 more time" if self.runs == 2 else f"{self.runs - 1} more times"
         over = "over" if self.peak_bytes_if_kept > budget_bytes else "within"
         return (
-            f"Runs {times}, {self.seconds_again * 1e3:.3g} ms: keeping its {size} too would peak at "
+            f"Runs {times}, {format_seconds(self.seconds_again)}: keeping its {size} too would peak at "
             f"{format_size(self.peak_bytes_if_kept)}, {over} {format_size(budget_bytes)}"
         )
 
@@ -55,7 +55,7 @@ def explain(chain: Chain, schedule: Schedule) -> tuple[StageChoice, ...]:
     >>> chain = Chain.uniform(3, saved_bytes=4)
     >>> for choice in explain(chain, Schedule.parse("F1c, F2e, F3e, B3, B2, F1e, B1")):
     ...     print(choice.stage + 1, choice.why(budget_bytes=12))
-    1 Runs 1 more time, 1e+03 ms: keeping its 4 B too would peak at 15 B, over 12 B
+    1 Runs 1 more time, 1.00 s: keeping its 4 B too would peak at 15 B, over 12 B
     2 Its 4 B are kept
     3 Its 4 B are kept
     """

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import typer
@@ -30,7 +31,7 @@ from lowtide.cli.options import (
 )
 from lowtide.errors import PlanError, WorkloadError
 from lowtide.loading.arguments import parse_pairs
-from lowtide.sizes import format_size, parse_size
+from lowtide.sizes import format_seconds, format_size, parse_size
 
 if TYPE_CHECKING:
     from lowtide.planning import Prediction
@@ -176,23 +177,29 @@ def train(
             work.model, work.loss, work.batch, work.optimizer,
             budget=budget, autocast=work.autocast, allow=allow or (), engine=engine,
         )  # fmt: skip
+    if not as_json:
+        typer.echo(step.plan.explain())
     losses: list[float] = []
-    start = time.perf_counter()
+    times: list[float] = []
     with terminal.progress("Training", steps) as advance:
         for _ in range(steps):
+            start = time.perf_counter()
             losses.append(float(step(work.batch)))
+            times.append(time.perf_counter() - start)
             advance()
-    seconds = (time.perf_counter() - start) / steps
+    first, *others = times  # the graph engine captures in the first step
+    seconds = fmean(others or times)
     on_gpu = step.measured.peak_bytes if step.measured else None
     peak = step.profile().peak_bytes if on_gpu is None else on_gpu
     promised = step.plan.budget_bytes
     if not as_json:
-        typer.echo(step.plan.explain())
-        typer.echo(f"{steps} steps of {seconds:.3g} s: loss {losses[0]:.6g} to {losses[-1]:.6g}")
+        took = f"{format_seconds(seconds)} a step, {format_seconds(first)} the first"
+        typer.echo(f"{steps} steps, {took}: loss {losses[0]:.6g} to {losses[-1]:.6g}")
         typer.echo(f"measured peak {format_size(peak)} of {format_size(promised)}")
     data = {
         "losses": [finite(loss) for loss in losses],
         "seconds_per_step": seconds,
+        "first_step_seconds": first,
         "peak_bytes": peak,
         "plan": step.plan.to_json(),
     }

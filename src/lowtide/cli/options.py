@@ -140,7 +140,10 @@ def _plain_warnings() -> Generator[None]:
 def _complain(error: Exception) -> None:
     text = " ".join(str(error).split())
     if not isinstance(error, LowtideError):
-        text = f"{type(error).__name__}: {text}. Add --traceback to see where it was raised."
+        from lowtide.loading.targets import raised_at
+
+        where = f" ({place})" if (place := raised_at(error)) else ""
+        text = f"{type(error).__name__}: {text.rstrip('.')}{where}. Add --traceback to see all of it."
     _tell("error", text, "bold red")
 
 

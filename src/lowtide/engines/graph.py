@@ -58,17 +58,20 @@ class PlannedLoss:
         self.planner_for = planner_for
         self.uncaptured = uncaptured
         self._captured: OrderedDict[Any, tuple[Planner, CompiledLoss]] = OrderedDict()  # the last used at the end
+        self._watched = False  # whether a dispatch mode was warned about
         self._failed: set[Any] = set()  # where capture failed once
         self._given_up: set[Any] = set()  # where the plain loss runs
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of the step's own model; ``model`` is there since this takes the place of a loss function."""
         if any(not mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()):
-            warnings.warn(
-                "A dispatch mode looks at the ops of this step, which then runs as it is: the budget is not kept",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+            if not self._watched:
+                self._watched = True
+                warnings.warn(
+                    "A dispatch mode looks at the ops of this step, which then runs as it is: the budget is not kept",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
             return self.work.compute_loss(batch=batch)
         key = _shape_of(batch), *map(len, _HOOKS)
         if key in self._given_up:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
+from torch import fx, nn
 
 from lowtide.chains import Schedule
 from lowtide.engines.graph import Planner
-from lowtide.engines.watch import Signature, is_within, modes_of, signature
+from lowtide.engines.watch import ForwardWatch, Signature, is_within, modes_of, signature
 from lowtide.errors import PlanError, TraceError
 from lowtide.fingerprint import batch_shapes
 from lowtide.planning.fastest import fastest_program
@@ -21,6 +25,7 @@ from lowtide.planning.writer import program_of
 from lowtide.profiling import profile
 from lowtide.sizes import format_size
 from lowtide.tracing.joint import Joint, capture_joint
+from lowtide.tracing.parts import leaves
 from lowtide.workload import Workload
 
 
@@ -35,6 +40,7 @@ class Replanner:
         self._chosen = [] if plan.program is None else [(signature(work.batch), plan.program)]
         self._too_large: list[tuple[Signature, Recomputation]] = []
         self._modes = modes_of(work)
+        self._setting = _Setting.of(work.model)
 
     def __call__(self, batch: Any) -> Planner:
         """The planner for batches of this shape."""
@@ -56,7 +62,8 @@ class Replanner:
         except TraceError:  # a prediction has no values to look at
             if planned is None:
                 raise
-            return lambda joint: self._other_program(joint, planned)
+            shapes = f"the batch is {batch_shapes(batch)}, and {self.plan.fingerprint.batch} was planned"
+            return lambda joint: self._other_program(joint, planned, shapes)
         (self._chosen if fits else self._too_large).append((found, chosen))
         return lambda joint: self._program(joint, chosen)
 
@@ -94,13 +101,11 @@ class Replanner:
                 return program
         return self._other_program(joint, chosen)
 
-    def _other_program(self, joint: Joint, chosen: Recomputation) -> Program:
+    def _other_program(self, joint: Joint, chosen: Recomputation, why: str) -> Program:
         """For another graph, whose kernels were not measured."""
         warnings.warn(
-            "The step is not the one that was planned: the batch has another shape, the model is in another mode or "
-            "has other hooks, other parameters are trained, or it is a first step, which makes what the model keeps. "
-            f"It is planned anew by the bytes of its results alone, and {format_size(self.plan.budget_bytes)} are "
-            "not promised for it",
+            f"The step is not the one that was planned: {why}. It is planned anew by the bytes of its results alone, "
+            f"and {format_size(self.plan.budget_bytes)} are not promised for it",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -109,7 +114,7 @@ class Replanner:
 
     def _program(self, joint: Joint, chosen: Recomputation) -> Program:
         if joint.digest != chosen.graph:
-            return self._other_program(joint, chosen)
+            return self._other_program(joint, chosen, self._difference(joint))
         stages, schedule = Stages(joint), Schedule.parse(chosen.schedule)
         if len(stages) != len(schedule.runs):
             raise PlanError(
@@ -117,3 +122,60 @@ class Replanner:
                 hint="Plan again.",
             )
         return program_of(stages, schedule)
+
+    def _difference(self, joint: Joint) -> str:
+        """What makes the step another one than the planned one, on a batch of the planned shape."""
+        found = self._setting.difference(_Setting.of(self.work.model))
+        if found:
+            return found
+        if not self.work.autocast and _is_half(joint.forward) and not _is_half(joint.primals):
+            return "it runs under an autocast that was not planned. Plan with Workload(..., autocast=...)"
+        if joint.stored:
+            return "the model stores tensors on itself, as in a first step"
+        return "the loss runs other ops, as where a number or an attribute that it reads has changed"
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What decides which ops a model runs and differentiates, by the names of modules and parameters."""
+
+    modes: Mapping[str, bool]
+    hooks: Mapping[str, int]
+    trained: Mapping[str, bool]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Setting:
+        modules = dict(model.named_modules())
+        return cls(
+            {name: module.training for name, module in modules.items()},
+            {name: _hooks(module) for name, module in modules.items()},
+            {name: parameter.requires_grad for name, parameter in model.named_parameters()},
+        )
+
+    def difference(self, now: _Setting) -> str:
+        """In words, with the first module or parameter that differs; "" where all is as it was."""
+        if name := _first_unlike(self.modes, now.modes):
+            mode = "training" if now.modes.get(name, now.modes[""]) else "evaluation"
+            return f"{name} is in {mode} mode now"
+        if name := _first_unlike(self.hooks, now.hooks):
+            return f"{name} has other hooks"
+        if name := _first_unlike(self.trained, now.trained):
+            return f"{name} is {'trained' if now.trained.get(name) else 'frozen'} now"
+        return ""
+
+
+def _is_half(nodes: Iterable[fx.Node]) -> bool:
+    """Whether a value is of a dtype that autocast computes in."""
+    values = (value for node in nodes for value in leaves(node.meta.get("val")))
+    return any(value.dtype in (torch.bfloat16, torch.float16) for value in values)
+
+
+def _first_unlike(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    unlike = (name or "the model" for name in now if before.get(name) != now[name])
+    return next(unlike, "")
+
+
+def _hooks(module: nn.Module) -> int:
+    own = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    own += [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+    return sum(not isinstance(hook, ForwardWatch) for hook in own)

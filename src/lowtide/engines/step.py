@@ -10,11 +10,12 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lowtide.engines.graph import PlannedLoss
 from lowtide.engines.other_shapes import OtherShapes
 from lowtide.engines.replan import Replanner
-from lowtide.engines.watch import BatchWatch, ParameterWatch
+from lowtide.engines.watch import BatchWatch, ForwardWatch, ParameterWatch
 from lowtide.errors import LowtideError, WorkloadError
 from lowtide.fingerprint import batch_shapes
 from lowtide.planning.plan import Plan, check_plan
@@ -80,6 +81,7 @@ class Step:
         self._warned = False
         self._batches = BatchWatch(plan, self.work) if plan.program is None else None
         self._parameters: ParameterWatch | None = ParameterWatch(plan, work, self._batches)
+        self._watched = self._watch_forward()
 
     @property
     def model(self) -> nn.Module:
@@ -134,6 +136,8 @@ class Step:
 
     def undo(self) -> None:
         """Take the plan's changes back. A second call does nothing."""
+        if self._watched is not None:
+            self._watched.remove()
         self._applied()
         self.work = self._plain
         self._batches = self._parameters = None
@@ -145,11 +149,27 @@ class Step:
             hint="Copy the model (copy.deepcopy(step.model)), then apply the plan to a Workload of the copy.",
         )
 
+    def __repr__(self) -> str:
+        plan = self.plan
+        sizes = f"{format_size(plan.peak_bytes)} of {format_size(plan.budget_bytes)}"
+        changes = ", ".join(
+            [*(str(choice.option) for choice in plan.choices), *([str(plan.program)] if plan.program else [])]
+        )
+        name = self._plain.name or type(self.model).__name__
+        return f"Step({name} in {sizes}, {plan.engine} engine, {plan.fidelity}: {changes or 'the plain step'})"
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.undo()
+
+    def _watch_forward(self) -> RemovableHandle | None:
+        """Watch for training around the planned loss, where the plan changes the loss and not the model alone."""
+        in_model_alone = self.work.loss is self._plain.loss and self.work.autocast == self._plain.autocast
+        if in_model_alone or isinstance(self.model, torch.jit.ScriptModule):
+            return None
+        return self.model.register_forward_pre_hook(ForwardWatch())
 
     def _run(self, batch: Any, meter: CpuPeak | None = None) -> Tensor:
         optimizer = self.work.optimizer

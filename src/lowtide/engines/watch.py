@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from lowtide.planning.plan import Plan
 from lowtide.profiling import profile
 from lowtide.sizes import format_size
 from lowtide.tracing.held import modules_of
+from lowtide.tracing.places import is_library
 from lowtide.workload import Workload
 
 _MOST_PREDICTED = 8  # batches: each takes as long as tracing a step
@@ -153,6 +156,41 @@ class ParameterWatch:
             "Unless that much was left free, plan with a budget smaller by it, or let them go before: "
             "model.zero_grad(set_to_none=True)"
         )
+
+
+class ForwardWatch:
+    """A forward pre-hook that warns once of training around the planned loss, where the plan saves nothing.
+
+    Copies of the model, made by ``copy.deepcopy`` or ``pickle``, are nobody's planned step: their hook is silent.
+    """
+
+    def __init__(self, active: bool = True) -> None:
+        self.active = active
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        """Warn of a forward pass in training mode, with gradients, that no planned loss asked for."""
+        if torch.compiler.is_compiling() or not (self.active and module.training and torch.is_grad_enabled()):
+            return
+        if torch._C._current_graph_task_id() != -1:  # recomputed in backward
+            return
+        level, frame = 1, sys._getframe(1)
+        inner: FrameType | None = frame
+        while inner is not None:
+            if inner.f_code is Workload.compute_loss.__code__:
+                return
+            inner = inner.f_back
+        while frame.f_back is not None and is_library(frame.f_code.co_filename):
+            level, frame = level + 1, frame.f_back
+        self.active = False
+        warnings.warn(
+            "The model ran in training mode outside of the planned loss, where the plan saves no memory. Train with "
+            "step(batch), or take step.loss(batch) into your loop in place of the loss of model(x)",
+            RuntimeWarning,
+            stacklevel=level + 1,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ForwardWatch, (False,)
 
 
 def signature(batch: Any) -> Signature:

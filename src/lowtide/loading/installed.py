@@ -1,4 +1,4 @@
-"""Training steps by name from torchvision and transformers, where installed: random weights, no download."""
+"""Training steps by name from torchvision, timm and transformers, where installed: random weights, no download."""
 
 from __future__ import annotations
 
@@ -47,6 +47,34 @@ def torchvision(
         target = (batch, image, image) if segments else (batch,)
         net = models.get_model(name, weights=None, **chosen)
         return net, (torch.randn(batch, 3, image, image), torch.randint(chosen["num_classes"], target))
+
+    return _workload(build, _vision_loss, optimizer, device, where)
+
+
+def timm(
+    name: str,
+    *,
+    batch: int = 32,
+    image: int | None = None,
+    seq: int | None = None,
+    optimizer: str = "sgd",
+    device: str = "cpu",
+    **options: Any,
+) -> Workload:
+    """A classifier of timm on random images of the size it is made for; ``options`` go to ``timm.create_model``."""
+    where = f"timm:{name}"
+    if seq is not None:
+        raise WorkloadError(f"{where} takes images", hint="Write --image, not --seq.")
+    library = _import("timm")
+    if not library.is_model(name):
+        raise _unknown(where, name, library.list_models())
+
+    def build() -> tuple[nn.Module, Any]:
+        net = library.create_model(name, pretrained=False, **options)
+        channels, height, width = net.default_cfg["input_size"]
+        size = (height, width) if image is None else (image, image)
+        images = torch.randn(batch, channels, *size)
+        return net.train(), (images, torch.randint(net.num_classes, (batch,)))
 
     return _workload(build, _vision_loss, optimizer, device, where)
 
@@ -151,7 +179,7 @@ def _import(module: str) -> Any:
         if package == "transformers":
             raise MissingExtra("transformers", extra="transformers") from None
         raise WorkloadError(
-            "torchvision is not installed",
+            f"{package} is not installed",
             hint="Install the release that matches your torch, or use lowtide's own: zoo:resnet50.",
         ) from None
     except RuntimeError as error:  # torchvision built for another torch

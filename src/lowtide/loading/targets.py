@@ -27,11 +27,13 @@ from lowtide import zoo
 from lowtide.errors import LowtideError, WorkloadError
 from lowtide.loading import installed
 from lowtide.loading.arguments import Settings, bind, guess
+from lowtide.tracing.places import is_library
 from lowtide.workload import Workload
 
 NAMED: dict[str, Callable[..., Workload]] = {
     "zoo": zoo.workload,
     "torchvision": installed.torchvision,
+    "timm": installed.timm,
     "transformers": installed.transformers,
 }
 DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
@@ -169,11 +171,12 @@ def _said_plainly(what: str, *, hint: str = "") -> Generator[None]:
             hint = "It ended the program: put what trains under if __name__ == '__main__'."
         elif "relative import" in str(error):
             hint = "The file is part of a package: write package.module:function instead."
-        where = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else _raised_at(error)
+        where = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else raised_at(error)
         raise WorkloadError(f"{what}: {type(error).__name__}: {error}", where=where, hint=hint) from error
 
 
-def _raised_at(error: BaseException) -> str:
+def raised_at(error: BaseException) -> str:
+    """The innermost line of the user's own code that an error passed through."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_foreign(f.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
@@ -181,7 +184,7 @@ def _raised_at(error: BaseException) -> str:
 def _is_foreign(filename: str) -> bool:
     """Whether a frame is the import system's, an installed package's, or ours: not the user's."""
     paths = sysconfig.get_paths()
-    return filename == __file__ or filename.startswith(("<", paths["stdlib"], paths["purelib"], paths["platlib"]))
+    return is_library(filename) or filename.startswith(("<", paths["stdlib"], paths["purelib"], paths["platlib"]))
 
 
 def _where(function: Callable[..., Any]) -> str:
@@ -198,7 +201,9 @@ def _half_a_target(target: str) -> WorkloadError:
             tree = ast.parse(path.read_text())
         except (SyntaxError, UnicodeDecodeError):
             return WorkloadError(f"{target} names no function", hint=f"Write {target}:workload.")
-        names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        building = [node.name for node in functions if _names_workload(node)]
+        names = building or [node.name for node in functions if not node.args.args]
         return WorkloadError(
             f"{target} names no function",
             hint=f"Write {target}:{names[0] if names else 'workload'}."
@@ -208,6 +213,12 @@ def _half_a_target(target: str) -> WorkloadError:
         f"{target!r} is not a workload",
         hint="Write path/to/train.py:function or zoo:model, as in zoo:resnet50.",
     )
+
+
+def _names_workload(function: ast.FunctionDef) -> bool:
+    """Whether a function's code names ``Workload``, and so may build one."""
+    named = (getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(function))
+    return "Workload" in named
 
 
 def _no_function(place: str, name: str, module: ModuleType, found: object) -> WorkloadError:

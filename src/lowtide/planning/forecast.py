@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,8 +20,8 @@ from lowtide.profiling.devices import find_device
 from lowtide.profiling.kernels import kernel_key, known_kernels, measure, modelled_workspace, seconds_alone
 from lowtide.profiling.roofline import op_seconds
 from lowtide.tracing.calls import Call
-from lowtide.tracing.graph import STATIC, Graph, Op, Saved, Storage, Value, signature
-from lowtide.tracing.joint import Joint, is_item, is_random, size_of
+from lowtide.tracing.graph import STATIC, Graph, Op, Storage, Value, handed_on, signature
+from lowtide.tracing.joint import Joint, is_item, is_random, module_of, size_of
 from lowtide.tracing.parts import dtype_name, flatten, leaves
 from lowtide.tracing.places import short_name
 
@@ -114,7 +114,19 @@ def _op(node: fx.Node) -> Op:
     args, kwargs = _arguments(node)
     tensors, arguments = flatten(tuple(args), dict(kwargs))
     outputs = tuple(map(_value, leaves(node.meta.get("val"))))
-    return Op(0, str(node.target), "forward", "", "", tuple(map(_value, tensors)), outputs, arguments, False, 0.0, 0)
+    return Op(
+        0,
+        str(node.target),
+        "forward",
+        module_of(node),
+        "",
+        tuple(map(_value, tensors)),
+        outputs,
+        arguments,
+        False,
+        0.0,
+        0,
+    )
 
 
 def _arguments(node: fx.Node) -> Any:
@@ -238,7 +250,8 @@ class _Planned:
         closed = [replace(s, death=end) if s.death < 0 or place < len(statics) else s
                   for place, s in enumerate(self.storages)]  # fmt: skip
         storages = tuple(replace(s, id=place) for place, s in enumerate(closed))
-        return replace(plain, ops=(*self.ops, *stepping), storages=storages, saved=_saved(storages))
+        graph = replace(plain, ops=(*self.ops, *stepping), storages=storages)
+        return replace(graph, saved=handed_on(graph))
 
     def _walk(self, each: Instruction, phase: Any) -> None:
         node = self.forecast.joint.nodes.get(each.cell.op)
@@ -287,9 +300,9 @@ class _Planned:
             self.index[storage] = len(self.storages)
             is_made = each.kind is not Kind.GIVE or bool(each.reads)  # else it is there, as the loss's gradient
             birth = max(0, len(self.ops) - is_made)
-            label = f"{each.cell.op} {shape}"
+            label, module = f"{each.cell.op} {shape}", module_of(node) if node is not None else ""
             self.storages.append(
-                Storage(len(self.storages), size, device, dtype, "temporary", birth, -1, label, "", "")
+                Storage(len(self.storages), size, device, dtype, "temporary", birth, -1, label, module, "")
             )
         elif not count:
             place = self.index.pop(storage)
@@ -299,15 +312,6 @@ class _Planned:
         for place in places:
             if self.storages[place].death < 0:
                 self.storages[place] = replace(self.storages[place], category=category)
-
-
-def _saved(storages: Sequence[Storage]) -> tuple[Saved, ...]:
-    """What a program's forward pass hands to its backward pass."""
-    return tuple(
-        Saved(s.id, (), s.dtype, s.bytes, s.category, s.label.split(" ")[0], s.module, "", "", s.source)
-        for s in storages
-        if s.category == "activation"
-    )
 
 
 def _value(tensor: Tensor) -> Value:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from lowtide.chains import Chain, Schedule, simulate
 from lowtide.errors import PlanError
 from lowtide.fingerprint import Fingerprint
-from lowtide.sizes import format_size
+from lowtide.sizes import format_seconds, format_size
 from lowtide.techniques.technique import Fidelity, Knob, Option
 from lowtide.version import __version__
 from lowtide.workload import Workload, check_workload
@@ -307,4 +307,4 @@ def _null_for_nan(value: Any) -> Any:
 
 
 def _duration(seconds: float) -> str:
-    return "unknown time" if math.isnan(seconds) else f"{seconds * 1e3:.3g} ms"
+    return "unknown time" if math.isnan(seconds) else format_seconds(seconds)

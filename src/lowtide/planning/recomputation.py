@@ -22,7 +22,7 @@ from lowtide.sizes import format_size
 from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.effects import is_left_batch_norm
 from lowtide.tracing.graph import Graph
-from lowtide.tracing.joint import Joint, is_random, size_of
+from lowtide.tracing.joint import Joint, is_random, module_of, size_of
 from lowtide.tracing.unchanged import steady
 from lowtide.workload import Workload
 
@@ -100,9 +100,10 @@ class Recomputations:
         return explain(self.programs.chain, schedule)
 
     def outline(self, stage: int) -> str:
-        """A stage by its heavy ops."""
-        nodes = self.programs.stages.forward[stage]
-        return _outline([str(node.target).split(".")[1] for node in nodes if "." in str(node.target)])
+        """A stage by its modules and its heavy ops."""
+        nodes = [node for node in self.programs.stages.forward[stage] if "." in str(node.target)]
+        ops = _outline([str(node.target).split(".")[1] for node in nodes])
+        return ": ".join(filter(None, (_span(list(map(module_of, nodes))), ops)))
 
     def _reasons(self, schedule: Schedule, peak_bytes: int, budget_bytes: int) -> tuple[str, ...]:
         """Why each large value is kept or made again, in bytes of the whole step."""
@@ -162,6 +163,16 @@ def _is_random_op(name: str) -> bool:
     except (AttributeError, RuntimeError):  # such as what lowtide itself records
         return False
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+
+
+def _span(modules: list[str]) -> str:
+    """The first and the last of the modules that ran.
+
+    >>> _span(["blocks.0.wide", "blocks.0.wide"]), _span(["blocks.0.out", "blocks.0", "blocks.1.norm"])
+    ('blocks.0.wide', 'blocks.0.out … blocks.1.norm')
+    """
+    named = list(filter(None, modules))
+    return " … ".join(dict.fromkeys((named[0], named[-1]))) if named else ""
 
 
 def _outline(ops: list[str]) -> str:

@@ -205,6 +205,7 @@ class Search:
         except TraceError as error:
             if required:
                 raise PlanError(f"There is no plan on the graph engine: {error}") from error
+            self.notes.append(f"The graph engine is not used: {error}")
             self.idle.append(f"the graph engine needs one graph of the whole loss ({error})")
             return
         self.notes += filter(None, [self.recomputations.note])

@@ -15,6 +15,7 @@ from lowtide.reporting.tables import buckets, phase_runs
 from lowtide.tracing.graph import Category
 
 WIDTH, HEIGHT = 760, 320
+OPTIMIZER_SHARE = 0.15  # of a timeline's width, at most
 POINTS = 600  # columns of a timeline: more than that is thinner than a pixel
 FONT = "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"
 
@@ -65,20 +66,26 @@ def steps_of(live: NDArray[np.int64]) -> list[tuple[int, int]]:
     return [(op, op) for op in ops] + [(len(live), ops[-1])] if ops else []
 
 
-def op_axis(alt: Any, count: int) -> Any:
-    """An axis over the ops of a step."""
-    return alt.X(
-        "op:Q", title="op", scale=alt.Scale(domain=[0, count], nice=False), axis=alt.Axis(grid=False, tickCount=10)
-    )
+def op_axis(alt: Any, count: int, optimizer_start: int | None = None) -> Any:
+    """An axis over the ops of a step, with the optimizer's many small ops in a share of the width at most."""
+    scale = alt.Scale(domain=[0, count], nice=False)
+    title = "op"
+    if optimizer_start and count - optimizer_start > OPTIMIZER_SHARE * count:
+        middle = (1 - OPTIMIZER_SHARE) * WIDTH
+        scale = alt.Scale(domain=[0, optimizer_start, count], range=[0, middle, WIDTH], nice=False)
+        title = "op (the optimizer has a scale of its own)"
+    return alt.X("op:Q", title=title, scale=scale, axis=alt.Axis(grid=False, tickCount=10))
 
 
 def phase_marks(alt: Any, profile: Profile, end: int | None = None) -> list[Any]:
     """Where each phase starts, of those before op ``end``."""
     count = len(profile.graph.ops) if end is None else end
     runs = [run for run in phase_runs(profile.graph) if run.start < count]
+    stepping = sum(run.end - run.start for run in runs if run.phase == "optimizer")
+    shown = min(count, (count - stepping) / (1 - OPTIMIZER_SHARE)) or count  # what the width would hold at one scale
     rows: list[Row] = [
         # a phase too short for its name is marked by its line alone
-        {"op": run.start, "phase": run.phase if (run.end - run.start) * WIDTH > 56 * count else ""}
+        {"op": run.start, "phase": run.phase if (run.end - run.start) * WIDTH > 56 * shown else ""}
         for run in runs
     ]
     base = chart_of(alt, rows).encode(x="op:Q")

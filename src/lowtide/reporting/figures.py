@@ -48,7 +48,7 @@ def timeline_chart(profile: Profile) -> alt.LayerChart:
     ]
     area = chart_of(alt, rows).mark_area(interpolate="step-after", opacity=1)
     area = area.encode(
-        x=op_axis(alt, len(timeline.allocated)),
+        x=op_axis(alt, len(timeline.allocated), timeline.phase_starts.get("optimizer")),
         y=alt.Y("size:Q", title=f"allocated ({unit})", stack="zero"),
         color=category_color(alt, present),
         order=alt.Order("order:Q"),

@@ -20,7 +20,6 @@ from lowtide.reporting.inline import inline
 from lowtide.reporting.lives import Overlay, lives_chart, overlay_chart
 from lowtide.reporting.palette import AGAIN, COLORS, RUNS, STACK, heat, ink
 from lowtide.reporting.tables import (
-    format_seconds,
     format_shape,
     grid,
     holders,
@@ -29,7 +28,7 @@ from lowtide.reporting.tables import (
     short_source,
     workspace_rows,
 )
-from lowtide.sizes import format_size
+from lowtide.sizes import format_seconds, format_size
 from lowtide.version import __version__
 
 if TYPE_CHECKING:

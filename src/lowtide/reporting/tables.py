@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -235,18 +234,3 @@ def format_shape(shape: Sequence[int]) -> str:
     ('8×512×768', 'scalar')
     """
     return "×".join(map(str, shape)) or "scalar"
-
-
-def format_seconds(seconds: float) -> str:
-    """A duration in the unit that suits it, three significant digits; a dash where it is not known.
-
-    >>> format_seconds(0.0123), format_seconds(2.5), format_seconds(float("nan"))
-    ('12.3 ms', '2.50 s', '–')
-    """
-    if math.isnan(seconds):
-        return "–"
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= scale or unit == "µs":
-            number = seconds / scale
-            return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f} {unit}"
-    raise AssertionError("every duration has a unit")

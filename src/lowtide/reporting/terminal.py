@@ -15,7 +15,6 @@ from lowtide.reporting.blocks import block_chart
 from lowtide.reporting.outline import outline
 from lowtide.reporting.palette import COLORS, OVER, STACK, heat, ink
 from lowtide.reporting.tables import (
-    format_seconds,
     format_shape,
     grid,
     saved_changes,
@@ -24,7 +23,7 @@ from lowtide.reporting.tables import (
     short_source,
     workspace_rows,
 )
-from lowtide.sizes import format_size
+from lowtide.sizes import format_seconds, format_size
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -15,8 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import LowtideError, ModifiedError
 from lowtide.nn.renorm import _BatchRenormAct
+from lowtide.tracing.held import holders_within
 from lowtide.tracing.internals import RESTORED, gradient_hooks
+from lowtide.tracing.unchanged import content_of, holds, restore_content
 
+_DEPTH = 5  # of objects in one another that an argument is made of, such as a cache of keys and values
+_Content = tuple[Any, dict[Any, Any] | list[Any]]  # a container, and what it held
 _Versioned = tuple[nn.Module, str, Tensor, int]  # a parameter, with its module and name
 
 
@@ -27,8 +31,9 @@ def recompute(
     """``function(*args, **kwargs)``, keeping only its inputs for the backward pass: bitwise, and it nests.
 
     A non-reentrant ``torch.utils.checkpoint`` that also leaves the modules' state alone. The second run draws
-    the same random numbers, is under the same autocast, finds every module in the same ``training`` mode and every
-    buffer as the first run found it; it updates no running statistics. A parameter that was changed in between raises,
+    the same random numbers, is under the same autocast, finds every module in the same ``training`` mode, every buffer
+    and what objects among the arguments hold (a cache of keys and values) as the first run found it; it updates no
+    running statistics. A parameter that was changed in between raises,
     unless it is stepped in backward. State that is in neither buffers nor torch's own generators (a ``torch.Generator``
     of the model's, Python's and numpy's generators, a counter, a file) is beyond it.
 
@@ -51,7 +56,8 @@ def recompute(
         arguments, keywords = pytree.tree_unflatten(values, structure)
         return function(*arguments, **keywords)
 
-    state = _State(list(dict.fromkeys(module for top in modules for module in top.modules())), path)
+    inside = list(dict.fromkeys(module for top in modules for module in top.modules()))
+    state = _State(inside, path, holders_within(others, _DEPTH))
     result = checkpoint(
         run,
         *tensors,
@@ -71,10 +77,12 @@ def recompute(
 
 @dataclass
 class _State:
-    """What the first run found: modes, buffers that it went on to change, versions of parameters that it did not."""
+    """What the first run found: modes, buffers and contents that it went on to change, versions of parameters."""
 
     modules: list[nn.Module]
     path: str
+    holders: list[Any]  # containers, and attributes of objects, among the arguments
+    contents: list[_Content] = field(default_factory=list[_Content])
     training: list[bool] = field(default_factory=list[bool])
     buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list[tuple[nn.Module, str, Tensor]])
     parameters: list[_Versioned] = field(default_factory=list[_Versioned])
@@ -88,6 +96,7 @@ class _First:
         self.before: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
 
     def __enter__(self) -> None:
+        self.state.contents = [(holder, content_of(holder)) for holder in self.state.holders]
         self.state.training = [module.training for module in self.state.modules]
         self.before = [
             (module, name, buffer, buffer._version, buffer.clone())
@@ -105,6 +114,8 @@ class _First:
         ]
 
     def __exit__(self, *exception: object) -> None:
+        self.state.contents = [held for held in self.state.contents if not holds(*held)]
+        self.state.holders = []
         self.state.buffers = [
             (module, name, was)
             for module, name, buffer, version, was in self.before
@@ -124,6 +135,7 @@ class _Again:
         self.state = state
         self.modes: list[tuple[nn.Module, bool]] = []
         self.replaced: list[tuple[nn.Module, str, Tensor | None]] = []
+        self.contents: list[_Content] = []
 
     def __enter__(self) -> None:
         state = self.state
@@ -141,6 +153,9 @@ class _Again:
             # would not.
             if training and _ignores_statistics(module):
                 copies += [(module, name, b.clone()) for name, b in module._buffers.items() if b is not None]
+        for holder, content in state.contents:
+            self.contents.append((holder, content_of(holder)))
+            restore_content(holder, content)
         for module, name, copy in copies:
             self.replaced.append((module, name, module._buffers[name]))
             module._buffers[name] = copy
@@ -150,7 +165,9 @@ class _Again:
             module.training = training
         for module, name, buffer in self.replaced:
             module._buffers[name] = buffer
-        self.modes, self.replaced = [], []
+        for holder, content in self.contents:
+            restore_content(holder, content)
+        self.modes, self.replaced, self.contents = [], [], []
 
 
 def _ignores_statistics(module: nn.Module) -> bool:

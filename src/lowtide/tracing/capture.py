@@ -29,8 +29,16 @@ from lowtide.tracing.compiled import compiled_modules, is_compiled, opaque_compi
 from lowtide.tracing.fake import fake_workload, known_value, second_step
 from lowtide.tracing.fixes import FIXES, SUBSTITUTES
 from lowtide.tracing.gpu import ANSWERS, GPU_FIXES, emulated_gpu
-from lowtide.tracing.graph import Graph
-from lowtide.tracing.held import clear_gradients, kept_tensors, modules_of, parameters_of, state_tensors, watch_modules
+from lowtide.tracing.graph import Graph, handed_on
+from lowtide.tracing.held import (
+    clear_gradients,
+    kept_tensors,
+    modules_of,
+    optimizers_of,
+    parameters_of,
+    state_tensors,
+    watch_modules,
+)
 from lowtide.tracing.internals import gradient_hooks
 from lowtide.tracing.meter import CpuMeter, CudaMeter, Meter, NoMeter, profiler_is_free
 from lowtide.tracing.others import OtherTensors
@@ -198,6 +206,8 @@ def _run(
     del value
     is_steady = not kept_since()
     graph = recorder.graph(modules, device=device, fake=fake, notes=_notes(meter, fake, compiled, saves=saves))
+    if saves and not lists:
+        graph = replace(graph, saved=handed_on(graph))  # a program saves nothing by autograd's hooks
     for parameter in owners:
         parameter.grad = None
     return graph, is_steady
@@ -328,7 +338,8 @@ def _zero_gradient(parameter: Tensor, optimizer: torch.optim.Optimizer) -> Tenso
 @contextmanager
 def _without_step_hooks(optimizer: torch.optim.Optimizer) -> Generator[None]:
     """A step that is none of the user's does not call the user's hooks; lowtide's own are part of the step."""
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # a wrapper need not have its own
+    own = [vars(each)[name] for each in optimizers_of(optimizer) for name in names if name in vars(each)]
     hooks: list[tuple[dict[int, Any], dict[int, Any]]] = [
         (held, dict(held)) for held in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -107,9 +106,12 @@ def _make_code_tables(optimizer: Any) -> None:
 
 def _fake_optimizer(optimizer: torch.optim.Optimizer, twins: _Twins) -> torch.optim.Optimizer:
     """A copy of the optimizer that works on fakes; the original is not touched."""
-    fake = copy.copy(optimizer)
+    fake = object.__new__(type(optimizer))  # copy.copy() would have torch change the class, for hooks
     fake.__dict__ = dict(optimizer.__dict__)
     fake.__dict__.pop("step", None)  # a scheduler's counter on the instance would reach the original
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):  # which this one steps with
+            fake.__dict__[name] = _fake_optimizer(value, twins)
     fake.param_groups = [
         {key: [twins(p) for p in value] if key == "params" else value for key, value in group.items()}
         for group in optimizer.param_groups

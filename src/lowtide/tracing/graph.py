@@ -186,3 +186,13 @@ class Graph:
         for op in self.ops:
             starts.setdefault(op.phase, op.index)
         return starts
+
+
+def handed_on(graph: Graph) -> tuple[Saved, ...]:
+    """What a program's forward pass hands to its backward pass: activations alive between the two."""
+    start = graph.phase_starts().get("backward", len(graph.ops))
+    return tuple(
+        Saved(s.id, (), s.dtype, s.bytes, s.category, s.label.split(" ")[0], s.module, "", "", s.source)
+        for s in graph.storages
+        if s.category == "activation" and s.birth < start < s.death
+    )

@@ -68,6 +68,12 @@ def holders(work: Workload) -> list[Any]:
     return list(found.values())
 
 
+def holders_within(values: list[Any], depth: int) -> list[Any]:
+    """Containers and objects' attributes within reach of some values, which may come to hold other things."""
+    _, holding = _reach(list(values), depth, {})
+    return holding
+
+
 def _reach(within: list[Any], depth: int, seen: _Seen) -> tuple[list[Any], list[Any]]:
     """The tensors and modules within reach, and what holds them or may come to.
 
@@ -176,6 +182,14 @@ def static_bytes(work: Workload) -> int:
     found = (*parameters_of(work), *kept, *state_tensors(work.optimizer), *work.tensors())
     storages = [part.untyped_storage() for tensor in found for part in parts(tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def optimizers_of(optimizer: torch.optim.Optimizer | None) -> list[torch.optim.Optimizer]:
+    """An optimizer and those inside of it, which it steps with, as Lookahead does."""
+    if optimizer is None:
+        return []
+    inner = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
+    return [optimizer, *(each for one in inner for each in optimizers_of(one))]
 
 
 def clear_gradients(work: Workload) -> None:

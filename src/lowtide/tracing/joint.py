@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import operator
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -139,7 +141,7 @@ class CompiledLoss:
         assert self._compiled is not None
         held = held_by_call()
         try:
-            with answering(SUBSTITUTES, FIXES), plain_composites():
+            with answering(SUBSTITUTES, FIXES), plain_composites(), torch._dynamo.config.patch(_without_logging()):
                 return self._compiled(batch)
         finally:
             if held_by_call() > held:  # Dynamo failed, now or earlier, and has left its evaluator behind
@@ -155,6 +157,16 @@ class CompiledLoss:
 
     def __exit__(self, *exception: object) -> None:
         self.release()
+
+
+def _without_logging() -> dict[str, Any]:
+    """Settings under which Dynamo leaves out logging calls, which it would not capture."""
+    words = {"debug", "info", "warn", "warning", "error", "exception", "critical", "fatal", "log", "isEnabledFor"}
+    methods = (each for name, each in vars(logging.Logger).items() if name.split("_")[0] in words)  # warning_once too
+    functions = (vars(logging)[name] for name in words & vars(logging).keys())
+    settings = torch._dynamo.config
+    name = "ignore_logging_functions" if hasattr(settings, "ignore_logging_functions") else "ignore_logger_methods"
+    return {name: {*methods, *functions, *getattr(settings, name)}}
 
 
 Origin = Literal["parameter", "batch", "array", "kept"]  # an array is numpy's; kept are buffers and all else
@@ -256,6 +268,18 @@ def bytes_of(node: fx.Node) -> int:
 def size_of(value: Any) -> int:
     """The bytes of a tensor's storage; of anything else none."""
     return value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the module that ran an op, or whose backward pass an op belongs to; "" for the loss function."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path, _ = next(reversed(stack.values()), ("", None))  # L['work'].model.blocks.0.norm, with [0] for some containers
+    _, inside, path = re.sub(r"\._modules|\[['\"]?(\w+)['\"]?\]", _index, path).partition(".model.")
+    return path if inside else ""
+
+
+def _index(match: re.Match[str]) -> str:
+    return f".{match[1]}" if match[1] else ""
 
 
 def is_item(node: fx.Node) -> bool:

@@ -50,7 +50,12 @@ def source_line() -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_TORCH) and (not name.startswith(_LOWTIDE) or name.startswith(_ZOO)):
+        if not is_library(name):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def is_library(filename: str) -> bool:
+    """Whether a file is torch's or lowtide's, rather than user code. The zoo counts as user code."""
+    return filename.startswith(_TORCH) or (filename.startswith(_LOWTIDE) and not filename.startswith(_ZOO))

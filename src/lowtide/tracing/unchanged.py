@@ -21,6 +21,7 @@ from lowtide.tracing.held import (
     holders,
     kept_tensors,
     modules_of,
+    optimizers_of,
     parameters_of,
     state_tensors,
     trainable,
@@ -52,13 +53,14 @@ def unchanged(work: Workload, *, fake: bool = False) -> Generator[None]:
             leaf.grad = None
         for store in _stores(parameters):
             restoring.add("stored gradients", store.set_aside())
-        if work.optimizer is not None:
-            _keep_optimizer(restoring, work.optimizer, names)
+        optimizers = optimizers_of(work.optimizer)
+        for optimizer in optimizers:
+            _keep_optimizer(restoring, optimizer, names)
         kept = {id(tensor): tensor for _, tensor in kept_tensors(work)}
         if not fake:
             near = {id(tensor) for _, tensor in kept_tensors(work, depth=1)}
             copied = [t for key, t in kept.items() if key in near or t.device.type == work.device.type]
-            written = {id(t): t for t in (*copied, *parameters, *state_tensors(work.optimizer))}
+            written = {id(t): t for t in (*copied, *parameters, *chain.from_iterable(map(state_tensors, optimizers)))}
             backups = [_Backup(tensor, counts=False) for tensor in written.values() if _has_values(tensor)]
             backups += [_Backup(t) for t in work.tensors() if id(t) not in written and _has_values(t)]
             for backup in backups:
@@ -150,12 +152,22 @@ class _Names:
 
 
 def _keep_content(restoring: Restoring, what: str, holder: Any) -> None:
-    restoring.add(what, _restore_content, holder, dict(holder) if isinstance(holder, dict) else list(holder))
+    restoring.add(what, restore_content, holder, content_of(holder))
 
 
-def _restore_content(holder: Any, content: dict[Any, Any] | list[Any]) -> None:
-    """Take back what the step put somewhere, such as a cache of fake tensors; by no method that a class may forbid."""
-    if len(holder) == len(content) and all(map(is_, _items(holder), _items(content))):
+def content_of(holder: Any) -> dict[Any, Any] | list[Any]:
+    """A copy of what a container holds."""
+    return dict(holder) if isinstance(holder, dict) else list(holder)
+
+
+def holds(holder: Any, content: dict[Any, Any] | list[Any]) -> bool:
+    """Whether a container holds the same objects in the same order."""
+    return len(holder) == len(content) and all(map(is_, _items(holder), _items(content)))
+
+
+def restore_content(holder: Any, content: dict[Any, Any] | list[Any]) -> None:
+    """Restore a container, such as a cache of fake tensors; by no method that a class may forbid."""
+    if holds(holder, content):
         return
     base: Any = next(each for each in (OrderedDict, dict, list, set, deque) if isinstance(holder, each))
     base.clear(holder)

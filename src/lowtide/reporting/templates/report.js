@@ -5,6 +5,7 @@
   const { categories, phases } = page;
   const profiles = page.profiles.map(unpack);
   const PLOT = { left: 66, right: 8, top: 22, bottom: 34 }; // report.css places the cursor by top and bottom
+  const OPTIMIZER_SHARE = 0.15; // of a timeline's width, at most
   const NAMED = 8; // tensors named in the inspector
   const ROWS = 100; // kept tensors shown before "show all"
 
@@ -101,9 +102,38 @@
     let width = 0;
     let height = 0;
 
+    // Where each op starts on the axis: by count or by seconds. The optimizer has a scale of its own, so that its many
+    // small ops take no more than a share of the width.
+    const stepping = ops.phase.map((phase) => phases[phase].name === "optimizer");
+    let [axis, own] = ["ops", false];
+    let starts = [];
+    function layOut() {
+      const weights = ops.seconds.map((seconds) => (axis === "ops" ? 1 : seconds || 0));
+      const [rest, optimizer] = [false, true].map((which) =>
+        weights.reduce((sum, weight, op) => sum + (stepping[op] === which ? weight : 0), 0));
+      own = rest > 0 && optimizer > OPTIMIZER_SHARE * (rest + optimizer);
+      const factor = own ? (OPTIMIZER_SHARE * rest) / ((1 - OPTIMIZER_SHARE) * optimizer) : 1;
+      starts = [0];
+      weights.forEach((weight, op) => starts.push(starts[op] + weight * (stepping[op] ? factor : 1)));
+    }
+    const place = (op) => {
+      const whole = Math.max(0, Math.min(count - 1, Math.floor(op)));
+      return starts[whole] + (op - whole) * (starts[whole + 1] - starts[whole]);
+    };
+    const atPlace = (wanted) => {
+      let [low, high] = [0, count]; // the last op that starts at or before it
+      while (high - low > 1) {
+        const middle = (low + high) >> 1;
+        if (starts[middle] <= wanted) low = middle;
+        else high = middle;
+      }
+      return low + (wanted - starts[low]) / (starts[low + 1] - starts[low] || 1);
+    };
     const plotWidth = () => width - PLOT.left - PLOT.right;
-    const toX = (op) => PLOT.left + ((op - view[0]) / (view[1] - view[0])) * plotWidth();
-    const toOp = (x) => view[0] + ((x - PLOT.left) / plotWidth()) * (view[1] - view[0]);
+    const shownPlaces = () => place(view[1]) - place(view[0]) || 1;
+    const toX = (op) => PLOT.left + ((place(op) - place(view[0])) / shownPlaces()) * plotWidth();
+    const toOp = (x) => atPlace(place(view[0]) + ((x - PLOT.left) / plotWidth()) * shownPlaces());
+    layOut();
     const heightOf = (op) => present.reduce((sum, c) => sum + (shown.has(c) ? live[c][op] : 0), 0);
 
     function draw() {
@@ -167,7 +197,8 @@
       for (let start = 0, end; start < count; start = end) {
         end = start + 1;
         while (end < count && ops.phase[end] === ops.phase[start]) end++;
-        const { name, color: phaseColor } = phases[ops.phase[start]];
+        const { name: phase, color: phaseColor } = phases[ops.phase[start]];
+        const name = own && stepping[start] ? `${phase}, own scale` : phase;
         const [left, right] = [Math.max(toX(start), PLOT.left), Math.min(toX(end), width - PLOT.right)];
         if (right <= left) continue;
         pen.fillStyle = phaseColor;
@@ -194,11 +225,31 @@
     function opTicks(pen, color, base) {
       pen.textAlign = "center";
       pen.fillStyle = color("--muted");
-      const gap = nice((view[1] - view[0]) / Math.max(2, plotWidth() / 110));
+      if (axis === "seconds") return secondTicks(pen, base);
+      const end = own && view[0] < stepping.indexOf(true) ? Math.min(view[1], stepping.indexOf(true)) : view[1];
+      const gap = nice((end - view[0]) / Math.max(2, plotWidth() / 110));
+      let free = 0; // labels that would run into each other are left out
       for (let op = Math.ceil(view[0] / gap) * gap; op < view[1]; op += gap) {
         const label = op === 0 ? "op 0" : op.toLocaleString("en");
         const room = pen.measureText(label).width / 2;
-        if (toX(op) + room < width) pen.fillText(label, Math.max(toX(op), PLOT.left + room), base + 19);
+        const x = Math.max(toX(op), PLOT.left + room);
+        if (x - room < free || x + room >= width) continue;
+        pen.fillText(label, x, base + 19);
+        free = x + room + 10;
+      }
+    }
+
+    // Seconds since the step began, up to the optimizer where that has its own scale.
+    function secondTicks(pen, base) {
+      const end = own ? Math.min(place(view[1]), starts[stepping.indexOf(true)]) : place(view[1]);
+      const rough = shownPlaces() / Math.max(2, plotWidth() / 110);
+      const power = 10 ** Math.floor(Math.log10(rough));
+      const gap = power * ([1, 2, 5].find((n) => n * power >= rough) || 10);
+      for (let n = Math.ceil(place(view[0]) / gap); n * gap <= end; n++) {
+        const x = PLOT.left + ((n * gap - place(view[0])) / shownPlaces()) * plotWidth();
+        const label = n ? clock(n * gap) : "0 s";
+        const room = pen.measureText(label).width / 2;
+        if (x + room < width) pen.fillText(label, Math.max(x, PLOT.left + room), base + 19);
       }
     }
 
@@ -299,6 +350,14 @@
       look(chosen - span / 2, chosen + span / 2);
     });
     find("[data-action=reset]").addEventListener("click", () => look(0, count));
+    const axisButton = find("[data-action=axis]");
+    axisButton.hidden = !ops.seconds.some((seconds) => seconds > 0);
+    axisButton.addEventListener("click", () => {
+      axis = axis === "ops" ? "seconds" : "ops";
+      axisButton.textContent = axis === "ops" ? "By seconds" : "By ops";
+      layOut();
+      draw();
+    });
 
     for (const c of present) {
       const button = el("button", { type: "button", "aria-pressed": "true" }, swatch(c), categories[c].name);
