@@ -22,7 +22,7 @@ from lowtide.planning.recomputation import SCHEDULE_SLACK, SMALLEST, Recomputati
 from lowtide.profiling import Profile
 from lowtide.profiling.devices import find_device
 from lowtide.sizes import format_size, parse_size
-from lowtide.techniques.registry import techniques
+from lowtide.techniques.registry import study, techniques
 from lowtide.techniques.technique import Fidelity, Option, Price, Technique
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload, check_workload
@@ -71,6 +71,8 @@ def plan(
     baseline = profile or baseline_profile(work, fake=fake, device=device)
     wanted = resolve_budget(budget, baseline.peak_bytes, baseline.graph.device)
     permitted = _Permission.of(allow)
+    if engine != "graph" and baseline.peak_bytes > wanted.bytes:
+        study(work, baseline)
     search = _Search(work, baseline, engine if baseline.peak_bytes > wanted.bytes else "eager")
     found = search.fastest(wanted.bytes, permitted)
     if found is None:
