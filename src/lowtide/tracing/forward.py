@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from lowtide.errors import TraceError
+from lowtide.tracing.capture import no_logged_errors
 from lowtide.tracing.joint import Origin, compiled_loss, origin_of, refuse_uncapturable
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
@@ -39,7 +40,7 @@ def capture_forward(work: Workload) -> Forward:
     def backend(captured: fx.GraphModule, inputs: Any) -> Any:
         _refuse_own_gradients(captured)
         sources = [getattr(node, "_dynamo_source", None) for node in captured.graph.find_nodes(op="placeholder")]
-        origins = [origin_of(*each) for each in zip(sources, inputs, strict=True)]
+        origins: list[Origin] = [origin_of(*each) for each in zip(sources, inputs, strict=True)]
 
         def compiler(module: fx.GraphModule, _: Any) -> Any:
             found.append(_read(module, origins))
@@ -48,7 +49,7 @@ def capture_forward(work: Workload) -> Forward:
         with torch.no_grad():  # without a backward pass
             return aot_autograd(fw_compiler=compiler)(captured, inputs)
 
-    with unchanged(work, fake=True), contextlib.suppress(_CapturedError):
+    with unchanged(work, fake=True), no_logged_errors(), contextlib.suppress(_CapturedError):
         try:
             compiled_loss(work, backend)(work.batch)
         except Exception as error:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
 from lowtide import Workload, zoo
+from lowtide.errors import BudgetError
 from lowtide.planning.prediction import estimate_peak, predict
 from lowtide.profiling import Profile
 from lowtide.techniques import Fidelity, Option, Technique, techniques
@@ -21,6 +22,8 @@ from lowtide.techniques.sqrt import checkpoint_segments
 from ...contract.contract import StepContract
 from ...ranks import on_two_ranks
 from .steps import Outcome, assert_same, cross_entropy, in_float64, mlp, normed, step, without_randomness
+
+pytestmark = pytest.mark.filterwarnings("ignore:The model has batch norms in training:UserWarning")
 
 
 _proved: dict[str, Profile] = {}
@@ -152,26 +155,22 @@ def test_a_masked_mean_is_changed_and_not_taken_by_default() -> None:
     """Its planned batch has no padding: only the ops show that a later one may."""
     work = tokens(masked_mean, torch.ones(8, 16))
     plain = lowtide.profile(work)
-    for engine in ("eager", "auto"):
-        found = lowtide.plan(work, "70%", profile=plain, engine=engine)
-        assert [option.technique for option in found.options] != ["microbatch"]
-        assert found.fidelity <= Fidelity.ROUNDOFF
-    with pytest.raises(lowtide.BudgetError, match=r"Allow microbatch \(changed\)"):
-        lowtide.plan(work, "40%", profile=plain, engine="eager", allow="roundoff")
-    found = lowtide.plan(work, "40%", profile=plain, engine="eager", allow="microbatch")
+    with pytest.raises(BudgetError, match=r"Allow microbatch \(changed\)"):
+        lowtide.plan(work, "60%", profile=plain, engine="eager")
+    found = lowtide.plan(work, "60%", profile=plain, engine="eager", allow="microbatch")
     assert found.fidelity is Fidelity.CHANGED
     assert "div mixes samples, or is not known not to" in str(found.options[0])
 
 
 def test_an_allowed_masked_mean_warns_when_a_padded_batch_comes() -> None:
     work = tokens(masked_mean, torch.ones(8, 16))
-    plan = lowtide.plan(work, "40%", engine="eager", allow="microbatch")
+    plan = lowtide.plan(work, "60%", engine="eager", allow="microbatch")
     padded = torch.ones(8, 16)
     padded[:2, 4:] = 0
-    with lowtide.apply(plan, work) as step:
-        step.loss(work.batch).backward()
-        with pytest.warns(RuntimeWarning, match="The loss divides by a number that is"):
-            step.loss((*work.batch[:2], padded))
+    with lowtide.apply(plan, work) as planned:
+        planned.loss(work.batch)
+        with pytest.warns(RuntimeWarning, match="The loss divides by"):
+            planned.loss((*work.batch[:2], padded))
 
 
 def ignoring(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -180,7 +179,7 @@ def ignoring(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 def test_a_plan_for_an_unpadded_batch_gives_a_padded_ones_gradients() -> None:
     work = tokens(ignoring)
-    plan = lowtide.plan(work, "40%", engine="eager")
+    plan = lowtide.plan(work, "60%", engine="eager")
     assert [option.technique for option in plan.options] == ["microbatch"]
     assert plan.fidelity is Fidelity.ROUNDOFF
     x, y = work.batch
@@ -192,6 +191,17 @@ def test_a_plan_for_an_unpadded_batch_gives_a_padded_ones_gradients() -> None:
         planned.loss((x, y)).backward()
         found = {f"{name}.grad": p.grad for name, p in work.model.named_parameters()}
     assert_same({"loss": expected["loss"], **found}, expected, rtol=1e-5)
+
+
+def test_a_price_counts_what_every_piece_repeats() -> None:
+    """Ops are launched and gradients added again in each: on small steps that is most of the time."""
+    technique, work = techniques()["microbatch"], mlp(16)
+    plain = lowtide.profile(work)
+    ops = sum(op.phase != "optimizer" for op in plain.graph.ops)
+    prices = {16 // int(str(o.knob("size"))): technique.price(o, plain).seconds for o in technique.options(plain)}
+    assert list(prices) == [2, 4, 8, 16]
+    for pieces, seconds in prices.items():
+        assert seconds >= (pieces - 1) * ops * 1e-5
 
 
 def test_estimates_are_near_what_a_trace_gives() -> None:

@@ -33,8 +33,8 @@ class Endings:
         known = self._known.setdefault(samples == 1, names)
         if names != known:
             self.warn(
-                f"The loss of this batch ends in other ops ({_shown(names)}) than that of the first ({_shown(known)}), for "
-                "which it was found what each piece counts"
+                f"The loss of this batch ends in other ops ({_shown(names)}) than that of the first ({_shown(known)}), "
+                "for which it was found what each piece counts"
             )
         return [divisor for node in nodes if node.name() == "DivBackward0" for divisor in _divisor(node)]
 
@@ -49,8 +49,8 @@ class Endings:
             by_weight = [value / weight for value, weight in zip(values, weights, strict=True) if weight]
             if not _are_alike(values, close) and not _are_alike(by_weight, close):
                 self.warn(
-                    f"The loss divides by a number that is {values[0]:g} in one piece and {values[-1]:g} in another, and "
-                    "not what the pieces count"
+                    f"The loss divides by {values[0]:g} in one piece and by {values[-1]:g} in another, which is not in "
+                    "proportion to their samples"
                 )
 
     def warn(self, what: str) -> None:
@@ -59,8 +59,8 @@ class Endings:
             self._has_warned = True
             warnings.warn(
                 f"{what}: the gradients of a batch in pieces are not the full batch's. Pass weight= to "
-                "lowtide.microbatch, a function that counts in a batch what the loss is a mean over, or plan with such a "
-                "batch.",
+                "lowtide.microbatch, a function that counts in a batch what the loss is a mean over, or plan with such "
+                "a batch.",
                 RuntimeWarning,
                 stacklevel=4,
             )

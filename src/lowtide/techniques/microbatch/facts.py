@@ -87,7 +87,7 @@ class Sizes:
         dim = self.scaled(whole, part)
         if fact.kind not in ("rows", "place"):
             return dim == -1
-        return dim == fact.dim and whole[dim] % (fact.outer * self.whole) == 0
+        return dim == fact.dim and whole[fact.dim] % (fact.outer * self.whole) == 0
 
 
 def reshaped(fact: Fact, before: Shape, after: Shape, samples: int) -> Fact | None:
@@ -129,14 +129,10 @@ def added(a: Fact, b: Fact, aligned: Fact | None) -> Fact | None:
         return Fact("total", a.power) if a.power == b.power else None
     if kinds == {"counted"}:
         return Fact("counted", keys=a.keys | b.keys)
-    if "fixed" in kinds and kinds <= {"fixed", "total", "counted"}:  # beside a mean, a constant is its own mean
+    if kinds in ({"fixed", "total"}, {"fixed", "counted"}):  # a constant is its own mean, and not its own sum
         mean, constant = (b, a) if a.kind == "fixed" else (a, b)
         is_mean = mean.kind == "counted" or mean.power == -1
-        return (
-            replace(mean, keys=mean.keys if mean.kind == "counted" else frozenset())
-            if is_mean and not constant.power
-            else None
-        )
+        return mean if is_mean and not constant.power else None
     if kinds == {"total", "counted"}:
         total = a if a.kind == "total" else b
         return Fact("counted", keys=a.keys | b.keys | {SAMPLES}) if total.power == -1 else None

@@ -56,8 +56,8 @@ def microbatch(
     """
     if not exact and any(map(takes_statistics, work.model.modules())):
         warnings.warn(
-            "The model has batch norms in training: each piece is normalised by itself, which gives other gradients than "
-            "the full batch's. Pass exact=True to normalise by the whole batch, which is nearer.",
+            "The model has batch norms in training: each piece is normalised by itself, which gives other gradients "
+            "than the full batch's. Pass exact=True to normalise by the whole batch, which is nearer.",
             UserWarning,
             stacklevel=2,
         )

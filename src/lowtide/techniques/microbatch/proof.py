@@ -16,9 +16,10 @@ import torch
 from torch import fx
 
 from lowtide.errors import LowtideError, TraceError
+from lowtide.techniques.microbatch.calls import Call, constant_of, shape_of
 from lowtide.techniques.microbatch.facts import FIXED, SAMPLES, Fact, Sizes
 from lowtide.techniques.microbatch.pieces import Batch
-from lowtide.techniques.microbatch.rules import Call, constant_of, find_rule, shape_of
+from lowtide.techniques.microbatch.rules import find_rule
 from lowtide.techniques.microbatch.weights import Proved
 from lowtide.tracing.effects import ancestors
 from lowtide.tracing.forward import Forward, capture_forward
