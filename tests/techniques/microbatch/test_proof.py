@@ -90,6 +90,7 @@ PROVED: dict[str, tuple[str, Loss, Callable[[], Any]]] = {
     "attention": ("mean", lambda m, b: F.scaled_dot_product_attention(*[m(b[0])[:, None]] * 3).mean(), texts),
     "each sample's own token": ("mean", lambda m, b: m(b[0])[torch.arange(len(b[0])), b[1][:, 0]].mean(), texts),
     "samples twice in a row": ("mean", lambda m, b: (m(torch.cat([b[0], b[0]])).square()).mean(), images),
+    "beside an empty cache": ("mean", lambda m, b: torch.cat([torch.tensor([]), m(b[0])], -1).square().mean(), images),
     "norms of samples": ("mean", lambda m, b: F.normalize(m(b[0]), dim=1)[:, 0].mean(), images),
 }
 
@@ -137,6 +138,7 @@ UNPROVED: dict[str, tuple[Loss, Callable[[], Any]]] = {
     "chosen samples": (lambda m, b: m(b[0])[b[1]].mean(), images),
     "gathered samples": (lambda m, b: m(b[0]).gather(0, b[1][:, None]).mean(), images),
     "padded samples": (lambda m, b: F.pad(m(b[0]), (0, 0, 1, 0))[:-1].mul(b[0]).mean(), images),
+    "samples beside others": (lambda m, b: torch.cat([m(b[0]), b[0].flip(0)], 1).prod(1).mean(), images),
     "a value": (lambda m, b: m(b[0]).sum() / b[1].sum().item(), images),
     "a branch on values": (lambda m, b: m(b[0]).mean() if b[1].all() else m(b[0]).sum() / b[1].sum(), images),
     "square of the number": (lambda m, b: m(b[0]).sum() / len(b[0]) ** 2, images),

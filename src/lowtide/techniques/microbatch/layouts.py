@@ -112,7 +112,8 @@ def split(call: Call) -> Fact | None:
 
 def concatenate(call: Call) -> Fact | None:
     """Along another dimension than the samples', or copies of all samples one after the other."""
-    nodes: list[Any] = call.whole["tensors"]
+    # An empty vector is left out by torch, whatever the others' shapes: an empty cache of keys begins so.
+    nodes = [node for node in call.whole["tensors"] if shape_of(node) != (0,)]
     facts = [call.facts.get(node) for node in nodes]
     known = [fact for fact in facts if fact is not None]
     if len(known) == len(nodes) and not any(fact.kind in ("rows", "place") for fact in known):  # losses, to be added
