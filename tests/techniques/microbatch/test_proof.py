@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide import Workload, zoo
+from lowtide.techniques.microbatch import MicrobatchLoss
 from lowtide.techniques.microbatch.proof import Proof, prove
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -91,6 +92,7 @@ PROVED: dict[str, tuple[str, Loss, Callable[[], Any]]] = {
     "each sample's own token": ("mean", lambda m, b: m(b[0])[torch.arange(len(b[0])), b[1][:, 0]].mean(), texts),
     "samples twice in a row": ("mean", lambda m, b: (m(torch.cat([b[0], b[0]])).square()).mean(), images),
     "beside an empty cache": ("mean", lambda m, b: torch.cat([torch.tensor([]), m(b[0])], -1).square().mean(), images),
+    "each sample's class": ("mean", lambda m, b: m(b[0]).gather(1, b[1][:, None]).mean(), images),
     "norms of samples": ("mean", lambda m, b: F.normalize(m(b[0]), dim=1)[:, 0].mean(), images),
 }
 
@@ -99,6 +101,21 @@ PROVED: dict[str, tuple[str, Loss, Callable[[], Any]]] = {
 def test_a_reduction_that_the_ops_show_is_proved(name: str) -> None:
     reduction, loss, batch = PROVED[name]
     assert proof(loss, batch()) == Proof(reduction)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("name", PROVED)
+def test_pieces_of_a_proved_loss_have_the_full_batch_s_gradients(name: str) -> None:
+    """Also with ignored targets, where they are counted."""
+    reduction, loss, make = PROVED[name]
+    torch.manual_seed(0)
+    batch = make()
+    if reduction == "counted":
+        batch[1].view(6, -1)[:2] = -100
+    work = Workload(nn.Sequential(nn.Linear(4, 4)), loss, batch)
+    expected = torch.autograd.grad(work.compute_loss(), list(work.model.parameters()))
+    pieces = MicrobatchLoss(work, 4, proved=reduction)  # pyright: ignore[reportArgumentType]
+    found = torch.autograd.grad(pieces(work.model, batch), list(work.model.parameters()))
+    torch.testing.assert_close(found, expected)
 
 
 def mean_in_groups(m: nn.Module, b: Any) -> Tensor:
@@ -137,6 +154,10 @@ UNPROVED: dict[str, tuple[Loss, Callable[[], Any]]] = {
     "weights by place": (lambda m, b: (m(b[0]).mean(1) * torch.arange(len(b[0]))).mean(), images),
     "chosen samples": (lambda m, b: m(b[0])[b[1]].mean(), images),
     "gathered samples": (lambda m, b: m(b[0]).gather(0, b[1][:, None]).mean(), images),
+    "fewer rows gathered": (
+        lambda m, b: m(b[0]).repeat_interleave(2, 0).gather(1, b[1][:, None]).mean(),
+        images,
+    ),
     "padded samples": (lambda m, b: F.pad(m(b[0]), (0, 0, 1, 0))[:-1].mul(b[0]).mean(), images),
     "samples beside others": (lambda m, b: torch.cat([m(b[0]), b[0].flip(0)], 1).prod(1).mean(), images),
     "a value": (lambda m, b: m(b[0]).sum() / b[1].sum().item(), images),

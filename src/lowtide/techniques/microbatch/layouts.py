@@ -136,10 +136,9 @@ def padded(call: Call) -> Fact | None:
     fact = call.of("self")
     if fact is None or not call.is_same() or not are_plain([fact]):
         return None
-    touched = len(call.whole.get("pad", call.whole.get("padding", ()))) // 2
-    pads: list[int] = list(call.whole.get("pad", call.whole.get("padding", ())))
+    pads: list[int] = call.whole.get("pad", call.whole.get("padding", ()))  # of the last dimension first
     place = len(call.shape("self")) - 1 - fact.dim
-    return None if is_rows(fact) and place < touched and any(pads[2 * place : 2 * place + 2]) else fact
+    return None if is_rows(fact) and any(pads[2 * place : 2 * place + 2]) else fact
 
 
 # -- tables and indices --------------------------------------------------------------------------------------
@@ -156,8 +155,14 @@ def gather(call: Call) -> Fact | None:
     if fact is None or indices is None or not is_rows(indices) or not are_plain([fact, indices]):
         return None
     if is_rows(fact):
-        return indices if fact == indices and dim != fact.dim else None
+        return indices if dim != fact.dim and _lie_alike(call, fact, "self", "index") else None
     return indices if dim == indices.dim else None
+
+
+def _lie_alike(call: Call, fact: Fact, *names: str) -> bool:
+    """Whether these arguments have the same rows, of the same length."""
+    lengths = {call.shape(name)[fact.dim] for name in names if call.of(name) == fact}
+    return len(lengths) == 1 and all(call.of(name) == fact for name in names)
 
 
 def index_select(call: Call) -> Fact | None:
@@ -172,11 +177,10 @@ def index_select(call: Call) -> Fact | None:
 
 def scatter(call: Call) -> Fact | None:
     """Into the same sample, along another dimension."""
-    dim = call.dims()[0]
-    facts = [call.of(name) for name in call.tensors()]
-    rows = [fact for fact in facts if fact is not None and is_rows(fact) and not fact.power]
-    is_whole = len(rows) == len(facts) and all(fact == rows[0] for fact in rows)
-    return rows[0] if is_whole and rows[0].dim != dim and call.is_same() else None
+    fact, (dim,) = call.of("self"), call.dims()
+    if fact is None or not is_rows(fact) or fact.power or fact.dim == dim or not call.is_same():
+        return None
+    return fact if _lie_alike(call, fact, *call.tensors()) else None
 
 
 def slice_scatter(call: Call) -> Fact | None:
