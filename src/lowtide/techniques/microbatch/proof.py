@@ -114,7 +114,10 @@ class _Analysis:
         if all(self.facts.get(each) == FIXED for each in node.all_input_nodes) and call.is_same():
             return FIXED
         rule = find_rule(op)
-        return None if rule is None else rule(call)
+        try:
+            return None if rule is None else rule(call)
+        except (ArithmeticError, LookupError, TypeError, ValueError):  # arguments that the rule did not foresee
+            return None
 
     def _constant(self, node: fx.Node, twin: fx.Node) -> Fact | None:
         whole, part = constant_of(node), constant_of(twin)
