@@ -99,7 +99,7 @@ class Replanner:
             program = program_of(stages, schedule)
             if not must_fit or simulate(program).peak_bytes <= chosen.room_bytes:
                 return program
-        return self._other_program(joint, chosen)
+        return self._other_program(joint, chosen, self._difference(joint))
 
     def _other_program(self, joint: Joint, chosen: Recomputation, why: str) -> Program:
         """For another graph, whose kernels were not measured."""

@@ -50,7 +50,7 @@ def named(work: Workload) -> dict[str, Tensor]:
 
     Without those that have hooks, which may change or take their gradients.
     """
-    names = {parameter: name for name, parameter in work.model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in work.model.named_parameters()}
     found = {names.get(parameter, str(i)): parameter for i, parameter in enumerate(parameters_of(work))}
     return {name: p for name, p in found.items() if not p._backward_hooks and not gradient_hooks(p)}
 

@@ -19,7 +19,7 @@ from lowtide.planning.plan import Recomputation
 from lowtide.planning.prediction import apply_options, estimate_peak, predict
 from lowtide.planning.recomputation import SCHEDULE_SLACK, SMALLEST, Recomputations, recomputations
 from lowtide.profiling import Profile
-from lowtide.techniques.registry import techniques
+from lowtide.techniques.registry import study, techniques
 from lowtide.techniques.technique import Fidelity, Option, Price, Technique
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
@@ -80,6 +80,8 @@ class Search:
         self.candidates = [plain]
         self.recomputations: Recomputations | None = None
         if engine != "graph":
+            if self.floor_bytes <= budget < baseline.peak_bytes:
+                study(work, baseline)
             self.candidates += self._options()
         if engine == "graph" or (engine == "auto" and budget >= self.floor_bytes):
             self.candidates += self._schedules(required=engine == "graph")

@@ -6,10 +6,14 @@ import warnings
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from lowtide.errors import LowtideError
 from lowtide.techniques.technique import Kind, Technique, Undo
+
+if TYPE_CHECKING:
+    from lowtide.profiling.profile import Profile
+    from lowtide.workload import Workload
 
 GROUP = "lowtide.techniques"
 
@@ -43,6 +47,14 @@ def techniques() -> dict[str, Technique]:
     for technique in _registered.values():
         _add(found, technique)
     return found
+
+
+def study(work: Workload, profile: Profile) -> None:
+    """Let techniques look at a profiled step before they offer options; those with a method ``study`` do."""
+    for technique in techniques().values():
+        look = getattr(technique, "study", None)
+        if look is not None:
+            look(work, profile)
 
 
 def register(technique: object) -> Undo:

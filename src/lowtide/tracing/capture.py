@@ -119,7 +119,7 @@ def _trace_fake(
         with ExitStack() as stack:
             if tensor_device.type == "cuda":
                 stack.enter_context(emulated_gpu())
-            stack.enter_context(_no_logged_errors())
+            stack.enter_context(no_logged_errors())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             fake = stack.enter_context(fake_workload(work, mode, tensor_device))
             stack.enter_context(mode)
@@ -405,7 +405,7 @@ def _noted_generator_states(recorder: Recorder) -> Generator[None]:
 
 
 @contextmanager
-def _no_logged_errors() -> Generator[None]:
+def no_logged_errors() -> Generator[None]:
     """Torch logs where a fake kernel fails, with its stack, before it raises the error that says so."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled

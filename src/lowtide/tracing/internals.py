@@ -91,8 +91,9 @@ def forget_compiled(code: CodeType, backend: object) -> None:
 
     Dynamo holds both for good: graphs, their fake tensors and the guards.
     """
-    from torch._dynamo import eval_frame
+    from torch._dynamo import eval_frame as dynamo
 
+    eval_frame: Any = dynamo
     guards = {id(entry.guard_manager) for entry in eval_frame._debug_get_cache_entry_list(code)}
     registered: Any = vars(weakref.finalize).get("_registry", {})
     for each in list(registered):  # on the types and functions that guards are about, which live on

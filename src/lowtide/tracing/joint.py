@@ -97,14 +97,11 @@ def _backend(
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import default_partition
 
-    if work.device.type == "meta":
-        raise TraceError("A model on the meta device is not captured", hint="Build it on its device.")
-    if compiled_modules(work):
-        raise TraceError("The model is compiled, and a captured graph would not run what the compiler made of it")
+    refuse_uncapturable(work)
 
     def backend(captured: fx.GraphModule, inputs: Any) -> Any:
         sources = [getattr(node, "_dynamo_source", None) for node in captured.graph.find_nodes(op="placeholder")]
-        origins: list[Origin] = [_origin(*each) for each in zip(sources, inputs, strict=False)]
+        origins: list[Origin] = [origin_of(*each) for each in zip(sources, inputs, strict=False)]
 
         def partition(module: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[Any, Any]:
             graphs = default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs)
@@ -117,6 +114,14 @@ def _backend(
         return make_boxed_func(runs(graph))
 
     return backend
+
+
+def refuse_uncapturable(work: Workload) -> None:
+    """Raise ``TraceError`` for models that Dynamo would capture as something else."""
+    if work.device.type == "meta":
+        raise TraceError("A model on the meta device is not captured", hint="Build it on its device.")
+    if compiled_modules(work):
+        raise TraceError("The model is compiled, and a captured graph would not run what the compiler made of it")
 
 
 class CompiledLoss:
@@ -308,7 +313,7 @@ def _place_of_loss(output: fx.Node, forward_outputs: int) -> int:
     return returned.index(0) if 0 in returned else forward_outputs - 1
 
 
-def _origin(source: Any, given: Any) -> Origin:
+def origin_of(source: Any, given: Any) -> Origin:
     """What an input is, by Dynamo's word on where it comes from."""
     if isinstance(given, nn.Parameter):
         return "parameter"

@@ -20,6 +20,8 @@ from lowtide.errors import WorkloadError
 from ...encoding import Encoding
 from .steps import assert_same, cross_entropy, in_float64, mlp, step, without_randomness
 
+pytestmark = pytest.mark.filterwarnings("ignore:The model has batch norms in training:UserWarning")
+
 NAMES = ["lenet", "resnet18", "resnet18-1d", "resnext50", "wrn28-2", "densenet121", "unet", "gpt2", "roberta-base"]
 
 

@@ -16,6 +16,8 @@ from lowtide.nn import BatchNormAct2d, BatchRenormAct2d
 
 from .steps import Outcome, assert_same, cross_entropy, in_float64, mlp, normed, step
 
+pytestmark = pytest.mark.filterwarnings("ignore:The model has batch norms in training:UserWarning")
+
 
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, BatchRenormAct2d])

@@ -12,19 +12,34 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
 from lowtide import Workload, zoo
+from lowtide.errors import BudgetError
 from lowtide.planning.prediction import estimate_peak, predict
+from lowtide.profiling import Profile
 from lowtide.techniques import Fidelity, Option, Technique, techniques
+from lowtide.techniques.registry import study
 from lowtide.techniques.sqrt import checkpoint_segments
 
 from ...contract.contract import StepContract
 from ...ranks import on_two_ranks
 from .steps import Outcome, assert_same, cross_entropy, in_float64, mlp, normed, step, without_randomness
 
+pytestmark = pytest.mark.filterwarnings("ignore:The model has batch norms in training:UserWarning")
+
+
+_proved: dict[str, Profile] = {}
+
 
 class TestContract(StepContract):
     """Where nothing is random and no statistics are taken, pieces are the plain step but for roundoff."""
 
     name = "microbatch"
+
+    @pytest.fixture
+    def plain(self, work: Workload) -> Profile:
+        if work.name not in _proved:
+            _proved[work.name] = lowtide.profile(work)
+            study(work, _proved[work.name])
+        return _proved[work.name]
 
     def test_its_fidelity_is_roundoff(self, technique: Technique, option: Option) -> None:
         assert technique.check(option).fidelity is Fidelity.ROUNDOFF
@@ -104,12 +119,89 @@ def spectral() -> Workload:
     ],
 )
 def test_fidelity_is_of_this_model(make: Callable[[], Workload], fidelity: Fidelity) -> None:
-    technique = techniques()["microbatch"]
-    plain = lowtide.profile(make(), fake=True)
+    technique, work = techniques()["microbatch"], make()
+    plain = lowtide.profile(work)
+    study(work, plain)
     options = technique.options(plain)
     assert [option.knob("size") for option in options] == [2, 1]
     assert {technique.check(option).fidelity for option in options} == {fidelity}
     assert {technique.price(option, plain).fidelity for option in options} == {fidelity}
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_step_that_was_not_captured_is_changed(fake: bool) -> None:
+    technique, work = techniques()["microbatch"], mlp(4)
+    plain = lowtide.profile(work, fake=fake)
+    if fake:
+        study(work, plain)
+    assert {technique.price(option, plain).fidelity for option in technique.options(plain)} == {Fidelity.CHANGED}
+    assert "captured" in str(technique.options(plain)[0].knob("because"))
+
+
+def masked_mean(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    x, y, mask = batch
+    each = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none")
+    return (each * mask.flatten()).sum() / mask.sum()
+
+
+def tokens(loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor], *more: Tensor) -> Workload:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())]
+    batch = torch.randn(8, 16, 32), torch.randint(32, (8, 16)), *more
+    return Workload(nn.Sequential(*layers), loss, batch)
+
+
+def test_a_masked_mean_is_changed_and_not_taken_by_default() -> None:
+    """Its planned batch has no padding: only the ops show that a later one may."""
+    work = tokens(masked_mean, torch.ones(8, 16))
+    plain = lowtide.profile(work)
+    with pytest.raises(BudgetError, match=r"Allow microbatch \(changed\)"):
+        lowtide.plan(work, "60%", profile=plain, engine="eager")
+    found = lowtide.plan(work, "60%", profile=plain, engine="eager", allow="microbatch")
+    assert found.fidelity is Fidelity.CHANGED
+    assert "div mixes samples, or is not known not to" in str(found.options[0])
+
+
+def test_an_allowed_masked_mean_warns_when_a_padded_batch_comes() -> None:
+    work = tokens(masked_mean, torch.ones(8, 16))
+    plan = lowtide.plan(work, "60%", engine="eager", allow="microbatch")
+    padded = torch.ones(8, 16)
+    padded[:2, 4:] = 0
+    with lowtide.apply(plan, work) as planned:
+        planned.loss(work.batch)
+        with pytest.warns(RuntimeWarning, match="The loss divides by"):
+            planned.loss((*work.batch[:2], padded))
+
+
+def ignoring(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=-100)
+
+
+def test_a_plan_for_an_unpadded_batch_gives_a_padded_ones_gradients() -> None:
+    work = tokens(ignoring)
+    plan = lowtide.plan(work, "60%", engine="eager")
+    assert [option.technique for option in plan.options] == ["microbatch"]
+    assert plan.fidelity is Fidelity.ROUNDOFF
+    x, y = work.batch
+    y = y.clone()
+    y[:3, 2:] = -100
+    expected = step(in_float64(replace(work, batch=(x, y))))
+    work.model.float()
+    with lowtide.apply(plan, work) as planned:
+        planned.loss((x, y)).backward()
+        found = {f"{name}.grad": p.grad for name, p in work.model.named_parameters()}
+    assert_same({"loss": expected["loss"], **found}, expected, rtol=1e-5)
+
+
+def test_a_price_counts_what_every_piece_repeats() -> None:
+    """Ops are launched and gradients added again in each: on small steps that is most of the time."""
+    technique, work = techniques()["microbatch"], mlp(16)
+    plain = lowtide.profile(work)
+    ops = sum(op.phase != "optimizer" for op in plain.graph.ops)
+    prices = {16 // int(str(o.knob("size"))): technique.price(o, plain).seconds for o in technique.options(plain)}
+    assert list(prices) == [2, 4, 8, 16]
+    for pieces, seconds in prices.items():
+        assert seconds >= (pieces - 1) * ops * 1e-5
 
 
 def test_estimates_are_near_what_a_trace_gives() -> None:

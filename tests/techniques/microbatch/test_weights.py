@@ -21,6 +21,8 @@ from lowtide.nn import compressed, linear_cross_entropy
 
 from .steps import assert_same, cross_entropy, mlp, step
 
+pytestmark = pytest.mark.filterwarnings("ignore:The model has batch norms in training:UserWarning")
+
 IGNORED = torch.tensor([1, -100, -100, 2, 0, -100, 1, 2])
 
 

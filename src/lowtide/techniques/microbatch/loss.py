@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,10 +17,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowtide.errors import LowtideError, WorkloadError
 from lowtide.techniques.microbatch.counts import Counting, is_mixed
+from lowtide.techniques.microbatch.endings import Endings
 from lowtide.techniques.microbatch.gradients import Gradients
 from lowtide.techniques.microbatch.pieces import Batch, Split
-from lowtide.techniques.microbatch.statistics import Recording, WholeStatistics
-from lowtide.techniques.microbatch.weights import Reduction, Weight, find_reduction
+from lowtide.techniques.microbatch.statistics import Recording, WholeStatistics, takes_statistics
+from lowtide.techniques.microbatch.weights import Proved, Reduction, Weight, find_reduction
 from lowtide.tracing.abridged import is_abridged
 from lowtide.tracing.compiled import compiled_modules
 from lowtide.tracing.held import modules_of
@@ -52,6 +54,13 @@ def microbatch(
     >>> work = microbatch(Workload(model, loss, (torch.randn(10, 4), torch.randint(3, (10,)))), size=4)
     >>> work.compute_loss().backward()  # pieces of 4, 4 and 2
     """
+    if not exact and any(map(takes_statistics, work.model.modules())):
+        warnings.warn(
+            "The model has batch norms in training: each piece is normalised by itself, which gives other gradients "
+            "than the full batch's. Pass exact=True to normalise by the whole batch, which is nearer.",
+            UserWarning,
+            stacklevel=2,
+        )
     return replace(work, loss=MicrobatchLoss(work, size, reduction=reduction, weight=weight, split=split, exact=exact))
 
 
@@ -59,7 +68,15 @@ class MicrobatchLoss:
     """A loss in pieces. ``__wrapped__`` is the loss of one piece."""
 
     def __init__(
-        self, work: Workload, size: int, *, reduction: Reduction, weight: Weight | None, split: Split, exact: bool
+        self,
+        work: Workload,
+        size: int,
+        *,
+        reduction: Reduction = "auto",
+        weight: Weight | None = None,
+        split: Split = None,
+        exact: bool = False,
+        proved: Proved | None = None,
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise LowtideError(f"size={size!r} is not a number of samples", hint="Write for example size=8.")
@@ -77,12 +94,17 @@ class MicrobatchLoss:
         self.weight = weight
         self.split = split
         self.exact = exact
+        self.proved = proved
         self.found: Literal["mean", "sum"] | None = None if reduction == "auto" else reduction
+        if proved is not None:
+            self.found = "sum" if proved == "sum" else "mean"
         self.compiled = compiled_modules(work)
         self.counts = True  # whether cross entropies must be seen as they run; known after the first real step
-        self.mixed: bool | None = None  # whether it is more than the mean of a cross entropy
+        # Whether it is more than the mean of a cross entropy.
+        self.mixed: bool | None = {"counted": False, "several": True}.get(proved or "")
         self.extra: list[Tensor] | None = None  # what else the loss trains; known after the first step
         self.scale: Tensor | None = None  # the last gradient that came back to the loss
+        self.endings = Endings()
         self._optimizer = work.optimizer
         own = set(work.model.modules())
         self._held = [module for module in modules_of(work) if module not in own]  # a criterion of the loss's own
@@ -98,6 +120,8 @@ class MicrobatchLoss:
         modules = self.modules(model)
         _refuse_sharded(modules)
         is_traced = _get_current_dispatch_mode() is not None
+        if self.proved is not None and not is_traced and any(map(takes_statistics, modules)):
+            self.endings.warn("Batch norms take statistics of each piece, which the planned step did not")
         if self.found is None and self.weight is None and not is_traced:
             self.found = find_reduction(self.__wrapped__, model, modules, whole, self.size)
         return _Run(self, model, whole, is_traced=is_traced)()
@@ -149,6 +173,7 @@ class _Run:
         loss = self.loss
         pieces, shares = self._pieces()
         values: list[Tensor] = []
+        divisors: list[list[Tensor]] = []
         sees, loss.counts = loss.counts or self.is_traced, True  # so that a step after one that failed sees
         needed = False
         with ExitStack() as stack:
@@ -180,6 +205,8 @@ class _Run:
                 if not isinstance(losses[0], Tensor) or losses[0].numel() != 1 or losses[0].is_complex():
                     return losses[0]  # which the workload then says
                 values.append(losses[0].detach())
+                if not self.is_traced and loss.weight is None:
+                    divisors.append(loss.endings.look(losses[0], end - start))
                 if counting is not None:
                     shares[number] = self._share(losses[0], counting, end - start)
                     needed = needed or counting.needed
@@ -189,6 +216,8 @@ class _Run:
                 recording.finish()
         if not self.is_traced:
             loss.counts = needed
+            if divisors and loss.proved is None:
+                loss.endings.compare(divisors, shares)
         return self._attach(values, shares)
 
     def _pieces(self) -> tuple[list[tuple[int, int]], list[Any]]:
@@ -208,6 +237,14 @@ class _Run:
     def _share(self, loss: Tensor, counting: Counting, samples: int) -> Any:
         """What a piece counts: a number, or a tensor where a cross entropy has counted."""
         share, means = samples / self.batch.samples, counting.means(loss)
+        if not self.is_traced and self.loss.proved is not None:
+            is_counted = self.loss.proved in ("counted", "several")
+            if is_counted != bool(means):
+                self.loss.endings.warn(
+                    "The planned loss had a cross entropy with targets to count, and this one has none"
+                    if is_counted
+                    else "The planned loss had no cross entropy with targets to count, and this one has"
+                )
         if not means:
             return share
         if self.loss.mixed is None:  # what a loss is made of stays

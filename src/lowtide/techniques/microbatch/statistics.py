@@ -32,6 +32,11 @@ _torch: Any = torch  # which has no types for its functions of many tensors
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
+def takes_statistics(module: nn.Module) -> bool:
+    """Whether a layer normalises by the statistics of its batch."""
+    return isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm) and module.training
+
+
 @dataclass
 class _Found:
     """What one call of a layer saw of its input."""

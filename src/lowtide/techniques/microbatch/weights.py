@@ -20,6 +20,8 @@ from lowtide.techniques.microbatch.counts import Counting, is_mixed
 from lowtide.techniques.microbatch.pieces import Batch
 
 Reduction = Literal["auto", "mean", "sum"]
+Proved = Literal["mean", "sum", "counted", "several"]  # see ``Proof``
+REDUCTIONS: tuple[Proved, ...] = ("mean", "sum", "counted", "several")
 Weight: TypeAlias = "Callable[[Any], float | Tensor]"
 
 # The share of a loss by which two ways to compute it may differ: batches of other sizes take other kernels.

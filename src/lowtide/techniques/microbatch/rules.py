@@ -1,0 +1,361 @@
+"""Rules for ATen ops: the fact about a result, from the facts about what the op reads.
+
+An op without a rule gives nothing, and so does a rule in doubt: what is not proved counts as mixing samples. The shapes
+of every result are compared between the two captures, so a rule need not look at sizes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowtide.techniques.microbatch import layouts
+from lowtide.techniques.microbatch.calls import Call, Rule, constant_of
+from lowtide.techniques.microbatch.facts import (
+    FIXED,
+    TOTAL,
+    Fact,
+    added,
+    are_plain,
+    broadcast,
+    divided,
+    is_rows,
+    multiplied,
+)
+
+
+def find_rule(op: Any) -> Rule | None:
+    """The rule of an op; None where nothing is known of it."""
+    name = op._schema.name.removeprefix("aten::")
+    if op.namespace != "aten":
+        return None
+    if name in RULES:
+        return RULES[name]
+    return pointwise if torch.Tag.pointwise in op.tags else None
+
+
+# -- one element at a time -----------------------------------------------------------------------------------
+
+
+def pointwise(call: Call) -> Fact | None:
+    """Any function of elements at the same place."""
+    names = call.tensors()
+    found = [call.of(name) for name in names]
+    facts = [fact for fact in found if fact is not None]
+    if len(facts) < len(names) or not are_plain(facts) or not call.is_same():
+        return None
+    return broadcast(facts, [call.shape(name) for name in names])
+
+
+def add(call: Call) -> Fact | None:
+    if call.whole.get("alpha", 1) != call.part.get("alpha", 1):
+        return None
+    for one, other in (("self", "other"), ("other", "self")):
+        fact = call.of(other)
+        if (
+            fact is not None
+            and fact.kind in ("total", "counted")
+            and call.of(one) == FIXED
+            and is_zero(call.whole[one])
+        ):
+            return fact
+    return _joined(call, added)
+
+
+def multiply(call: Call) -> Fact | None:
+    return _joined(call, multiplied)
+
+
+def divide(call: Call) -> Fact | None:
+    return _joined(call, divided) if call.whole.get("rounding_mode") is None else pointwise(call)
+
+
+def _joined(call: Call, join: Callable[[Fact, Fact, Fact | None], Fact | None]) -> Fact | None:
+    a, b = call.of("self"), call.of("other")
+    if a is None or b is None:
+        return None
+    return join(a, b, broadcast([a, b], [call.shape("self"), call.shape("other")]))
+
+
+def linear(call: Call) -> Fact | None:
+    """A negative, a copy, another dtype."""
+    fact = call.of("self")
+    return None if fact is None else replace(fact, keys=fact.keys if fact.kind == "counted" else frozenset())
+
+
+def copied(call: Call) -> Fact | None:
+    """The same value, so that a count stays one."""
+    return call.of("self")
+
+
+def is_zero(value: Any) -> bool:
+    """Whether a value is the constant 0, from which a sum of losses starts."""
+    if not isinstance(value, fx.Node):
+        return isinstance(value, (int, float)) and value == 0
+    name = getattr(getattr(value.target, "overloadpacket", None), "__name__", "")
+    if name in ("clone", "_to_copy", "lift_fresh_copy", "expand", "view", "alias", "detach"):
+        return is_zero(value.args[0])
+    if value.op == "get_attr":
+        return not bool(constant_of(value).any())
+    return name == "zeros" or (name == "full" and bool(value.args[1] == 0))
+
+
+def dropout(call: Call) -> Fact | None:
+    """Random masks are drawn for each element."""
+    fact = call.of(call.tensors()[0])
+    return fact if fact is not None and call.is_same() and are_plain([fact]) else None
+
+
+# -- along dimensions ----------------------------------------------------------------------------------------
+
+
+def summed(call: Call) -> Fact | None:
+    """A sum or a mean: over the samples it gives a total."""
+    fact, dims = call.of("self"), call.dims()
+    if fact is None or not call.is_same() or fact.kind == "place":
+        return None
+    if not is_rows(fact):
+        return replace(fact, keys=fact.keys if fact.kind == "counted" else frozenset())
+    if fact.dim not in dims:
+        return _without(call, fact, dims)
+    if call.name == "mean":
+        return Fact("total", fact.power - 1)
+    is_count = len(dims) == len(call.shape("self")) and not fact.power
+    return Fact("total", fact.power, keys=counted_by(call.whole["self"]) if is_count else frozenset())
+
+
+def reduced(call: Call) -> Fact | None:
+    """Any function of whole dimensions without samples."""
+    name = call.tensors()[0]
+    fact, dims = call.of(name), call.dims()
+    if fact is None or len(call.tensors()) > 1 or not call.is_same() or not are_plain([fact]):
+        return None
+    return None if is_rows(fact) and fact.dim in dims else _without(call, fact, dims)
+
+
+def along(call: Call) -> Fact | None:
+    """Any function along dimensions without samples that keeps them."""
+    name = call.tensors()[0]
+    fact, dims = call.of(name), call.dims("dims" if "dims" in call.whole else "dim")
+    if fact is None or len(call.tensors()) > 1 or not call.is_same() or not are_plain([fact]):
+        return None
+    return None if is_rows(fact) and fact.dim in dims else fact
+
+
+def _without(call: Call, fact: Fact, dims: list[int]) -> Fact:
+    gone = 0 if call.whole.get("keepdim") else sum(dim < fact.dim for dim in dims)
+    return fact.at(fact.dim - gone)
+
+
+def counted_by(node: fx.Node) -> frozenset[Any]:
+    """The key of a sum's elements where they say of each target whether it counts."""
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    if name in ("_to_copy", "clone"):
+        return counted_by(node.args[0])  # pyright: ignore
+    if name in ("bitwise_not", "logical_not"):
+        node = node.args[0]  # pyright: ignore
+        name = {"eq": "ne"}.get(getattr(getattr(node.target, "overloadpacket", None), "__name__", ""), "")
+    if name != "ne" or isinstance(node.args[1], fx.Node):
+        return frozenset()
+    return frozenset({(node.args[0], None, node.args[1])})
+
+
+# -- products ------------------------------------------------------------------------------------------------
+
+
+def product(*labels: str) -> Rule:
+    """A matrix product, as ``einsum`` writes it: over the samples it gives a total."""
+
+    def rule(call: Call) -> Fact | None:
+        names = [
+            name for name in call.whole if name in ("self", "mat1", "mat2", "batch1", "batch2", "mat", "vec", "tensor")
+        ][-2:]
+        a, b = (call.of(name) for name in names)
+        if a is None or b is None:
+            return None
+        made = _contracted(a, b, *labels)
+        if made is None or "beta" not in call.whole:
+            return made
+        bias = call.of("self")
+        if bias is None or not call.is_same():
+            return None
+        return added(bias, made, broadcast([bias, made], [call.shape("self"), call.shapes[0]]))
+
+    return rule
+
+
+def _contracted(a: Fact, b: Fact, first: str, second: str, out: str) -> Fact | None:
+    power = a.power + b.power
+    rows = [(fact, labels[fact.dim]) for fact, labels in ((a, first), (b, second)) if is_rows(fact)]
+    if not rows:
+        return multiplied(a, b, FIXED)
+    (one, label), (other, second_label) = rows[0], rows[-1]
+    if not {a.kind, b.kind} <= {"rows", "fixed"} or label != second_label or not one.agrees_with(other):
+        return None
+    if label in out:
+        return replace(one, power=power, dim=out.index(label))
+    return replace(TOTAL, power=power) if len(rows) == 2 else None
+
+
+def convolution(call: Call) -> Fact | None:
+    fact, weights = call.of("input"), [call.of(name) for name in ("weight", "bias") if call.whole.get(name) is not None]
+    if fact is None or not call.is_same() or any(weight != FIXED for weight in weights):
+        return None
+    return fact if is_rows(fact) and fact.dim == 0 and not fact.power else None
+
+
+def attention(call: Call) -> Fact | None:
+    """Each sample attends to itself alone."""
+    names = call.tensors()
+    facts = [call.of(name) for name in names]
+    rows = [fact for fact in facts if fact is not None and fact.kind == "rows"]
+    biases = [fact for name, fact in zip(names, facts, strict=True) if name not in ("query", "key", "value")]
+    if len(rows) + sum(fact == FIXED for fact in biases) < len(names) or not call.is_same():
+        return None
+    is_first = all(fact.dim == 0 and fact == rows[0] and not fact.power for fact in rows)
+    ndims = {
+        len(call.shape(name)) for name, fact in zip(names, facts, strict=True) if fact is not None and is_rows(fact)
+    }
+    return rows[0] if is_first and ndims == {4} else None
+
+
+# -- layers --------------------------------------------------------------------------------------------------
+
+
+def normalised(call: Call) -> Fact | None:
+    """Layer norm and RMS norm, over the last dimensions."""
+    names = call.tensors()
+    fact = call.of(names[0])
+    if fact is None or not are_plain([fact]) or any(call.of(name) != FIXED for name in names[1:]) or not call.is_same():
+        return None
+    ndim = len(call.shape(names[0]))
+    return None if is_rows(fact) and fact.dim >= ndim - len(call.whole["normalized_shape"]) else fact
+
+
+def group_norm(call: Call) -> Fact | None:
+    fact, weights = call.of("input"), [call.of(name) for name in call.tensors()[1:]]
+    if fact is None or not is_rows(fact) or fact.power or fact.dim != 0:
+        return None
+    return fact if all(weight == FIXED for weight in weights) and call.is_same("N") else None
+
+
+def batch_norm(call: Call) -> Fact | None:
+    """In evaluation; in training where samples are channels, as instance norm has them."""
+    names = call.tensors()
+    fact, others = call.of(names[0]), [call.of(name) for name in names[1:]]
+    if fact is None or not is_rows(fact) or fact.power or not call.is_same():
+        return None
+    if not call.whole.get("training", call.whole.get("train", False)):
+        return fact if fact.dim != 1 and all(other == FIXED for other in others) else None
+    return fact if fact.dim == 1 and all(other == fact.at(0) for other in others) else None
+
+
+def spatial(dims: int) -> Rule:
+    """Pooling, resampling and padding over the last dimensions."""
+
+    def rule(call: Call) -> Fact | None:
+        names = call.tensors()
+        fact = call.of(names[0])
+        if fact is None or len(names) > 1 or not call.is_same() or not are_plain([fact]):
+            return None
+        return None if is_rows(fact) and fact.dim >= len(call.shape(names[0])) - dims else fact
+
+    return rule
+
+
+# -- losses --------------------------------------------------------------------------------------------------
+
+_NONE, _MEAN, _SUM = 0, 1, 2
+
+
+def negative_log_likelihood(call: Call) -> Fact | None:
+    """A mean over the targets that are not ignored, by their class weights."""
+    fact, target, weight = call.of("self"), call.of("target"), call.whole.get("weight")
+    ndim = 4 if "2d" in call.name else 2
+    if fact is None or fact != target or not is_rows(fact) or fact.dim or fact.power:
+        return None
+    if len(call.shape("self")) != ndim or (weight is not None and call.of("weight") != FIXED) or not call.is_same():
+        return None
+    if call.whole["reduction"] == _NONE:
+        return fact
+    key = (call.whole["target"], weight, call.whole["ignore_index"])
+    return Fact("counted", keys=frozenset({key})) if call.whole["reduction"] == _MEAN else TOTAL
+
+
+def elementwise_loss(call: Call) -> Fact | None:
+    """A loss of each element, reduced or not."""
+    fact = pointwise(call)
+    reduction = call.whole.get("reduction", _MEAN)
+    if fact is None or not is_rows(fact) or reduction == _NONE:
+        return fact
+    return Fact("total", -1 if reduction == _MEAN else 0)
+
+
+def _table() -> dict[str, Rule]:
+    groups: list[tuple[Rule, str]] = [
+        (add, "add sub rsub"),
+        (pointwise, "copy masked_fill where"),
+        (multiply, "mul"),
+        (divide, "div"),
+        (linear, "neg"),
+        (copied, "_to_copy clone detach alias lift_fresh lift_fresh_copy contiguous positive"),
+        (dropout, "native_dropout bernoulli rand_like randn_like"),
+        (layouts.view, "view _unsafe_view reshape _reshape_alias view_as"),
+        (layouts.expand, "expand"),
+        (layouts.repeat, "repeat"),
+        (layouts.permute, "permute transpose t"),
+        (layouts.unsqueeze, "unsqueeze"),
+        (layouts.squeeze, "squeeze"),
+        (layouts.sliced, "slice"),
+        (layouts.select, "select"),
+        (layouts.split, "split split_with_sizes unbind"),
+        (layouts.concatenate, "cat stack"),
+        (layouts.padded, "constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d"),
+        (summed, "sum mean"),
+        (
+            reduced,
+            "amax amin all any argmax argmin max min logsumexp prod var std var_mean std_mean linalg_vector_norm",
+        ),
+        (along, "_softmax _log_softmax _safe_softmax cumsum cumprod logcumsumexp sort topk flip roll glu"),
+        (product("mk", "kn", "mn"), "mm addmm"),
+        (product("bmk", "bkn", "bmn"), "bmm baddbmm"),
+        (product("mk", "k", "m"), "mv addmv"),
+        (product("k", "k", ""), "dot"),
+        (convolution, "convolution"),
+        (normalised, "native_layer_norm _fused_rms_norm"),
+        (group_norm, "native_group_norm"),
+        (
+            batch_norm,
+            "_native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training",
+        ),
+        (batch_norm, "native_batch_norm cudnn_batch_norm"),
+        (spatial(1), "_adaptive_avg_pool1d avg_pool1d upsample_linear1d upsample_nearest1d"),
+        (spatial(2), "_adaptive_avg_pool2d avg_pool2d max_pool2d_with_indices upsample_bilinear2d upsample_nearest2d"),
+        (spatial(2), "adaptive_max_pool2d upsample_bicubic2d tril triu"),
+        (spatial(3), "_adaptive_avg_pool3d avg_pool3d max_pool3d_with_indices upsample_trilinear3d pixel_shuffle"),
+        (spatial(3), "upsample_nearest3d pixel_unshuffle"),
+        (layouts.embedding, "embedding"),
+        (layouts.gather, "gather"),
+        (layouts.index_select, "index_select"),
+        (layouts.scatter, "scatter scatter_add"),
+        (layouts.slice_scatter, "slice_scatter select_scatter"),
+        (layouts.indexed, "index _unsafe_index"),
+        (layouts.index_put, "index_put _unsafe_index_put"),
+        (layouts.filled, "full zeros ones empty new_zeros new_ones new_full new_empty full_like zeros_like fill"),
+        (layouts.filled, "ones_like empty_like scalar_tensor rand randn randint"),
+        (layouts.counted_up, "arange"),
+        (negative_log_likelihood, "nll_loss_forward nll_loss2d_forward"),
+        (elementwise_loss, "mse_loss smooth_l1_loss huber_loss soft_margin_loss"),
+        (elementwise_loss, "binary_cross_entropy binary_cross_entropy_with_logits"),
+        (attention, "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention"),
+        (attention, "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"),
+        (attention, "_scaled_dot_product_attention_math"),
+    ]
+    return {name: rule for rule, names in groups for name in names.split()}
+
+
+RULES = _table()
