@@ -18,6 +18,7 @@ from ..engines.counting import Planner, results
 _LABELS = torch.arange(8)
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.3),
+    "dropout of a transposed tensor": lambda x: F.dropout(x.t(), 0.3),
     "all dropped": lambda x: F.dropout(x, 1.0) + F.dropout(x, 0.5),
     "nearest": lambda x: F.interpolate(x.view(1, 2, 8, 8), scale_factor=1.7),
     "bicubic": lambda x: F.interpolate(x.view(1, 2, 8, 8), scale_factor=1.7, mode="bicubic"),

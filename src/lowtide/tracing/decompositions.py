@@ -76,6 +76,10 @@ def _dropout_by(fused: Callable[..., Any]) -> Callable[..., Any]:
             return fused(input, p, train)
         if p == 1:
             return input * torch.zeros((), dtype=input.dtype, device=input.device)
-        return input * torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
+        if input.is_contiguous():
+            return input * torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
+        # Captured, bernoulli draws in another order than in place. The fused mask is laid out as its input.
+        _, mask = _aten.native_dropout(input.detach(), p, train)
+        return input * mask.to(input.dtype).div_(1 - p)
 
     return dropout
