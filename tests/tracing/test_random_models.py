@@ -2,7 +2,6 @@
 
 import os
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
