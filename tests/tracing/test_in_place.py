@@ -93,6 +93,13 @@ def test_formulas_that_look_at_values_are_traced_as_a_plain_step_runs_them(name,
     assert fake.storage_peak_bytes == real.storage_peak_bytes
 
 
+@pytest.mark.parametrize("name", ["prod", "prod along", "cumprod"])
+def test_products_with_zeros_are_not_traced_too_low(name):
+    work = Workload(Of(lambda x, keep: FORMULAS[name](x * keep), (30, 40)), loss, [mask(30, 40).float()])
+    plain = allocated_peak(work.model, loss, work.batch, None)
+    assert trace(work).peak_bytes >= plain - 2 * 30 * 40  # the plain step's mask of zeros is not traced
+
+
 def test_masked_select_writes_its_gradient_into_zeros():
     work = Workload(Of(lambda x, m: x.masked_select(m), (30, 40)), loss, [mask(30, 40)])
     assert trace(work).peak_bytes == allocated_peak(work.model, loss, work.batch, None)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
+PRODUCTS = frozenset({aten.prod.default, aten.prod.dim_int, aten.cumprod.default})  # whose zeros decide the formula
+
 Run = Callable[..., Any]  # an op and its arguments: runs and records it
 
 

@@ -27,15 +27,19 @@ _SPREADS = {  # gradients of what picks elements, written into zeros
     aten.masked_scatter.default: aten.masked_scatter_.default,
 }
 _ZEROS = frozenset({"aten.zeros.default", "aten.zeros_like.default", "aten.new_zeros.default"})
-_CLAMP = {aten.logical_and.default: aten.logical_and_.default, aten.logical_or.default: aten.logical_or_.default}
+_LOGIC = {aten.logical_and.default: aten.logical_and_.default, aten.logical_or.default: aten.logical_or_.default}
 _MUL = {aten.mul.Tensor: aten.mul_.Tensor}
 _IN_FORMULA: dict[str, dict[Any, Any]] = {  # by the name of the autograd node
     "AminmaxBackward0": {ADD: ADD_IN_PLACE},
     "Atan2Backward0": {aten.masked_fill.Scalar: aten.masked_fill_.Scalar},
     "BinaryCrossEntropyBackward0": _MUL,
     "BinaryCrossEntropyWithLogitsBackward0": {**_MUL, aten.sub.Tensor: aten.sub_.Tensor},
-    "ClampBackward0": _CLAMP,
-    "ClampBackward1": _CLAMP,
+    "ClampBackward0": _LOGIC,
+    "ClampBackward1": _LOGIC,
+    "MaxBackward1": _LOGIC,  # and its like: on a GPU, elsewhere see formulas
+    "MinBackward1": _LOGIC,
+    "MedianBackward0": _LOGIC,
+    "NanmedianBackward0": _LOGIC,
 }
 DIFFERING = frozenset({ADD, *_SPREADS, *(op for table in _IN_FORMULA.values() for op in table)})
 _NEG = "aten.neg.default"  # the gradient of a loss's target, which a plain step multiplies out of place as well

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lowtide.errors import TraceError
 from lowtide.tracing.accumulation import ADD_IN_PLACE, engine_adds, engine_counts, is_named_in_python
 from lowtide.tracing.calls import Call
-from lowtide.tracing.formulas import formula_of
+from lowtide.tracing.formulas import PRODUCTS, formula_of
 from lowtide.tracing.generators import has_own_generator, host_states
 from lowtide.tracing.graph import Category, Graph, Phase, Value, signature
 from lowtide.tracing.in_place import DIFFERING, form_after_product, form_in_formula
@@ -61,6 +61,7 @@ class Recorder(TorchDispatchMode):
         self._others: OtherTensors | None = None
         self._opaque = 0
         self._stands_in = False  # while a plain step's formula is recorded in place of the one that runs
+        self._with_zeros: set[int] = set()  # nodes of products with a zero, which no short formula differentiates
         self._replaced = -1  # sequence number of the last node with such a formula
         self._node: Any = None
         self._last_node = (-1, 0)  # sequence number of the autograd node that ran last, and its first op
@@ -164,7 +165,7 @@ class Recorder(TorchDispatchMode):
         node: Any = self._node if self._node is not None else torch._C._current_autograd_node()
         if self._stands_in or node is None or torch.is_grad_enabled():
             return False
-        formula = formula_of(node)
+        formula = None if node._sequence_nr() in self._with_zeros else formula_of(node)
         if formula is not None and node._sequence_nr() != self._replaced:
             self._replaced, self._stands_in = node._sequence_nr(), True
             try:
@@ -206,6 +207,8 @@ class Recorder(TorchDispatchMode):
             out = func(*args, **kwargs)
         self._finish(_name(func), inputs, leaves(out), arguments, own_generator=has_own_generator(args, kwargs))
         self._numbers.note(args, out)
+        if func in PRODUCTS and not self._fake and bool((args[0] == 0).any()):
+            self._with_zeros.add(autograd._get_sequence_nr() - 1)
         if self._calls is not None and (key := signature(_name(func), inputs, arguments)) not in self._calls:
             self._calls[key] = Call.of(func, args, kwargs)
         return out
