@@ -9,7 +9,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from torch.utils.checkpoint import checkpoint
 
 from lowtide import LowtideError
-from lowtide.nn import keep_one_buffer
+from lowtide.nn import BatchNormAct2d, BatchRenormAct2d, keep_one_buffer
 from tests.nn.plain import IN_PLACE, ONE_BUFFER, pair
 
 SHAPE = (5, 4, 6, 6)
@@ -372,8 +372,9 @@ def test_a_write_through_data_into_an_in_place_layer_is_an_error():
         z.sum().backward()
 
 
-def test_later_calls_are_not_checked(monkeypatch):
-    layer, _ = pair("checkpoint", "silu")
+@pytest.mark.parametrize("make", [BatchNormAct2d, BatchRenormAct2d])
+def test_later_calls_are_not_checked(make, monkeypatch):
+    layer = make(4, "silu", "checkpoint")
     model, reads = nn.Sequential(layer, nn.Conv2d(4, 4, 1)), []
     monkeypatch.setattr(torch, "hash_tensor", lambda tensor, plain=torch.hash_tensor: reads.append(1) or plain(tensor))
     counts = []

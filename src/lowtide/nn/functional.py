@@ -233,9 +233,9 @@ class _BatchNormAct(torch.autograd.Function):
         record = None
         if ctx.keeps != "z" and spec.rebuild and scope.owner is not None:
             copies = _copies_for_rebuild(weight, bias, learned)
-            record = scope.register(z, lambda: _rebuild(ctx, copies), _owner(spec, x, weight))
+            record = scope.register(z, lambda: _rebuild(ctx, copies), _owner(spec, weight))
         ctx.record = None if record is None else weakref.ref(record)  # the record holds the node
-        ctx.z = hidden_writes.Kept(z, hidden_writes.calls_of(_owner(spec, x, weight))) if ctx.keeps == "z" else None
+        ctx.z = hidden_writes.Kept(z, hidden_writes.calls_of(_owner(spec, weight))) if ctx.keeps == "z" else None
         return z
 
     @staticmethod
@@ -313,9 +313,11 @@ def _affine(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, run
     return Affine(mean, kernels.inverse_deviation(var, spec.eps), weight, bias)
 
 
-def _owner(spec: _Spec, x: Tensor, weight: Tensor | None) -> object:
+def _owner(spec: _Spec, weight: Tensor | None) -> object:
     """Whose first calls are checked for hidden writes: the layer, or in a function's call its parameter."""
-    return spec.where if isinstance(spec.where, nn.Module) else x if weight is None else weight
+    if isinstance(spec.where, nn.Module):
+        return spec.where
+    return hidden_writes.NOBODY if weight is None or not weight.is_leaf else weight
 
 
 def _versions(affine: Affine) -> tuple[int, int]:

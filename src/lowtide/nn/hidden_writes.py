@@ -64,6 +64,7 @@ class Kept:
         return read(tensor) != self._values
 
 
+NOBODY = Calls()  # stands for all that own no parameter
 _calls: Any = WeakIdKeyDictionary()  # owner -> Calls
 
 

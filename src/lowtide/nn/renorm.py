@@ -92,7 +92,7 @@ class _BatchRenormAct(_BatchNormAct):
             rebuild=residual is None or self.rebuild_joins,
             group=self.process_group,
             statistics=statistics,
-            where=repr(self),
+            where=self,
         )
 
     def _correction(self, input: Tensor) -> tuple[Statistics, Tensor, Tensor]:
