@@ -43,8 +43,9 @@ def blocks(page: Path) -> list[Block]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty current folder with the examples in it, from which Python can import."""
+    (tmp_path / "examples").mkdir()
     for example in (ROOT / "examples").glob("*.py"):
-        shutil.copy(example, tmp_path)
+        shutil.copy(example, tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     known = set(sys.modules)

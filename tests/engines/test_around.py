@@ -117,3 +117,15 @@ def test_a_dispatch_mode_and_an_autocast_are_each_warned_about_once(only: Only) 
     with pytest.warns(RuntimeWarning, match="planned: it runs under an autocast") as found, autocast:
         twice()
     assert len(found) == 1
+
+
+def test_the_watch_leaves_the_captured_graph_as_it_was_planned() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+    work = Workload(model, loss, torch.randn(256, 32))
+    step = apply(plan(work, "70%", engine="graph"), work)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(work.batch)
+        step.profile()
+    with pytest.warns(RuntimeWarning, match="outside of the planned loss"):
+        model(work.batch)

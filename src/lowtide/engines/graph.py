@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowtide.batches import flatten, tensors
 from lowtide.engines.code import Piece, boxed, forward_graph, graphs_of, pieces_of
+from lowtide.engines.watch import unwatched
 from lowtide.errors import LowtideError
 from lowtide.planning.program import Cell, Program
 from lowtide.tracing.held import parameters_of, watch_modules
@@ -83,7 +84,7 @@ class PlannedLoss:
             self._capture(key, self.planner_for(batch))
         self._captured.move_to_end(key)
         try:
-            with _capture_settings():
+            with _capture_settings(), unwatched(self.work.model):
                 return self._captured[key][1](batch)
         except Exception as error:
             if type(error).__name__ == "FailOnRecompileLimitHit":

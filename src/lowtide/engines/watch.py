@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -191,6 +192,19 @@ class ForwardWatch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ForwardWatch, (False,)
+
+
+@contextmanager
+def unwatched(model: nn.Module) -> Generator[None]:
+    """Set the watch on a model's forward pass aside: Dynamo orders a graph's inputs otherwise where there is a hook."""
+    hooks = model._forward_pre_hooks
+    aside = {key: hook for key, hook in hooks.items() if isinstance(hook, ForwardWatch)}
+    for key in aside:
+        del hooks[key]
+    try:
+        yield
+    finally:
+        hooks.update(aside)
 
 
 def signature(batch: Any) -> Signature:
