@@ -24,6 +24,7 @@ from .planned import plain_loss
 
 SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
 SEED = int(os.environ.get("LOWTIDE_SOAK_SEED", "0"))  # several runs, each of its own examples
+EXAMPLES = int(os.environ.get("LOWTIDE_SOAK_EXAMPLES", "300" if SOAK else "6"))
 WIDTH, LENGTH = 16, 12
 
 
@@ -91,7 +92,7 @@ LOSSES: dict[str, Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]] = {
 
 @seed(SEED)
 @settings(
-    max_examples=300 if SOAK else 6,
+    max_examples=EXAMPLES,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow],
