@@ -101,11 +101,7 @@ def is_zero(value: Any) -> bool:
         return is_zero(value.args[0])
     if value.op == "get_attr":
         return not bool(constant_of(value).any())
-<<<<<<< HEAD
-    return name == "zeros" or (name == "full" and bool(value.args[1] == 0))
-=======
     return name == "zeros" or (name == "full" and is_zero(value.args[1]))
->>>>>>> w-micro
 
 
 def dropout(call: Call) -> Fact | None:
