@@ -18,7 +18,7 @@ from lowtide.profiling import Comparison, Profile, profile
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Applied, Kind, Option, Price, Technique, Undo
 from lowtide.tracing.abridged import abridged
-from lowtide.tracing.graph import Graph, Op, signature
+from lowtide.tracing.graph import Graph
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
@@ -39,13 +39,13 @@ def estimate_peak(graph: Graph, prices: Iterable[Price]) -> int:
 def predict(work: Workload, options: Sequence[Option], baseline: Profile, *, only_peaks: bool = False) -> Profile:
     """The step with these options applied, traced over fake tensors; the model is afterwards as it was.
 
-    What kernels allocate inside themselves is taken from the baseline's ops of the same signature, or else of the
-    same name and results, where those were measured; what acts on the whole step has ops of other shapes, and each is
-    measured alone. Where fake tensors cannot go, a real step is traced instead if the baseline was one. With
-    ``only_peaks``, repetitions that change none are left out.
+    What kernels allocate inside themselves is taken from the baseline's ops of the same signature where those were
+    measured; every other op is measured alone. Where fake tensors cannot go, a real step is traced instead if the
+    baseline was one. With ``only_peaks``, repetitions that change none are left out.
     """
     is_measured = not baseline.graph.fake and baseline.workspace_source == "measured"
-    measure = is_measured and any(technique.kind == "step" for technique, _ in _by_technique(options))
+    known = {op.signature for op in baseline.graph.ops}
+    measure = (lambda signature: signature not in known) if is_measured else False
     with unchanged(work, fake=True), apply_options(work, options) as applied:
         try:
             with abridged() if only_peaks else nullcontext():
@@ -56,7 +56,7 @@ def predict(work: Workload, options: Sequence[Option], baseline: Profile, *, onl
             return profile(applied.work)
     if not is_measured:
         return found
-    graph = _with_workspaces(found.graph, baseline.graph, by_results=not measure)
+    graph = _with_workspaces(found.graph, baseline.graph)
     return replace(found, graph=graph, workspace_source="measured")
 
 
@@ -123,21 +123,13 @@ def _by_technique(options: Sequence[Option]) -> list[tuple[Technique, list[Optio
     return sorted(((known[name], mine) for name, mine in groups.items()), key=lambda item: kinds.index(item[0].kind))
 
 
-def _with_workspaces(graph: Graph, measured: Graph, *, by_results: bool) -> Graph:
+def _with_workspaces(graph: Graph, measured: Graph) -> Graph:
+    """The graph with the workspaces that the same ops had in a real step."""
     known: dict[str, int] = {}
     for op in measured.ops:  # the largest: a budget is a promise
-        for key in (op.signature, _results(op)) if op.outputs and by_results else (op.signature,):
-            known[key] = max(op.workspace_bytes, known.get(key, 0))
-    ops = tuple(
-        replace(op, workspace_bytes=known.get(op.signature, known.get(_results(op), op.workspace_bytes)))
-        for op in graph.ops
-    )
+        known[op.signature] = max(op.workspace_bytes, known.get(op.signature, 0))
+    ops = tuple(replace(op, workspace_bytes=known.get(op.signature, op.workspace_bytes)) for op in graph.ops)
     seen = [s for s in graph.storages if s.category != "workspace"]
     kept = [replace(s, death=len(ops)) for s in measured.storages if s.category == "workspace"]
     storages = tuple(replace(s, id=i) for i, s in enumerate((*seen, *kept)))
     return replace(graph, ops=ops, storages=storages)
-
-
-def _results(op: Op) -> str:
-    """The op by its name and what it returns: a technique may call it with other arguments than the plain step."""
-    return signature(op.name, op.outputs, "results")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -20,13 +21,15 @@ from lowtide.version import __version__
 from lowtide.workload import Workload, check_workload
 
 
-def profile(work: Workload, *, fake: bool = False, device: str | None = None, measure: bool = False) -> Profile:
+def profile(
+    work: Workload, *, fake: bool = False, device: str | None = None, measure: bool | Callable[[str], bool] = False
+) -> Profile:
     """Where the memory of one training step goes, and when.
 
     Runs one step (zero_grad, forward, backward, optimizer) and puts everything back, bit for bit. With ``fake``,
     or for another ``device`` ("cuda", "h200", ...), nothing is allocated or computed: the step is predicted. What its
     kernels allocate inside themselves then comes from a table and rules; with ``measure``, each distinct op runs
-    once, alone, on this machine instead (kept on disk for the next time).
+    once, alone, on this machine instead (kept on disk for the next time). A function chooses ops by their signatures.
 
     >>> model = torch.nn.Linear(1000, 1000)
     >>> work = Workload(model, lambda model, batch: model(batch).sum(), torch.zeros(8, 1000))
@@ -42,6 +45,8 @@ def profile(work: Workload, *, fake: bool = False, device: str | None = None, me
     seconds_source: Source = "measured"
     workspace_source: Source = "measured"
     if fake:
+        if callable(measure) and calls is not None:
+            calls = {signature: call for signature, call in calls.items() if measure(signature)}
         graph, workspace_source = with_workspaces(graph, calls)
     if any(math.isnan(op.seconds) for op in graph.ops):
         seconds_source = "modelled"

@@ -25,6 +25,7 @@ class OtherTensors:
     """
 
     def __init__(self, device: torch.device, known: Iterable[Tensor], *, granularity: int = 1) -> None:
+        gc.collect()  # tensors in dead cycles could be freed during the step
         self._granularity = granularity
         mine = {address(part) for tensor in known for part in parts(tensor)}
         self._found: dict[int, tuple[weakref.ref[Any], int]] = {}
