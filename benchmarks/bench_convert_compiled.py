@@ -2,11 +2,12 @@
 
     PYTHONPATH=src:. python -m benchmarks.bench_convert_compiled [--variants NAME] [--results DIR]
 
-torchvision's ResNeXt-101 trains in each variant from the same parameters on the same batch. Before timing, each
-gradient is compared with float32's: its error is at most 1.5 times that of plain eager bf16. Then steps are timed in
-turns. "host" is the time until a step returns, without waiting for the GPU; "host, small batch" is a step on two small
-images, which the GPU finishes at once. "z recomputed" is plain ``torch.compile`` whose partitioner may recompute the
-outputs of activations: what Inductor's own kernels would take for the same memory.
+torchvision's ResNeXt-101 trains in each variant from the same parameters on the same batch, in turns. "host" is the
+time until a step returns, without waiting for the GPU; "host, small batch" is a step on two small images, which the GPU
+finishes at once.
+
+Gradients are compared first: each variant's differ from plain eager's by 0.1% at most. That is in float32 on the same
+network with one block a stage and SiLU for ReLU. In bf16, the gradients of untrained deep networks are uncorrelated.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -32,6 +32,7 @@ from lowtide import convert
 
 CASE = "torchvision resnext101_32x8d, bf16, batch 64, NHWC"
 BATCH, SIDE, ROUNDS, STEPS = 64, 224, 10, 3
+LARGEST_ERROR = 1e-3  # of float32 gradients
 PLAIN = "PyTorch eager"
 
 
@@ -42,7 +43,52 @@ def main(*, variants: str = "", results: Path = RESULTS) -> None:
         models: Any = importlib.import_module("torchvision.models")
     except (ImportError, RuntimeError) as error:  # a RuntimeError: it was built for another torch
         skip(f"torchvision: {error}")
-    measure(CASE, lambda: models.resnext101_32x8d(weights=None), "cuda", variants=variants, results=results)
+    resnet = models.resnet
+
+    def build(*blocks: int) -> nn.Module:
+        return resnet.ResNet(resnet.Bottleneck, list(blocks), groups=32, width_per_group=8)
+
+    check(CASE, lambda: smooth(build(1, 1, 1, 1)), "cuda", variants=variants)
+    measure(CASE, lambda: build(3, 4, 23, 3), "cuda", variants=variants, results=results)
+
+
+def smooth(model: nn.Module) -> nn.Module:
+    """Replace ReLU, where rounding x changes a gradient by a jump: plain float32 differs from float64 by 0.6%."""
+    for module in model.modules():
+        if hasattr(module, "relu"):
+            module.relu = nn.SiLU(inplace=True)
+    return model
+
+
+def check(case: str, build: Callable[[], nn.Module], device: str, *, variants: str = "") -> None:
+    """Compare each variant's float32 gradients with plain eager's."""
+    exact: list[Tensor] = []
+    with full_float32():
+        for name, prepare in chosen(variants).items():
+            step = prepare(lambda change, **how: Step(build, device, 8, 64, change, dtype=None, **how))
+            found = step.gradients()
+            exact = exact or found
+            error = distance(found, exact)
+            print(f"{name}: float32 gradients differ by {error:.1e}", flush=True)
+            if not error <= LARGEST_ERROR:
+                raise SystemExit(f"{case}, {name}: gradients differ from plain eager's by {error:.1e}")
+
+
+@contextmanager
+def full_float32() -> Generator[None]:
+    """Turn TF32 off."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, False
+    try:
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+            yield
+    finally:
+        matmul.allow_tf32 = before
+
+
+def chosen(variants: str) -> dict[str, Prepare]:
+    """Variants whose name holds this, and the plain one."""
+    return {name: prepare for name, prepare in VARIANTS.items() if variants in name or name == PLAIN}
 
 
 def measure(
@@ -55,35 +101,26 @@ def measure(
     side: int = SIDE,
     results: Path = RESULTS,
 ) -> None:
-    """Check all variants, then time them in turns; rows are printed and appended."""
-    exact = Step(build, device, batch, side, dtype=None).gradients()
+    """Measure each variant's peak, then time them in turns; rows are printed and appended."""
     steps: dict[str, Step] = {}
     rows: list[Row] = []
-    most = math.inf
-    for name, prepare in VARIANTS.items():
-        if variants not in name and name != PLAIN:
-            continue
+    for name, prepare in chosen(variants).items():
         start = time.perf_counter()
         counters.clear()
         steps[name] = step = prepare(lambda change, **how: Step(build, device, batch, side, change, **how))
-        error = distance(step.gradients(), exact)
+        step()
         breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
-        if error > most:
-            raise SystemExit(f"{case}, {name}: the gradient's error is {error:.1e}, plain bf16's {most / 1.5:.1e}")
-        most = min(most, 1.5 * error)
         for _ in range(2):
             step()
         peak = step.peak_bytes()
         recompiles = counters["stats"]["unique_graphs"] - graphs
         rows += [
-            Row.of(case, name, "gradient error", [float(f"{error:.2e}")], ""),
             Row.of(case, name, "peak above static", [peak], "B"),
             Row.of(case, name, "graphs", [graphs], ""),
             Row.of(case, name, "graph breaks", [breaks], ""),
             Row.of(case, name, "recompiles", [recompiles], ""),
         ]
         print(f"{name}: ready after {time.perf_counter() - start:.0f} s", flush=True)
-    del exact
     gc.collect()
     rows += times(case, steps)
     record("convert_compiled", rows, device=device, results=results)
@@ -198,25 +235,13 @@ class Step:
 
 
 Make = Callable[..., Step]
+Prepare = Callable[[Make], Step]
 
-
-def _recomputing(make: Make) -> Step:
-    """Compile with a partitioner that may recompute outputs of activations; at the first call, so run it here.
-
-    The option is the default: it keeps Dynamo from taking the code of "torch.compile".
-    """
-    with functorch.patch(ban_recompute_materialized_backward=False):
-        step = make(lambda model: None, compiled={"options": {"max_autotune": False}})
-        step.backward()
-    return step
-
-
-VARIANTS: dict[str, Callable[[Make], Step]] = {
+VARIANTS: dict[str, Prepare] = {
     PLAIN: lambda make: make(lambda model: None),
     "lowtide.convert": lambda make: make(convert),
     "torch.compile": lambda make: make(lambda model: None, compiled={}),
     "torch.compile, lowtide.convert": lambda make: make(convert, compiled={}),
-    "torch.compile, z recomputed": _recomputing,
 }
 
 

@@ -225,13 +225,6 @@ def test_blocks_are_powers_of_two_whatever_the_channels(dtype, nhwc):
             assert grid.parts <= grid.sums.blocks
 
 
-def test_compiled_ops_hold_no_scratch():
-    x = torch.randn(4, 3, 50, 50, device=DEVICE)
-    kernels._scratches.clear()
-    kernels.measure(x, Running(), eps=1e-5, streams=8, fresh=True)
-    assert not any(kernels._scratches.values())
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("channels", [65, 72, 96, 144, 192])
 def test_any_number_of_channels_in_NHWC(channels):

@@ -6,7 +6,9 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
-from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.nn import BatchNormAct2d, BatchRenormAct2d
@@ -16,7 +18,6 @@ from tests.nn.plain import ACTIVATIONS, Plain
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 CHANNELS, BATCH = 4, (2, 4, 6, 6)
-PARTITIONS = {"default": default_partition, "min_cut": min_cut_rematerialization_partition}
 
 
 @pytest.fixture(autouse=True)
@@ -75,12 +76,17 @@ def parameters(model):
 
 
 class Graphs:
-    """A backend that runs the graphs as they are, and shows what goes from the forward one to the backward one."""
+    """A backend that partitions as Inductor does, runs the graphs as they are, and shows what goes between them."""
 
-    def __init__(self, partition):
+    def __init__(self):
         self.forward = self.backward = None
         self.backend = aot_autograd(
-            fw_compiler=self._take_forward, bw_compiler=self._take_backward, partition_fn=PARTITIONS[partition]
+            fw_compiler=self._take_forward,
+            bw_compiler=self._take_backward,
+            decompositions=select_decomp_table(),
+            partition_fn=lambda joint, *args, **kwargs: min_cut_rematerialization_partition(
+                joint_graph_passes(joint), *args, **kwargs
+            ),
         )
 
     def _take_forward(self, graph, inputs):
@@ -98,14 +104,15 @@ class Graphs:
 
     @property
     def kept(self):
-        """How many buffers of full size are kept between forward and backward, the net's input aside."""
+        """Buffers of full size that are kept between forward and backward, the net's input aside."""
         given = self.backward.graph.find_nodes(op="placeholder")
         others = ("tangents", "primals", "detach")  # the last are views of one that is kept
-        return sum(n.meta["val"].shape == BATCH and not n.name.startswith(others) for n in given)
+        return [n.meta["val"] for n in given if n.meta["val"].shape == BATCH and not n.name.startswith(others)]
 
-    @staticmethod
-    def ours(graph):
-        return [n.target._opname for n in graph.graph.nodes if "lowtide" in str(n.target)]
+    @property
+    def reductions(self):
+        """How often the forward graph computes statistics."""
+        return len(self.forward.graph.find_nodes(op="call_function", target=torch.ops.aten.var_mean.correction))
 
 
 # -- the same training -----------------------------------------------------------------------------------
@@ -124,7 +131,7 @@ def test_training_is_that_of_plain_torch(activation, joined):
 def test_every_strategy_compiles_and_keeps_x(strategy):
     model, plain = nets("leaky_relu", strategy)
     assert_same_steps(model, plain, torch.compile(model, fullgraph=True, backend="aot_eager"))
-    assert Graphs("min_cut").step(model).kept == 2
+    assert len(Graphs().step(model).kept) == 2
 
 
 @pytest.mark.parametrize(
@@ -156,7 +163,7 @@ def test_inductor_trains_channels_last_with_a_cumulative_average():
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # inductor's own first one
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_inductor_and_cuda_graphs_train_with_the_triton_kernels(mode):
+def test_inductor_and_cuda_graphs_train_as_plain_torch_does(mode):
     model, plain = (net.float().cuda() for net in nets("relu", joined=True))
     call = torch.compile(model, fullgraph=True, mode=mode)
     torch.manual_seed(1)
@@ -201,15 +208,25 @@ def test_batch_renormalization_compiles():
 # -- one buffer ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "silu", "gelu", "prelu"])
-@pytest.mark.parametrize("partition", PARTITIONS)
-def test_one_buffer_is_kept_per_layer(partition, activation):
-    model, plain = nets(activation)
-    graphs = Graphs(partition).step(model)
-    assert graphs.kept == 2
-    assert graphs.ours(graphs.forward) == ["batch_statistics", "normalize_act"] * 2
-    assert graphs.ours(graphs.backward) == ["normalize_act", "normalize_act_backward"] * 2  # each z just in time
-    assert Graphs(partition).step(plain).kept >= 4
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "silu", "gelu", "prelu", "identity"])
+def test_one_buffer_is_kept_per_layer(activation, training):
+    model, plain = (net.train(training) for net in nets(activation))
+    graphs = Graphs().step(model)
+    assert len(graphs.kept) == 2
+    assert graphs.reductions == 2 * training  # the batch norm's and the running statistics' are one
+    assert len(Graphs().step(plain).kept) >= 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_keeps_one_buffer_in_16_bits(dtype):
+    graphs, (model, _) = Graphs(), nets("relu")
+    call = torch.compile(model.float(), fullgraph=True, backend=graphs.backend)
+    with torch.autocast("cpu", dtype):
+        out = call(torch.randn(BATCH))
+    out.float().square().sum().backward()
+    assert [kept.dtype for kept in graphs.kept] == [dtype] * 3  # the net's input, cast, is one
+    assert graphs.reductions == 2
 
 
 def test_inductor_keeps_one_buffer_per_layer():
@@ -228,17 +245,17 @@ def test_a_join_whose_output_is_kept_does_not_keep_its_residual():
     def step(x):
         return model.convs[2](model.second(model.convs[1](x), model.convs[0](x)))  # nobody else needs the residual
 
-    graphs = Graphs("min_cut")
+    graphs = Graphs()
     torch.compile(step, fullgraph=True, backend=graphs.backend)(x).square().sum().backward()
-    assert graphs.kept == 2
+    assert len(graphs.kept) == 2
 
 
-@pytest.mark.parametrize(("rebuild_joins", "kept"), [(True, 2), (False, 3)])
-@pytest.mark.parametrize("partition", PARTITIONS)
-def test_a_join_keeps_its_output_only_if_asked_to(partition, rebuild_joins, kept):
-    model, _ = nets("relu", joined=True)
+@pytest.mark.parametrize("rebuild_joins", [True, False])
+def test_a_join_keeps_one_buffer_more(rebuild_joins):
+    model, plain = nets("relu", joined=True)
     model.second.rebuild_joins = rebuild_joins
-    assert Graphs(partition).step(model).kept == kept
+    assert len(Graphs().step(model).kept) == 3
+    assert len(Graphs().step(plain).kept) == 4
 
 
 def test_a_users_checkpoint_decides_and_statistics_move_once():
@@ -256,15 +273,12 @@ def test_a_users_checkpoint_decides_and_statistics_move_once():
 # -- what stays plain --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("activation", "strategy", "training"),
-    [("relu", "standard", True), ("mish", "checkpoint", True), ("relu", "checkpoint", False)],
-)
-def test_the_standard_strategy_unknown_activations_and_eval_mode_stay_plain(activation, strategy, training):
-    model, plain = (net.train(training) for net in nets(activation, strategy))
-    graphs = Graphs("min_cut")
+@pytest.mark.parametrize(("activation", "strategy"), [("relu", "standard"), ("mish", "checkpoint")])
+def test_the_standard_strategy_and_unknown_activations_stay_plain(activation, strategy):
+    model, plain = nets(activation, strategy)
+    graphs = Graphs()
     assert_same_steps(model, plain, torch.compile(model, fullgraph=True, backend=graphs.backend))
-    assert not graphs.ours(graphs.forward)
+    assert len(graphs.kept) >= 4
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -272,11 +286,11 @@ def test_export_gives_plain_ops(training):
     model, plain = nets("relu")
     x = torch.randn(BATCH, dtype=torch.float64)
     exported = torch.export.export(model.train(training), (x,))
-    assert not any("lowtide" in str(node.target) for node in exported.graph.nodes)
+    assert not any("checkpoint" in str(node.target) for node in exported.graph.nodes)
     torch.testing.assert_close(exported.module()(x), plain.train(training)(x))
 
 
-def test_no_gradients_no_ops_of_ours():
+def test_statistics_move_without_gradients():
     model, plain = nets("relu")
     x = torch.randn(BATCH, dtype=torch.float64)
     with torch.no_grad():
@@ -309,32 +323,3 @@ def test_compiled_calls_see_no_saved_tensor_hooks_of_ours():
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     compiled(torch.randn(BATCH, dtype=torch.float64))
     assert seen == [None]
-
-
-# -- the ops ---------------------------------------------------------------------------------------------------
-
-
-def test_the_statistics_op_is_registered_right():
-    for x in (torch.randn(BATCH), torch.randn(8, 4), torch.randn(BATCH).bfloat16()):
-        torch.library.opcheck(torch.ops.lowtide.batch_statistics.default, (x,))
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided"])
-@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "prelu", "identity"])
-def test_the_normalising_op_is_registered_right(activation, layout):
-    x, residual = torch.randn(BATCH), torch.randn(BATCH, requires_grad=True)
-    if layout == "channels_last":
-        x = x.contiguous(memory_format=torch.channels_last)
-    if layout == "strided":
-        x = torch.randn(2, 6, 4, 6).transpose(1, 2)
-    x.requires_grad_()
-    weight, bias, slopes = (torch.randn(CHANNELS, requires_grad=True) for _ in range(3))
-    var, mean = torch.var_mean(x.detach(), (0, 2, 3), correction=0)
-    slopes, numbers = slopes if activation == "prelu" else None, [0.1] if activation == "leaky_relu" else []
-    inputs = (x, mean, var.rsqrt(), weight, bias, slopes, residual, activation, numbers, True)
-    torch.library.opcheck(torch.ops.lowtide.batch_norm_act.default, inputs)
-    inputs = [t.detach() if isinstance(t, torch.Tensor) else t for t in inputs]  # these have no gradients of their own
-    torch.library.opcheck(torch.ops.lowtide.normalize_act.default, inputs)
-    wanted = [True, True, False, slopes is not None, activation != "identity"]
-    inputs = (torch.randn(BATCH), *inputs[:7], None, activation, numbers, wanted)
-    torch.library.opcheck(torch.ops.lowtide.normalize_act_backward.default, inputs)

@@ -44,26 +44,14 @@ def forward(
     return normalize(xhat, "xhat", affine, activation, learned, residual), affine, xhat
 
 
-def statistics(x: Tensor, running: Running | None = None, *, fresh: bool = False) -> tuple[Tensor, Tensor]:
-    """The mean and the biased variance of each channel; the running statistics follow them.
-
-    ``fresh``, here and in ``backward``: hold no memory from one call to the next, as in a graph that is captured.
-    """
+def statistics(x: Tensor, running: Running | None = None) -> tuple[Tensor, Tensor]:
+    """The mean and the biased variance of each channel; the running statistics follow them."""
     running = running or Running()
     fast = _fast_kernels(x, None, None, running.mean, running.var)
     if fast is None:
         return reference.statistics(x, running)
-    mean, inverse = fast.measure(fast.dense(x), running, eps=0.0, fresh=fresh)
+    mean, inverse = fast.measure(fast.dense(x), running, eps=0.0)
     return mean, inverse.reciprocal().square()
-
-
-def mean_and_inverse(x: Tensor, *, fresh: bool = False) -> tuple[Tensor, Tensor]:
-    """The mean and 1/σ of each channel, without ε."""
-    fast = _fast_kernels(x, None, None)
-    if fast is not None:
-        return fast.measure(fast.dense(x), Running(), eps=0.0, fresh=fresh)
-    mean, var = reference.statistics(x)
-    return mean, var.rsqrt()
 
 
 def inverse_deviation(var: Tensor, eps: float) -> Tensor:
@@ -105,7 +93,6 @@ def backward(
     training: bool,
     joined: Tensor | None = None,
     sums: Sums | None = None,
-    fresh: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None], Tensor]:
     """dx, dγ, dβ, the gradients of what the activation learns, and dy: that of the residual.
 
@@ -129,7 +116,6 @@ def backward(
             training=training,
             joined=joined,
             sums=sums,
-            fresh=fresh,
         )
         return dx, dweight, dbias, [dslopes] if learned else [], dy
     dtype = dz.dtype

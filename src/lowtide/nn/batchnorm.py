@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any, ClassVar, Self
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -100,13 +101,16 @@ class _BatchNormAct(_BatchNorm):
 
     def _run(self, input: Tensor, residual: Tensor | None, activation: Activation, strategy: Strategy) -> Tensor:
         self._check_input_dim(input)
-        mean, var, momentum = self.running_mean, self.running_var, self.momentum
+        mean, var = self.running_mean, self.running_var
+        momentum: Any = self.momentum
         batches = self.num_batches_tracked if self.training and self.track_running_stats else None
         if momentum is None:
             momentum = 0.0
             if batches is not None and not in_backward():
                 batches.add_(1)
-                momentum, batches = 1.0 / float(batches), None
+                # A compiler does not know the value: there a tensor.
+                momentum = batches.double().reciprocal() if torch.compiler.is_compiling() else 1.0 / float(batches)
+                batches = None
         training = self.training or (mean is None and var is None)
         tracked = not self.training or self.track_running_stats
         return batch_norm_act(

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import LowtideError
 from lowtide.kernels import batchnorm as kernels
 from lowtide.kernels.activations import Activation
 from lowtide.kernels.reference.batchnorm import Affine, Keeps, Running, Sums
-from lowtide.nn import compiled, hidden_writes
+from lowtide.nn import hidden_writes
 from lowtide.nn.guard import inverse_is_safe
 from lowtide.nn.rebuild import scope
 from lowtide.tracing.internals import in_backward
@@ -85,10 +86,6 @@ def batch_norm_act(
     if _runs_plain(x, residual, spec, needs_grad):
         _count(running)
         return _plain(x, weight, bias, running, residual, spec)
-    if torch.compiler.is_compiling() and group is None:
-        mean, var, *_ = statistics or batch_statistics(x, running)
-        affine = Affine(mean, 1 / torch.sqrt(var + eps), weight, bias)
-        return compiled.normalize_act(x, affine, act, residual, rebuild=rebuild)
     if _KEEPS[spec.strategy] == "z" and not inverse_is_safe(x, weight, bias, act):
         spec = spec._replace(strategy="checkpoint")
     return _apply(x, weight, bias, residual, running, spec, *learned)
@@ -135,7 +132,7 @@ def batch_statistics(x: Tensor, running: Running, group: Any = None) -> Statisti
     _check_values(x, running)
     if torch.compiler.is_compiling():
         _count(running)
-        return Statistics(*compiled.statistics(x, running))
+        return _compiled_statistics(x, running)
     return Statistics(*kernels.statistics(x, running))
 
 
@@ -143,6 +140,18 @@ def _copied(running: Running) -> Running:
     """Statistics for a recomputation to move. Not None: a checkpoint compares what both runs save."""
     mean, var = (None if t is None else t.clone() for t in (running.mean, running.var))
     return Running(mean, var, running.momentum)
+
+
+def _compiled_statistics(x: Tensor, running: Running) -> Statistics:
+    """The same by plain ops, for a compiler."""
+    wide, count = torch.promote_types(x.dtype, torch.float32), x.numel() // x.shape[1]
+    # As Inductor decomposes a batch norm: it then merges the two.
+    var, mean = torch.var_mean(x.detach().to(wide), [0, *range(2, x.dim())], correction=0, keepdim=True)
+    mean, var = mean.flatten(), var.flatten()
+    for held, now in ((running.mean, mean), (running.var, var * (count / (count - 1)))):
+        if held is not None:
+            held.copy_(running.momentum * now + (1 - running.momentum) * held)
+    return Statistics(mean, var)
 
 
 def _count(running: Running) -> None:
@@ -176,11 +185,7 @@ def _runs_plain(x: Tensor, residual: Tensor | None, spec: _Spec, needs_grad: boo
         return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
-    if torch.compiler.is_compiling():
-        exporting = torch.compiler._is_exporting_flag  # is_exporting() is true in all that torch 2.11 compiles
-        if exporting or not spec.training or spec.activation.name == "module":
-            return True
-    elif torch._C._get_tracing_state():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state():
         return True
     if residual is not None and torch.promote_types(x.dtype, residual.dtype) is not x.dtype:
         return True  # z is wider than x
@@ -199,13 +204,40 @@ def _plain(
     learned: Sequence[Tensor] = (),
 ) -> Tensor:
     """Torch's own ops; with ``learned``, those stand for the activation's parameters."""
-    y = F.batch_norm(x, running.mean, running.var, weight, bias, spec.training, running.momentum, spec.eps)
+    y = _batch_norm(x, weight, bias, running, spec)
     y = y if residual is None else y + residual
+    if _marks_for_recompute(residual, spec):
+        # A region without an op would mark nothing. A slope of 1 is an identity that Inductor does not remove.
+        identity = spec.activation.name == "identity"
+        return checkpoint(_identity if identity else spec.activation, y, use_reentrant=False)
     if not learned:
         return spec.activation.write(y) if spec.activation.may_overwrite else spec.activation(y)
     assert spec.activation.module is not None
     names = (name for name, _ in spec.activation.module.named_parameters())
     return functional_call(spec.activation.module, dict(zip(names, learned, strict=True)), (y,))
+
+
+def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, running: Running, spec: _Spec) -> Tensor:
+    """Torch's own. It takes no momentum whose value the compiler does not know: plain ops apply that one."""
+    if isinstance(running.momentum, Tensor):
+        _compiled_statistics(x, running)
+        running = Running()
+    return F.batch_norm(x, running.mean, running.var, weight, bias, spec.training, running.momentum, spec.eps)
+
+
+def _identity(y: Tensor) -> Tensor:
+    return F.leaky_relu(y, 1.0)
+
+
+def _marks_for_recompute(residual: Tensor | None, spec: _Spec) -> bool:
+    """Whether a compiler's partitioner is to recompute z in backward. Joins are kept: it recomputes none from another.
+
+    Backward keeps x for the batch norm, and y is pointwise in x. So it suffices to mark the activation.
+    """
+    if not (torch.compiler.is_compiling() and spec.rebuild) or residual is not None:
+        return False
+    exporting = torch.compiler._is_exporting_flag  # is_exporting() is true in all that torch 2.11 compiles
+    return not exporting and spec.activation.name != "module"
 
 
 _NOTHING = nullcontext()

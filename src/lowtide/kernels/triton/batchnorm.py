@@ -121,19 +121,18 @@ class _Scratch(NamedTuple):
 _scratches: dict[tuple[int | None, int], list[_Scratch]] = {}
 
 
-def _scratch(grid: Grid, x: Tensor, *, fresh: bool) -> _Scratch:
+def _scratch(grid: Grid, x: Tensor) -> _Scratch:
     """One for each stream, on which launches do not overlap; one that became too small may be in a captured graph."""
     if isinstance(x, FakeTensor):
         return _Scratch(x.new_empty(0), x.new_empty(0))  # it stays from step to step, and is small
     device = x.device
     stream = current_stream(grid.device) if grid.device is not None else 0
-    held = [] if fresh else _scratches.setdefault((grid.device, stream), [])
+    held = _scratches.setdefault((grid.device, stream), [])
     needed = 3 * grid.parts * grid.channels
     if held and held[-1].sums.numel() >= needed and held[-1].counts.numel() >= grid.sums.tiles:
         return held[-1]
-    least = 1 if fresh else 2**12
-    sums = torch.empty(max(64 * least, _power(needed)), dtype=torch.float32, device=device)
-    counts = torch.zeros(max(least, _power(grid.sums.tiles)), dtype=torch.int32, device=device)
+    sums = torch.empty(max(2**18, _power(needed)), dtype=torch.float32, device=device)
+    counts = torch.zeros(max(2**12, _power(grid.sums.tiles)), dtype=torch.int32, device=device)
     made = _Scratch(sums, counts)
     if grid.device is None or not torch.cuda.is_current_stream_capturing():  # there the zeros are still to come
         held.append(made)
@@ -208,16 +207,14 @@ def forward(
     return z, mean, invstd, xhat
 
 
-def measure(
-    x: Tensor, running: Running, *, eps: float, streams: int | None = None, fresh: bool = False
-) -> tuple[Tensor, Tensor]:
+def measure(x: Tensor, running: Running, *, eps: float, streams: int | None = None) -> tuple[Tensor, Tensor]:
     """The mean and 1/σ of each channel; the running statistics follow."""
-    return _measure(_grid(x, streams), x, running, eps, fresh=fresh)
+    return _measure(_grid(x, streams), x, running, eps)
 
 
-def _measure(grid: Grid, x: Tensor, running: Running, eps: float, *, fresh: bool = False) -> tuple[Tensor, Tensor]:
+def _measure(grid: Grid, x: Tensor, running: Running, eps: float) -> tuple[Tensor, Tensor]:
     mean, invstd = _per_channel(grid, x), _per_channel(grid, x)
-    scratch = _scratch(grid, x, fresh=fresh)
+    scratch = _scratch(grid, x)
     held, var, momentum, batches = running
     _measure_launch(
         grid.sums.tiles * grid.parts,
@@ -282,7 +279,6 @@ def backward(
     joined: Tensor | None = None,
     sums: Sums | None = None,
     streams: int | None = None,
-    fresh: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """dx, dγ, dβ, the gradient of a PReLU's slopes, and dy, which is written only where there is a residual.
 
@@ -309,7 +305,7 @@ def backward(
             (*grid.whole.constants, code, _KEEPS[keeps], training, *has), num_warps=grid.whole.warps,
         )  # fmt: skip
     else:
-        scratch = _scratch(grid, kept, fresh=fresh)
+        scratch = _scratch(grid, kept)
         _reduce_launch(
             grid.sums.tiles * grid.parts,
             (dz, kept, added, *parameters, *found, scratch.sums, scratch.counts),
