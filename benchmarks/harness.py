@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from lowtide.reporting.tables import format_seconds
+from lowtide.sizes import format_seconds
 from lowtide.sizes import format_size
 from lowtide.version import __version__
 

@@ -1,15 +1,18 @@
 """Under torch.compile a layer is still plain batch norm and its activation, and still keeps one buffer."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lowtide.nn import BatchNormAct2d, BatchRenormAct2d
 from tests.nn.plain import ACTIVATIONS, Plain
@@ -143,6 +146,13 @@ def test_options_compile(options):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_one_value_per_channel_is_refused_as_torch_does(momentum):
+    layer = BatchNormAct2d(CHANNELS, momentum=momentum)
+    with pytest.raises(TorchRuntimeError, match="Expected more than 1 value per channel"):
+        torch.compile(layer, backend="aot_eager")(torch.randn(1, CHANNELS, 1, 1))
+
+
 @pytest.mark.parametrize("how", ["torch.compile(model)", "model.compile()"])
 def test_inductor_trains_as_plain_torch_does(how):
     model, plain = nets("relu", joined=True)
@@ -258,14 +268,21 @@ def test_a_join_keeps_one_buffer_more(rebuild_joins):
     assert len(Graphs().step(plain).kept) == 4
 
 
-def test_a_users_checkpoint_decides_and_statistics_move_once():
+def save_convolutions(context, op, *args, **kwargs):
+    saved = op is torch.ops.aten.convolution.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("policy", [None, save_convolutions])
+def test_a_users_checkpoint_decides_and_statistics_move_once(policy):
     model, plain = nets("relu")
+    how = {} if policy is None else {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
 
     def around(x):
-        return model.convs[2](checkpoint(lambda x: model.second(model.convs[1](x)), first(x), use_reentrant=False))
+        return model.convs[2](checkpoint(second, model.first(model.convs[0](x)), use_reentrant=False, **how))
 
-    def first(x):
-        return model.first(model.convs[0](x))
+    def second(x):
+        return model.second(model.convs[1](x))
 
     assert_same_steps(model, plain, torch.compile(around, fullgraph=True, backend="aot_eager"))
 

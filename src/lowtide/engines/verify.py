@@ -217,6 +217,8 @@ def _measure(work: Workload) -> tuple[int | None, float]:
     on_gpu = device.type == "cuda"
     times: list[float] = []
     gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()  # blocks that others left would be taken whole where a smaller one is asked for
     for _ in range(_TIMED_STEPS):
         if on_gpu:
             torch.cuda.synchronize(device)

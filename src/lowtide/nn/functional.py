@@ -220,8 +220,10 @@ def _plain(
 def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, running: Running, spec: _Spec) -> Tensor:
     """Torch's own. It takes no momentum whose value the compiler does not know: plain ops apply that one."""
     if isinstance(running.momentum, Tensor):
-        _compiled_statistics(x, running)
-        running = Running()
+        y = F.batch_norm(x, None, None, weight, bias, True, 0.0, spec.eps)
+        if x.numel():
+            _compiled_statistics(x, running)
+        return y
     return F.batch_norm(x, running.mean, running.var, weight, bias, spec.training, running.momentum, spec.eps)
 
 

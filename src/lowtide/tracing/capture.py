@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -39,7 +38,7 @@ from lowtide.tracing.held import (
     state_tensors,
     watch_modules,
 )
-from lowtide.tracing.internals import gradient_hooks
+from lowtide.tracing.internals import FAKE_KERNELS, gradient_hooks, silenced
 from lowtide.tracing.meter import CpuMeter, CudaMeter, Meter, NoMeter, profiler_is_free
 from lowtide.tracing.others import OtherTensors
 from lowtide.tracing.places import module_hooks
@@ -119,7 +118,7 @@ def _trace_fake(
         with ExitStack() as stack:
             if tensor_device.type == "cuda":
                 stack.enter_context(emulated_gpu())
-            stack.enter_context(no_logged_errors())
+            stack.enter_context(silenced(FAKE_KERNELS))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             fake = stack.enter_context(fake_workload(work, mode, tensor_device))
             stack.enter_context(mode)
@@ -402,18 +401,6 @@ def _noted_generator_states(recorder: Recorder) -> Generator[None]:
         yield
     finally:
         torch.get_rng_state = original
-
-
-@contextmanager
-def no_logged_errors() -> Generator[None]:
-    """Torch logs where a fake kernel fails, with its stack, before it raises the error that says so."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before = log.disabled
-    log.disabled = True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from lowtide.errors import TraceError
-from lowtide.tracing.capture import no_logged_errors
+from lowtide.tracing.internals import FAKE_KERNELS, silenced
 from lowtide.tracing.joint import CompiledLoss, Origin, origin_of, refuse_uncapturable
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
@@ -50,7 +50,7 @@ def capture_forward(work: Workload) -> Forward:
             return aot_autograd(fw_compiler=compiler)(captured, inputs)
 
     compiled = CompiledLoss(work, backend)
-    with compiled as loss, unchanged(work, fake=True), no_logged_errors(), contextlib.suppress(_CapturedError):
+    with compiled as loss, unchanged(work, fake=True), silenced(FAKE_KERNELS), contextlib.suppress(_CapturedError):
         try:
             loss(work.batch)
         except Exception as error:

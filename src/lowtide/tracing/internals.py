@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable
@@ -105,3 +106,18 @@ def forget_compiled(code: CodeType, backend: object) -> None:
     held = eval_frame.cached_backends
     for key in [key for key, each in held.items() if getattr(each, "compiler_fn", each) is backend]:
         del held[key]
+
+
+FAKE_KERNELS = "torch._subclasses.fake_tensor"  # logs the stack of a failing kernel before it raises
+METRICS = "torch._dynamo.metrics_context"  # torch 2.11 fails to log settings that hold functions
+
+
+@contextmanager
+def silenced(logger: str) -> Generator[None]:
+    """Silence one of torch's loggers, whose errors reach the user in another way or mean nothing."""
+    log = logging.getLogger(logger)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before

@@ -36,7 +36,7 @@ from lowtide.tracing.effects import (
     take_counters,
 )
 from lowtide.tracing.fixes import FIXES, SUBSTITUTES
-from lowtide.tracing.internals import evaluate_frames_by_default, forget_compiled
+from lowtide.tracing.internals import METRICS, evaluate_frames_by_default, forget_compiled, silenced
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
@@ -146,7 +146,12 @@ class CompiledLoss:
         assert self._compiled is not None
         held = held_by_call()
         try:
-            with answering(SUBSTITUTES, FIXES), plain_composites(), torch._dynamo.config.patch(_without_logging()):
+            with (
+                answering(SUBSTITUTES, FIXES),
+                plain_composites(),
+                torch._dynamo.config.patch(_without_logging()),
+                silenced(METRICS),
+            ):
                 return self._compiled(batch)
         finally:
             if held_by_call() > held:  # Dynamo failed, now or earlier, and has left its evaluator behind
