@@ -127,6 +127,9 @@ def test_a_step_is_planned(make: Any, engine: Any) -> None:
     assert found.ok, str(found)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The model ran in training mode outside:RuntimeWarning"
+)  # the plain loss, to compare with
 def test_a_planned_step_knows_another_batch_of_the_same_shapes() -> None:
     work = work_of(encoding(torch.randn(64, 16), torch.randn(64, 16)))
     other = encoding(torch.randn(64, 16), torch.randn(64, 16))
@@ -134,4 +137,4 @@ def test_a_planned_step_knows_another_batch_of_the_same_shapes() -> None:
         step.loss(work.batch).backward()
         step.model.zero_grad()
         assert torch.equal(step.loss(other), work.loss(work.model, other))
-        assert len(step.work.loss._compiled) == 1
+        assert len(step.work.loss._captured) == 1

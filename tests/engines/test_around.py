@@ -103,6 +103,7 @@ def test_a_step_prints_what_it_is(only: Only) -> None:
         step.undo()
 
 
+@pytest.mark.filterwarnings("ignore:A step took:RuntimeWarning")  # as both warnings say
 def test_a_dispatch_mode_and_an_autocast_are_each_warned_about_once(only: Only) -> None:
     step = applied("graph", only)
 
@@ -112,11 +113,11 @@ def test_a_dispatch_mode_and_an_autocast_are_each_warned_about_once(only: Only) 
 
     with pytest.warns(RuntimeWarning, match="A dispatch mode") as found, LoggingTensorMode():
         twice()
-    assert len(found) == 1
+    assert sum("A step took" not in str(each.message) for each in found) == 1
     autocast = torch.autocast("cpu", dtype=torch.bfloat16)
     with pytest.warns(RuntimeWarning, match="planned: it runs under an autocast") as found, autocast:
         twice()
-    assert len(found) == 1
+    assert sum("A step took" not in str(each.message) for each in found) == 1
 
 
 def test_the_watch_leaves_the_captured_graph_as_it_was_planned() -> None:

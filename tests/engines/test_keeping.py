@@ -73,7 +73,7 @@ def test_a_plan_keeps_its_budget_from_the_second_step_on(model: type[Model], eng
 def test_the_first_step_says_that_it_is_another_one() -> None:
     work = workload(Table())
     step = apply(plan(work, "60%", engine="graph"), work)
-    with pytest.warns(RuntimeWarning, match="a first step, which makes what the model keeps"):
+    with pytest.warns(RuntimeWarning, match="the model stores tensors on itself, as in a first step"):
         step(work.batch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

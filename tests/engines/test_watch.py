@@ -235,6 +235,7 @@ def test_an_optimizer_of_a_part_leaves_gradients_that_are_warned_about(heavy: Wo
         step(heavy.batch)
 
 
+@pytest.mark.filterwarnings("ignore:A step took:RuntimeWarning")  # as foreseen
 def test_parameters_unfrozen_after_planning_are_warned_about_once(heavy: Workload) -> None:
     frozen = heavy.model[:6].requires_grad_(False)
     step = eager(heavy, "100%")

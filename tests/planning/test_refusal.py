@@ -38,7 +38,7 @@ def test_a_refusal_below_parameters_and_gradients_captures_nothing(monkeypatch: 
 
     monkeypatch.setattr(search_module, "recomputations", capture)
     work = layers(width=256, samples=16)
-    assert "every plan holds" in refusal(work, "20%")
+    assert "(at most " in refusal(work, "20%")
 
 
 def test_the_budget_that_a_refusal_names_works() -> None:

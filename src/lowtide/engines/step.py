@@ -23,7 +23,7 @@ from lowtide.planning.prediction import apply_options
 from lowtide.profiling import Profile, profile
 from lowtide.sizes import format_size
 from lowtide.techniques.technique import Applied
-from lowtide.tracing.held import static_bytes
+from lowtide.tracing.held import static_bytes, watch_modules
 from lowtide.tracing.meter import CpuPeak
 from lowtide.tracing.others import beside
 from lowtide.workload import Workload, autocast
@@ -56,7 +56,7 @@ class Measured:
     """Seconds and peak of the first steps, without tensors that existed before ``apply`` and are none of the step's.
 
     ``peak_bytes`` is None where none was measured. On a CPU those are the second and third step, with batches like the
-    planned one: the first may capture the loss.
+    planned one, of models that replace none of their tensors: the first may capture the loss.
     """
 
     peak_bytes: int | None
@@ -98,15 +98,17 @@ class Step:
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
         meter = CpuPeak() if self._is_measured_on_cpu(batch) else None
+        held_since = None if meter is None else watch_modules(self.work)
         start = time.perf_counter()
         loss = self._run(batch, meter)
         if on_gpu:
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - start
-        if meter is not None and meter.bytes is not None:
-            self._note(seconds, meter.bytes + static_bytes(replace(self.work, batch=batch)))
-        else:
-            self._note(seconds, torch.cuda.max_memory_allocated(device) if on_gpu else None)
+        peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
+        # The allocator does not tell when a tensor from before the step is freed, such as one that a module replaces.
+        if meter is not None and meter.bytes is not None and held_since is not None and not held_since():
+            peak = meter.bytes + static_bytes(replace(self.work, batch=batch))
+        self._note(seconds, peak)
         return loss
 
     def _is_measured_on_cpu(self, batch: Any) -> bool:

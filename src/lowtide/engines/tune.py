@@ -14,7 +14,7 @@ from lowtide.planning.plan import Plan
 from lowtide.planning.search import Engine
 from lowtide.profiling import Profile
 from lowtide.tracing.unchanged import unchanged
-from lowtide.workload import Workload
+from lowtide.workload import Workload, check_workload
 
 _RIVALS = 3  # plans that are timed
 _ROUNDS = 2  # in turns
@@ -49,6 +49,7 @@ def plan(
     ``tune=False`` skips that: then, for one profile, a larger budget never gives a plan that is predicted slower. If
     nothing fits, ``BudgetError`` says which budget would be the smallest, and what to allow for less.
     """
+    check_workload(work, call="lowtide.plan(work, budget)")
     is_here = not fake and device in (None, work.device.type) and work.device.type != "meta"
     most = _RIVALS if tune and is_here else 1
     rivals = plans(work, budget, allow=allow, profile=profile, fake=fake, device=device, engine=engine, most=most)

@@ -105,7 +105,8 @@ def _run(work: Workload, joint: Joint, inputs: Sequence[Any]) -> list[Parts]:
                 "buffers": {
                     name: on_host(written.get(address(buffer), buffer))
                     for name, buffer in work.model.named_buffers()
-                    if buffer.is_floating_point()  # counters are no part of the graph
+                    # Counters are no part of the graph, nor are buffers that the model replaces.
+                    if buffer.is_floating_point() and not joint.stored
                 },
                 "generators": generators(work),
             }

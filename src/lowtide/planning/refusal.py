@@ -25,14 +25,12 @@ _REASONS = 2  # reasons that the error gives for techniques that do not help
 def no_plan(search: Search, wanted: int, permitted: Permission) -> BudgetError:
     """Three lines: a budget that works; the share that every plan holds; what to allow, or how small a batch.
 
-    Below what every plan holds nothing is captured, so a smaller plan of the graph engine may exist.
+    Where nothing was captured, the graph engine may have a smaller plan: "at most" says so.
     """
     least = search.least(permitted)
-    enough = f"{format_size(least.peak_bytes)}, {least.peak_bytes} bytes"
-    if wanted < search.floor_bytes <= least.peak_bytes:
-        reason = f"{format_size(wanted)} is below the bytes that every plan holds. A plan exists at ({enough})."
-    else:
-        reason = f"{format_size(wanted)} is below the smallest plan ({enough})."
+    bound = "" if search.is_complete else "at most "
+    smallest = f"{bound}{format_size(least.peak_bytes)}, {least.peak_bytes} bytes"
+    reason = f"{format_size(wanted)} is below the smallest plan ({smallest})."
     advice = _advice(search, least, wanted, permitted)
     return BudgetError("\n".join(filter(None, (reason, _composition(search), advice))))
 

@@ -83,7 +83,8 @@ class Search:
             if self.floor_bytes <= budget < baseline.peak_bytes:
                 study(work, baseline)
             self.candidates += self._options()
-        if engine == "graph" or (engine == "auto" and budget >= self.floor_bytes):
+        self.is_complete = engine != "auto" or budget >= self.floor_bytes  # no engine was skipped
+        if engine != "eager" and self.is_complete:
             self.candidates += self._schedules(required=engine == "graph")
         self.candidates.sort(key=lambda candidate: candidate.order)
         self._exact: dict[Option | Schedule | None, Found | None] = {

@@ -13,7 +13,7 @@ from math import ceil
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from lowtide.errors import LowtideError, TraceError
 from lowtide.techniques.microbatch.calls import Call, constant_of, shape_of
@@ -121,6 +121,8 @@ class _Analysis:
 
     def _constant(self, node: fx.Node, twin: fx.Node) -> Fact | None:
         whole, part = constant_of(node), constant_of(twin)
+        if not isinstance(whole, Tensor) or not isinstance(part, Tensor):  # a branch of control flow
+            return None
         if whole.shape == part.shape and torch.equal(whole, part):
             return FIXED
         if whole.numel() != 1 or part.numel() != 1:
