@@ -43,7 +43,7 @@ def test_explain_says_what_it_saves_costs_and_why(found: Plan) -> None:
         " on the model (segments ",
         "saves",
         "longer",
-        "The fastest that fits",
+        "Predicted to be the fastest that fits",
     ):
         assert part in text
     assert str(found) == text

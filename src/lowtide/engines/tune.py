@@ -68,6 +68,9 @@ def _fastest(work: Workload, rivals: list[Plan]) -> Plan:
     if times:
         notes.append(f"Timed before choosing, loss and gradients of a step: {', '.join(times)}.")
     best = replace(rivals[chosen], notes=(*rivals[chosen].notes, *notes))
+    if len(times) > 1:
+        why = f"Measured to be the fastest of {len(times)} plans that fit."
+        best = replace(best, choices=tuple(replace(choice, why=why) for choice in best.choices))
     return _with_seconds(best, timed[chosen] - plain) if max(plain, fastest) < inf else best
 
 

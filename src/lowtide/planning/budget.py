@@ -132,8 +132,8 @@ def _choices(found: Found, faster_peak: int, base: Baseline, budget: int) -> tup
     option, price = found.candidate.option, found.candidate.price
     if not isinstance(option, Option):
         return ()
-    fits, above = format_size(budget), format_size(faster_peak)
-    why = f"The fastest that fits {fits}: what is faster peaks at {above} or more."
+    above = f": what is faster peaks at {format_size(faster_peak)} or more" if faster_peak else ""
+    why = f"Predicted to be the fastest that fits {format_size(budget)}{above}."
     return (Choice(option, price.fidelity, base.peak_bytes - found.peak_bytes, price.seconds, why),)
 
 

@@ -128,12 +128,12 @@ class Plan:
             lines.append("  the plain step fits: nothing is changed")
         for choice in self.choices:
             lines.append(f"  {choice.option}")
-            saved, longer = format_size(choice.saved_bytes), _duration(choice.seconds)
-            lines.append(f"    saves {saved} at the peak, takes {longer} longer. {choice.why}")
+            saved = format_size(choice.saved_bytes)
+            lines.append(f"    saves {saved} at the peak, takes {_difference(choice.seconds)}. {choice.why}")
         if self.program is not None:
             saved = format_size(base.peak_bytes - self.peak_bytes)
             lines.append(f"  {self.program}")
-            lines.append(f"    saves {saved} at the peak, takes {_duration(self.program.seconds)} longer.")
+            lines.append(f"    saves {saved} at the peak, takes {_difference(self.program.seconds)}.")
             lines += [f"    {line}" for line in self.program.why]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
@@ -304,6 +304,15 @@ def _null_for_nan(value: Any) -> Any:
     if isinstance(value, Fidelity):
         return value.value
     return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _difference(seconds: float) -> str:
+    """Seconds more or less than the plain step.
+
+    >>> _difference(0.002), _difference(-0.002)
+    ('2.00 ms longer', '2.00 ms less')
+    """
+    return f"{_duration(abs(seconds))} {'less' if seconds < 0 else 'longer'}"
 
 
 def _duration(seconds: float) -> str:

@@ -156,7 +156,7 @@ class Search:
         return self._exact[candidate.option]
 
     def faster_peak(self, chosen: Found, permitted: Permission) -> int:
-        """The smallest peak among what is faster than a choice."""
+        """The smallest peak among what is faster than a choice; 0 where nothing is."""
         faster = [c for c in filter(permitted, self.candidates) if c.order < chosen.candidate.order]
         looked_at = ((c, self._exact.get(c.option)) for c in faster)
         return min((found.peak_bytes if found else c.estimate for c, found in looked_at), default=0)
