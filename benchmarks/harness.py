@@ -32,8 +32,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from lowtide.sizes import format_seconds
-from lowtide.sizes import format_size
+from lowtide.sizes import format_seconds, format_size
 from lowtide.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
