@@ -70,6 +70,16 @@ def test_timing_is_skipped_on_request_and_where_nothing_runs(monkeypatch: pytest
     lowtide.plan(chain(), "100%")
 
 
+def test_ranks_of_a_process_group_do_not_choose_by_their_own_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(*_: object) -> list[float]:
+        raise AssertionError("timed")
+
+    monkeypatch.setattr(tune, "_times", seconds)
+    monkeypatch.setattr(tune.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(tune.distributed, "get_world_size", lambda: 2)
+    lowtide.plan(chain(), "70%")
+
+
 def test_timing_changes_nothing() -> None:
     work = chain()
     before = snapshot(work.model)

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from math import inf
 
+from torch import distributed
+
 from lowtide.engines.step import planned
 from lowtide.planning.baseline import seconds_of_loss
 from lowtide.planning.budget import plans
@@ -46,16 +48,21 @@ def plan(
     "graph" captures the loss, forward and backward, and plans op by op; "auto" takes the faster plan of both.
 
     Up to three plans with close predictions run a few steps, and the fastest is taken, with its measured seconds.
-    ``tune=False`` skips that: then, for one profile, a larger budget never gives a plan that is predicted slower. If
+    ``tune=False`` skips that, and so does a process group, whose ranks need one plan: then, for one profile, a larger budget never gives a plan that is predicted slower. If
     nothing fits, ``BudgetError`` says which budget would be the smallest, and what to allow for less.
     """
     check_workload(work, call="lowtide.plan(work, budget)")
     is_here = not fake and device in (None, work.device.type) and work.device.type != "meta"
-    most = _RIVALS if tune and is_here else 1
+    most = _RIVALS if tune and is_here and not _has_ranks() else 1
     rivals = plans(work, budget, allow=allow, profile=profile, fake=fake, device=device, engine=engine, most=most)
     if most == 1 or (len(rivals) == 1 and not rivals[0].choices):
         return rivals[0]
     return _fastest(work, rivals)
+
+
+def _has_ranks() -> bool:
+    """Whether there are other processes, whose clocks would choose other plans."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _fastest(work: Workload, rivals: list[Plan]) -> Plan:
