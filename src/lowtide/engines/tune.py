@@ -48,8 +48,9 @@ def plan(
     "graph" captures the loss, forward and backward, and plans op by op; "auto" takes the faster plan of both.
 
     Up to three plans with close predictions run a few steps, and the fastest is taken, with its measured seconds.
-    ``tune=False`` skips that, and so does a process group, whose ranks need one plan: then, for one profile, a larger budget never gives a plan that is predicted slower. If
-    nothing fits, ``BudgetError`` says which budget would be the smallest, and what to allow for less.
+    ``tune=False`` skips that, and so does a process group, whose ranks need one plan. Then, for one profile, a larger
+    budget never gives a plan that is predicted slower. If nothing fits, ``BudgetError`` says which budget would, who
+    holds the bytes, and what to allow for less.
     """
     check_workload(work, call="lowtide.plan(work, budget)")
     is_here = not fake and device in (None, work.device.type) and work.device.type != "meta"
