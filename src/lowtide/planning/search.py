@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -79,10 +79,11 @@ class Search:
         plain = Candidate(None, Price(Fidelity.BITWISE), baseline.peak_bytes)
         self.candidates = [plain]
         self.recomputations: Recomputations | None = None
+        self._unstudied: set[str] = set()  # techniques that know more of the step once they captured it
         if engine != "graph":
+            self.candidates += self._options(techniques().values())
             if self.floor_bytes <= budget < baseline.peak_bytes:
-                study(work, baseline)
-            self.candidates += self._options()
+                self._unstudied = {name for name, technique in techniques().items() if hasattr(technique, "study")}
         self.is_complete = engine != "auto" or budget >= self.floor_bytes  # no engine was skipped
         if engine != "eager" and self.is_complete:
             self.candidates += self._schedules(required=engine == "graph")
@@ -110,11 +111,16 @@ class Search:
         failed: dict[str, float] = {}
         rivals: dict[str, Found] = {}
         limit = math.inf
-        for candidate in filter(permitted, self.candidates):
+        for candidate in self.candidates:
             seconds = self.baseline.seconds + candidate.price.seconds
             if len(rivals) == most or (rivals and seconds > limit):
                 break
             name = candidate.technique
+            if name in self._unstudied and name not in rivals and candidate.estimate <= budget * _SLACK:
+                self._study()
+                return self.contenders(budget, permitted, most=most, close=close)
+            if not permitted(candidate):
+                continue
             if isinstance(candidate.option, Schedule):
                 worth = candidate.estimate <= budget * SCHEDULE_SLACK
             else:
@@ -134,6 +140,7 @@ class Search:
 
     def least(self, permitted: Permission, *, traced: int = _TRACED) -> Found:
         """The candidate with the smallest peak, of the smallest estimates that can be used."""
+        self._study()
         looked_at: list[Found] = []
         seen: Counter[type] = Counter()
         unusable: Counter[str] = Counter()
@@ -186,8 +193,18 @@ class Search:
         assert plain is not None
         return plain
 
-    def _options(self) -> Iterator[Candidate]:
-        for technique in techniques().values():
+    def _study(self) -> None:
+        """Let techniques capture the step, and price their options by what they found."""
+        if not self._unstudied:
+            return
+        study(self.work, self.baseline)
+        studied = [techniques()[name] for name in self._unstudied]
+        self.candidates = [c for c in self.candidates if c.technique not in self._unstudied]
+        self.candidates = sorted([*self.candidates, *self._options(studied)], key=lambda candidate: candidate.order)
+        self._unstudied = set()
+
+    def _options(self, chosen: Iterable[Technique]) -> Iterator[Candidate]:
+        for technique in chosen:
             options = technique.options(self.baseline)
             if not options:
                 self.idle.append(f"{technique.name} needs {technique.needs}")
