@@ -25,7 +25,7 @@ _REASONS = 2  # reasons that the error gives for techniques that do not help
 def no_plan(search: Search, wanted: int, permitted: Permission) -> BudgetError:
     """Three lines: a budget that works; the share that every plan holds; what to allow, or how small a batch.
 
-    Where nothing was captured, the graph engine may have a smaller plan: "at most" says so.
+    Where nothing was captured, or options were not traced, a smaller plan may exist: "at most" says so.
     """
     least = search.least(permitted)
     bound = "" if search.is_complete else "at most "
@@ -48,7 +48,7 @@ def _composition(search: Search) -> str:
 
 def _advice(search: Search, least: Found, wanted: int, permitted: Permission) -> str:
     advice: list[str] = []
-    if least.candidate.option is None and search.idle:
+    if least.candidate.option is None and search.idle and search.is_complete:
         advice.append(f"Nothing lowers the plain step's peak here: {'; '.join(islice(search.idle, _REASONS))}.")
     everything = search.least(Permission(Fidelity.CHANGED), traced=1)
     if everything.peak_bytes < least.peak_bytes:

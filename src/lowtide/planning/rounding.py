@@ -24,6 +24,7 @@ Parts = Mapping[str, Part]
 
 _FACTOR = 8.0  # two ways to round can lie this many times further apart than one unit in each parameter moves them
 _FLOOR = 4.0  # units in the last place that a norm may be off where parameters do not matter
+_MOST = 1.2e-2  # that a whole part may be off, however coarse its numbers and however far rounding carries
 _NOTHING = 1e-6  # the share of all tensors below which one is made of rounding alone
 
 
@@ -86,10 +87,12 @@ class Rounding:
         """Whether each tensor of a part is off by no more than rounding.
 
         That is, relative to itself, by what the whole part moves; or by what it moves itself, as one does that is zero
-        but for rounding.
+        but for rounding. All together may be off by 1.2%.
         """
         if what not in self._scales or plain.keys() != other.keys():
             return parts_equal(plain, other)
+        if distance(plain, other) > _MOST:
+            return False
         sizes = {name: norms(tensor, other[name]) for name, tensor in plain.items()}
         nothing = _NOTHING * math.hypot(*(size for size, _ in sizes.values()))
         return all(

@@ -82,9 +82,9 @@ class Search:
         self._unstudied: set[str] = set()  # techniques that know more of the step once they captured it
         if engine != "graph":
             self.candidates += self._options(techniques().values())
-            if self.floor_bytes <= budget < baseline.peak_bytes:
+            if budget < baseline.peak_bytes:
                 self._unstudied = {name for name, technique in techniques().items() if hasattr(technique, "study")}
-        self.is_complete = engine != "auto" or budget >= self.floor_bytes  # no engine was skipped
+        self.is_complete = engine != "auto" or budget >= self.floor_bytes  # no plan was skipped
         if engine != "eager" and self.is_complete:
             self.candidates += self._schedules(required=engine == "graph")
         self.candidates.sort(key=lambda candidate: candidate.order)
@@ -147,6 +147,7 @@ class Search:
         for candidate in self._by_estimate(permitted):
             most = traced if isinstance(candidate.option, Option) else SMALLEST
             if seen[type(candidate.option)] == most or unusable[candidate.technique] == _TRACED:
+                self.is_complete &= not isinstance(candidate.option, Option)
                 continue
             found = self.exact(candidate)
             if found is not None and self._runs(candidate):

@@ -98,7 +98,7 @@ class Option:
         return dict(self.knobs).get(name, default)
 
     def __str__(self) -> str:
-        shown = [f"{name} {value}" for name, value in self.knobs if not isinstance(value, tuple)]
+        shown = [f"{name} {value}" for name, value in self.knobs if not isinstance(value, tuple) and value != ""]
         places = [path or "the model" for path in self.site]
         places[3:] = [f"{len(places) - 3} more"] if len(places) > 4 else places[3:]
         where = ", ".join(places)

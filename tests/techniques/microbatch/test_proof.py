@@ -230,3 +230,39 @@ def test_a_proof_leaves_the_model_as_it_was() -> None:
     before = {name: value.clone() for name, value in work.model.state_dict().items()}
     assert "batch_norm" in prove(work).why
     assert all(torch.equal(value, before[name]) for name, value in work.model.state_dict().items())
+
+
+class Warmup(nn.Module):
+    """Counts its forward passes, as annealed losses do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.passes = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return self.linear(x) * min(1.0, self.passes / 10)
+
+
+def test_a_count_of_passes_is_no_constant() -> None:
+    model = Warmup()
+    found = prove(Workload(model, lambda model, x: model(x).square().mean(), torch.randn(8, 8)))
+    assert found.reduction is None
+    assert model.passes == 0
+
+
+_passes = [0]
+
+
+def test_a_count_beside_the_model_is_no_constant() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        _passes[0] += 1
+        return (model(x) * min(1.0, _passes[0] / 10)).square().mean()
+
+    assert prove(Workload(nn.Linear(8, 8), loss, torch.randn(8, 8))).reduction is None
+
+
+def test_gradients_scaled_by_frequency_are_not_proved() -> None:
+    model = nn.Sequential(nn.Embedding(20, 8, scale_grad_by_freq=True), nn.Linear(8, 1))
+    work = Workload(model, lambda model, x: model(x).square().mean(), torch.arange(16).view(8, 2))
+    assert prove(work).reduction is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -272,3 +273,17 @@ def test_with_dropout_a_step_is_another_draw_of_the_same_distribution() -> None:
     error = (variance.sum() / draws).sqrt()
     assert (drawn.mean(0) - x.mean(0)).norm() <= 3 * error
     assert float(drawn.var(0).sum()) == pytest.approx(float(variance.sum()), rel=0.1)
+
+
+def test_a_batch_with_a_mask_that_was_not_planned_is_warned_about(only: Callable[..., None]) -> None:
+    def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        each, mask = model(batch["x"]).square().mean(-1), batch["mask"]
+        return each.mean() if mask is None else (each * mask).sum() / mask.sum()
+
+    only("microbatch")
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+    work = Workload(model, loss, {"x": torch.randn(64, 16), "mask": None})
+    step = lowtide.apply(lowtide.plan(work, "70%", engine="eager"), work)
+    mask = torch.zeros(64).index_fill_(0, torch.arange(20), 1.0)
+    with pytest.warns(RuntimeWarning, match="other parts than the planned one"):
+        step({"x": torch.randn(64, 16), "mask": mask})

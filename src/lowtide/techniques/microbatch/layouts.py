@@ -146,6 +146,8 @@ def padded(call: Call) -> Fact | None:
 
 def embedding(call: Call) -> Fact | None:
     weight, indices = call.of("weight"), call.of("indices")
+    if call.whole.get("scale_grad_by_freq"):  # its gradients count how often the whole batch has an index
+        return None
     return indices if weight == FIXED and indices is not None and are_plain([indices]) and call.is_same() else None
 
 

@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from lowtide.batches import flatten
 from lowtide.errors import LowtideError, WorkloadError
 from lowtide.techniques.microbatch.counts import Counting, is_mixed
 from lowtide.techniques.microbatch.endings import Endings
@@ -64,6 +65,15 @@ def microbatch(
     return replace(work, loss=MicrobatchLoss(work, size, reduction=reduction, weight=weight, split=split, exact=exact))
 
 
+_COMPARED_STEPS = 3  # of a proved loss: to read divisors waits for the device
+
+
+def _structure(batch: Any) -> str:
+    """The containers and kinds of a batch, without its sizes."""
+    leaves, structure = flatten(batch)
+    return f"{structure} {[type(leaf).__name__ for leaf in leaves]}"
+
+
 class MicrobatchLoss:
     """A loss in pieces. ``__wrapped__`` is the loss of one piece."""
 
@@ -105,6 +115,8 @@ class MicrobatchLoss:
         self.extra: list[Tensor] | None = None  # what else the loss trains; known after the first step
         self.scale: Tensor | None = None  # the last gradient that came back to the loss
         self.endings = Endings()
+        self._planned = _structure(work.batch)
+        self.steps = 0  # real ones, of which the first are looked at more closely
         self._optimizer = work.optimizer
         own = set(work.model.modules())
         self._held = [module for module in modules_of(work) if module not in own]  # a criterion of the loss's own
@@ -120,6 +132,8 @@ class MicrobatchLoss:
         modules = self.modules(model)
         _refuse_sharded(modules)
         is_traced = _get_current_dispatch_mode() is not None
+        if self.proved is not None and not is_traced and _structure(batch) != self._planned:
+            self.endings.warn("The batch has other parts than the planned one, for which the loss was proved")
         if self.proved is not None and not is_traced and any(map(takes_statistics, modules)):
             self.endings.warn("Batch norms take statistics of each piece, which the planned step did not")
         if self.found is None and self.weight is None and not is_traced:
@@ -216,7 +230,8 @@ class _Run:
                 recording.finish()
         if not self.is_traced:
             loss.counts = needed
-            if divisors and loss.proved is None:
+            loss.steps += 1
+            if divisors and (loss.proved is None or loss.steps <= _COMPARED_STEPS):
                 loss.endings.compare(divisors, shares)
         return self._attach(values, shares)
 

@@ -10,10 +10,11 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from lowtide.errors import LowtideError, TraceError
 from lowtide.techniques.microbatch.calls import Call, constant_of, shape_of
@@ -23,7 +24,9 @@ from lowtide.techniques.microbatch.rules import find_rule
 from lowtide.techniques.microbatch.weights import Proved
 from lowtide.tracing.effects import ancestors
 from lowtide.tracing.forward import Forward, capture_forward
-from lowtide.workload import Workload
+from lowtide.tracing.held import modules_of
+from lowtide.tracing.unchanged import unchanged
+from lowtide.workload import Workload, autocast
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,46 @@ def prove(work: Workload) -> Proof:
         sizes = Sizes(batch.samples, ceil(batch.samples / 2))
         if sizes.whole == sizes.part:
             return Proof(None, "the batch has one sample")
+        if _counts_steps(work):
+            return Proof(None, "the loss changes numbers that it or a module holds")
         whole = capture_forward(work)
         part = capture_forward(replace(work, batch=batch.piece(0, sizes.part)))
         return _Analysis(whole, part, sizes).result()
     except LowtideError as error:
         return Proof(None, str(error).rstrip("."))
+
+
+def _counts_steps(work: Workload) -> bool:
+    """Whether a forward pass leaves other Python numbers behind, which each piece would change again."""
+    with unchanged(work), torch.no_grad(), autocast(work.device.type, work.autocast):
+        before = _numbers_held(work)
+        work.loss(work.model, work.batch)
+        return _numbers_held(work) != before
+
+
+def _numbers_held(work: Workload) -> list[Any]:
+    """The plain values of modules, and those that the loss closes over, is bound to or reads as globals."""
+    owner = getattr(work.loss, "__self__", None)
+    function = getattr(work.loss, "__func__", work.loss)
+    cells = getattr(function, "__closure__", None) or ()
+    closed_over = [cell.cell_contents for cell in cells if cell != CellType()]
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    read = [value for name, value in getattr(function, "__globals__", {}).items() if name in names]
+    holders = [*map(vars, modules_of(work)), getattr(owner, "__dict__", {}), closed_over, read]
+    return [_plain_values(holder) for holder in holders]
+
+
+def _plain_values(value: Any, depth: int = 3) -> Any:
+    """Numbers and words in containers and objects, to a small depth; None for all else."""
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if depth and isinstance(value, dict):
+        return [(str(key), _plain_values(each, depth - 1)) for key, each in value.items()]
+    if depth and isinstance(value, (list, tuple)):
+        return [_plain_values(each, depth - 1) for each in value]
+    if depth and hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type, FunctionType)):
+        return _plain_values(vars(value), depth - 1)
+    return None
 
 
 class _Analysis:
