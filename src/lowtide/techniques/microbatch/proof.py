@@ -26,7 +26,7 @@ from lowtide.tracing.effects import ancestors
 from lowtide.tracing.forward import Forward, capture_forward
 from lowtide.tracing.held import modules_of
 from lowtide.tracing.unchanged import unchanged
-from lowtide.workload import Workload, autocast
+from lowtide.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ def prove(work: Workload) -> Proof:
         whole = capture_forward(work)
         part = capture_forward(replace(work, batch=batch.piece(0, sizes.part)))
         return _Analysis(whole, part, sizes).result()
-    except LowtideError as error:
+    except (LowtideError, torch.OutOfMemoryError) as error:
         return Proof(None, str(error).rstrip("."))
 
 
 def _counts_steps(work: Workload) -> bool:
     """Whether a forward pass leaves other Python numbers behind, which each piece would change again."""
-    with unchanged(work), torch.no_grad(), autocast(work.device.type, work.autocast):
+    with unchanged(work):
         before = _numbers_held(work)
-        work.loss(work.model, work.batch)
+        work.compute_loss()
         return _numbers_held(work) != before
 
 
