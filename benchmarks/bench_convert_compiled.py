@@ -203,7 +203,7 @@ class Step:
         loss.backward()
 
     def gradients(self) -> list[Tensor]:
-        """Those at the parameters of now, copied."""
+        """Gradients at the current parameters, copied."""
         self.optimizer.zero_grad(set_to_none=True)
         self.backward()
         return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]

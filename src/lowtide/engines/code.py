@@ -219,7 +219,7 @@ def _drawn_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device | 
 
 
 def boxed(module: fx.GraphModule, *, keeps_graph: bool = True) -> Callable[[list[Any]], Any]:
-    """Takes its arguments in a list, which it empties: they too are let go after their last use.
+    """Take arguments in a list and empty it, so that they are freed after their last use too.
 
     Code that runs needs no graph, whose nodes hold a fake tensor each.
     """

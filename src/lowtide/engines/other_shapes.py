@@ -89,7 +89,7 @@ class OtherShapes:
             return applied.work.compute_loss(batch=batch)
 
     def _options(self, found: Signature, batch: Any) -> tuple[Option, ...] | None:
-        """What to apply to the plain step so that the batch fits; None where that is unknown, or nothing helps."""
+        """Options under which the batch fits; None where that is unknown, or nothing helps."""
         known = self._plain.options(found)
         other = self._checkpoints.options(found)
         enough = other is not None and len(self._plain) >= _MOST_PREDICTED

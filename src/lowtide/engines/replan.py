@@ -124,7 +124,7 @@ class Replanner:
         return program_of(stages, schedule)
 
     def _difference(self, joint: Joint) -> str:
-        """What makes the step another one than the planned one, on a batch of the planned shape."""
+        """Name the cause for which a batch of the planned shape runs another step."""
         found = self._setting.difference(_Setting.of(self.work.model))
         if found:
             return found
@@ -137,7 +137,7 @@ class Replanner:
 
 @dataclass(frozen=True)
 class _Setting:
-    """What decides which ops a model runs and differentiates, by the names of modules and parameters."""
+    """Modes, hooks and trained parameters, by name: they decide which ops a model runs."""
 
     modes: Mapping[str, bool]
     hooks: Mapping[str, int]

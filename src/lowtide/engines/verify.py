@@ -102,7 +102,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Verification:
-    """What ``verify`` found. ``ok``: results compared and as promised, and the peak within the budget."""
+    """The result of ``verify``. ``ok``: results compared and as promised, and the peak within the budget."""
 
     plan: Plan
     agreements: tuple[Agreement, ...]

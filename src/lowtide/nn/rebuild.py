@@ -61,7 +61,7 @@ class Record:
         )
 
     def _has_hidden_write(self, tensor: Tensor) -> bool:
-        """Whether the values differ from the layer's. Those who wait then get what is there now, as in a plain step."""
+        """Whether the values differ from the layer's. Waiting readers then get current values, as in a plain step."""
         if self._values is not None and not self._is_written:
             whole = tensor.detach().as_strided(self._shape, self._stride, self._offset)
             if read(whole) != self._values:

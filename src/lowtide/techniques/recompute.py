@@ -77,7 +77,7 @@ def recompute(
 
 @dataclass
 class _State:
-    """What the first run found: modes, buffers and contents that it went on to change, versions of parameters."""
+    """State before the first run: modes, buffers and contents that it changes, versions of parameters."""
 
     modules: list[nn.Module]
     path: str

@@ -20,7 +20,7 @@ Run = Callable[..., Any]  # an op and its arguments: runs and records it
 
 
 def formula_of(node: Any) -> Callable[[Any, Run], None] | None:
-    """What a plain step computes in an autograd node, where that is not what runs under a mode."""
+    """The formula of a plain step for an autograd node, where another runs under a mode."""
     name = node.name()
     found = _FORMULAS.get(name)
     if found is None or (found is _share_evenly and node._input_metadata[0].device.type != "cpu"):

@@ -31,7 +31,7 @@ from lowtide.workload import Workload
 
 @dataclass(frozen=True)
 class Proof:
-    """What a loss is over its samples: nothing where that is not proved, and then why.
+    """The reduction of a loss over its samples; None where it is not proved, and then why.
 
     "counted" is a mean over the targets that cross entropies do not ignore, the same ones for all terms; "several" adds
     means over different numbers of targets, which each step must find to be alike in all pieces.
