@@ -18,6 +18,7 @@ from lowtide.planning.prediction import predict
 from lowtide.profiling import Profile, profile
 from lowtide.techniques import Fidelity, register
 from lowtide.techniques.microbatch.technique import Microbatch
+from lowtide.techniques.registry import techniques
 
 from ..contract.outcomes import assert_restored, snapshot
 from .steps import Loose, chain
@@ -330,3 +331,13 @@ def test_a_plan_says_why_the_graph_engine_is_not_used() -> None:
     assert found.engine == "eager"
     assert any("graph engine is not used" in note and "Data-dependent" in note for note in found.notes)
     assert "graph engine is not used" in found.explain()
+
+
+def test_ops_that_a_technique_brings_are_measured_before_their_bytes_are_promised() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    work = Workload(model, lambda model, x: model(x).square().mean(), torch.randn(60, 16), autocast=torch.bfloat16)
+    before = profile(work)
+    for option in techniques()["randomized"].options(before)[:2]:
+        predicted = predict(work, [option], before)
+        with apply_options(work, [option]) as applied:
+            assert profile(applied.work).peak_bytes <= predicted.peak_bytes
