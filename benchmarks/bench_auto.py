@@ -2,8 +2,8 @@
 
     PYTHONPATH=src:. python -m benchmarks.bench_auto [--device cpu|cuda] [--only NAME] [--results DIR]
 
-For each model and budget, the best plan of each technique and of the graph engine is applied and timed for a few
-whole steps, and so is the plan that ``lowtide.plan`` takes. The ratio is of its seconds to the fastest, in this run.
+For each model and budget, the best plan of each technique and of the graph engine is timed, in turns with the plain
+step and with the plan that ``lowtide.plan`` takes. Ratios are of medians over the rounds, to the fastest plan.
 Models are the zoo's and, where installed, those of transformers and torchvision, with random weights.
 """
 
@@ -13,7 +13,9 @@ import gc
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from lowtide.planning.baseline import baseline_profile
 from lowtide.planning.budget import plans
 from lowtide.planning.plan import Plan
 
-STEPS, ROUNDS = 2, 5
+STEPS, ROUNDS = 2, 9
 SHARES = {"cpu": ("60%", "40%"), "cuda": ("60%",)}
 
 
@@ -56,34 +58,39 @@ def compare_plans(case: str, work: Workload, share: str) -> list[Row]:
     chosen = lowtide.plan(work, share, profile=baseline)
     planning = time.perf_counter() - start
     rivals = {_name(plan): plan for plan in plans(work, share, profile=baseline, most=20, close=math.inf)}
-    plain = _times(work, None)
-    times = {name: _times(work, plan) for name, plan in rivals.items()}
-    taken = times.pop(_name(chosen), None) or _times(work, chosen)
-    fastest = min(map(min, (taken, *times.values())))
-    rows = [Row.of(case, "plain step", "time", plain, "s")]
-    for name, each, plan in (
-        (f"lowtide.plan: {_name(chosen)}", taken, chosen),
-        *((n, times[n], rivals[n]) for n in times),
-    ):
-        rows.append(Row.of(case, name, "time", each, "s"))
-        rows.append(Row.of(case, name, "to the plain step", [min(each) / min(plain)], "x"))
-        rows.append(Row.of(case, name, "predicted", [plan.seconds / plan.baseline.seconds], "x"))
-        rows.append(Row.of(case, name, "to the fastest", [min(each) / fastest], "x"))
+    rivals.pop(_name(chosen), None)
+    steps = {"plain step": None, f"lowtide.plan: {_name(chosen)}": chosen, **rivals}
+    times = _times(work, steps)
+    plain, *planned = (median(times[name]) for name in steps)
+    rows: list[Row] = []
+    for name, plan in steps.items():
+        rows.append(Row.of(case, name, "time", times[name], "s"))
+        if plan is not None:
+            rows.append(Row.of(case, name, "to the plain step", [median(times[name]) / plain], "x"))
+            rows.append(Row.of(case, name, "predicted", [plan.seconds / plan.baseline.seconds], "x"))
+            rows.append(Row.of(case, name, "to the fastest", [median(times[name]) / min(planned)], "x"))
     rows.append(Row.of(case, f"lowtide.plan: {_name(chosen)}", "planning", [planning], "s"))
     print("\n".join(chosen.notes))
     return rows
 
 
-def _times(work: Workload, plan: Plan | None) -> list[float]:
-    """Seconds of whole steps under a plan, after two that warm up."""
-    step = lowtide.apply(plan, work) if plan else None
-    try:
-        planned = step.work if step else work
-        seconds_of(planned, 2)
-        return [seconds_of(planned, STEPS) for _ in range(ROUNDS)]
-    finally:
-        if step:
-            step.undo()
+def _times(work: Workload, plans: dict[str, Plan | None]) -> dict[str, list[float]]:
+    """Seconds of whole steps under each plan, in turns, each after one step that warms up."""
+    times: dict[str, list[float]] = {name: [] for name in plans}
+    with ExitStack() as stack:
+        programs = {  # applied once, since each would be captured again; they leave the modules alone
+            name: stack.enter_context(lowtide.apply(plan, work))
+            for name, plan in plans.items()
+            if plan is not None and plan.program is not None
+        }
+        for _ in range(ROUNDS):
+            for name, plan in plans.items():
+                with ExitStack() as turn:
+                    applied = programs.get(name) or (plan and turn.enter_context(lowtide.apply(plan, work)))
+                    planned = applied.work if applied else work
+                    seconds_of(planned, 1)
+                    times[name].append(seconds_of(planned, STEPS))
+    return times
 
 
 def _name(plan: Plan) -> str:

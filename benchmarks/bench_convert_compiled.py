@@ -106,6 +106,7 @@ def measure(
     rows: list[Row] = []
     for name, prepare in chosen(variants).items():
         start = time.perf_counter()
+        torch._dynamo.reset()  # or another variant's shapes would make these dynamic
         counters.clear()
         steps[name] = step = prepare(lambda change, **how: Step(build, device, batch, side, change, **how))
         step()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +14,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lowtide import Workload, profile, verify
-from lowtide.engines import apply
+from lowtide import Workload, apply, plan, profile, verify
 from lowtide.errors import BudgetError
-from lowtide.planning import plan
+from lowtide.planning.search import Engine
 from lowtide.techniques.technique import Fidelity
 
 from ..tracing.allocator import allocated_peak
@@ -90,6 +91,16 @@ LOSSES: dict[str, Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]] = {
 }
 
 
+def test_any_plan_keeps_its_bytes_and_its_class_or_is_refused() -> None:
+    plans_found.clear()
+    check_random_plans()
+    assert len(plans_found) >= EXAMPLES // 4, "most were refused: this tests little"
+    print(Counter(plans_found))
+
+
+plans_found: list[str] = []  # techniques, or the engine
+
+
 @seed(SEED)
 @settings(
     max_examples=EXAMPLES,
@@ -103,18 +114,27 @@ LOSSES: dict[str, Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]] = {
     samples=st.integers(2, 24),
     share=st.integers(35, 99),
     half=st.booleans(),
+    padded=st.booleans(),
     allow=st.sampled_from(["bitwise", "roundoff", "unbiased", "approximate", "changed"]),
     engine=st.sampled_from(["auto", "eager", "graph"]),
     momentum=st.booleans(),
 )
-def test_any_plan_keeps_its_bytes_and_its_class_or_is_refused(
-    blocks: list[str], loss: str, samples: int, share: int, half: bool, allow: str, engine: str, momentum: bool
+def check_random_plans(
+    blocks: list[str],
+    loss: str,
+    samples: int,
+    share: int,
+    half: bool,
+    padded: bool,
+    allow: str,
+    engine: Engine,
+    momentum: bool,
 ) -> None:
     torch.manual_seed(samples + SEED)
     model = nn.Sequential(*(BLOCKS[block]() for block in blocks))
-    batch = torch.randn(samples, LENGTH, WIDTH), torch.randint(0, WIDTH, (samples, LENGTH))
     if not list(model.parameters()):
         return
+    batch = random_batch(samples, padded=padded)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 * momentum)
     work = Workload(model, LOSSES[loss], batch, optimizer, torch.bfloat16 if half else None)
     before = profile(work)
@@ -123,16 +143,26 @@ def test_any_plan_keeps_its_bytes_and_its_class_or_is_refused(
         found = plan(work, budget, profile=before, engine=engine, allow=allow)
     except BudgetError:
         return
+    plans_found.append(", ".join(option.technique for option in found.options) or found.engine)
     assert found.peak_bytes <= budget
     assert found.fidelity <= Fidelity(allow)
-    checked = verify(work, found)
-    assert checked.ok, str(checked)
-    expected = results(work, plain_loss(work)) if found.fidelity is Fidelity.BITWISE else ()
+    later = replace(work, batch=random_batch(samples, padded=True))
+    for each in (work, later):
+        checked = verify(each, found)
+        assert checked.ok, str(checked)
+    is_bitwise = found.fidelity is Fidelity.BITWISE
+    expected = [*results(work, plain_loss(work)), *results(later, plain_loss(work))] if is_bitwise else []
     with apply(found, work) as step, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # gradients that the loop below leaves between steps
-        for ours, plains in zip(results(work, step.loss) if expected else (), expected, strict=True):
-            assert torch.equal(ours, plains)
+        if is_bitwise:
+            for ours, plains in zip([*results(work, step.loss), *results(later, step.loss)], expected, strict=True):
+                assert torch.equal(ours, plains)
         work.model.zero_grad()
         assert step.profile().storage_peak_bytes == found.storage_peak_bytes
         assert allocated_peak(work.model, lambda _, batch: step.loss(batch), work.batch, work.optimizer) <= budget
     torch._dynamo.reset()
+
+
+def random_batch(samples: int, *, padded: bool) -> tuple[Tensor, Tensor]:
+    """Inputs and classes; the loss "masked" ignores classes up to 3, which only padded batches hold."""
+    return torch.randn(samples, LENGTH, WIDTH), torch.randint(0 if padded else 4, WIDTH, (samples, LENGTH))

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide import LowtideError
 from lowtide.nn import BatchNormAct2d, BatchRenormAct2d, keep_one_buffer
+from lowtide.nn.hidden_writes import calls_of, read
 from tests.nn.plain import IN_PLACE, ONE_BUFFER, pair
 
 SHAPE = (5, 4, 6, 6)
@@ -383,3 +384,19 @@ def test_later_calls_are_not_checked(make, monkeypatch):
         counts.append(len(reads))
     assert counts[0] > 0
     assert counts[1] == counts[2] == counts[3]
+
+
+def test_values_are_summed_in_single_precision_at_least():
+    """Autocast on a GPU widens sums, but not in the hooks where values are read again."""
+    assert read(torch.ones(257, dtype=torch.bfloat16))[1] == 257
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_autocast_is_not_taken_for_a_write(device):
+    layer = BatchNormAct2d(4, "relu", "checkpoint")
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), layer, nn.Conv2d(4, 4, 1)).to(device)
+    for _ in range(2):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            y = model(torch.randn(64, 4, 16, 16, device=device))
+        y.float().sum().backward()
+    assert not calls_of(layer).is_written

@@ -44,9 +44,13 @@ def calls_of(owner: object) -> Calls:
 
 
 def read(tensor: Tensor) -> Values:
-    """All bits of a tensor, exclusive-ored, and its sum: an even number of changed signs leaves the first as it is."""
+    """All bits of a tensor, exclusive-ored, and its sum: an even number of changed signs leaves the first as it is.
+
+    The sum's dtype is given, since autocast on a GPU widens sums, but not in saved-tensor hooks.
+    """
+    wide = torch.promote_types(tensor.dtype, torch.float32)
     with torch.no_grad():
-        return int(torch.hash_tensor(tensor).item()), float(tensor.sum().nan_to_num())
+        return int(torch.hash_tensor(tensor).item()), float(tensor.sum(dtype=wide).nan_to_num())
 
 
 class Kept:
