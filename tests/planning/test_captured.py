@@ -12,6 +12,7 @@ from lowtide import Workload
 from lowtide.errors import TraceError
 from lowtide.planning.captured import capture_and_compare
 from lowtide.planning.rounding import Rounding, loss_and_gradients
+from lowtide.profiling import profile
 from lowtide.techniques import Fidelity
 
 
@@ -34,6 +35,8 @@ class Net(nn.Module):
             return left + right + self.last.bias
         if self.end == "scaled" and captured:
             return self.last(x) * 1.01
+        if self.end == "drawn for nothing":
+            torch.rand_like(x)
         if self.end == "masked" and captured:
             return self.last(self.drop(x))
         return self.last(x)
@@ -63,6 +66,12 @@ def test_statistics_in_any_precision_are_the_plain_steps(dtype: torch.dtype) -> 
 def test_a_capture_with_other_results_is_refused(end: str, what: str) -> None:
     with pytest.raises(TraceError, match=f"gives other .*{what}.* than the plain step"):
         capture_and_compare(work_of(end))
+
+
+def test_draws_that_capture_leaves_out_are_named_first() -> None:
+    work = work_of("drawn for nothing")
+    with pytest.raises(TraceError, match="draws random numbers that nothing uses"):
+        capture_and_compare(work, profile(work))
 
 
 def test_hooks_on_gradients_are_no_part_of_the_comparison() -> None:
