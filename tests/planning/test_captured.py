@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from lowtide.planning.captured import capture_and_compare
 from lowtide.planning.rounding import Rounding, loss_and_gradients
 from lowtide.profiling import profile
 from lowtide.techniques import Fidelity
+
+
+NOISE = itertools.count(1)  # outside of the step, so that nothing restores it
 
 
 class Net(nn.Module):
@@ -37,6 +41,8 @@ class Net(nn.Module):
             return self.last(x) * 1.01
         if self.end == "drawn for nothing":
             torch.rand_like(x)
+        if self.end == "noise" and not captured:
+            x = x * (1 + 1e-6 * next(NOISE))
         if self.end == "masked" and captured:
             return self.last(self.drop(x))
         return self.last(x)
@@ -55,6 +61,12 @@ def test_a_capture_is_bitwise_only_where_its_results_are(end: str, fidelity: Fid
     found = capture_and_compare(work_of(end))
     assert found.fidelity is fidelity
     assert ("rounds otherwise" in found.note) == (fidelity is Fidelity.ROUNDOFF)
+
+
+def test_a_capture_that_a_noisy_step_cannot_be_compared_with_promises_no_bits() -> None:
+    found = capture_and_compare(work_of("noise"))
+    assert found.fidelity is Fidelity.ROUNDOFF
+    assert "differs from itself" in found.note
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

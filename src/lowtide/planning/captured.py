@@ -39,7 +39,7 @@ class Captured:
     """A joint graph, what its results promise, and why where that is not bitwise or not compared."""
 
     joint: Joint
-    fidelity: Fidelity = Fidelity.BITWISE
+    fidelity: Fidelity
     note: str = ""
 
 
@@ -60,11 +60,11 @@ def capture_and_compare(work: Workload, profiled: Profile | None = None) -> Capt
     plain = {what: {name: part[name] for name in found[what]} for what, part in _plain(work, found).items()}
     differing = [what for what, part in plain.items() if not parts_equal(part, found[what])]
     if not differing:
-        return Captured(joint)
+        return Captured(joint, Fidelity.BITWISE)
     again = loss_and_gradients(work)
     if not all(parts_equal(part, {name: again[what][name] for name in part}) for what, part in plain.items()):
-        note = "The plain step differs from itself when run twice, so the captured graph was not compared with it."
-        return Captured(joint, note=note)
+        note = "The plain step differs from itself when run twice, so the captured graph's bits are not promised."
+        return Captured(joint, Fidelity.ROUNDOFF, note)
     error = max((distance(plain[what], found[what]) for what in differing if what != "generators"), default=0.0)
     rounding = Rounding(work, plain)
     if not all(rounding.explains(what, plain[what], found[what]) for what in differing):

@@ -29,12 +29,12 @@ _SHOWN = 12  # stages that a plan gives reasons for: the largest
 class Recomputations:
     """The schedules of a captured step, from the fastest to the smallest, and what each becomes."""
 
-    def __init__(self, joint: Joint, plain: Profile, *, earned: Fidelity = Fidelity.BITWISE, note: str = "") -> None:
+    def __init__(self, joint: Joint, plain: Profile, *, earned: Fidelity = Fidelity.ROUNDOFF, note: str = "") -> None:
         check_draws(joint, plain)
         check_results(joint, plain)
         self.joint = joint
         self.note = note
-        self._earned = earned  # by the results of the captured graph
+        self._earned = earned  # by the results of the captured graph, where they were compared
         self.plain = plain
         self.forecast = Forecast(joint, plain)
         self.programs = Programs(joint, self.forecast.seconds, self.forecast.workspace)
