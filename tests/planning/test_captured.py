@@ -16,7 +16,6 @@ from lowtide.planning.rounding import Rounding, loss_and_gradients
 from lowtide.profiling import profile
 from lowtide.techniques import Fidelity
 
-
 NOISE = itertools.count(1)  # outside of the step, so that nothing restores it
 
 

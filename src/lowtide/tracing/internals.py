@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import wraps
 from types import CellType, CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 autograd: Any = vars(torch._C)["_autograd"]  # saved-tensor hooks, sequence numbers, version counters, the profiler
 
 
+CONSTANT = "_dynamo_marked_constant"  # of a function: Dynamo runs it while it traces, and takes its result as it is
 RESTORED = "_lowtide_restored"  # of a buffer's copy: it holds what the first run of a recomputed part found
 
 
@@ -48,6 +52,17 @@ def backward_in_python() -> Generator[None]:
 def gradient_hooks(parameter: Tensor) -> dict[int, Any]:
     """The hooks that run after a parameter's gradient was accumulated, in their order."""
     return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
+def assume_constant_result(function: _Function) -> _Function:
+    """As ``torch.compiler.assume_constant_result``, which imports Dynamo.
+
+    Where Dynamo is there already, torch's own is used. Under another mark Dynamo would break the graph there.
+    """
+    if "torch._dynamo" in sys.modules:
+        return torch.compiler.assume_constant_result(function)
+    setattr(function, CONSTANT, True)
+    return function
 
 
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")  # of torch.nn.utils

@@ -26,6 +26,7 @@ from lowtide.techniques.batchnorm.forwards import SETTINGS, Call, Untraceable, d
 from lowtide.techniques.batchnorm.memory import Memory, predict
 from lowtide.techniques.forward import Forward, replace_forward
 from lowtide.techniques.technique import Undo
+from lowtide.tracing.internals import assume_constant_result
 from lowtide.workload import Workload
 
 _LAYERS = (BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, SyncBatchNormAct)
@@ -305,6 +306,7 @@ class Fused(Forward):
             if isinstance(value, float):
                 hash(value)
 
+    @assume_constant_result
     def _name_of(self, call: int | tuple[Any, Any], grad: bool) -> str:
         """Name the attribute that holds the code for a way of calling; learn the code where it is new.
 
@@ -320,8 +322,6 @@ class Fused(Forward):
             name = self._names[key] = f"_code_{self._learned}"
             setattr(self, name, code)
         return name
-
-    vars()["_name_of"]._dynamo_marked_constant = True  # torch.compiler.assume_constant_result would import Dynamo
 
     def _code(self, call: Call) -> Callable[..., Any] | None:
         try:
