@@ -17,9 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lowtide.errors import LowtideError
 from lowtide.kernels.activations import Activation
 from lowtide.nn.batchnorm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, SyncBatchNormAct, _BatchNormAct
-from lowtide.nn.functional import Strategy, resolve
 from lowtide.nn.fx_leaf import is_symbolic, leaf
 from lowtide.nn.pooling import can_pool, max_pool
+from lowtide.nn.strategies import Strategy, resolve
 from lowtide.techniques.batchnorm.behind import behind
 from lowtide.techniques.batchnorm.find import Left, Pair, below, find, is_chain
 from lowtide.techniques.batchnorm.forwards import SETTINGS, Call, Untraceable, describe, trace
