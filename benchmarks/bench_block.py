@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from benchmarks.gpu_time import replayed, timed
 from benchmarks.harness import RESULTS, Row, arguments, compare, default_device, record
 from lowtide.nn import BatchNormAct2d
-from lowtide.nn.functional import Strategy
+from lowtide.nn.strategies import Strategy
 
 PLAIN = "PyTorch eager"
 STRATEGIES: tuple[Strategy, ...] = ("standard", "checkpoint", "checkpoint_xhat", "inplace", "inplace2")

@@ -57,7 +57,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return leave
 
 
-def _no_capture(work: object) -> None:
+def _no_capture(*_: object) -> None:
     raise TraceError("Nothing is captured here")
 
 

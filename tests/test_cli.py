@@ -161,6 +161,12 @@ def test_an_eager_plan_has_no_program(deep: str) -> None:
     assert (planned["engine"], planned["program"]) == ("eager", None)
 
 
+def test_plan_times_close_plans_as_lowtide_plan_does(deep: str) -> None:
+    here = lowtide("plan", deep, "--budget", "60%", "--engine", "eager", "--json").json()
+    predicted = lowtide("plan", deep, "--budget", "60%", "--engine", "eager", "--fake", "--json").json()
+    assert ["Timed before choosing" in " ".join(found["notes"]) for found in (here, predicted)] == [True, False]
+
+
 def test_a_broken_promise_is_exit_code_one(deep: str, tmp_path: Path) -> None:
     lowtide("plan", deep, "--budget", "60%", "--out", "plan.json")
     data = json.loads((tmp_path / "plan.json").read_text())

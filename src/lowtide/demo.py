@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowtide import engines, planning, zoo
+from lowtide import engines, zoo
 from lowtide.errors import MissingExtra
 from lowtide.planning.baseline import baseline_profile
 from lowtide.profiling import Profile, profile
@@ -97,7 +97,7 @@ def _run(folder: Path, console: Console, steps: int) -> Demo:
 
     console.print(f"\n[bold]2. Three plans[/]: {', '.join(BUDGETS)} of that peak\n")
     # On the graph engine, which promises the plain step's bits here. The loss is captured once for all three.
-    plans = [planning.plan(start, budget, profile=before, engine="graph") for budget in BUDGETS]
+    plans = [engines.plan(start, budget, profile=before, engine="graph", tune=False) for budget in BUDGETS]
     console.print(plans[-1].explain(), highlight=False, markup=False, soft_wrap=True)
 
     console.print(f"\n[bold]3. Training[/] {len(batches)} steps on {len(batches[0][1])} digits each, four times\n")

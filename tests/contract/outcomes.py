@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lowtide.nn.batchnorm import _BatchNormAct
 from lowtide.techniques import Check, Fidelity
 from lowtide.workload import Workload
 
 Outcome = dict[str, Tensor]
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def run(work: Workload, *, steps: int = 1) -> Outcome:
@@ -50,6 +52,13 @@ def distance(found: Outcome, exact: Outcome) -> float:
     """The norm of the error of all gradients."""
     names = [name for name in exact if name.endswith(".grad")]
     return float(torch.stack([(found[name].double() - exact[name]).norm() for name in names]).norm())
+
+
+def statistics_of_layers(model: nn.Module, outcome: Outcome) -> Outcome:
+    """The part of an outcome that lowtide's batch norm layers hold as running statistics."""
+    layers = [path for path, module in model.named_modules() if isinstance(module, _BatchNormAct)]
+    names = {f"{path}.{name}".removeprefix(".") for path in layers for name in STATISTICS}
+    return {name: value for name, value in outcome.items() if name in names}
 
 
 def redrawn(batch: Any, seed: int) -> Any:

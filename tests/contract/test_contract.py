@@ -9,13 +9,15 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lowtide.nn import functional
 from lowtide.profiling import profile
 from lowtide.techniques import Check, Forward, Technique, register, replace_forward, techniques
 from lowtide.workload import Workload
 
+from . import outcomes
 from .contract import TechniqueContract
 from .outcomes import assert_agree, assert_restored, run, snapshot
 from .workloads import WORKLOADS, moved, wide
@@ -95,6 +97,23 @@ def test_the_suite_refuses_a_forward_that_is_not_bitwise(forward: type[Forward])
     expected = run(work)
     with replace_forward(forward(work.model.get_submodule("1"))), pytest.raises(AssertionError):
         assert_agree(run(work), expected, Check.EXACT)
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_the_suite_refuses_statistics_moved_otherwise_than_the_layers_promise(
+    is_converted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a checkpoint torch's batch norm moves them twice, lowtide's layers once."""
+    work, technique = WORKLOADS["convnet"](), techniques()["batchnorm" if is_converted else "sqrt"]
+    option = technique.options(profile(work))[0]
+    contract = TechniqueContract()
+    contract.test_a_checkpoint_around_it_is_as_promised(technique, work, option)
+    if is_converted:
+        monkeypatch.setattr(functional, "in_backward", lambda: False)  # each layer then takes it for a new pass
+    else:
+        monkeypatch.setattr(outcomes, "_BatchNormAct", nn.BatchNorm2d)
+    with pytest.raises(AssertionError, match="running_mean"):
+        contract.test_a_checkpoint_around_it_is_as_promised(technique, work, option)
 
 
 def test_the_suite_notices_what_an_undo_left_behind() -> None:

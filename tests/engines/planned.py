@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import Workload
-from lowtide.engines import Step, apply
+from lowtide.engines import Step, apply, plan
 from lowtide.errors import BudgetError
-from lowtide.planning import plan
 from lowtide.profiling import Profile, profile
 
 from ..tracing.allocator import _alive, allocated_peak
@@ -62,7 +61,7 @@ def planned(work: Workload) -> Ready:
     before = profile(work)
     smallest = smallest_budget(work, before)
     budget = smallest + (before.peak_bytes - smallest) // 8
-    found = plan(work, budget, profile=before, engine="graph")
+    found = plan(work, budget, profile=before, engine="graph", tune=False)
     assert found.program is not None
     assert found.program.ops_again > 0
     return Ready(apply(found, work), work, copy.deepcopy(work.model.state_dict()))
@@ -72,7 +71,7 @@ def smallest_budget(
     work: Workload, plain: Profile, engine: Literal["graph", "eager"] = "graph", allow: str = "roundoff"
 ) -> int:
     with pytest.raises(BudgetError) as refused:
-        plan(work, 1, profile=plain, engine=engine, allow=allow)
+        plan(work, 1, profile=plain, engine=engine, allow=allow, tune=False)
     found = re.search(r"(\d+) bytes\)", str(refused.value))
     assert found is not None
     return int(found[1])

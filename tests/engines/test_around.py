@@ -13,8 +13,7 @@ from torch import nn
 from torch.testing._internal.logging_tensor import LoggingTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.engines import Step, apply
-from lowtide.planning import plan
+from lowtide.engines import Step, apply, plan
 from lowtide.workload import Workload
 
 Only = Callable[..., None]
@@ -33,9 +32,9 @@ def applied(engine: str, only: Only, loss: Callable[..., torch.Tensor] = loss) -
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
     work = Workload(model, loss, torch.randn(256, 32), torch.optim.SGD(model.parameters(), lr=0.1))
     if engine == "graph":
-        return apply(plan(work, "70%", engine="graph"), work)
+        return apply(plan(work, "70%", engine="graph", tune=False), work)
     only(engine)
-    step = apply(plan(work, "70%", engine="eager", allow="changed"), work)
+    step = apply(plan(work, "70%", engine="eager", allow="changed", tune=False), work)
     assert {choice.option.technique for choice in step.plan.choices} == {engine}
     return step
 
@@ -123,7 +122,7 @@ def test_a_dispatch_mode_and_an_autocast_are_each_warned_about_once(only: Only) 
 def test_the_watch_leaves_the_captured_graph_as_it_was_planned() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
     work = Workload(model, loss, torch.randn(256, 32))
-    step = apply(plan(work, "70%", engine="graph"), work)
+    step = apply(plan(work, "70%", engine="graph", tune=False), work)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(work.batch)

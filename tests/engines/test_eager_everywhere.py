@@ -17,9 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide import zoo
-from lowtide.engines import Step, apply
+from lowtide.engines import Step, apply, plan
 from lowtide.errors import BudgetError
-from lowtide.planning import Choice, Plan, plan
+from lowtide.planning import Choice, Plan
 from lowtide.profiling import profile
 from lowtide.techniques import Option
 from lowtide.techniques.optimal import Optimal
@@ -102,10 +102,10 @@ def planned(work: Workload) -> Step:
     """The smallest plan there is, applied."""
     before = profile(work)
     with pytest.raises(BudgetError) as error:
-        plan(work, 1, profile=before, engine="eager", allow="bitwise")
+        plan(work, 1, profile=before, engine="eager", allow="bitwise", tune=False)
     smallest = re.search(r"(\d+) bytes\)", str(error.value))
     assert smallest
-    found = plan(work, int(smallest[1]), profile=before, engine="eager", allow="bitwise")
+    found = plan(work, int(smallest[1]), profile=before, engine="eager", allow="bitwise", tune=False)
     assert found.choices
     return apply(found, work)
 
@@ -115,7 +115,7 @@ def deepest(work: Workload, levels: int = 3) -> Step:
     before = profile(work)
     option = max(Optimal().options(before), key=lambda o: int(str(o.knob("levels"))))
     assert int(str(option.knob("levels"))) >= levels
-    found = plan(work, "100%", profile=before, engine="eager")
+    found = plan(work, "100%", profile=before, engine="eager", tune=False)
     return apply(with_option(found, option), work)
 
 
@@ -274,7 +274,7 @@ def test_a_branch_that_the_second_batch_takes_is_the_one_that_runs_again() -> No
 
 def test_a_recurrent_network_without_blocks_is_told_what_is_missing() -> None:
     with pytest.raises(BudgetError, match=r"optimal needs a nn.Sequential or nn.ModuleList of two or more blocks"):
-        plan(zoo.small("lstm"), "50%", fake=True, engine="eager")
+        plan(zoo.small("lstm"), "50%", fake=True, engine="eager", tune=False)
 
 
 # -- on two ranks ----------------------------------------------------------------------------------------

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import Workload, zoo
-from lowtide.engines import apply, graph
+from lowtide.engines import apply, graph, plan
 from lowtide.errors import BudgetError
-from lowtide.planning import plan
 from lowtide.planning.fastest import fastest_program
 from lowtide.planning.program import Kind, Program, simulate
 from lowtide.tracing.joint import CompiledLoss, Joint
@@ -355,7 +354,7 @@ def test_cycles_of_plan_apply_and_undo_leave_no_tensors_behind() -> None:
 
     def cycle() -> int:
         work = Workload(model, lambda model, x: model(x).square().mean(), batch)
-        with apply(plan(work, "80%", engine="graph"), work) as step:
+        with apply(plan(work, "80%", engine="graph", tune=False), work) as step:
             assert step.plan.engine == "graph"
             step(batch)
         model.zero_grad()

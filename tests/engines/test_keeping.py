@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import Workload
-from lowtide.engines import apply
-from lowtide.planning import plan
+from lowtide.engines import apply, plan
 from lowtide.planning.recomputation import recomputations
 from lowtide.tracing import capture
 
@@ -46,7 +45,7 @@ def test_a_plan_keeps_its_budget_from_the_second_step_on(model: type[Model], eng
     before = lowtide.profile(work)
     smallest = smallest_budget(work, before, engine, allow="bitwise")
     budget = smallest + int(share * (before.peak_bytes - smallest))
-    found = plan(work, budget, profile=before, engine=engine, allow="bitwise")
+    found = plan(work, budget, profile=before, engine=engine, allow="bitwise", tune=False)
     assert found.engine == engine
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -72,7 +71,7 @@ def test_a_plan_keeps_its_budget_from_the_second_step_on(model: type[Model], eng
 
 def test_the_first_step_says_that_it_is_another_one() -> None:
     work = workload(Table())
-    step = apply(plan(work, "60%", engine="graph"), work)
+    step = apply(plan(work, "60%", engine="graph", tune=False), work)
     with pytest.warns(RuntimeWarning, match="the model stores tensors on itself, as in a first step"):
         step(work.batch)
     with warnings.catch_warnings():
@@ -100,7 +99,7 @@ LOSSES = {
 def test_numpy_arrays_count_as_long_as_a_captured_graph_holds_them(name: str) -> None:
     model = Features()
     work = Workload(model, LOSSES[name], torch.randn(*SHAPE), torch.optim.SGD(model.parameters(), lr=0.1))
-    found = plan(work, smallest_budget(work, lowtide.profile(work)), engine="graph")
+    found = plan(work, smallest_budget(work, lowtide.profile(work)), engine="graph", tune=False)
     checked = lowtide.verify(work, found)
     assert checked.ok, str(checked)
     assert checked.storage_peak_bytes == found.storage_peak_bytes
@@ -118,7 +117,7 @@ class Looking(Model):
 
 def test_a_first_step_that_is_not_captured_does_not_stand_in_the_way() -> None:
     work = workload(Looking())
-    found = plan(work, smallest_budget(work, lowtide.profile(work)), engine="graph")
+    found = plan(work, smallest_budget(work, lowtide.profile(work)), engine="graph", tune=False)
     assert lowtide.verify(work, found).ok
     step = apply(found, work)
     with pytest.warns(RuntimeWarning, match="no longer captured as one graph"):
@@ -145,7 +144,7 @@ class Frozen(Model):
 
 def test_frozen_weights_are_not_taken_for_what_is_kept() -> None:
     work = workload(Frozen())
-    found = plan(work, smallest_budget(work, lowtide.profile(work)), engine="graph")
+    found = plan(work, smallest_budget(work, lowtide.profile(work)), engine="graph", tune=False)
     checked = lowtide.verify(work, found)
     assert checked.ok, str(checked)
     assert checked.storage_peak_bytes == found.storage_peak_bytes

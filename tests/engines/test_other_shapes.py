@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.engines import Step, apply
+from lowtide.engines import Step, apply, plan
 from lowtide.engines import graph as graph_module
 from lowtide.engines import other_shapes as other_shapes_module
 from lowtide.engines.replan import Replanner
-from lowtide.planning import plan
 from lowtide.profiling import profile
 from lowtide.workload import Workload
 
@@ -56,7 +55,7 @@ def predictions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def on_graph(work: Workload, budget: int | str) -> Step:
-    step = apply(plan(work, budget, engine="graph"), work)
+    step = apply(plan(work, budget, engine="graph", tune=False), work)
     assert step.plan.engine == "graph"
     return step
 

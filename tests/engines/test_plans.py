@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide import Workload, zoo
-from lowtide.engines import Step, apply, graph, verify
+from lowtide.engines import Step, apply, graph, plan, verify
 from lowtide.errors import BudgetError, PlanError
-from lowtide.planning import Plan, plan
+from lowtide.planning import Plan
 from lowtide.profiling import Profile, profile
 from lowtide.techniques import Fidelity
 from lowtide.zoo.catalog import ENTRIES
@@ -71,11 +71,11 @@ def test_a_plan_keeps_its_budget_to_the_byte_and_plain_pytorchs_bits(name: str) 
 def test_what_is_not_captured_is_planned_as_it_runs() -> None:
     work = zoo.small("lstm")
     with pytest.raises(PlanError, match="not captured as one graph"):
-        plan(work, "90%", engine="graph")
+        plan(work, "90%", engine="graph", tune=False)
     try:
-        found = plan(work, 1)
+        found = plan(work, 1, tune=False)
     except BudgetError as error:
-        found = plan(work, int(str(error).split(", ")[1].split()[0]))
+        found = plan(work, int(str(error).split(", ")[1].split()[0]), tune=False)
     assert found.engine == "eager"
     assert verify(work, found).ok
 
@@ -86,7 +86,7 @@ def plans_at_shares(work: Workload, before: Profile, engine: Literal["graph", "e
     for share in SHARES:
         size = before.static_bytes + int(share * (before.storage_peak_bytes - before.static_bytes))
         budget = max(size, smallest)
-        found = plan(work, budget, profile=before, engine=engine)
+        found = plan(work, budget, profile=before, engine=engine, tune=False)
         # Where a convolution's workspace is most of the peak, as LeNet's is on some CPUs, nothing is below plain.
         assert found.engine == engine or budget == before.peak_bytes
         yield budget, found
@@ -95,7 +95,7 @@ def plans_at_shares(work: Workload, before: Profile, engine: Literal["graph", "e
 def test_under_autocast_with_dropout_a_plan_gives_the_plain_steps_bits() -> None:
     work = zoo.small("gpt2", **SIZES["gpt2"], autocast=torch.bfloat16)
     before = profile(work)
-    found = plan(work, smallest_budget(work, before), profile=before, engine="graph")
+    found = plan(work, smallest_budget(work, before), profile=before, engine="graph", tune=False)
     assert found.program is not None
     assert found.program.ops_again > 0
     assert found.fidelity is Fidelity.BITWISE
@@ -198,7 +198,7 @@ def test_a_batch_that_does_not_fit_is_warned_about_and_runs(ready: Ready) -> Non
 
 def planned_tightly(work: Workload) -> Step:
     before = profile(work)
-    return apply(plan(work, smallest_budget(work, before), profile=before, engine="graph"), work)
+    return apply(plan(work, smallest_budget(work, before), profile=before, engine="graph", tune=False), work)
 
 
 def test_a_larger_batch_is_within_the_budget_or_warned_about() -> None:
@@ -262,7 +262,7 @@ def a_ddp_model_is_not_captured_and_that_is_said(rank: int) -> None:
     work = chain(2)
     inside = Workload(DistributedDataParallel(work.model), squares, work.batch)
     with pytest.raises(PlanError, match="not captured as one graph"):
-        plan(inside, "70%", engine="graph")
+        plan(inside, "70%", engine="graph", tune=False)
 
 
 test_on_two_ranks = on_two_ranks(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import Workload
-from lowtide.planning import plan
+from lowtide.engines import plan
 
 from .keeping import MODELS, SHAPE, Features, Model, State, held, squares, workload
 
@@ -36,7 +36,7 @@ class Average(Model):
 def test_tensors_that_are_written_to_are_put_back(engine: Any) -> None:
     model = Average()
     work = workload(model)
-    found = plan(work, "75%", engine=engine, allow="bitwise")
+    found = plan(work, "75%", engine=engine, allow="bitwise", tune=False)
     checked = lowtide.verify(work, found)
     assert checked.results_agree, str(checked)
     assert not model.kept.any()
@@ -47,7 +47,7 @@ def test_tensors_that_are_written_to_are_put_back(engine: Any) -> None:
 def test_no_fake_tensors_are_left_behind(model: type[Model]) -> None:
     work = workload(model())
     lowtide.profile(work, fake=True)
-    plan(work, "80%", allow="bitwise", engine="eager")
+    plan(work, "80%", allow="bitwise", engine="eager", tune=False)
     assert type(squares(work.model, work.batch)) is Tensor
     assert type(squares(work.model, work.batch)) is Tensor
 
@@ -163,7 +163,7 @@ def test_what_is_hard_to_put_back_is_put_back(model: type[Model]) -> None:
     for call in (
         lambda: lowtide.profile(work),
         lambda: lowtide.profile(work, fake=True),
-        lambda: lowtide.verify(work, plan(work, "90%", engine="eager", allow="bitwise")),
+        lambda: lowtide.verify(work, plan(work, "90%", engine="eager", allow="bitwise", tune=False)),
     ):
         call()
         assert str(held(work.model)) == before[0]

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.engines import Step, apply
+from lowtide.engines import Step, apply, plan
 from lowtide.errors import LowtideError, PlanError, WorkloadError
-from lowtide.planning import Choice, Plan, plan
+from lowtide.planning import Choice, Plan
 from lowtide.techniques import Fidelity, register
 from lowtide.workload import Workload
 
@@ -55,7 +55,7 @@ def test_training_gives_the_losses_and_weights_of_plain_pytorch(optimizer: str, 
         plain_optimizer.step()
         expected.append(loss.detach())
 
-    step = apply(plan(work, "80%", fake=True), work)
+    step = apply(plan(work, "80%", fake=True, tune=False), work)
     assert step.plan.choices
     torch.manual_seed(7)
     found = [step(batch) for batch in data]
@@ -69,7 +69,7 @@ def test_the_loss_can_go_into_a_loop_of_ones_own() -> None:
     work = chain()
     twin = copy.deepcopy(work.model)
     work.loss(twin, work.batch).backward()
-    with apply(plan(work, "60%", fake=True), work) as step:
+    with apply(plan(work, "60%", fake=True, tune=False), work) as step:
         step.loss(work.batch).backward()
     for ours, theirs in zip(work.model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
@@ -78,7 +78,7 @@ def test_the_loss_can_go_into_a_loop_of_ones_own() -> None:
 def test_undo_gives_the_model_back_bit_for_bit() -> None:
     work = chain()
     before = snapshot(work.model)
-    step = apply(plan(work, "60%", fake=True), work)
+    step = apply(plan(work, "60%", fake=True, tune=False), work)
     assert "forward" in work.model.__dict__
     assert list(step.model.state_dict()) == list(before.values)
     step.undo()
@@ -88,14 +88,14 @@ def test_undo_gives_the_model_back_bit_for_bit() -> None:
 
 def test_a_plan_from_a_file_runs() -> None:
     work = chain()
-    text = json.dumps(plan(work, "60%", fake=True).to_json())
+    text = json.dumps(plan(work, "60%", fake=True, tune=False).to_json())
     with apply(Plan.from_json(text), work) as step:
         assert torch.isfinite(step(work.batch))
 
 
 def test_a_step_without_an_optimizer_fills_the_gradients() -> None:
     work = replace(chain(), optimizer=None)
-    with apply(plan(work, "60%", fake=True), work) as step:
+    with apply(plan(work, "60%", fake=True, tune=False), work) as step:
         step(work.batch)
         first = [p.grad.clone() for p in work.model.parameters()]
         step(work.batch)
@@ -104,7 +104,7 @@ def test_a_step_without_an_optimizer_fills_the_gradients() -> None:
 
 def test_the_first_steps_are_measured() -> None:
     work = chain()
-    step = apply(plan(work, "60%", fake=True), work)
+    step = apply(plan(work, "60%", fake=True, tune=False), work)
     assert step.measured is None
     for _ in range(5):
         step(work.batch)
@@ -117,7 +117,7 @@ def test_the_first_steps_are_measured() -> None:
 
 def test_on_a_cpu_a_step_above_its_budget_is_warned_about_once() -> None:
     work = chain()
-    found = plan(work, "60%", fake=True)
+    found = plan(work, "60%", fake=True, tune=False)
     too_low = replace(found, budget_bytes=found.peak_bytes - 1, peak_bytes=found.peak_bytes - 2)
     with apply(too_low, work) as step:
         step(work.batch)
@@ -129,7 +129,7 @@ def test_on_a_cpu_a_step_above_its_budget_is_warned_about_once() -> None:
 
 def test_a_larger_batch_is_warned_about_once() -> None:
     work = chain()
-    step = apply(plan(work, "60%", fake=True), work)
+    step = apply(plan(work, "60%", fake=True, tune=False), work)
     step(work.batch[:100])
     with pytest.warns(RuntimeWarning, match=r"float32\[2048, 16\] does not fit the budget"):
         step(torch.randn(2048, 16))
@@ -141,13 +141,13 @@ def test_a_larger_batch_is_warned_about_once() -> None:
 
 def test_no_batch_is_refused() -> None:
     work = chain()
-    with apply(plan(work, "60%", fake=True), work) as step, pytest.raises(WorkloadError, match="None"):
+    with apply(plan(work, "60%", fake=True, tune=False), work) as step, pytest.raises(WorkloadError, match="None"):
         step(None)
 
 
 def test_an_autocast_that_was_not_planned_is_warned_about_once() -> None:
     work = chain()
-    with apply(plan(work, "60%", fake=True), work) as step, torch.autocast("cpu", dtype=torch.bfloat16):
+    with apply(plan(work, "60%", fake=True, tune=False), work) as step, torch.autocast("cpu", dtype=torch.bfloat16):
         with pytest.warns(RuntimeWarning, match="an autocast that it was not planned with"):
             step.loss(work.batch)
         with warnings.catch_warnings():
@@ -159,13 +159,13 @@ def test_a_plan_of_another_model_is_refused() -> None:
     other = chain(depth=4)
     before = snapshot(other.model)
     with pytest.raises(PlanError, match="another model"):
-        apply(plan(chain(), "60%", fake=True), other)
+        apply(plan(chain(), "60%", fake=True, tune=False), other)
     assert_restored(other.model, before)
 
 
 def test_arguments_of_another_type_are_named() -> None:
     work: Any = chain()
-    found: Any = plan(work, "60%", fake=True)
+    found: Any = plan(work, "60%", fake=True, tune=False)
     with pytest.raises(PlanError, match=r"is a Workload, not a Plan.*apply\(plan, work\)"):
         apply(work, found)
     with pytest.raises(WorkloadError, match="not a Workload"):
@@ -181,7 +181,7 @@ def with_choice(found: Plan, technique: Loose, work: Workload) -> Plan:
 def test_a_plan_with_a_technique_that_is_not_here_is_refused() -> None:
     work = chain()
     before = snapshot(work.model)
-    found = with_choice(plan(work, "60%", fake=True), Loose(name="absent"), work)
+    found = with_choice(plan(work, "60%", fake=True, tune=False), Loose(name="absent"), work)
     with pytest.raises(PlanError, match="There is no technique 'absent' here"):
         apply(found, work)
     assert_restored(work.model, before)
@@ -195,14 +195,14 @@ def test_a_technique_that_fails_takes_back_those_before_it() -> None:
     before = snapshot(work.model)
     technique = Failing(fails=True)
     with register(technique), pytest.raises(RuntimeError, match="never works"):
-        apply(with_choice(plan(work, "60%", fake=True), technique, work), work)
+        apply(with_choice(plan(work, "60%", fake=True, tune=False), technique, work), work)
     assert_restored(work.model, before)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_measured_peak_keeps_the_promise() -> None:
     work = gpu_chain()
-    found = plan(work, "60%")
+    found = plan(work, "60%", tune=False)
     step: Step = apply(found, work)
     for _ in range(3):
         step(work.batch)
@@ -224,7 +224,7 @@ def gpu_chain() -> Workload:
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_step_is_not_copied_and_the_error_says_what_to_copy(engine: Any, way: Callable[[Any], Any]) -> None:
     work = chain()
-    with apply(plan(work, "80%", engine=engine, allow="bitwise"), work) as step:
+    with apply(plan(work, "80%", engine=engine, allow="bitwise", tune=False), work) as step:
         with pytest.raises(LowtideError, match=r"neither copied nor pickled.*copy\.deepcopy\(step\.model\)"):
             way(step)
         if engine == "graph" and way is not copy.copy:
@@ -235,7 +235,7 @@ def test_a_step_is_not_copied_and_the_error_says_what_to_copy(engine: Any, way: 
 @pytest.mark.parametrize("engine", ["eager", "graph"])
 def test_a_copy_of_a_planned_model_is_a_model_of_its_own(engine: Any) -> None:
     work = chain()
-    step = apply(plan(work, "80%", engine=engine, allow="bitwise"), work)
+    step = apply(plan(work, "80%", engine=engine, allow="bitwise", tune=False), work)
     step(work.batch)
     copies = copy.deepcopy(step.model), pickle.loads(pickle.dumps(step.model))
     work.model.zero_grad()

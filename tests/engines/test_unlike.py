@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
 from lowtide import Workload
-from lowtide.engines import apply
+from lowtide.engines import apply, plan
 from lowtide.errors import BudgetError, PlanError, TraceError, WorkloadError
-from lowtide.planning import Plan, plan
+from lowtide.planning import Plan
 from lowtide.techniques import Fidelity
 from lowtide.tracing.fixes import FIXES
 
@@ -37,9 +37,9 @@ def workload(loss: Loss, model: nn.Module | None = None, *shape: int) -> Workloa
 def smallest(work: Workload, **how: Any) -> Plan:
     before = lowtide.profile(work)
     try:
-        return plan(work, 1, profile=before, **how)
+        return plan(work, 1, profile=before, **how, tune=False)
     except BudgetError as error:
-        return plan(work, int(str(error).split(", ")[1].split()[0]), profile=before, **how)
+        return plan(work, int(str(error).split(", ")[1].split()[0]), profile=before, **how, tune=False)
 
 
 class Heads(nn.Module):
@@ -83,7 +83,7 @@ LOSSES: dict[str, Loss] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_results_in_storages_larger_than_they_are_count(name: str) -> None:
     work = workload(LOSSES[name], layers(width=64), 2048, 64)
-    for found in (plan(work, "80%", engine="graph"), smallest(work, engine="graph")):
+    for found in (plan(work, "80%", engine="graph", tune=False), smallest(work, engine="graph")):
         checked = lowtide.verify(work, found)
         assert checked.ok, str(checked)
         assert checked.storage_peak_bytes == checked.plan.storage_peak_bytes
@@ -223,7 +223,7 @@ def test_kernels_that_do_otherwise_than_torch_says_are_refused(monkeypatch: pyte
     work = workload(LOSSES["mse"], layers(width=64), 2048, 64)
     monkeypatch.delitem(FIXES, torch.ops.aten.mse_loss.default)
     with pytest.raises(PlanError, match="mse_loss gives another result here than torch says"):
-        plan(work, "80%", engine="graph")
+        plan(work, "80%", engine="graph", tune=False)
 
 
 WINDOW = torch.hann_window(16)
@@ -298,7 +298,7 @@ def test_a_step_that_looks_at_its_values_goes_on_with_another_shape() -> None:
         return value
 
     work = workload(loss)
-    step = apply(plan(work, "60%", engine="graph"), work)
+    step = apply(plan(work, "60%", engine="graph", tune=False), work)
     step(work.batch)
     step(torch.randn(40, 24))  # the planned schedule, on smaller results
     with pytest.warns(RuntimeWarning, match=r"the batch is float32\[120, 24\]"):
@@ -312,7 +312,7 @@ def test_the_users_own_error_comes_out() -> None:
         return model(x).square().mean()
 
     work = workload(loss)
-    step = apply(plan(work, "60%", engine="graph"), work)
+    step = apply(plan(work, "60%", engine="graph", tune=False), work)
     step(work.batch)
     with pytest.raises(ValueError, match="seven is not for us"):
         step(torch.randn(7, 24))
@@ -349,7 +349,7 @@ def test_a_batch_with_a_graph_is_refused_before_that_is_used_up() -> None:
     batch = encoder(torch.randn(96, 24))
     work = Workload(layers(), lambda m, x: m(x).square().mean(), batch)
     with pytest.raises(WorkloadError, match="Detach it"):
-        plan(work, "75%")
+        plan(work, "75%", tune=False)
     batch.sum().backward()
     assert encoder.weight.grad is not None
 
@@ -372,7 +372,7 @@ def test_json_that_cannot_be_read_is_no_plan(text: str) -> None:
 
 def test_a_step_under_a_dispatch_mode_runs_as_it_is_and_the_next_one_is_planned() -> None:
     work = workload(lambda m, x: m(x).square().mean())
-    step = apply(plan(work, "60%", engine="graph"), work)
+    step = apply(plan(work, "60%", engine="graph", tune=False), work)
     with FlopCounterMode(display=False) as counter, pytest.warns(RuntimeWarning, match="A dispatch mode looks"):
         step(work.batch)
     assert counter.get_total_flops() > 0
@@ -413,7 +413,7 @@ def test_a_step_that_was_not_planned_is_said_to_be_another_for_one_reason(
     )
     model.scale = None
     work = workload(lambda m, x: (m(x) if m.scale is None else m(x) * m.scale).square().mean(), model)
-    with apply(plan(work, "80%", engine="graph"), work) as step:
+    with apply(plan(work, "80%", engine="graph", tune=False), work) as step:
         change(model)
         with pytest.warns(RuntimeWarning, match=rf"not the one that was planned: {cause}.*\. It is planned anew"):
             step(work.batch)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.engines import fit, verify
+from lowtide.engines import fit, plan, verify
 from lowtide.engines.graph import PlannedLoss
 from lowtide.errors import BudgetError, PlanError, WorkloadError
-from lowtide.planning import Choice, Plan, plan
+from lowtide.planning import Choice, Plan
 from lowtide.planning.recomputation import Recomputations
 from lowtide.techniques import Applied, Check, Fidelity, Forward, Option, register, replace_forward
 from lowtide.workload import Workload
@@ -43,7 +43,7 @@ class Off(Loose):
 
 
 def plan_of(work: Workload, technique: Loose) -> Plan:
-    base = plan(work, "100%", fake=True)
+    base = plan(work, "100%", fake=True, tune=False)
     option = Option(technique.name, ("",))
     return replace(base, choices=(Choice(option, technique.fidelity, 0, 0.0, "for the test"),))
 
@@ -51,7 +51,7 @@ def plan_of(work: Workload, technique: Loose) -> Plan:
 @pytest.mark.parametrize("name", ["convnet", "transformer"])
 def test_a_recomputed_step_is_verified_bit_for_bit(name: str) -> None:
     work = larger(WORKLOADS[name]())
-    found = verify(work, plan(work, "80%", engine="eager"))
+    found = verify(work, plan(work, "80%", engine="eager", tune=False))
     assert found.plan.choices
     assert found.ok, found
     assert [a.what for a in found.agreements] == ["loss", "gradients", "buffers", "parameters", "generators"]
@@ -70,7 +70,7 @@ def test_everything_is_put_back() -> None:
     gradients = [p.grad for p in work.model.parameters()]
     values = [g.clone() for g in gradients]
     momenta = {p: s["momentum_buffer"].clone() for p, s in work.optimizer.state.items()}
-    verify(work, plan(work, "60%", fake=True))
+    verify(work, plan(work, "60%", fake=True, tune=False))
     assert_restored(work.model, before)
     assert torch.equal(torch.get_rng_state(), rng)
     assert all(p.grad is g for p, g in zip(work.model.parameters(), gradients, strict=True))
@@ -101,7 +101,7 @@ def test_an_error_within_the_declared_bound_holds() -> None:
 
 def test_a_peak_above_the_budget_is_reported() -> None:
     work = chain()
-    tight = replace(plan(work, "100%", fake=True), budget_bytes=1000)
+    tight = replace(plan(work, "100%", fake=True, tune=False), budget_bytes=1000)
     found = verify(work, tight)
     assert found.results_agree
     assert not found.within_budget
@@ -113,7 +113,7 @@ def test_a_step_that_differs_from_itself_is_not_held_against_the_plan() -> None:
     inner = work.loss
     noise = torch.Generator().manual_seed(0)  # a generator that nobody restores
     noisy = replace(work, loss=lambda m, x: inner(m, x) * (1 + 1e-5 * torch.rand((), generator=noise)))
-    found = verify(noisy, plan(noisy, "60%", fake=True))
+    found = verify(noisy, plan(noisy, "60%", fake=True, tune=False))
     assert found.results_agree
     assert found.repeatable
     assert not found.agreements[0].equal
@@ -134,7 +134,7 @@ def test_a_step_that_is_not_repeatable_cannot_be_verified() -> None:
     inner = work.loss
     noise = torch.Generator().manual_seed(0)
     noisy = replace(work, loss=lambda m, x: inner(m, x) * (1 + 1e-2 * torch.rand((), generator=noise)))
-    found = verify(noisy, plan(noisy, "100%", fake=True))
+    found = verify(noisy, plan(noisy, "100%", fake=True, tune=False))
     assert not found.ok
     assert not found.repeatable
     assert found.to_json()["repeatable"] is False
@@ -162,7 +162,7 @@ def test_nan_at_the_same_places_is_equal() -> None:
     work = chain()
     inner = work.loss
     broken = replace(work, loss=lambda m, x: inner(m, x) * math.nan)
-    found = verify(broken, plan(broken, "60%", fake=True))
+    found = verify(broken, plan(broken, "60%", fake=True, tune=False))
     assert found.ok
     assert all(a.equal for a in found.agreements)
 
@@ -187,7 +187,7 @@ def test_a_plain_step_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(module, "_run", full)
     work = chain()
-    found = verify(work, plan(work, "60%", fake=True))
+    found = verify(work, plan(work, "60%", fake=True, tune=False))
     assert found.agreements == ()
     assert math.isnan(found.plain_seconds)
     assert any("does not fit" in note for note in found.notes)
@@ -202,7 +202,7 @@ def test_a_plain_step_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPa
 
 def test_a_plan_of_another_step_is_not_verified() -> None:
     with pytest.raises(PlanError, match="another model"):
-        verify(chain(depth=4), plan(chain(), "60%", fake=True))
+        verify(chain(depth=4), plan(chain(), "60%", fake=True, tune=False))
 
 
 def test_what_is_no_plan_or_no_workload_is_named() -> None:
@@ -211,7 +211,7 @@ def test_what_is_no_plan_or_no_workload_is_named() -> None:
     with pytest.raises(PlanError, match=r"is a str, not a Plan.*verify\(work, plan\).*Plan\.from_json"):
         verify(work, wrong)
     with pytest.raises(WorkloadError, match=r"is a Sequential, not a Workload.*lowtide\.Workload\("):
-        verify(work.model, plan(work, "100%", fake=True))
+        verify(work.model, plan(work, "100%", fake=True, tune=False))
 
 
 # -- fit: all of it in one call ------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_sparse_gradients_are_compared() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(40, 24, sparse=True), *(nn.Linear(24, 24) for _ in range(4)))
     work = Workload(model, lambda m, x: m(x).square().mean(), torch.randint(40, (96,)))
-    assert verify(work, plan(work, "100%", engine="eager")).ok
+    assert verify(work, plan(work, "100%", engine="eager", tune=False)).ok
 
 
 class Divided(nn.Module):
@@ -274,21 +274,21 @@ def divided(dtype: torch.dtype = torch.float32) -> Workload:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_graph_that_rounds_otherwise_is_planned_as_roundoff_and_verified(dtype: torch.dtype) -> None:
     work = divided(dtype)
-    found = plan(work, "99%", engine="graph")
+    found = plan(work, "99%", engine="graph", tune=False)
     assert found.fidelity is Fidelity.ROUNDOFF
     assert any("rounds otherwise" in note for note in found.notes)
     checked = verify(work, found)
     assert checked.ok, str(checked)
     assert not checked.agreements[1].equal
-    assert plan(work, "99%", engine="graph", allow="roundoff").fidelity is Fidelity.ROUNDOFF
+    assert plan(work, "99%", engine="graph", allow="roundoff", tune=False).fidelity is Fidelity.ROUNDOFF
     with pytest.raises(BudgetError, match="Allow roundoff"):
-        plan(work, "99%", engine="graph", allow="bitwise")
+        plan(work, "99%", engine="graph", allow="bitwise", tune=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_more_than_rounding_breaks_a_promise_of_roundoff(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     work = divided(dtype)
-    found = plan(work, "99%", engine="graph")
+    found = plan(work, "99%", engine="graph", tune=False)
     monkeypatch.setattr(PlannedLoss, "__call__", lambda self, model, x: 1.1 * self.work.compute_loss(batch=x))
     assert not verify(work, found).results_agree
 

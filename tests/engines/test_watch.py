@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.engines import Step, apply
+from lowtide.engines import Step, apply, plan
 from lowtide.engines import watch as watch_module
-from lowtide.planning import plan
 from lowtide.profiling import Profile, profile
 from lowtide.workload import Workload
 
@@ -46,7 +45,7 @@ def attention(**changes: Any) -> Workload:
 
 
 def eager(work: Workload, budget: int | str = "70%") -> Step:
-    return apply(plan(work, budget, engine="eager"), work)
+    return apply(plan(work, budget, engine="eager", tune=False), work)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide.optim as lo
 from lowtide import LowtideError
+from lowtide.optim import hooks
 from lowtide.optim.in_backward import is_stepped_in_backward
 from tests.optim.training import BATCHES, OPTIMIZERS, WAYS, equal, make, train
 
@@ -142,17 +143,58 @@ def test_what_needs_the_step_refuses_steps_in_backward(before, reason):
     lo.step_in_backward(optimizer)()
 
 
+def clip_with_norm(parameters, largest):
+    parameters = list(parameters)
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    nn.utils.clip_grads_with_norm_(parameters, largest, norm)
+
+
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, clip_with_norm])
 @pytest.mark.parametrize("act", [lo.step_in_backward, lo.store_gradients])
-def test_clipping_by_the_norm_is_refused_where_gradients_are_gone(act):
+def test_clipping_is_refused_where_gradients_are_gone(act, clip):
     model, other = nn.Linear(4, 4), nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def is_clipped(module: nn.Module) -> bool:
+        clip(module.parameters(), 1e-3)
+        return all(p.grad is not None and bool((p.grad.abs() <= 1e-3).all()) for p in module.parameters())
+
     with act(optimizer):
         (model(torch.ones(2, 4)) + other(torch.ones(2, 4))).sum().backward()
-        with pytest.raises(LowtideError, match=r"\(4, 4\) .* no gradient to clip"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        assert nn.utils.clip_grad_norm_(other.parameters(), 1.0) > 1
+        for parameters in (model.parameters(), [*model.parameters(), *other.parameters()]):
+            with pytest.raises(LowtideError, match=r"\(4, 4\) .* no gradient to clip"):
+                clip(parameters, 1e-3)
+        assert is_clipped(other)
     model(torch.ones(2, 4)).sum().backward()
-    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 1
+    assert is_clipped(model)
+
+
+def test_torchs_clipping_is_restored_by_the_last_undo():
+    functions = (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, nn.utils.clip_grads_with_norm_)
+
+    def watched() -> list[bool]:
+        return [f.__wrapped__ not in [cell.cell_contents for cell in f.__closure__] for f in functions]
+
+    for left_by_another_test in list(hooks._refusals):
+        hooks._end_refusal(left_by_another_test)
+    assert not any(watched())
+    for _ in range(2):
+        first = lo.step_in_backward(torch.optim.SGD(nn.Linear(2, 2).parameters()))
+        second = lo.store_gradients(torch.optim.SGD(nn.Linear(2, 2).parameters()))
+        assert all(watched())
+        first()
+        first()
+        assert all(watched())
+        second()
+        assert not any(watched())
+
+
+def test_clipping_nothing_still_warns_while_it_is_watched():
+    with (
+        lo.step_in_backward(torch.optim.SGD(nn.Linear(2, 2).parameters())),
+        pytest.warns(UserWarning, match="empty generator"),
+    ):
+        nn.utils.clip_grad_norm_((p for p in ()), 1.0)
 
 
 @pytest.mark.parametrize("unscales", [False, True])

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lowtide import Workload, zoo
+from lowtide.engines import plan
 from lowtide.errors import BudgetError, PlanError
-from lowtide.planning import apply_options, baseline, plan, resolve_budget
+from lowtide.planning import apply_options, baseline, resolve_budget
 from lowtide.planning import search as search_module
 from lowtide.planning.prediction import predict
 from lowtide.profiling import Profile, profile
@@ -85,7 +86,7 @@ def test_device_is_what_the_gpu_has_free_and_what_this_process_holds(monkeypatch
 
 
 def test_nothing_is_changed_where_the_plain_step_fits(plain: Profile) -> None:
-    found = plan(chain(), "100%", profile=plain)
+    found = plan(chain(), "100%", profile=plain, tune=False)
     assert found.choices == ()
     assert found.fidelity is Fidelity.BITWISE
     assert (found.peak_bytes, found.seconds) == (plain.peak_bytes, plain.seconds)
@@ -95,7 +96,7 @@ def test_the_measured_peak_is_the_predicted_one_and_within_the_budget() -> None:
     work = chain()
     before = profile(work)
     for share in ("90%", "60%"):
-        found = plan(work, share, profile=before, engine="eager")
+        found = plan(work, share, profile=before, engine="eager", tune=False)
         with apply_options(work, found.options) as applied:
             measured = profile(applied.work)
         assert measured.storage_peak_bytes == found.storage_peak_bytes
@@ -109,7 +110,7 @@ def test_a_larger_budget_is_never_predicted_slower(plain: Profile, shares: tuple
     seconds = []
     for share in sorted(shares):
         try:
-            seconds.append(plan(chain(), f"{share}%", profile=plain).seconds)
+            seconds.append(plan(chain(), f"{share}%", profile=plain, tune=False).seconds)
         except BudgetError:
             seconds.append(float("inf"))
     assert seconds[1] <= seconds[0]
@@ -118,32 +119,32 @@ def test_a_larger_budget_is_never_predicted_slower(plain: Profile, shares: tuple
 def test_an_impossible_budget_names_the_smallest_one_and_that_one_works(plain: Profile) -> None:
     work = chain()
     with pytest.raises(BudgetError, match=r"below the smallest plan \(.*, \d+ bytes\)") as error:
-        plan(work, "10%", profile=plain)
+        plan(work, "10%", profile=plain, tune=False)
     smallest = int(str(error.value).split(", ")[1].split(" bytes")[0])
-    assert plan(work, smallest, profile=plain).peak_bytes == smallest
+    assert plan(work, smallest, profile=plain, tune=False).peak_bytes == smallest
     with pytest.raises(BudgetError):
-        plan(work, smallest - 1, profile=plain)
+        plan(work, smallest - 1, profile=plain, tune=False)
 
 
 def test_an_option_is_traced_once_for_a_profile(plain: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     work = chain()
-    found = plan(work, "60%", profile=plain, engine="eager")
+    found = plan(work, "60%", profile=plain, engine="eager", tune=False)
     traced = []
     monkeypatch.setattr(search_module, "predict", lambda *args, **_: traced.append(args))
-    assert plan(work, "60%", profile=plain, engine="eager").peak_bytes == found.peak_bytes
+    assert plan(work, "60%", profile=plain, engine="eager", tune=False).peak_bytes == found.peak_bytes
     assert not traced
 
 
 def test_a_model_that_nothing_can_help_says_what_is_missing() -> None:
     with pytest.raises(BudgetError, match=r"sqrt needs a nn.Sequential or nn.ModuleList of two or more blocks"):
-        plan(zoo.small("lstm"), "50%", fake=True, engine="eager")
+        plan(zoo.small("lstm"), "50%", fake=True, engine="eager", tune=False)
 
 
 def test_planning_changes_nothing() -> None:
     work = chain()
     before = snapshot(work.model)
     state = torch.get_rng_state()
-    plan(work, "60%")
+    plan(work, "60%", tune=False)
     assert_restored(work.model, before)
     assert torch.equal(torch.get_rng_state(), state)
     assert work.optimizer is not None
@@ -153,7 +154,7 @@ def test_planning_changes_nothing() -> None:
 def test_a_meta_model_is_planned_for_a_gpu_that_is_not_here() -> None:
     sizes = {"layers": 3, "width": 64, "heads": 2, "vocab": 100}
     work = zoo.workload("gpt2", batch=8, seq=128, optimizer="none", device="meta", **sizes)
-    found = plan(work, "91%", device="h200")
+    found = plan(work, "91%", device="h200", tune=False)
     assert found.device == "h200"
     assert found.peak_bytes <= found.budget_bytes
 
@@ -167,9 +168,9 @@ def test_a_plain_step_that_does_not_fit_is_predicted(monkeypatch: pytest.MonkeyP
         return real(work, fake=fake, device=device)
 
     monkeypatch.setattr(baseline, "profile_step", out_of_memory)
-    assert plan(chain(), "60%").choices
+    assert plan(chain(), "60%", tune=False).choices
     with pytest.raises(PlanError, match=r"ran out of memory on this device.*engine='eager'"):
-        plan(chain(), "60%", engine="graph")
+        plan(chain(), "60%", engine="graph", tune=False)
 
 
 # -- what a plan may use -------------------------------------------------------------------------------
@@ -188,7 +189,7 @@ def test_ops_take_as_long_as_the_step_where_a_gpu_waits_for_the_host(plain: Prof
 
 def test_loose_techniques_wait_for_permission(plain: Profile) -> None:
     with register(Loose()):
-        assert plan(chain(), "60%", profile=plain).options[0].technique in ("sqrt", "optimal")
+        assert plan(chain(), "60%", profile=plain, tune=False).options[0].technique in ("sqrt", "optimal")
 
 
 @pytest.mark.parametrize("allow", ["changed", "loose", ["approximate", "loose"]])
@@ -196,10 +197,10 @@ def test_a_class_or_a_name_gives_permission(plain: Profile, allow: str | list[st
     only()
     with register(Loose()):
         with pytest.raises(BudgetError, match=r"Allow loose \(changed\) to reach"):
-            plan(chain(), "70%", profile=plain)
+            plan(chain(), "70%", profile=plain, tune=False)
         with pytest.raises(BudgetError):
-            plan(chain(), "70%", profile=plain, allow="unbiased")
-        found = plan(chain(), "70%", profile=plain, allow=allow)
+            plan(chain(), "70%", profile=plain, allow="unbiased", tune=False)
+        found = plan(chain(), "70%", profile=plain, allow=allow, tune=False)
         assert found.fidelity is Fidelity.CHANGED
         assert found.options[0].technique == "loose"
 
@@ -207,15 +208,15 @@ def test_a_class_or_a_name_gives_permission(plain: Profile, allow: str | list[st
 def test_roundoff_needs_no_permission(plain: Profile, only) -> None:
     only()
     with register(Loose(Fidelity.ROUNDOFF)):
-        assert plan(chain(), "70%", profile=plain).fidelity is Fidelity.ROUNDOFF
+        assert plan(chain(), "70%", profile=plain, tune=False).fidelity is Fidelity.ROUNDOFF
 
 
 def test_no_permission_is_none_and_what_is_no_text_is_refused(plain: Profile) -> None:
     work = chain()
-    assert plan(work, "90%", allow=None).fidelity <= Fidelity.ROUNDOFF
+    assert plan(work, "90%", allow=None, tune=False).fidelity <= Fidelity.ROUNDOFF
     for wrong in (3, [3]):
         with pytest.raises(PlanError, match="Cannot allow"):
-            plan(work, "90%", allow=wrong)  # pyright: ignore[reportArgumentType]
+            plan(work, "90%", allow=wrong, tune=False)  # pyright: ignore[reportArgumentType]
 
 
 def tanh_layers(loss: Callable[[nn.Module, Tensor], Tensor]) -> Workload:
@@ -234,7 +235,7 @@ def test_a_technique_that_the_loss_does_not_allow_is_found_out_before_the_first_
     with pytest.raises(
         BudgetError, match=r"microbatch .* was left out: The loss of .* it is neither of them"
     ) as caught:
-        plan(work, 1, allow="microbatch")
+        plan(work, 1, allow="microbatch", tune=False)
     assert str(caught.value).count("microbatch") == 1  # not once for every size
     assert_restored(work.model, before)
 
@@ -245,7 +246,7 @@ def test_where_the_smallest_estimates_cannot_be_used_others_are_looked_at() -> N
         return (y + tangent).square().mean()
 
     work = tanh_layers(forward_mode)
-    found = plan(work, "75%", allow="bitwise")  # checkpoints do not go with forward-mode derivatives
+    found = plan(work, "75%", allow="bitwise", tune=False)  # checkpoints do not go with forward-mode derivatives
     assert found.engine == "graph"
     assert found.peak_bytes <= found.budget_bytes
 
@@ -254,13 +255,13 @@ def test_what_fails_in_a_prediction_is_noted_and_not_logged(caplog: pytest.LogCa
     mixing = torch.randn(96, 96)
     work = Workload(nn.Linear(24, 24), lambda m, x: (mixing @ m(x)).square().mean(), torch.randn(96, 24))
     with pytest.raises(BudgetError, match=r"microbatch .* was left out: "):
-        plan(work, 1, allow="microbatch")
+        plan(work, 1, allow="microbatch", tune=False)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_an_unknown_permission_is_refused(plain: Profile) -> None:
     with pytest.raises(PlanError, match="neither a fidelity class nor a technique"):
-        plan(chain(), "60%", profile=plain, allow="everything")
+        plan(chain(), "60%", profile=plain, allow="everything", tune=False)
 
 
 def test_an_option_that_fails_is_left_out_and_noted(plain: Profile) -> None:
@@ -269,7 +270,7 @@ def test_an_option_that_fails_is_left_out_and_noted(plain: Profile) -> None:
             return type(super().price(option, profile))(Fidelity.BITWISE)
 
     with register(Tempting(name="tempting", fails=True)):
-        found = plan(chain(), "60%", profile=plain)
+        found = plan(chain(), "60%", profile=plain, tune=False)
     assert found.options[0].technique in ("sqrt", "optimal")
     # It looked free, and was tried only if its estimate said that it could fit.
     assert all("this one never works" in note for note in found.notes if "tempting" in note)
@@ -277,7 +278,7 @@ def test_an_option_that_fails_is_left_out_and_noted(plain: Profile) -> None:
 
 def test_techniques_that_conflict_are_not_applied_together(plain: Profile) -> None:
     work = chain()
-    chosen = plan(work, "60%", profile=plain).options
+    chosen = plan(work, "60%", profile=plain, tune=False).options
     with register(Loose()) as undo, pytest.raises(PlanError, match=r"loose and (sqrt|optimal) cannot be in one plan"):
         apply_options(work, [*chosen, *Loose().options(plain)])
     undo()
@@ -293,10 +294,10 @@ def in_fours(model: nn.Module, x: Tensor) -> Tensor:
 
 def test_whether_a_loss_can_be_split_is_asked_of_each_size() -> None:
     work = tanh_layers(in_fours)
-    found = plan(work, "50%", engine="eager", allow="microbatch")
+    found = plan(work, "50%", engine="eager", allow="microbatch", tune=False)
     assert [choice.option.technique for choice in found.choices] == ["microbatch"]
     with pytest.raises(BudgetError, match=r"microbatch .* was left out") as caught:
-        plan(work, 1, engine="eager", allow="microbatch")
+        plan(work, 1, engine="eager", allow="microbatch", tune=False)
     assert int(str(caught.value).split(", ")[1].split()[0]) <= found.peak_bytes
 
 
@@ -315,7 +316,7 @@ def test_planning_leaves_gradients_as_they_are() -> None:
     work.compute_loss().backward()
     before = [(p.grad, p.grad.clone()) for p in work.model.parameters() if p.grad is not None]
     with pytest.raises(BudgetError):
-        plan(work, 1, engine="eager", allow="changed")
+        plan(work, 1, engine="eager", allow="changed", tune=False)
     now = [p.grad for p in work.model.parameters()]
     assert all(grad is held and torch.equal(grad, value) for grad, (held, value) in zip(now, before, strict=True))
 
@@ -327,7 +328,7 @@ def test_a_plan_says_why_the_graph_engine_is_not_used() -> None:
 
     model = Branching(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
     work = Workload(model, lambda model, x: model(x).square().mean(), torch.randn(64, 16))
-    found = plan(work, "80%", allow="microbatch")
+    found = plan(work, "80%", allow="microbatch", tune=False)
     assert found.engine == "eager"
     assert any("graph engine is not used" in note and "Data-dependent" in note for note in found.notes)
     assert "graph engine is not used" in found.explain()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from lowtide import Workload
 from lowtide.errors import TraceError
 from lowtide.planning.captured import capture_and_compare
 from lowtide.planning.rounding import Rounding, loss_and_gradients
+from lowtide.profiling import profile
 from lowtide.techniques import Fidelity
+
+NOISE = itertools.count(1)  # outside of the step, so that nothing restores it
 
 
 class Net(nn.Module):
@@ -34,6 +38,10 @@ class Net(nn.Module):
             return left + right + self.last.bias
         if self.end == "scaled" and captured:
             return self.last(x) * 1.01
+        if self.end == "drawn for nothing":
+            torch.rand_like(x)
+        if self.end == "noise" and not captured:
+            x = x * (1 + 1e-6 * next(NOISE))
         if self.end == "masked" and captured:
             return self.last(self.drop(x))
         return self.last(x)
@@ -54,6 +62,12 @@ def test_a_capture_is_bitwise_only_where_its_results_are(end: str, fidelity: Fid
     assert ("rounds otherwise" in found.note) == (fidelity is Fidelity.ROUNDOFF)
 
 
+def test_a_capture_that_a_noisy_step_cannot_be_compared_with_promises_no_bits() -> None:
+    found = capture_and_compare(work_of("noise"))
+    assert found.fidelity is Fidelity.ROUNDOFF
+    assert "differs from itself" in found.note
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_statistics_in_any_precision_are_the_plain_steps(dtype: torch.dtype) -> None:
     assert capture_and_compare(work_of("same", dtype)).fidelity is Fidelity.BITWISE
@@ -63,6 +77,12 @@ def test_statistics_in_any_precision_are_the_plain_steps(dtype: torch.dtype) -> 
 def test_a_capture_with_other_results_is_refused(end: str, what: str) -> None:
     with pytest.raises(TraceError, match=f"gives other .*{what}.* than the plain step"):
         capture_and_compare(work_of(end))
+
+
+def test_draws_that_capture_leaves_out_are_named_first() -> None:
+    work = work_of("drawn for nothing")
+    with pytest.raises(TraceError, match="draws random numbers that nothing uses"):
+        capture_and_compare(work, profile(work))
 
 
 def test_hooks_on_gradients_are_no_part_of_the_comparison() -> None:

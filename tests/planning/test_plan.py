@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from lowtide.engines import plan
 from lowtide.errors import PlanError
-from lowtide.planning import Plan, plan
+from lowtide.planning import Plan
 from lowtide.profiling import profile
 from lowtide.workload import Workload
 
@@ -19,7 +20,7 @@ from .steps import chain
 
 @pytest.fixture(scope="module")
 def found() -> Plan:
-    return plan(chain(), "60%", fake=True)
+    return plan(chain(), "60%", fake=True, tune=False)
 
 
 def test_a_plan_survives_json(found: Plan) -> None:
@@ -133,12 +134,12 @@ def test_a_profile_of_another_step_is_refused_with_the_reason(found: Plan) -> No
     }
     for reason, other in others.items():
         with pytest.raises(PlanError, match=f"The profile is of {reason}"):
-            plan(work, "60%", profile=profile(other, fake=True))
+            plan(work, "60%", profile=profile(other, fake=True), tune=False)
 
 
 def test_freezing_a_parameter_makes_another_model() -> None:
     work = Workload(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lambda m, x: m(x).sum(), torch.zeros(3, 2))
-    found = plan(work, "100%", fake=True)
+    found = plan(work, "100%", fake=True, tune=False)
     work.model[0].weight.requires_grad_(False)
     with pytest.raises(PlanError, match="another model"):
         found.check(work)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.chains import Schedule
-from lowtide.engines import verify
+from lowtide.engines import plan, verify
 from lowtide.errors import BudgetError, PlanError
-from lowtide.planning import Plan, plan, recomputation, stages
+from lowtide.planning import Plan, recomputation, stages
 from lowtide.planning.program import simulate
 from lowtide.planning.recomputation import Recomputations
 from lowtide.planning.stages import Stages
@@ -43,12 +43,12 @@ def plain(work: Workload) -> Profile:
 
 @pytest.fixture(scope="module")
 def found(work: Workload, plain: Profile) -> Plan:
-    return plan(work, "60%", profile=plain, engine="graph")
+    return plan(work, "60%", profile=plain, engine="graph", tune=False)
 
 
 def smallest_budget(work: Workload, plain: Profile, engine: Any = "graph") -> int:
     with pytest.raises(BudgetError, match=r"below the smallest plan \(.*, \d+ bytes\)") as refused:
-        plan(work, 1, profile=plain, engine=engine)
+        plan(work, 1, profile=plain, engine=engine, tune=False)
     number = re.search(r"(\d+) bytes\)", str(refused.value))
     assert number is not None
     return int(number[1])
@@ -70,7 +70,7 @@ def test_a_program_is_a_plan_that_says_what_it_does(found: Plan) -> None:
 
 
 def test_what_fits_as_it_is_needs_no_program(work: Workload, plain: Profile) -> None:
-    fits = plan(work, "100%", profile=plain, engine="graph")
+    fits = plan(work, "100%", profile=plain, engine="graph", tune=False)
     assert fits.program is None
     assert fits.engine == "eager"
     assert (fits.peak_bytes, fits.seconds) == (plain.peak_bytes, plain.seconds)
@@ -80,7 +80,7 @@ def test_what_fits_as_it_is_needs_no_program(work: Workload, plain: Profile) -> 
 def test_a_larger_budget_is_never_predicted_slower(work: Workload, plain: Profile, engine: Any) -> None:
     smallest = smallest_budget(work, plain, engine)
     budgets = [smallest + (plain.peak_bytes - smallest) * step // 11 for step in range(12)]
-    plans = [plan(work, budget, profile=plain, engine=engine) for budget in budgets]
+    plans = [plan(work, budget, profile=plain, engine=engine, tune=False) for budget in budgets]
     assert all(each.peak_bytes <= budget for each, budget in zip(plans, budgets, strict=True))
     seconds = [each.seconds for each in plans]
     assert seconds == sorted(seconds, reverse=True)
@@ -90,9 +90,9 @@ def test_a_larger_budget_is_never_predicted_slower(work: Workload, plain: Profil
 
 def test_the_smallest_budget_is_named_and_works_and_one_byte_less_does_not(work: Workload, plain: Profile) -> None:
     smallest = smallest_budget(work, plain)
-    assert plan(work, smallest, profile=plain, engine="graph").peak_bytes == smallest
+    assert plan(work, smallest, profile=plain, engine="graph", tune=False).peak_bytes == smallest
     with pytest.raises(BudgetError, match=f"{smallest} bytes"):
-        plan(work, smallest - 1, profile=plain, engine="graph")
+        plan(work, smallest - 1, profile=plain, engine="graph", tune=False)
 
 
 def test_no_program_is_smaller_than_the_smallest_budget_that_is_named() -> None:
@@ -106,9 +106,9 @@ def test_no_program_is_smaller_than_the_smallest_budget_that_is_named() -> None:
 
 def test_both_engines_together_are_never_slower_than_one(work: Workload, plain: Profile) -> None:
     for share in ("85%", "60%"):
-        either = plan(work, share, profile=plain)
+        either = plan(work, share, profile=plain, tune=False)
         for engine in ("eager", "graph"):
-            assert either.seconds <= plan(work, share, profile=plain, engine=engine).seconds
+            assert either.seconds <= plan(work, share, profile=plain, engine=engine, tune=False).seconds
 
 
 def test_every_program_simulates_to_what_its_trace_peaks_at(work: Workload, plain: Profile) -> None:
@@ -137,7 +137,7 @@ def test_room_is_what_the_program_takes_and_what_the_budget_leaves(work: Workloa
 def test_a_step_that_was_planned_is_let_go_with_its_graph() -> None:
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
     work = Workload(model, lambda given, x: squares(given, x), torch.randn(256, 16))
-    made = plan(work, "75%", engine="graph")
+    made = plan(work, "75%", engine="graph", tune=False)
     left = [weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(recomputation._known[work].joint)]
     del model, work
     for _ in range(2):  # the step, and then what was known of it
@@ -156,7 +156,7 @@ def test_stages_of_a_deep_model_are_joined_and_still_simulate_to_the_byte(monkey
     joined = Stages(joint)
     assert 3 < len(joined) <= 6
     assert [node for nodes in joined.forward for node in nodes] == joint.forward
-    made = plan(work, "60%", profile=before, engine="graph")
+    made = plan(work, "60%", profile=before, engine="graph", tune=False)
     assert made.program is not None
     checked = verify(work, made)
     assert checked.ok, str(checked)
@@ -204,8 +204,8 @@ def test_what_is_not_captured_is_refused_by_name_and_planned_eagerly(name: str) 
     before = profile(work)
     held = snapshot(work.model)
     with pytest.raises(PlanError, match=rf"no plan on the graph engine.*{reason}"):
-        plan(work, "85%", profile=before, engine="graph")
-    found = plan(work, "85%", profile=before, engine="auto")
+        plan(work, "85%", profile=before, engine="graph", tune=False)
+    found = plan(work, "85%", profile=before, engine="auto", tune=False)
     assert found.engine == "eager"
     assert found.choices
     assert_restored(work.model, held)
@@ -214,12 +214,12 @@ def test_what_is_not_captured_is_refused_by_name_and_planned_eagerly(name: str) 
 
 def test_an_unknown_engine_is_refused(work: Workload) -> None:
     with pytest.raises(PlanError, match=r"no engine 'nonsense'.*'auto', 'eager' or 'graph'"):
-        plan(work, "60%", engine="nonsense")  # pyright: ignore[reportArgumentType]
+        plan(work, "60%", engine="nonsense", tune=False)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_predicted_step_is_not_captured_and_that_is_said(work: Workload) -> None:
     with pytest.raises(PlanError, match="only predicted"):
-        plan(work, "60%", fake=True, engine="graph")
+        plan(work, "60%", fake=True, engine="graph", tune=False)
 
 
 class Draws(nn.Module):
@@ -248,7 +248,7 @@ def test_planning_leaves_the_model_as_it_was_also_where_it_fails(where: Any, mon
         monkeypatch.setattr(owner, where.__name__, fail)
     generator = torch.get_rng_state()
     with contextlib.nullcontext() if where is None else pytest.raises((ZeroDivisionError, PlanError)) as failed:
-        plan(work, "80%", engine="graph")
+        plan(work, "80%", engine="graph", tune=False)
     assert failed is None or "for a test" in str(failed.value)
     assert torch.equal(torch.get_rng_state(), generator)
     assert_restored(model, before)

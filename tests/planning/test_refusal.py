@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from lowtide.engines import plan
 from lowtide.errors import BudgetError
-from lowtide.planning import plan, prediction
+from lowtide.planning import prediction
 from lowtide.planning import search as search_module
 from lowtide.workload import Workload
 
@@ -22,7 +23,7 @@ def layers(width: int = 16, samples: int = 256) -> Workload:
 
 def refusal(work: Workload, budget: str) -> str:
     with pytest.raises(BudgetError) as error:
-        plan(work, budget)
+        plan(work, budget, tune=False)
     return str(error.value)
 
 
@@ -46,7 +47,7 @@ def test_the_budget_that_a_refusal_names_works() -> None:
         work = layers()
         found = re.search(r", (\d+) bytes\)", refusal(work, budget))
         assert found
-        assert plan(work, int(found[1])).peak_bytes <= int(found[1])
+        assert plan(work, int(found[1]), tune=False).peak_bytes <= int(found[1])
 
 
 def test_a_refusal_traces_few_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,5 +69,5 @@ def test_tips_of_torch_over_many_lines_are_not_part_of_a_note(monkeypatch: pytes
 
     monkeypatch.setattr(search_module, "predict", failing)
     with pytest.raises(BudgetError, match="a different number of tensors was saved") as error:
-        plan(layers(), "80%", engine="eager")
+        plan(layers(), "80%", engine="eager", tune=False)
     assert "Tip" not in str(error.value)

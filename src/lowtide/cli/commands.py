@@ -120,7 +120,7 @@ def plan(
     **settings: Unpack[TargetOptions],
 ) -> Outcome:
     """Find the fastest step that fits a budget, and say what it changes and why."""
-    from lowtide import planning
+    from lowtide import engines, planning
     from lowtide.planning.baseline import baseline_profile
     from lowtide.reporting.html import check_name
 
@@ -130,7 +130,7 @@ def plan(
     with working("Profiling the plain step"):
         before = baseline_profile(work, fake=fake, device=device)
     with working("Planning"):
-        found = planning.plan(work, budget, allow=allow or (), profile=before, engine=engine)
+        found = engines.plan(work, budget, allow=allow or (), profile=before, fake=fake, device=device, engine=engine)
     if not as_json:
         typer.echo(found.explain())
     if out is not None:

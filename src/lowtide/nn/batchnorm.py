@@ -12,10 +12,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lowtide.errors import LowtideError
 from lowtide.kernels.activations import Activation
-from lowtide.nn.functional import Strategy, batch_norm_act, resolve
+from lowtide.nn.functional import batch_norm_act
 from lowtide.nn.fx_leaf import is_symbolic, leaf
 from lowtide.nn.guard import forget
 from lowtide.nn.rebuild import watch
+from lowtide.nn.strategies import Strategy, resolve
 from lowtide.tracing.internals import in_backward
 
 

@@ -19,8 +19,10 @@ from lowtide.errors import LowtideError
 from lowtide.kernels.activations import Activation
 from lowtide.kernels.reference.batchnorm import Running
 from lowtide.nn.batchnorm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, _BatchNormAct
-from lowtide.nn.functional import Statistics, Strategy, batch_norm_act, batch_statistics
+from lowtide.nn.functional import batch_norm_act
 from lowtide.nn.fx_leaf import is_symbolic
+from lowtide.nn.statistics import Statistics, batch_statistics
+from lowtide.nn.strategies import Strategy
 from lowtide.tracing.internals import RESTORED, in_backward
 
 Limit = float | Callable[[Tensor], float | Tensor]

@@ -29,7 +29,7 @@ def store_gradients(optimizer: torch.optim.Optimizer, bits: Bits = "16bit", *, s
 
     ``backward`` leaves ``p.grad`` at None and ``optimizer.step()`` unpacks a parameter at a time. Several backwards
     before a step are summed, each sum rounded stochastically. Whoever reads ``p.grad`` in between finds none, and
-    ``clip_grad_norm_`` raises. ``optimizer.zero_grad()`` lets them go; ``model.zero_grad()`` knows nothing of them. The
+    torch's clipping raises. ``optimizer.zero_grad()`` lets them go; ``model.zero_grad()`` knows nothing of them. The
     undo puts what waits for a step into ``p.grad``.
     """
     if bits not in ("16bit", "8bit"):
@@ -46,10 +46,10 @@ def store_gradients(optimizer: torch.optim.Optimizer, bits: Bits = "16bit", *, s
         )
     refuse_ddp(parameters)
     refuse_where(optimizer, "needs_gradients", "stored gradients")
-    refuse_clipping()
     store = GradientStore(optimizer, bits, seed)
     with Undo(store.give_back) as undo:
         undo.add(take_part(optimizer, store))
+        undo.add(refuse_clipping())
         undo.add(store.forget_at_zero_grad(optimizer))
         optimizer.param_groups[0].setdefault(COUNT, 0)
         undo.add(lambda: optimizer.param_groups[0].pop(COUNT, None))  # loading a state replaces the group

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -105,10 +104,20 @@ def _set_scaling(optimizer: torch.optim.Optimizer, value: bool) -> Undo:
     return Undo(restore)
 
 
-@cache
-def refuse_clipping() -> None:
-    """Have ``clip_grad_norm_`` raise for parameters whose gradients are gone: it would clip nothing."""
-    watch_clipping(_see_clipped)
+_refusals: dict[object, Callable[[], None]] = {}  # for each optimizer that uses gradients in backward: end watching
+
+
+def refuse_clipping() -> Undo:
+    """Have torch's clipping raise for parameters whose gradients are gone, until the undo: it would clip nothing."""
+    refusal = object()
+    _refusals[refusal] = next(iter(_refusals.values()), None) or watch_clipping(_see_clipped)
+    return Undo(lambda: _end_refusal(refusal))
+
+
+def _end_refusal(refusal: object) -> None:
+    end_watching = _refusals.pop(refusal)
+    if not _refusals:
+        end_watching()
 
 
 def _see_clipped(parameters: Iterable[Tensor]) -> None:
@@ -118,7 +127,7 @@ def _see_clipped(parameters: Iterable[Tensor]) -> None:
             if reason is not None:
                 raise LowtideError(
                     f"A parameter of {tuple(parameter.shape)} {reason}: there is no gradient to clip",
-                    hint="Leave out clip_grad_norm_, or undo what uses gradients in backward.",
+                    hint="Leave out clipping, or undo what uses gradients in backward.",
                 )
 
 

@@ -19,8 +19,8 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> Undo:
 
     The optimizer stays the same object with the same state: schedulers and ``state_dict`` go on working, and
     ``optimizer.step()`` finds nothing left to do. The results are those of a plain step, bit for bit. One backward is
-    one step: gradients cannot be accumulated over several, nor clipped by their norm over all parameters, nor
-    unscaled after backward: ``clip_grad_norm_`` and a ``GradScaler``'s step raise. A step with a closure does, too.
+    one step: gradients cannot be accumulated over several, nor clipped or unscaled after backward. So torch's clipping
+    and a ``GradScaler``'s step raise, and a step with a closure does, too.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -39,11 +39,10 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> Undo:
         )
     refuse_ddp(parameters)
     refuse_where(optimizer, "needs_step", "steps in backward")
-    refuse_clipping()
     hook = StepHook(optimizer)
     handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
     handles.append(optimizer.register_step_pre_hook(_before))
-    return Undo(*(handle.remove for handle in handles), tell_of_scalers(optimizer))
+    return Undo(*(handle.remove for handle in handles), tell_of_scalers(optimizer), refuse_clipping())
 
 
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

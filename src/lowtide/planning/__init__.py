@@ -1,6 +1,6 @@
 """Planning: a step and a budget in, what to change and why out."""
 
-from lowtide.planning.budget import Budget, plan, resolve_budget
+from lowtide.planning.budget import Budget, plans, resolve_budget
 from lowtide.planning.plan import Baseline, Choice, Plan
 from lowtide.planning.prediction import Prediction, apply_options, estimate_peak, predict, predict_plan
 
@@ -12,7 +12,7 @@ __all__ = [
     "Prediction",
     "apply_options",
     "estimate_peak",
-    "plan",
+    "plans",
     "predict",
     "predict_plan",
     "resolve_budget",

@@ -1,4 +1,4 @@
-"""``plan``: the fastest step whose allocated peak fits a budget in bytes."""
+"""``plans``: the steps predicted to be the fastest whose allocated peak fits a budget in bytes."""
 
 from __future__ import annotations
 
@@ -25,23 +25,6 @@ _LARGEST_SHARE = 1e9  # in percent: more is a slip, and soon no number of bytes
 _CONTEXT_BYTES = 600 * 2**20  # of a GPU that is not here, what its CUDA context takes
 
 
-def plan(
-    work: Workload,
-    budget: float | str,
-    *,
-    allow: str | Collection[str] | None = (),
-    profile: Profile | None = None,
-    fake: bool = False,
-    device: str | None = None,
-    engine: Engine = "auto",
-) -> Plan:
-    """Find the plan that is predicted to be the fastest of those that fit; ``lowtide.plan`` also times the close ones.
-
-    For one profile, a larger budget never gives a slower plan.
-    """
-    return plans(work, budget, allow=allow, profile=profile, fake=fake, device=device, engine=engine)[0]
-
-
 def plans(
     work: Workload,
     budget: float | str,
@@ -54,9 +37,10 @@ def plans(
     most: int = 1,
     close: float = CLOSE,
 ) -> list[Plan]:
-    """The plan of ``plan`` first, then at most ``most - 1`` others, each of another technique or of the other engine.
+    """The plan predicted to be the fastest, then at most ``most - 1`` others of other techniques or the other engine.
 
-    They are predicted to take at most ``close`` times as long as the first.
+    They are predicted to take at most ``close`` times as long as the first. For one profile, a larger budget never
+    gives a slower first plan. ``lowtide.plan`` times them and takes one.
     """
     check_workload(work, call="lowtide.plan(work, budget)")
     if engine not in ("auto", "eager", "graph"):

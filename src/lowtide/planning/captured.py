@@ -6,8 +6,10 @@ autograd's may look at values. So the joint graph is run once, op by op, on the 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,8 +26,10 @@ from lowtide.planning.rounding import (
     on_host,
     parts_equal,
 )
+from lowtide.profiling import Profile
 from lowtide.techniques.technique import Fidelity
-from lowtide.tracing.joint import Joint, capture_joint
+from lowtide.tracing.graph import Graph
+from lowtide.tracing.joint import Joint, capture_joint, is_random
 from lowtide.tracing.parts import address
 from lowtide.workload import Workload
 
@@ -35,17 +39,20 @@ class Captured:
     """A joint graph, what its results promise, and why where that is not bitwise or not compared."""
 
     joint: Joint
-    fidelity: Fidelity = Fidelity.BITWISE
+    fidelity: Fidelity
     note: str = ""
 
 
-def capture_and_compare(work: Workload) -> Captured:
+def capture_and_compare(work: Workload, profiled: Profile | None = None) -> Captured:
     """Capture a step and run it beside the plain one; everything is restored.
 
-    Raises ``TraceError`` where the captured step differs by more than rounding, or draws other random numbers.
+    Raises ``TraceError`` where the captured step differs by more than rounding, or draws other random numbers. Given
+    the plain step's profile, it names draws that capture left out.
     """
     results: list[Parts] = []
     joint = capture_joint(work, lambda joint, inputs: results.extend(_run(work, joint, inputs)))
+    if profiled is not None:
+        check_draws(joint, profiled)
     if not results:
         note = "The captured graph was not compared with the plain step, so its bits are not promised."
         return Captured(joint, Fidelity.ROUNDOFF, note)
@@ -53,11 +60,11 @@ def capture_and_compare(work: Workload) -> Captured:
     plain = {what: {name: part[name] for name in found[what]} for what, part in _plain(work, found).items()}
     differing = [what for what, part in plain.items() if not parts_equal(part, found[what])]
     if not differing:
-        return Captured(joint)
+        return Captured(joint, Fidelity.BITWISE)
     again = loss_and_gradients(work)
     if not all(parts_equal(part, {name: again[what][name] for name in part}) for what, part in plain.items()):
-        note = "The plain step differs from itself when run twice, so the captured graph was not compared with it."
-        return Captured(joint, note=note)
+        note = "The plain step differs from itself when run twice, so the captured graph's bits are not promised."
+        return Captured(joint, Fidelity.ROUNDOFF, note)
     error = max((distance(plain[what], found[what]) for what in differing if what != "generators"), default=0.0)
     rounding = Rounding(work, plain)
     if not all(rounding.explains(what, plain[what], found[what]) for what in differing):
@@ -69,6 +76,15 @@ def capture_and_compare(work: Workload) -> Captured:
         f"The captured graph rounds otherwise than the plain step, by {error:.1e}: Dynamo or autograd took another way."
     )
     return Captured(joint, Fidelity.ROUNDOFF, note)
+
+
+def check_draws(joint: Joint, plain: Profile) -> None:
+    """Raise ``TraceError`` where capture left out random numbers that the plain step draws."""
+    if _draws(plain.graph) > sum(map(is_random, joint.forward)):
+        raise TraceError(
+            "The step draws random numbers that nothing uses, and a captured graph leaves them out",
+            hint="The eager engine needs no capture.",
+        )
 
 
 def _plain(work: Workload, found: Parts) -> Parts:
@@ -114,3 +130,18 @@ def _run(work: Workload, joint: Joint, inputs: Sequence[Any]) -> list[Parts]:
         ]
     except torch.OutOfMemoryError:
         return []
+
+
+def _draws(graph: Graph) -> int:
+    """How often the forward pass of a traced step draws random numbers."""
+    names = (op.name for op in graph.ops if op.phase == "forward" and not op.recompute)
+    return sum(_is_random_op(name) for name in names)
+
+
+@cache
+def _is_random_op(name: str) -> bool:
+    try:
+        op = operator.attrgetter(name)(torch.ops)
+    except (AttributeError, RuntimeError):  # such as what lowtide itself records
+        return False
+    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
-from functools import cache
 from weakref import WeakKeyDictionary
-
-import torch
 
 from lowtide.chains import Schedule, StageChoice, explain
 from lowtide.chains import simulate as simulate_chain
 from lowtide.errors import TraceError
-from lowtide.planning.captured import Captured, capture_and_compare
+from lowtide.planning.captured import Captured, capture_and_compare, check_draws
 from lowtide.planning.fastest import Programs
 from lowtide.planning.forecast import Forecast, check_results
 from lowtide.planning.plan import Recomputation
@@ -21,8 +17,7 @@ from lowtide.profiling import Profile
 from lowtide.sizes import format_size
 from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.effects import is_left_batch_norm
-from lowtide.tracing.graph import Graph
-from lowtide.tracing.joint import Joint, is_random, module_of, size_of
+from lowtide.tracing.joint import Joint, module_of, size_of
 from lowtide.tracing.unchanged import steady
 from lowtide.workload import Workload
 
@@ -34,16 +29,12 @@ _SHOWN = 12  # stages that a plan gives reasons for: the largest
 class Recomputations:
     """The schedules of a captured step, from the fastest to the smallest, and what each becomes."""
 
-    def __init__(self, joint: Joint, plain: Profile, *, earned: Fidelity = Fidelity.BITWISE, note: str = "") -> None:
-        if _draws(plain.graph) > sum(map(is_random, joint.forward)):
-            raise TraceError(
-                "The step draws random numbers that nothing uses, and a captured graph leaves them out",
-                hint="The eager engine needs no capture.",
-            )
+    def __init__(self, joint: Joint, plain: Profile, *, earned: Fidelity = Fidelity.ROUNDOFF, note: str = "") -> None:
+        check_draws(joint, plain)
         check_results(joint, plain)
         self.joint = joint
         self.note = note
-        self._earned = earned  # by the results of the captured graph
+        self._earned = earned  # by the results of the captured graph, where they were compared
         self.plain = plain
         self.forecast = Forecast(joint, plain)
         self.programs = Programs(joint, self.forecast.seconds, self.forecast.workspace)
@@ -128,41 +119,26 @@ def recomputations(work: Workload, plain: Profile) -> Recomputations:
     """The schedules of a step; captured once for one profile of it."""
     found = _known.get(work)
     if found is None or found.plain is not plain:
-        captured = _steady_capture(work)
+        captured = _steady_capture(work, plain)
         found = _known[work] = Recomputations(captured.joint, plain, earned=captured.fidelity, note=captured.note)
     return found
 
 
-def _steady_capture(work: Workload) -> Captured:
+def _steady_capture(work: Workload, plain: Profile) -> Captured:
     """The graph of a step like all but the first, where modules keep tensors from one to the next."""
     found: Captured | TraceError
     try:
-        found = capture_and_compare(work)
+        found = capture_and_compare(work, plain)
     except TraceError as error:
         found = error
     if isinstance(found, Captured) and not found.joint.stored:
         return found
     with steady(work) as was_steady:
         if not was_steady:
-            return capture_and_compare(work)
+            return capture_and_compare(work, plain)
     if isinstance(found, TraceError):
         raise found
     return found
-
-
-def _draws(graph: Graph) -> int:
-    """How often the forward pass of a traced step draws random numbers."""
-    names = (op.name for op in graph.ops if op.phase == "forward" and not op.recompute)
-    return sum(_is_random_op(name) for name in names)
-
-
-@cache
-def _is_random_op(name: str) -> bool:
-    try:
-        op = operator.attrgetter(name)(torch.ops)
-    except (AttributeError, RuntimeError):  # such as what lowtide itself records
-        return False
-    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
 def _span(modules: list[str]) -> str:

@@ -186,23 +186,8 @@ def _run(
         stack.enter_context(fake_kernels)
         stack.enter_context(recorder)
         lists = saves and (fake or not is_compiled(work.loss))
-        with recorder.saved_tensor_hooks if lists else nullcontext():
-            losses = [work.compute_loss()]
-        value = losses[0].detach()  # a plain loop holds the loss while it steps
-        recorder.start("backward")
-        with _noted_gradients(recorder, owners) as reached:
-            _backward(losses, recorder)
-        for parameter, (name, module) in owners.items():
-            if parameter.grad is not None:
-                recorder.label(parameter.grad, "gradient", f"{name}.grad", module)
-                reached.add(parameter)
-        for tensor in state_tensors(work.optimizer, [p for p in fresh if p not in reached]):
-            recorder.forget(tensor)  # an optimizer makes no state for a parameter that never gets a gradient
-        if work.optimizer is not None:
-            recorder.start("optimizer")
-            with _without_step_hooks(work.optimizer) if fake else nullcontext():  # a hook could keep a fake tensor
-                work.optimizer.step()
-    del value
+        value = _recorded_step(work, recorder, owners, fresh, fake=fake, lists=lists)
+    del value  # a plain loop holds the loss while it steps
     is_steady = not kept_since()
     graph = recorder.graph(modules, device=device, fake=fake, notes=_notes(meter, fake, compiled, saves=saves))
     if saves and not lists:
@@ -210,6 +195,38 @@ def _run(
     for parameter in owners:
         parameter.grad = None
     return graph, is_steady
+
+
+def _recorded_step(
+    work: Workload,
+    recorder: Recorder,
+    owners: dict[Tensor, tuple[str, str]],
+    fresh: Sequence[Tensor],
+    *,
+    fake: bool,
+    lists: bool,
+) -> Tensor:
+    """Forward, backward and the optimizer's step; returns the loss, detached.
+
+    ``fresh`` are parameters whose optimizer state was made for the trace, ``lists`` says whether to list saved tensors.
+    """
+    with recorder.saved_tensor_hooks if lists else nullcontext():
+        losses = [work.compute_loss()]
+    value = losses[0].detach()
+    recorder.start("backward")
+    with _noted_gradients(recorder, owners) as reached:
+        _backward(losses, recorder)
+    for parameter, (name, module) in owners.items():
+        if parameter.grad is not None:
+            recorder.label(parameter.grad, "gradient", f"{name}.grad", module)
+            reached.add(parameter)
+    for tensor in state_tensors(work.optimizer, [p for p in fresh if p not in reached]):
+        recorder.forget(tensor)  # an optimizer makes no state for a parameter that never gets a gradient
+    if work.optimizer is not None:
+        recorder.start("optimizer")
+        with _without_step_hooks(work.optimizer) if fake else nullcontext():  # a hook could keep a fake tensor
+            work.optimizer.step()
+    return value
 
 
 def _run_before(work: Workload, recorder: Recorder) -> None:

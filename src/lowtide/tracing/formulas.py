@@ -19,11 +19,12 @@ PRODUCTS = frozenset({aten.prod.default, aten.prod.dim_int, aten.cumprod.default
 Run = Callable[..., Any]  # an op and its arguments: runs and records it
 
 
-def formula_of(node: Any) -> Callable[[Any, Run], None] | None:
+def formula_of(node: Any, *, fake: bool) -> Callable[[Any, Run], None] | None:
     """The formula of a plain step for an autograd node, where another runs under a mode."""
-    name = node.name()
-    found = _FORMULAS.get(name)
-    if found is None or (found is _share_evenly and node._input_metadata[0].device.type != "cpu"):
+    found = _FORMULAS.get(node.name())
+    if found is _share_evenly and node._input_metadata[0].device.type != "cpu":
+        return None
+    if found is _masked_fill and (fake or node.next_functions[1][0] is None):  # a fake mask does not tell how many
         return None
     return found
 
@@ -70,6 +71,13 @@ def _cumprod(node: Any, run: Run) -> None:
     run(aten.div.Tensor, reversed_sum, x)
 
 
+def _masked_fill(node: Any, run: Run) -> None:
+    """``x.masked_fill(mask, value)`` by a value that gets a gradient: the sum of what the mask selects."""
+    grad, mask = _gradient(node), node._saved_mask
+    _of_input = run(aten.masked_fill.Scalar, grad, mask, 0) if node.next_functions[0][0] is not None else None
+    run(aten.sum.default, run(aten.masked_select.default, grad, mask))
+
+
 def _reversed_sum(product: Tensor, dim: int, run: Run) -> Tensor:
     flipped = run(aten.flip.default, product, [dim])
     summed = run(aten.cumsum.default, flipped, dim)
@@ -103,4 +111,5 @@ _FORMULAS: dict[str, Callable[[Any, Run], None]] = {
     "ProdBackward0": _prod,
     "ProdBackward1": _prod_along,
     "CumprodBackward0": _cumprod,
+    "MaskedFillBackward1": _masked_fill,
 }

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import wraps
-from types import CodeType
-from typing import Any
+from types import CellType, CodeType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 autograd: Any = vars(torch._C)["_autograd"]  # saved-tensor hooks, sequence numbers, version counters, the profiler
 
 
+CONSTANT = "_dynamo_marked_constant"  # of a function: Dynamo runs it while it traces, and takes its result as it is
 RESTORED = "_lowtide_restored"  # of a buffer's copy: it holds what the first run of a recomputed part found
 
 
@@ -51,23 +54,51 @@ def gradient_hooks(parameter: Tensor) -> dict[int, Any]:
     return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
 
 
-def watch_clipping(see: Callable[[Iterable[Tensor]], None]) -> None:
-    """Have ``see`` called with the parameters of each ``clip_grad_norm_``, however a loop imported that.
+def assume_constant_result(function: _Function) -> _Function:
+    """As ``torch.compiler.assume_constant_result``, which imports Dynamo.
 
-    It is not called where another version of torch clips otherwise.
+    Where Dynamo is there already, torch's own is used. Under another mark Dynamo would break the graph there.
     """
-    name = "_clip_grads_with_norm_"
-    clip: Any = getattr(clip_grad, name, None)
-    if clip is None:
-        return
+    if "torch._dynamo" in sys.modules:
+        return torch.compiler.assume_constant_result(function)
+    setattr(function, CONSTANT, True)
+    return function
 
+
+_CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")  # of torch.nn.utils
+
+
+def watch_clipping(see: Callable[[Iterable[Tensor]], None]) -> Callable[[], None]:
+    """Call ``see`` with the parameters that torch clips, however a loop imported that; the result ends it.
+
+    Each function of torch's wraps another one in a closure, which is replaced there. Without such a closure, as another
+    version of torch may have it, nothing is seen.
+    """
+    watched: list[tuple[CellType, Any, Any]] = []
+    for name in _CLIPPING:
+        clip: Any = getattr(torch.nn.utils, name, None)
+        inner: Any = getattr(clip, "__wrapped__", None)
+        for cell in getattr(clip, "__closure__", None) or ():
+            if inner is not None and cell.cell_contents is inner:
+                cell.cell_contents = seen = _seen_by(see, inner)
+                watched.append((cell, inner, seen))
+
+    def restore() -> None:
+        for cell, inner, seen in watched:
+            if cell.cell_contents is seen:  # nobody replaced it since
+                cell.cell_contents = inner
+
+    return restore
+
+
+def _seen_by(see: Callable[[Iterable[Tensor]], None], clip: Any) -> Any:
     @wraps(clip)
     def seen(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        see(parameters)
-        return clip(parameters, *args, **kwargs)
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        see(listed)
+        return clip(listed or parameters, *args, **kwargs)  # torch warns of an empty generator
 
-    setattr(clip_grad, name, seen)
+    return seen
 
 
 def evaluate_frames_by_default() -> None:

@@ -35,6 +35,7 @@ from lowtide.tracing.record import OUTSIDE, LiveOp, LiveStorage, Place, Record, 
 
 _PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor, int, float, bool, list, tuple, str, type(None)})
 _DEVICE = torch.ops.prim.device.default
+_ZEROS = "aten._efficientzerotensor.default"  # which no bytes hold, such as the gradient of ``sgn``
 
 
 class Recorder(TorchDispatchMode):
@@ -165,13 +166,17 @@ class Recorder(TorchDispatchMode):
         node: Any = self._node if self._node is not None else torch._C._current_autograd_node()
         if self._stands_in or node is None or torch.is_grad_enabled():
             return False
-        formula = None if node._sequence_nr() in self._with_zeros else formula_of(node)
+        formula = None if node._sequence_nr() in self._with_zeros else formula_of(node, fake=self._fake)
         if formula is not None and node._sequence_nr() != self._replaced:
             self._replaced, self._stands_in = node._sequence_nr(), True
+            known = len(self._record.storages)
             try:
                 formula(node, lambda func, *args: self._dispatch(func, args, {}))
             finally:
                 self._stands_in = False
+            for storage in self._record.storages[known:]:
+                if storage.label == OUTSIDE:  # a stand-in, which a plain step does not have
+                    storage.death = storage.birth
         return formula is not None
 
     def _meets_in_buffer(self, gradient: Tensor) -> bool:
@@ -345,11 +350,12 @@ class Recorder(TorchDispatchMode):
         index = self._alive.get(address)
         if index is not None:
             known = self._record.storages[index]
-            if known.bytes == size:
+            if known.bytes == size or known.made_by == _ZEROS:
                 return index
             known.death = birth
         if place is not None:
             label = f"{short_name(place.op)} {list(tensor.shape)}"
+            size = 0 if place.op == _ZEROS else size
         index = len(self._record.storages)
         self._record.storages.append(
             LiveStorage(

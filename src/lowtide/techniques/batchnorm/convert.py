@@ -17,15 +17,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lowtide.errors import LowtideError
 from lowtide.kernels.activations import Activation
 from lowtide.nn.batchnorm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, SyncBatchNormAct, _BatchNormAct
-from lowtide.nn.functional import Strategy, resolve
 from lowtide.nn.fx_leaf import is_symbolic, leaf
 from lowtide.nn.pooling import can_pool, max_pool
+from lowtide.nn.strategies import Strategy, resolve
 from lowtide.techniques.batchnorm.behind import behind
 from lowtide.techniques.batchnorm.find import Left, Pair, below, find, is_chain
 from lowtide.techniques.batchnorm.forwards import SETTINGS, Call, Untraceable, describe, trace
 from lowtide.techniques.batchnorm.memory import Memory, predict
 from lowtide.techniques.forward import Forward, replace_forward
 from lowtide.techniques.technique import Undo
+from lowtide.tracing.internals import assume_constant_result
 from lowtide.workload import Workload
 
 _LAYERS = (BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, SyncBatchNormAct)
@@ -305,6 +306,7 @@ class Fused(Forward):
             if isinstance(value, float):
                 hash(value)
 
+    @assume_constant_result
     def _name_of(self, call: int | tuple[Any, Any], grad: bool) -> str:
         """Name the attribute that holds the code for a way of calling; learn the code where it is new.
 
@@ -320,8 +322,6 @@ class Fused(Forward):
             name = self._names[key] = f"_code_{self._learned}"
             setattr(self, name, code)
         return name
-
-    vars()["_name_of"]._dynamo_marked_constant = True  # torch.compiler.assume_constant_result would import Dynamo
 
     def _code(self, call: Call) -> Callable[..., Any] | None:
         try:

@@ -280,7 +280,7 @@ class _Pairs:
             x.storage,
             (*dict.fromkeys(storage for storage in made if storage != made[-1]), made[-1]),
             activation,
-            # As "auto" decides: nn.functional.resolve.
+            # As "auto" decides: nn.strategies.resolve.
             in_place=self._is_fast(x.dtype) and activation == "leaky_relu" and residual is None,
             residual=residual,
             shortcut=None if residual is None else self._norm_that_gives(residual, ops[1].index),

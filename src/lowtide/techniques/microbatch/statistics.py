@@ -22,9 +22,10 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from lowtide.errors import LowtideError
 from lowtide.nn.batchnorm import _BatchNormAct
-from lowtide.nn.functional import Statistics, batch_norm_act
+from lowtide.nn.functional import batch_norm_act
 from lowtide.nn.renorm import _BatchRenormAct
 from lowtide.nn.second_order import refuse_create_graph
+from lowtide.nn.statistics import Statistics
 from lowtide.techniques.technique import Undo
 from lowtide.tracing.internals import in_backward
 

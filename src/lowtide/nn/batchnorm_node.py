@@ -1,0 +1,246 @@
+"""Batch norm + activation as one node of autograd's graph that keeps one buffer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lowtide.errors import LowtideError
+from lowtide.kernels import batchnorm as kernels
+from lowtide.kernels.activations import Activation
+from lowtide.kernels.reference.batchnorm import Affine, Running
+from lowtide.nn import hidden_writes
+from lowtide.nn.batchnorm_plain import plain
+from lowtide.nn.rebuild import scope
+from lowtide.nn.statistics import batch_statistics, check_values
+from lowtide.nn.strategies import KEEPS, Spec
+
+_NOTHING = nullcontext()
+_HAS_PROCESSES = dist.is_available()
+
+
+class _BatchNormAct(torch.autograd.Function):
+    """One node for batch norm, residual and activation."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, x: Tensor, weight: Any, bias: Any, residual: Any, running: Running, spec: Spec, *learned: Tensor
+    ) -> Tensor:
+        ctx.spec, ctx.keeps, ctx.sums = spec, KEEPS[spec.strategy], None
+        ctx.random = _Random(x) if spec.activation.name == "module" else _NOTHING
+        z, affine, kept = _forward(ctx, x, weight, bias, residual, running, learned)
+        if ctx.keeps == "x":
+            scope.keep(x)
+        # The z of a join that is not rebuilt is kept by its readers; if its sign gives φ', the residual need not be.
+        keeps_z = residual is not None and not spec.rebuild and spec.activation.slope_from_sign
+        joined, residual = (z, None) if keeps_z else (None, residual)
+        ctx.save_for_backward(kept, residual, joined, *learned)
+        ctx.affine = affine  # values per channel: hooks that move what is saved would cost more than they save
+        ctx.versions = _versions(affine)
+        record = None
+        if ctx.keeps != "z" and spec.rebuild and scope.owner is not None:
+            copies = _copies_for_rebuild(weight, bias, learned)
+            record = scope.register(z, lambda: _rebuild(ctx, copies), _owner(spec, weight))
+        ctx.record = None if record is None else weakref.ref(record)  # the record holds the node
+        ctx.z = hidden_writes.Kept(z, hidden_writes.calls_of(_owner(spec, weight))) if ctx.keeps == "z" else None
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (dz,) = gradients
+        if torch.is_grad_enabled():
+            return _differentiable_backward(ctx, dz)
+        record = ctx.record() if ctx.record is not None else None
+        if record is not None:
+            record.hold_for_late_readers()
+        spec: Spec = ctx.spec
+        kept, residual, joined, *learned = _saved(ctx)
+        affine: Affine = ctx.affine
+        with ctx.random:
+            dx, dweight, dbias, dlearned, dy = kernels.backward(
+                dz,
+                kept,
+                ctx.keeps,
+                affine,
+                spec.activation,
+                learned,
+                residual,
+                training=spec.training,
+                joined=joined,
+                sums=ctx.sums,
+            )
+        needs = ctx.needs_input_grad
+        return (
+            dx if needs[0] else None,
+            dweight.to(affine.weight.dtype) if needs[1] and affine.weight is not None else None,
+            dbias.to(affine.bias.dtype) if needs[2] and affine.bias is not None else None,
+            dy if needs[3] else None,
+            None,
+            None,
+            *dlearned,
+        )
+
+
+# Without the step that is for ``torch.func`` alone, where torch's own ops run.
+apply_node: Any = super(torch.autograd.Function, _BatchNormAct).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _forward(
+    ctx: Any, x: Tensor, weight: Any, bias: Any, residual: Any, running: Running, learned: Sequence[Tensor]
+) -> tuple[Tensor, Affine, Tensor]:
+    """The output z, what made y of x, and what is kept."""
+    spec: Spec = ctx.spec
+    if spec.training and spec.statistics is None and spec.group is None:
+        check_values(x, running)
+        z, affine, xhat = kernels.forward(
+            x, weight, bias, running, spec.activation, learned, residual, eps=spec.eps, keep_xhat=ctx.keeps == "xhat"
+        )
+    else:
+        affine = _affine(ctx, x, weight, bias, running)
+        xhat = None
+        if ctx.keeps == "xhat":
+            xhat = kernels.normalize(x, "x", Affine(affine.mean, affine.invstd), Activation("identity"))
+        source, keeps = (x, "x") if xhat is None else (xhat, "xhat")
+        z = kernels.normalize(source, keeps, affine, spec.activation, learned, residual)
+    if ctx.keeps == "z":
+        return z, affine, z
+    return z, affine, x if xhat is None else xhat
+
+
+def _affine(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, running: Running) -> Affine:
+    spec: Spec = ctx.spec
+    if spec.training:
+        mean, var, ctx.sums, _ = spec.statistics or batch_statistics(x, running, spec.group)
+    else:
+        assert running.mean is not None
+        assert running.var is not None
+        wide = torch.promote_types(x.dtype, torch.float32)
+        mean, var = running.mean.to(wide), running.var.to(wide)
+        mean = mean.clone() if mean is running.mean else mean  # a later training step must not change it under us
+    return Affine(mean, kernels.inverse_deviation(var, spec.eps), weight, bias)
+
+
+def _owner(spec: Spec, weight: Tensor | None) -> object:
+    """Whose first calls are checked for hidden writes: the layer, or in a function's call its parameter."""
+    if isinstance(spec.where, nn.Module):
+        return spec.where
+    return hidden_writes.NOBODY if weight is None or not weight.is_leaf else weight
+
+
+def _versions(affine: Affine) -> tuple[int, int]:
+    """Of γ and β: whether somebody wrote to them since."""
+    weight, bias = affine.weight, affine.bias
+    return 0 if weight is None else weight._version, 0 if bias is None else bias._version
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """What was kept, and still is as it was."""
+    if _versions(ctx.affine) != ctx.versions:
+        raise LowtideError(
+            "γ or β was changed in place between forward and backward, which needs it",
+            where=str(ctx.spec.where),
+            hint="Call optimizer.step() after backward().",
+        )
+    try:
+        saved = ctx.saved_tensors
+        if ctx.z is not None and ctx.z.is_written(saved[0]):
+            raise RuntimeError("an inplace operation through .data")
+        return saved
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        what = "output" if ctx.keeps == "z" else "input"
+        raise LowtideError(
+            f"The {what} of a layer with strategy={ctx.spec.strategy!r} was changed in place, and backward needs it",
+            where=str(ctx.spec.where),
+            hint="Make the later op an out-of-place one"
+            + (", or use strategy='checkpoint'." if what == "output" else "."),
+        ) from error
+
+
+def _copies_for_rebuild(weight: Tensor | None, bias: Tensor | None, learned: Sequence[Tensor]) -> list[Any] | None:
+    """Among processes, copies of the parameters: FSDP frees those of a block from its forward to its backward.
+
+    The next block's backward comes before that, and reads z.
+    """
+    if not _HAS_PROCESSES or dist.GroupMember.WORLD is None:
+        return None
+    return [None if t is None else t.clone() for t in (weight, bias, *learned)]
+
+
+def _rebuild(ctx: Any, copies: list[Any] | None) -> Tensor:
+    """The output again, from what the node keeps."""
+    kept, residual, _, *learned = _saved(ctx)
+    affine: Affine = ctx.affine
+    if copies is not None:
+        weight, bias, *learned = copies
+        affine = affine._replace(weight=weight, bias=bias)
+    # In most backward passes gradients are off already, and entering no_grad takes as long as a launch.
+    with torch.no_grad() if torch.is_grad_enabled() else _NOTHING, ctx.random:
+        return kernels.normalize(kept, ctx.keeps, affine, ctx.spec.activation, learned, residual)
+
+
+def _differentiable_backward(ctx: Any, dz: Tensor) -> Any:
+    """Gradients that have gradients: the plain step again, by torch's own ops. That needs x."""
+    spec: Spec = ctx.spec
+    if ctx.sums is not None:
+        raise LowtideError("There are no gradients of gradients over a process group", where=str(spec.where))
+    if spec.statistics is not None and not spec.statistics.of_input:
+        raise LowtideError("There are no gradients of gradients by given statistics", where=str(spec.where))
+    if ctx.keeps != "x":
+        raise LowtideError(
+            f"strategy={spec.strategy!r} gives no gradients of gradients",
+            where=str(spec.where),
+            hint="Use strategy='checkpoint'.",
+        )
+    x, residual, joined, *learned = _saved(ctx)
+    mean, invstd, weight, bias = ctx.affine
+    if joined is not None:
+        raise LowtideError(
+            "A join that keeps its output gives no gradients of gradients",
+            where=str(spec.where),
+            hint="Make it one that is rebuilt: rebuild_joins=True.",
+        )
+    running = Running() if spec.training else Running(mean, invstd.square().reciprocal() - spec.eps)
+    # Of each a view of its own, where its gradient ends: x may depend on the residual, and on the same parameters.
+    views: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, bias, residual, *learned)]
+    x, weight, bias, residual, *learned = views
+    with ctx.random:
+        z = plain(x, weight, bias, running, residual, spec, learned)
+    inputs = (x, weight, bias, residual, None, None, *learned)
+    wanted = [t for t, needed in zip(inputs, ctx.needs_input_grad, strict=True) if t is not None and needed]
+    found = iter(torch.autograd.grad(z, wanted, dz, create_graph=True, allow_unused=True))
+    return tuple(
+        next(found) if t is not None and needed else None
+        for t, needed in zip(inputs, ctx.needs_input_grad, strict=True)
+    )
+
+
+class _Random:
+    """A module of an unknown kind may draw random numbers: inside ``with``, it draws the same ones again."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._devices = [x.device] if x.device.type == "cuda" else []
+        self._states: tuple[Tensor, list[Tensor]] | None = None
+        self._entered: list[Any] = []
+        if not isinstance(x, FakeTensor):
+            self._states = torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in self._devices]
+
+    def __enter__(self) -> None:
+        fork = torch.random.fork_rng(devices=self._devices, enabled=self._states is not None)
+        fork.__enter__()
+        self._entered.append(fork)
+        if self._states is not None:
+            torch.set_rng_state(self._states[0])
+            for device, state in zip(self._devices, self._states[1], strict=True):
+                torch.cuda.set_rng_state(state, device)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
