@@ -143,7 +143,8 @@ class Check:
     """What must hold between the plain step and the changed one.
 
     ``bitwise`` means ``torch.equal``. For the other classes, ``|changed - plain| <= atol + rtol * |plain|``
-    in the norm of each gradient; unbiased ones keep it on average.
+    in the norm of each gradient; unbiased ones keep it on average. ``roundoff`` without a tolerance is held to the
+    rounding that ``verify`` measures in the step itself.
     """
 
     fidelity: Fidelity
