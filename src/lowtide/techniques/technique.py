@@ -23,6 +23,8 @@ class Technique(Protocol):
     ``options`` and ``price`` are pure: they read the profile and touch neither the model nor a GPU.
     ``apply`` changes the model in place, or the step around it, or raises and leaves both as they were.
     Where fidelity depends on more than a profile, a method ``study(work, profile)`` is called before ``options``.
+    Where seconds do, ``measure(work, profile)`` runs the step once an option is a contender, and changes nothing.
+    Prices may only rise by it, or a larger budget could get a slower plan.
     """
 
     name: str
