@@ -9,6 +9,7 @@ from torch import nn
 import lowtide
 from lowtide.engines import tune
 from lowtide.planning import Plan
+from lowtide.profiling import timing
 from lowtide.techniques.technique import Fidelity
 from lowtide.workload import Workload
 
@@ -75,8 +76,8 @@ def test_ranks_of_a_process_group_do_not_choose_by_their_own_clocks(monkeypatch:
         raise AssertionError("timed")
 
     monkeypatch.setattr(tune, "_times", seconds)
-    monkeypatch.setattr(tune.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(tune.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(timing.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(timing.distributed, "get_world_size", lambda: 2)
     lowtide.plan(chain(), "70%")
 
 

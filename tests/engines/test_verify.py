@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.engines import fit, plan, verify
@@ -15,7 +16,9 @@ from lowtide.engines.graph import PlannedLoss
 from lowtide.errors import BudgetError, PlanError, WorkloadError
 from lowtide.planning import Choice, Plan
 from lowtide.planning.recomputation import Recomputations
-from lowtide.techniques import Applied, Check, Fidelity, Forward, Option, register, replace_forward
+from lowtide.profiling import profile
+from lowtide.techniques import Applied, Check, Fidelity, Forward, Option, register, replace_forward, techniques
+from lowtide.techniques.registry import study
 from lowtide.workload import Workload
 
 from ..contract.outcomes import assert_restored, snapshot
@@ -97,6 +100,34 @@ def test_an_error_within_the_declared_bound_holds() -> None:
     loss = found.agreements[0]
     assert not loss.equal
     assert 1e-4 < loss.error < 1e-3
+
+
+def language_model() -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 16), nn.Tanh(), nn.Linear(16, 50))
+    return Workload(model, lambda m, x: F.cross_entropy(m(x).flatten(0, 1), x.flatten()), torch.randint(50, (8, 4)))
+
+
+@pytest.mark.parametrize("name", ["microbatch", "chunked_loss", "batchnorm"])
+@pytest.mark.parametrize(("factor", "broken"), [(1.0, set()), (1.005, {"loss", "gradients"})])
+def test_roundoff_in_float32_is_held_to_the_steps_own_rounding(
+    name: str, factor: float, broken: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = WORKLOADS["convnet"]() if name == "batchnorm" else language_model()
+    technique, plain = techniques()[name], profile(work)
+    study(work, plain)
+    option, apply = technique.options(plain)[0], technique.apply
+    choice = Choice(option, technique.check(option).fidelity, 0, 0.0, "for the test")
+    assert choice.fidelity is Fidelity.ROUNDOFF
+
+    def apply_and_scale(work: Workload, options: Any) -> Applied:
+        done = apply(work, options)
+        inner = done.work.loss
+        return Applied(replace(done.work, loss=lambda model, batch: factor * inner(model, batch)), done)
+
+    monkeypatch.setattr(technique, "apply", apply_and_scale)
+    found = verify(work, replace(plan(work, "100%", profile=plain), choices=(choice,)))
+    assert {a.what for a in found.agreements if not a.holds} == broken, found
 
 
 def test_a_peak_above_the_budget_is_reported() -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide import Workload, zoo
 from lowtide.chains import keep_all, simulate
+from lowtide.errors import TraceError
 from lowtide.planning.stages import Stages
+from lowtide.tracing.forward import capture_forward
 from lowtide.tracing.joint import capture_joint, capture_joints
 from tests.contract.outcomes import assert_restored, snapshot
 
@@ -46,6 +52,19 @@ def test_a_branch_by_a_value_breaks_the_loss_into_graphs_each_a_chain() -> None:
     for joint in joints:
         chain = Stages(joint).chain(lambda node: 1.0)
         assert simulate(chain, keep_all(chain)).peak_bytes > 0
+
+
+@pytest.mark.parametrize("model", [nn.Linear(8, 8), Branch()], ids=["captured", "refused"])
+@pytest.mark.parametrize("capture", [capture_joint, capture_forward])
+def test_captures_of_a_batch_that_is_a_view_leave_no_fake_tensors(model: nn.Module, capture: Any) -> None:
+    counts: list[int] = []
+    for _ in range(3):
+        work = Workload(model, lambda model, x: model(x).square().mean(), torch.randn(8, 8)[:4])
+        with contextlib.suppress(TraceError):
+            capture(work)
+        gc.collect()
+        counts.append(sum(type(each) is FakeTensor for each in gc.get_objects()))
+    assert counts[1] == counts[2]
 
 
 logger = logging.getLogger(__name__)

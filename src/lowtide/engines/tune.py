@@ -7,21 +7,17 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from math import inf
 
-from torch import distributed
-
 from lowtide.engines.step import planned
-from lowtide.planning.baseline import seconds_of_loss
 from lowtide.planning.budget import plans
 from lowtide.planning.plan import Plan
 from lowtide.planning.search import Engine
 from lowtide.profiling import Profile
+from lowtide.profiling.timing import best_seconds, has_ranks
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload, check_workload
 
 _RIVALS = 3  # plans that are timed
 _ROUNDS = 2  # in turns
-_RUNS = 3  # steps of each in a round, at the most
-_ENOUGH_SECONDS = 0.5  # after which a round ends
 _NOISE = 1.03  # a stricter plan is taken if it is at most this much slower
 
 
@@ -54,16 +50,11 @@ def plan(
     """
     check_workload(work, call="lowtide.plan(work, budget)")
     is_here = not fake and device in (None, work.device.type) and work.device.type != "meta"
-    most = _RIVALS if tune and is_here and not _has_ranks() else 1
+    most = _RIVALS if tune and is_here and not has_ranks() else 1
     rivals = plans(work, budget, allow=allow, profile=profile, fake=fake, device=device, engine=engine, most=most)
     if most == 1 or (len(rivals) == 1 and not rivals[0].choices):
         return rivals[0]
     return _fastest(work, rivals)
-
-
-def _has_ranks() -> bool:
-    """Whether there are other processes, whose clocks would choose other plans."""
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _fastest(work: Workload, rivals: list[Plan]) -> Plan:
@@ -127,13 +118,9 @@ def _applied(work: Workload, plan: Plan) -> Generator[Workload]:
 
 
 def _round(work: Workload, plan: Plan | None, entering: _Entering) -> list[float]:
-    """Time the loss and gradients of a step; the first run, which captures and warms up, does not count."""
+    """Time the loss and gradients of a step."""
     with unchanged(work), entering() as step:
-        seconds_of_loss(step)
-        seconds: list[float] = []
-        while len(seconds) < _RUNS and sum(seconds) < _ENOUGH_SECONDS:
-            seconds.append(seconds_of_loss(step))
-    return seconds
+        return best_seconds(step)
 
 
 def _with_seconds(plan: Plan, longer: float) -> Plan:

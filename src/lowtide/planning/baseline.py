@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import torch
 
 from lowtide.profiling import Profile
 from lowtide.profiling import profile as profile_step
+from lowtide.profiling.timing import seconds_of_loss
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
@@ -41,16 +41,3 @@ def _lasting(profile: Profile, seconds: float) -> Profile:
     share = seconds / counted
     ops = (op if op.phase == "optimizer" else replace(op, seconds=op.seconds * share) for op in profile.graph.ops)
     return replace(profile, graph=replace(profile.graph, ops=tuple(ops)))
-
-
-def seconds_of_loss(work: Workload) -> float:
-    """Time one forward and backward pass. Leaves gradients set."""
-    on_gpu = work.device.type == "cuda"
-    work.model.zero_grad()
-    if on_gpu:
-        torch.cuda.synchronize(work.device)
-    start = time.perf_counter()
-    work.compute_loss().backward()
-    if on_gpu:
-        torch.cuda.synchronize(work.device)
-    return time.perf_counter() - start

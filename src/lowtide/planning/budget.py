@@ -17,6 +17,7 @@ from lowtide.planning.search import CLOSE, Engine, Found, Permission, Search
 from lowtide.profiling import Profile
 from lowtide.profiling.devices import find_device
 from lowtide.sizes import format_size, parse_size
+from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Option
 from lowtide.workload import Workload, check_workload
 
@@ -68,7 +69,7 @@ def plans(
             choices=_choices(found, search.faster_peak(found, permitted), base, wanted.bytes),
             fingerprint=fingerprint,
             device=baseline.graph.device,
-            notes=tuple(note for note in (wanted.said, *search.notes) if note),
+            notes=tuple(note for note in (wanted.said, *search.notes, _estimated(found)) if note),
             program=search.recomputation(found, wanted.bytes),
         )
         for found in rivals
@@ -119,6 +120,15 @@ def _choices(found: Found, faster_peak: int, base: Baseline, budget: int) -> tup
     above = f": what is faster peaks at {format_size(faster_peak)} or more" if faster_peak else ""
     why = f"Predicted to be the fastest that fits {format_size(budget)}{above}."
     return (Choice(option, price.fidelity, base.peak_bytes - found.peak_bytes, price.seconds, why),)
+
+
+def _estimated(found: Found) -> str:
+    """Say that seconds are an estimate where others of the technique are measured."""
+    option, price = found.candidate.option, found.candidate.price
+    if not isinstance(option, Option) or price.source == "measured":
+        return ""
+    measures = hasattr(techniques()[option.technique], "measure")
+    return f"The seconds of {option.technique} are an estimate: it was not run." if measures else ""
 
 
 def _device_budget(device: str, other_bytes: int) -> Budget:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -19,6 +19,7 @@ from lowtide.planning.plan import Recomputation
 from lowtide.planning.prediction import apply_options, estimate_peak, predict
 from lowtide.planning.recomputation import SCHEDULE_SLACK, SMALLEST, Recomputations, recomputations
 from lowtide.profiling import Profile
+from lowtide.profiling.timing import has_ranks
 from lowtide.techniques.registry import study, techniques
 from lowtide.techniques.technique import Fidelity, Option, Price, Technique
 from lowtide.tracing.unchanged import unchanged
@@ -80,10 +81,13 @@ class Search:
         self.candidates = [plain]
         self.recomputations: Recomputations | None = None
         self._unstudied: set[str] = set()  # techniques that know more of the step once they captured it
+        self._unmeasured: set[str] = set()  # techniques that know their seconds once they ran
         if engine != "graph":
             self.candidates += self._options(techniques().values())
             if budget < baseline.peak_bytes:
                 self._unstudied = {name for name, technique in techniques().items() if hasattr(technique, "study")}
+                if not baseline.graph.fake and not has_ranks():
+                    self._unmeasured = {name for name, each in techniques().items() if hasattr(each, "measure")}
         self.is_complete = engine != "auto" or budget >= self.floor_bytes  # no plan was skipped
         if engine != "eager" and self.is_complete:
             self.candidates += self._schedules(required=engine == "graph")
@@ -127,6 +131,9 @@ class Search:
                 worth = candidate.estimate <= min(budget * _SLACK, failed.get(name, math.inf) - 1)
             if name in rivals or not (worth or candidate.option in smallest):
                 continue
+            if name in self._unmeasured:
+                self._measure(name)
+                return self.contenders(budget, permitted, most=most, close=close)
             found = self.exact(candidate)
             if found is not None and found.peak_bytes <= budget and self._runs(candidate):
                 rivals[name] = found
@@ -199,10 +206,20 @@ class Search:
         if not self._unstudied:
             return
         study(self.work, self.baseline)
-        studied = [techniques()[name] for name in self._unstudied]
-        self.candidates = [c for c in self.candidates if c.technique not in self._unstudied]
-        self.candidates = sorted([*self.candidates, *self._options(studied)], key=lambda candidate: candidate.order)
+        self._price_again(self._unstudied)
         self._unstudied = set()
+
+    def _measure(self, name: str) -> None:
+        """Let a technique run a part of the step, and price its options by the seconds that it took."""
+        self._unmeasured.discard(name)
+        technique: Any = techniques()[name]
+        technique.measure(self.work, self.baseline)
+        self._price_again({name})
+
+    def _price_again(self, names: Collection[str]) -> None:
+        others = [c for c in self.candidates if c.technique not in names]
+        options = self._options([techniques()[name] for name in names])
+        self.candidates = sorted([*others, *options], key=lambda candidate: candidate.order)
 
     def _options(self, chosen: Iterable[Technique]) -> Iterator[Candidate]:
         for technique in chosen:

@@ -23,6 +23,8 @@ class Technique(Protocol):
     ``options`` and ``price`` are pure: they read the profile and touch neither the model nor a GPU.
     ``apply`` changes the model in place, or the step around it, or raises and leaves both as they were.
     Where fidelity depends on more than a profile, a method ``study(work, profile)`` is called before ``options``.
+    Where seconds do, ``measure(work, profile)`` runs the step once an option is a contender, and changes nothing.
+    Prices may only rise by it, or a larger budget could get a slower plan.
     """
 
     name: str
@@ -143,7 +145,8 @@ class Check:
     """What must hold between the plain step and the changed one.
 
     ``bitwise`` means ``torch.equal``. For the other classes, ``|changed - plain| <= atol + rtol * |plain|``
-    in the norm of each gradient; unbiased ones keep it on average.
+    in the norm of each gradient; unbiased ones keep it on average. ``roundoff`` without a tolerance is held to the
+    rounding that ``verify`` measures in the step itself.
     """
 
     fidelity: Fidelity

@@ -139,6 +139,20 @@ def forget_compiled(code: CodeType, backend: object) -> None:
         del held[key]
 
 
+def forget_failed(error: Exception) -> None:
+    """Free what Dynamo traced before it failed: the graph, and fake inputs in a cycle that is never collected."""
+    clean_up = getattr(getattr(error, "_torch_dynamo_tracer_output", None), "_cleanup_output_graph", None)
+    if clean_up is not None:
+        clean_up()
+
+
+def traced_inputs() -> list[Any]:
+    """The fake inputs of the graph that Dynamo compiles now; of use to it until the guards are made."""
+    mode = torch._guards.TracingContext.get().fake_mode
+    fakes = mode.shape_env.tracked_fakes if mode is not None and mode.shape_env is not None else None
+    return [] if fakes is None else fakes
+
+
 FAKE_KERNELS = "torch._subclasses.fake_tensor"  # logs the stack of a failing kernel before it raises
 METRICS = "torch._dynamo.metrics_context"  # torch 2.11 fails to log settings that hold functions
 

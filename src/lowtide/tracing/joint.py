@@ -36,7 +36,14 @@ from lowtide.tracing.effects import (
     take_counters,
 )
 from lowtide.tracing.fixes import FIXES, SUBSTITUTES
-from lowtide.tracing.internals import METRICS, evaluate_frames_by_default, forget_compiled, silenced
+from lowtide.tracing.internals import (
+    METRICS,
+    evaluate_frames_by_default,
+    forget_compiled,
+    forget_failed,
+    silenced,
+    traced_inputs,
+)
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
@@ -134,13 +141,19 @@ class CompiledLoss:
         def loss(batch: Any) -> Tensor:
             return work.compute_loss(batch=batch)
 
+        inputs: list[Any] = []
+
+        def noting(captured: fx.GraphModule, given: Any) -> Any:
+            inputs.append(traced_inputs())
+            return backend(captured, given)
+
         # Dynamo counts compilations by code object, and refuses the ninth: each loss here gets one of its own.
-        self._code, self._backend = loss.__code__.replace(), backend
+        self._code, self._backend, self._inputs = loss.__code__.replace(), noting, inputs
         own = FunctionType(self._code, loss.__globals__, "loss", closure=loss.__closure__)
         self._compiled: Callable[[Any], Tensor] | None = torch.compile(
-            own, backend=backend, dynamic=False, fullgraph=fullgraph
+            own, backend=noting, dynamic=False, fullgraph=fullgraph
         )
-        weakref.finalize(self, forget_compiled, self._code, backend).atexit = False
+        weakref.finalize(self, forget_compiled, self._code, noting).atexit = False
 
     def __call__(self, batch: Any) -> Tensor:
         assert self._compiled is not None
@@ -153,7 +166,12 @@ class CompiledLoss:
                 silenced(METRICS),
             ):
                 return self._compiled(batch)
+        except Exception as error:
+            forget_failed(error)
+            raise
         finally:
+            while self._inputs:  # in a cycle with their mode, which is never collected where one is a view
+                self._inputs.pop().clear()
             if held_by_call() > held:  # Dynamo failed, now or earlier, and has left its evaluator behind
                 evaluate_frames_by_default()
 

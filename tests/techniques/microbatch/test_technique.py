@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,13 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 import lowtide
 from lowtide import Workload, zoo
 from lowtide.errors import BudgetError
+from lowtide.planning import plan
 from lowtide.planning.prediction import estimate_peak, predict
 from lowtide.profiling import Profile
 from lowtide.techniques import Fidelity, Option, Technique, techniques
+from lowtide.techniques.microbatch import technique as technique_module
 from lowtide.techniques.registry import study
 from lowtide.techniques.sqrt import checkpoint_segments
 
 from ...contract.contract import StepContract
+from ...contract.outcomes import assert_restored, snapshot
 from ...ranks import on_two_ranks
 from .steps import Outcome, assert_same, cross_entropy, in_float64, mlp, normed, step, without_randomness
 
@@ -203,6 +207,89 @@ def test_a_price_counts_what_every_piece_repeats() -> None:
     assert list(prices) == [2, 4, 8, 16]
     for pieces, seconds in prices.items():
         assert seconds >= (pieces - 1) * ops * 1e-5
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """A clock by which the plain step of 16 samples takes 1 s, a piece 0.1 s and 0.07 s for each sample."""
+    timed: list[tuple[int, int]] = []
+
+    def seconds(work: Workload) -> float:
+        samples, size = len(work.batch[0]), getattr(work.loss, "size", 0)
+        timed.append((samples, size))
+        return samples / size * (0.1 + 0.07 * size) if size else 1.0
+
+    monkeypatch.setattr(technique_module, "best_seconds", lambda *steps: [seconds(step) for step in steps])
+    return timed
+
+
+def test_a_price_is_measured_by_running_pieces(clock: list[tuple[int, int]]) -> None:
+    technique, work = techniques()["microbatch"], mlp(16)
+    plain = slowed(lowtide.profile(work), 100.0)
+    technique.measure(work, plain)  # type: ignore[attr-defined]
+    assert clock == [(16, 0), (16, 8), (2, 1)]
+    prices = {option.knob("size"): technique.price(option, plain) for option in technique.options(plain)}
+    assert {size: round(price.seconds, 6) for size, price in prices.items()} == {8: 32.0, 4: 52.0, 2: 92.0, 1: 172.0}
+    assert {price.source for price in prices.values()} == {"measured"}
+
+
+def slowed(profile: Profile, seconds: float) -> Profile:
+    """The step with a loss that takes so long that the fixed costs of small ops are nothing beside."""
+    share = seconds / sum(op.seconds for op in profile.graph.ops if op.phase != "optimizer")
+    ops = (replace(op, seconds=op.seconds * share) for op in profile.graph.ops)
+    return replace(profile, graph=replace(profile.graph, ops=tuple(ops)))
+
+
+def test_measuring_changes_nothing() -> None:
+    work = normed(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Dropout())
+    work = replace(work, optimizer=torch.optim.Adam(work.model.parameters()))
+    work.compute_loss().backward()
+    gradients = [p.grad.clone() for p in work.model.parameters() if p.grad is not None]
+    before, state, plain = snapshot(work.model), torch.get_rng_state(), lowtide.profile(work)
+    technique: Any = techniques()["microbatch"]
+    technique.measure(work, plain)
+    assert technique.price(technique.options(plain)[0], plain).source == "measured"
+    assert_restored(work.model, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, [p.grad for p in work.model.parameters() if p.grad is not None], gradients))
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_a_plan_without_a_run_says_that_its_seconds_are_an_estimate(
+    fake: bool, only: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*steps: Workload) -> list[float]:
+        raise torch.OutOfMemoryError("the GPU is full")
+
+    monkeypatch.setattr(technique_module, "best_seconds", full)
+    only("microbatch")
+    found = lowtide.plan(mlp(64), "90%", engine="eager", allow="microbatch", fake=fake, tune=False)
+    assert found.options
+    assert "The seconds of microbatch are an estimate: it was not run." in found.notes
+
+
+def test_only_a_permitted_contender_is_measured(clock: list[tuple[int, int]], only: Callable[..., None]) -> None:
+    only("microbatch", "precision")
+    work = normed(nn.BatchNorm2d(3), samples=16)
+    for budget, allow in (("100%", "microbatch"), ("95%", "precision")):
+        with contextlib.suppress(BudgetError):
+            lowtide.plan(work, budget, engine="eager", allow=allow)
+        assert not clock
+    found = lowtide.plan(work, "95%", engine="eager", allow="microbatch", tune=False)
+    assert clock == [(16, 0), (16, 8), (2, 1)]
+    assert not any("estimate" in note for note in found.notes)
+
+
+def test_pieces_that_run_slowly_are_not_planned(monkeypatch: pytest.MonkeyPatch, only: Callable[..., None]) -> None:
+    only("microbatch", "sqrt")
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(8)))
+    work = Workload(model, lambda model, x: model(x).square().mean(), torch.randn(64, 8))
+    plain, chosen = lowtide.profile(work), list[str]()
+    for seconds in (0.01, 10.0):
+        monkeypatch.setattr(technique_module, "best_seconds", lambda *_, s=seconds: [1.0, s, s])
+        profile = slowed(plain, 100.0)
+        chosen.append(plan(work, "80%", profile=profile, engine="eager").options[0].technique)
+    assert chosen == ["microbatch", "sqrt"]
 
 
 def test_estimates_are_near_what_a_trace_gives() -> None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide.errors import PlanError
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
+from lowtide.profiling.timing import best_seconds
 from lowtide.techniques.microbatch.loss import MicrobatchLoss
+from lowtide.techniques.microbatch.pieces import Batch
 from lowtide.techniques.microbatch.proof import Proof, prove
 from lowtide.techniques.microbatch.weights import REDUCTIONS, Proved
 from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Knob, Option, Price
 from lowtide.tracing.graph import Graph, Op, Storage
 from lowtide.tracing.places import short_name
+from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
 
@@ -38,19 +43,32 @@ class Microbatch:
         if profile not in _proofs and _samples(profile.graph) > 1 and not _obstacle(profile.graph):
             _proofs[profile] = prove(work)
 
+    def measure(self, work: Workload, profile: Profile) -> None:
+        """Run the largest and the smallest pieces, once for a profile; seconds of those between are on a line.
+
+        Nothing is changed. Where a piece does not run, estimates stay.
+        """
+        sizes = _sizes(_samples(profile.graph))
+        if profile in _pieces or not sizes:
+            return
+        _pieces[profile] = None
+        with unchanged(work), warnings.catch_warnings(), contextlib.suppress(Exception):
+            warnings.simplefilter("ignore")  # of a step that may not be taken
+            _pieces[profile] = _measured_piece(work, sizes[0], sizes[-1])
+
     def options(self, profile: Profile) -> list[Option]:
         """Two pieces, four, eight, and so on: to a sample each, or to 32."""
         samples = _samples(profile.graph)
-        sizes = dict.fromkeys(math.ceil(samples / 2**i) for i in range(1, _MOST_HALVINGS + 1))
         proof = _proof(profile)
         facts: list[tuple[str, Knob]] = [("random", _draws(profile.graph)), ("reduction", proof.reduction or "")]
         facts += [] if proof.reduction else [("because", proof.why)]
-        return [
-            Option(self.name, ("",), (("size", size), ("batch", samples), *facts)) for size in sizes if size < samples
-        ]
+        return [Option(self.name, ("",), (("size", size), ("batch", samples), *facts)) for size in _sizes(samples)]
 
     def price(self, option: Option, profile: Profile) -> Price:
-        """The share of what has samples that is not alive; gradients from the first op; fixed costs of each piece."""
+        """The share of what has samples that is not alive; gradients from the first op; seconds of the pieces.
+
+        Measured seconds never undercut the estimate, so that a price only rises once its option is a contender.
+        """
         graph = profile.graph
         size, samples = _number(option, "size"), _number(option, "batch")
         pieces = math.ceil(samples / size)
@@ -69,9 +87,12 @@ class Microbatch:
             elif storage.id in scaled and storage.birth < min(storage.death, last):
                 bytes_less = storage.bytes - math.ceil(storage.bytes * size / samples)
                 removed.append(Interval(bytes_less, storage.birth, min(storage.death, last), "of other pieces"))
-        seconds = _seconds_more(graph, pieces, gradients)
+        seconds, measured = _seconds_more(graph, pieces, gradients), _pieces.get(profile)
+        if measured is not None:
+            seconds = max(seconds, (measured.share(size) * samples / size - 1) * _seconds_of_loss(graph))
+        source = "modelled" if measured is None else "measured"
         return Price(
-            _fidelity(option), added=tuple(added), removed=tuple(removed), compute_seconds=seconds, source="modelled"
+            _fidelity(option), added=tuple(added), removed=tuple(removed), compute_seconds=seconds, source=source
         )
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
@@ -87,7 +108,7 @@ class Microbatch:
 
     def check(self, option: Option) -> Check:
         """Roundoff where the reduction is proved; other draws of the same random numbers; else another step."""
-        return Check(_fidelity(option), rtol=_RTOL, atol=_ATOL)
+        return Check(_fidelity(option))
 
 
 # Measured on a CPU with one thread (eight models of the zoo in 2 to 16 pieces) and on an H200 (GPT-2 medium, ResNet-50
@@ -106,7 +127,7 @@ def _seconds_more(graph: Graph, pieces: int, gradients: int) -> float:
     device, on_cpu = find_device(graph.device), graph.tensor_device == "cpu"
     ops = [op for op in graph.ops if op.phase != "optimizer"]
     parameters = [s for s in graph.storages if s.category == "parameter"]
-    kernels = sum(op.seconds for op in ops if math.isfinite(op.seconds))
+    kernels = _seconds_of_loss(graph)
     host = len(ops) * _HOST_SECONDS + len(parameters) * _HOOK_SECONDS
     weights = sum(storage.bytes for storage in parameters)
     # Of each piece: sums of gradients read twice and written once; weights read in forward and in backward.
@@ -118,12 +139,43 @@ def _seconds_more(graph: Graph, pieces: int, gradients: int) -> float:
     return pieces * max((kernels + slower) / pieces + moved, host) - max(kernels, host)
 
 
+def _seconds_of_loss(graph: Graph) -> float:
+    return sum(op.seconds for op in graph.ops if op.phase != "optimizer" and math.isfinite(op.seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The measured seconds of a piece, by those of the plain step: a fixed part, and one for each sample."""
+
+    fixed: float
+    per_sample: float
+
+    def share(self, size: int) -> float:
+        return self.fixed + self.per_sample * size
+
+
+def _measured_piece(work: Workload, largest: int, smallest: int) -> _Piece:
+    """Time the plain step and steps of two pieces."""
+    parts = [_two_pieces(work, size) for size in (largest, smallest)]
+    plain, *seconds = best_seconds(work, *parts)
+    of_largest, of_smallest = (taken / 2 / plain for taken in seconds)
+    per_sample = (of_largest - of_smallest) / max(largest - smallest, 1)
+    return _Piece(of_smallest - per_sample * smallest, per_sample)
+
+
+def _two_pieces(work: Workload, size: int) -> Workload:
+    batch = Batch.of(work.batch)
+    part = replace(work, batch=batch.piece(0, min(2 * size, batch.samples)))
+    return replace(part, loss=MicrobatchLoss(part, size))
+
+
 _MOST_HALVINGS = 5  # to trace a step with more pieces takes too long
 
-# In the norm of each gradient: what 16-bit autocast rounds, in another order. A gradient that is 0 but for rounding,
-# such as that of a key's bias in attention, is what atol is for.
-_RTOL = 1e-2
-_ATOL = 1e-5
+
+def _sizes(samples: int) -> list[int]:
+    """Of pieces: halves of the batch, quarters, and so on."""
+    sizes = dict.fromkeys(math.ceil(samples / 2**i) for i in range(1, _MOST_HALVINGS + 1))
+    return [size for size in sizes if size < samples]
 
 
 def _fidelity(option: Option) -> Fidelity:
@@ -139,8 +191,9 @@ def _number(option: Option, name: str) -> int:
     return number
 
 
-# Proofs by the profile of the plain step, which is all that options and prices see.
+# By the profile of the plain step, which is all that options and prices see.
 _proofs: MutableMapping[Profile, Proof] = WeakIdKeyDictionary()
+_pieces: MutableMapping[Profile, _Piece | None] = WeakIdKeyDictionary()
 
 
 def _proof(profile: Profile) -> Proof:

@@ -1,0 +1,48 @@
+"""Seconds of a step by the clock: a few forward and backward passes, nothing traced."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import distributed
+
+from lowtide.workload import Workload
+
+_ROUNDS = 3  # of steps that take longer than a moment, at the most
+_LEAST_SECONDS = 0.05  # of short steps, whose noise is large
+_ENOUGH_SECONDS = 0.5  # of each step, after which no other round begins
+
+
+def best_seconds(*steps: Workload) -> list[float]:
+    """Time a few forward and backward passes of each step, in turns, since the speed of a machine drifts.
+
+    The first of each, which captures and warms up, does not count. Changes gradients and whatever the losses change:
+    call it inside of ``unchanged``.
+    """
+    for step in steps:
+        seconds_of_loss(step)
+    rounds: list[list[float]] = []
+    taken = 0.0
+    while taken < (_ENOUGH_SECONDS if len(rounds) < _ROUNDS else _LEAST_SECONDS) * len(steps):
+        rounds.append([seconds_of_loss(step) for step in steps])
+        taken += sum(rounds[-1])
+    return [min(each) for each in zip(*rounds, strict=True)]
+
+
+def seconds_of_loss(work: Workload) -> float:
+    """Time one forward and backward pass. Leaves gradients set."""
+    on_gpu = work.device.type == "cuda"
+    work.model.zero_grad()
+    if on_gpu:
+        torch.cuda.synchronize(work.device)
+    start = time.perf_counter()
+    work.compute_loss().backward()
+    if on_gpu:
+        torch.cuda.synchronize(work.device)
+    return time.perf_counter() - start
+
+
+def has_ranks() -> bool:
+    """Whether there are other processes, whose clocks would choose other plans."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
