@@ -78,6 +78,17 @@ class Clamped(nn.Module):
         return self.layers(x)
 
 
+class Signs(nn.Module):
+    """Has a parameter whose gradient is zeros that no bytes hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.signs = nn.Sequential(*layers(6)), nn.Parameter(torch.randn(256, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * self.signs.sgn()
+
+
 class Constants(nn.Module):
     """Makes tensors of numbers."""
 
@@ -106,6 +117,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "average": Average,
     "unused batch norm": lambda: Unused(nn.BatchNorm1d(16)),
     "clamped": Clamped,
+    "signs": Signs,
     "constants": Constants,
     "spectral norm": spectral,
     "no affine": without_affine,

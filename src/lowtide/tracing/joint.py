@@ -294,8 +294,8 @@ def bytes_of(node: fx.Node) -> int:
 
 
 def size_of(value: Any) -> int:
-    """The bytes of a tensor's storage; of anything else none."""
-    return value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
+    """The bytes of a tensor's storage; of anything else, and of zeros that nothing holds, none."""
+    return value.untyped_storage().nbytes() if isinstance(value, Tensor) and not value._is_zerotensor() else 0
 
 
 def module_of(node: fx.Node) -> str:
