@@ -94,7 +94,7 @@ LOSSES: dict[str, Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]] = {
 def test_any_plan_keeps_its_bytes_and_its_class_or_is_refused() -> None:
     plans_found.clear()
     check_random_plans()
-    assert len(plans_found) >= EXAMPLES // 4, "most were refused: this tests little"
+    assert len(plans_found) >= EXAMPLES // 6, "most were refused: this tests little"
     print(Counter(plans_found))
 
 
@@ -111,8 +111,8 @@ plans_found: list[str] = []  # techniques, or the engine
 @given(
     blocks=st.lists(st.sampled_from(list(BLOCKS)), min_size=2, max_size=8),
     loss=st.sampled_from(list(LOSSES)),
-    samples=st.integers(2, 24),
-    share=st.integers(35, 99),
+    samples=st.integers(8, 32),
+    share=st.integers(50, 99),
     half=st.booleans(),
     padded=st.booleans(),
     allow=st.sampled_from(["bitwise", "roundoff", "unbiased", "approximate", "changed"]),
@@ -138,7 +138,7 @@ def check_random_plans(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 * momentum)
     work = Workload(model, LOSSES[loss], batch, optimizer, torch.bfloat16 if half else None)
     before = profile(work)
-    budget = before.peak_bytes * share // 100
+    budget = before.static_bytes + (before.peak_bytes - before.static_bytes) * share // 100
     try:
         found = plan(work, budget, profile=before, engine=engine, allow=allow)
     except BudgetError:

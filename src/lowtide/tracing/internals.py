@@ -148,7 +148,9 @@ def forget_failed(error: Exception) -> None:
 
 def traced_inputs() -> list[Any]:
     """The fake inputs of the graph that Dynamo compiles now; of use to it until the guards are made."""
-    mode = torch._guards.TracingContext.get().fake_mode
+    from torch._guards import TracingContext
+
+    mode = TracingContext.get().fake_mode
     fakes = mode.shape_env.tracked_fakes if mode is not None and mode.shape_env is not None else None
     return [] if fakes is None else fakes
 
