@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import os
+import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from lowtide.engines import apply, graph, plan
 from lowtide.errors import BudgetError
 from lowtide.planning.fastest import fastest_program
 from lowtide.planning.program import Kind, Program, simulate
+from lowtide.tracing import joint
 from lowtide.tracing.joint import CompiledLoss, Joint
 
 from .counting import PLANS, Planner, executed_peak, results
@@ -355,7 +357,7 @@ def test_cycles_of_plan_apply_and_undo_leave_no_tensors_behind(engine: Any) -> N
 
     def cycle() -> int:
         work = Workload(model, lambda model, x: model(x).square().mean(), batch)
-        with apply(plan(work, "80%", engine=engine), work) as step:
+        with apply(plan(work, "80%", engine=engine, tune=False), work) as step:  # the same plan each time
             assert engine in ("auto", step.plan.engine)
             step(batch)
         model.zero_grad()
@@ -414,3 +416,45 @@ def test_a_setting_that_cannot_be_captured_runs_the_plain_step_and_says_so() -> 
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
     assert all(map(torch.equal, model.buffers(), twin.buffers()))
+
+
+# -- captured once ---------------------------------------------------------------------------------------
+
+
+def test_fit_captures_the_loss_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures: list[str] = []
+    for backend in (joint._Backend, graph._Backend):
+        original = backend.__call__
+
+        def counted(self: Any, *args: Any, original: Any = original) -> Any:
+            captures.append(type(self).__module__)
+            return original(self, *args)
+
+        monkeypatch.setattr(backend, "__call__", counted)
+    model = layers(4)
+    step = lowtide.fit(
+        model, lambda model, x: model(x).square().mean(), torch.randn(64, 32), engine="graph", budget="80%"
+    )
+    step.loss(torch.randn(64, 32)).backward()
+    assert len(captures) == 1
+    copied = pickle.loads(pickle.dumps(step.plan))
+    assert copied == step.plan
+    assert copied.capture is None
+    step.undo()
+    model.zero_grad()
+    with apply(copied, step._plain) as again:
+        again.loss(torch.randn(64, 32)).backward()
+    assert len(captures) == 2
+
+
+def test_two_steps_of_one_plan_run_each_its_own_program() -> None:
+    model, batch = layers(4), torch.randn(64, 32)
+    work = Workload(model, lambda model, x: model(x).square().mean(), batch)
+    found = plan(work, "80%", engine="graph", tune=False)
+    expected = results(work, lambda batch: work.compute_loss(batch=batch))
+    with apply(found, work) as first:
+        for _ in range(2):
+            with apply(found, work) as second:
+                for step in (first, second):
+                    for ours, plains in zip(results(work, step.loss), expected, strict=True):
+                        assert torch.equal(ours, plains)

@@ -147,9 +147,12 @@ def check_random_plans(
     assert found.peak_bytes <= budget
     assert found.fidelity <= Fidelity(allow)
     later = replace(work, batch=random_batch(samples, padded=True))
-    for each in (work, later):
-        checked = verify(each, found)
-        assert checked.ok, str(checked)
+    with warnings.catch_warnings():
+        if found.fidelity is Fidelity.CHANGED:
+            warnings.simplefilter("ignore", RuntimeWarning)  # a batch that microbatches do not split evenly
+        for each in (work, later):
+            checked = verify(each, found)
+            assert checked.ok, str(checked)
     is_bitwise = found.fidelity is Fidelity.BITWISE
     expected = [*results(work, plain_loss(work)), *results(later, plain_loss(work))] if is_bitwise else []
     with apply(found, work) as step, warnings.catch_warnings():

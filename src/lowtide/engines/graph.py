@@ -8,7 +8,6 @@ are the bits.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 import weakref
 from collections import OrderedDict
@@ -18,23 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lowtide.batches import flatten, tensors
+from lowtide.batches import tensors
 from lowtide.engines.code import Piece, boxed, forward_graph, graphs_of, pieces_of
 from lowtide.engines.watch import unwatched
 from lowtide.errors import LowtideError
 from lowtide.planning.program import Cell, Program
 from lowtide.tracing.held import parameters_of, watch_modules
-from lowtide.tracing.joint import CompiledLoss, Joint
+from lowtide.tracing.joint import Capture, CapturedGraph, CompiledLoss, Joint, call_key
 from lowtide.workload import Workload
 
 _aten: Any = torch.ops.aten
-_HOOKS: list[dict[int, Any]] = [
-    getattr(nn.modules.module, f"_global_{when}_hooks")  # of all modules; Dynamo does not look whether there is one
-    for when in ("forward_pre", "forward", "backward_pre", "backward")
-]
 _MOST_SHAPES = 16  # captured at a time: each holds its code, and some MiB on the host
 Planner = Callable[[Joint], Program]
 
@@ -43,7 +37,7 @@ class PlannedLoss:
     """The loss of a step, run by programs: one for each structure and shape of the batch.
 
     ``planner_for(batch)`` makes the program of a joint graph, for batches of that shape. ``uncaptured(batch)`` gives
-    what runs such batches without a program, where that is wanted.
+    what runs such batches without a program, where that is wanted. A ``capture`` of the step saves capturing it again.
     """
 
     is_compiled = True
@@ -53,12 +47,14 @@ class PlannedLoss:
         work: Workload,
         planner_for: Callable[[Any], Planner],
         uncaptured: Callable[[Any], Callable[[Any], Tensor] | None] = lambda _: None,
+        capture: Capture | None = None,
     ) -> None:
         self.__wrapped__ = work.loss
         self.work = work
         self.planner_for = planner_for
         self.uncaptured = uncaptured
-        self._captured: OrderedDict[Any, tuple[Planner, CompiledLoss]] = OrderedDict()  # the last used at the end
+        self._capture_of_step = capture
+        self._captured: OrderedDict[Any, tuple[Planner, CompiledLoss | _Taken]] = OrderedDict()  # last used at the end
         self._watched = False  # whether a dispatch mode was warned about
         self._failed: set[Any] = set()  # where capture failed once
         self._given_up: set[Any] = set()  # where the plain loss runs
@@ -74,7 +70,7 @@ class PlannedLoss:
                     stacklevel=3,
                 )
             return self.work.compute_loss(batch=batch)
-        key = _shape_of(batch), *map(len, _HOOKS)
+        key = call_key(batch)
         if key in self._given_up:
             return self.work.compute_loss(batch=batch)
         if key not in self._captured:
@@ -84,7 +80,7 @@ class PlannedLoss:
             self._capture(key, self.planner_for(batch))
         self._captured.move_to_end(key)
         try:
-            with _capture_settings(), unwatched(self.work.model):
+            with unwatched(self.work.model):
                 return self._captured[key][1](batch)
         except Exception as error:
             if type(error).__name__ == "FailOnRecompileLimitHit":
@@ -119,7 +115,11 @@ class PlannedLoss:
         if len(self._captured) >= _MOST_SHAPES:
             _, (_, oldest) = self._captured.popitem(last=False)
             oldest.release()
-        self._captured[key] = planner, CompiledLoss(self.work, _Backend(planner))
+        capture = self._capture_of_step
+        if capture is not None and capture.take(self.work, key):
+            self._captured[key] = planner, _Taken(capture, planner)
+        else:
+            self._captured[key] = planner, CompiledLoss(self.work, _Backend(planner))
 
     def release(self) -> None:
         """Free all programs and captured graphs."""
@@ -141,22 +141,29 @@ class PlannedLoss:
         return loss
 
 
-def _capture_settings() -> contextlib.AbstractContextManager[None]:
-    """What Dynamo is to do otherwise than by default.
-
-    It would not look whether a module has got a hook since, to save 1.5 µs for each module. Inside a DDP module's
-    forward it would cut graphs at DDP's buckets; gradients leave early without that.
-    """
-    settings: dict[str, bool] = {"skip_nnmodule_hook_guards": False}
-    if DistributedDataParallel._get_active_ddp_module() is not None:
-        settings["optimize_ddp"] = False
-    return torch._dynamo.config.patch(settings)
-
-
 def planned_loss(work: Workload, planner: Planner) -> Callable[[Any], Tensor]:
     """The step's loss as a function of the batch, run by the program that ``planner`` makes of its joint graph."""
     loss = PlannedLoss(work, lambda _: planner)
     return lambda batch: loss(work.model, batch)
+
+
+class _Taken:
+    """The loss as it was captured while planning, run by a program."""
+
+    def __init__(self, capture: Capture, planner: Planner) -> None:
+        self.capture = capture
+        try:
+            joint = capture.graph.joint
+            capture.run_by(_Runner(joint, planner(joint), capture.graph.moved), _Backend(planner))
+        except BaseException:
+            capture.give_back()
+            raise
+
+    def __call__(self, batch: Any) -> Tensor:
+        return self.capture.loss(batch)
+
+    def release(self) -> None:
+        self.capture.give_back()
 
 
 class _Backend:
@@ -187,21 +194,10 @@ class _Backend:
             return boxed(graph)
 
         whole = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(module, inputs)
-        if not found or not _is_plain(found[0][0], inputs, written[0]):
+        graph = CapturedGraph(found[0][0], inputs, written[0]) if found else None
+        if graph is None or not graph.is_plain:
             return whole  # no gradients are wanted; or the inputs are not plain tensors, which AOTAutograd can handle
-        return _Runner(*found[0], written[0].mutated_inp_runtime_indices)
-
-
-def _is_plain(joint: Joint, inputs: Sequence[Any], made: Any) -> bool:
-    """Whether inputs are the graph's own, one output leaves, and nothing but values of buffers changes."""
-    mutated = [made.input_info[i] for i in made.mutated_inp_runtime_indices] if made is not None else []
-    return (
-        made is not None
-        and len(joint.primals) == len(inputs)
-        and len(made.output_info) == 1
-        and len(joint.outputs) == len(mutated) + 1
-        and not any(each.requires_grad or each.mutates_metadata for each in mutated)
-    )
+        return _Runner(*found[0], graph.moved)
 
 
 class _Runner:
@@ -307,10 +303,3 @@ class _Node(torch.autograd.Function):
             *complete, made = piece.run(values)
         run.cells.update(zip(piece.made, made, strict=True))
         return None, None, None, None if ctx.is_last else gradients[0].new_empty(0), *complete
-
-
-def _shape_of(batch: Any) -> Any:
-    """What programs are made for. Values that are not tensors are Dynamo's to look at."""
-    leaves, structure = flatten(batch)
-    shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
-    return str(structure), shapes

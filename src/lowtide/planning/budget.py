@@ -70,7 +70,8 @@ def plans(
             fingerprint=fingerprint,
             device=baseline.graph.device,
             notes=tuple(note for note in (wanted.said, *search.notes, _estimated(found)) if note),
-            program=search.recomputation(found, wanted.bytes),
+            program=(program := search.recomputation(found, wanted.bytes)),
+            capture=program and search.capture,
         )
         for found in rivals
     ]

@@ -29,18 +29,23 @@ from lowtide.planning.rounding import (
 from lowtide.profiling import Profile
 from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.graph import Graph
-from lowtide.tracing.joint import Joint, capture_joint, is_random
+from lowtide.tracing.joint import Capture, Joint, capture_loss, is_random
 from lowtide.tracing.parts import address
 from lowtide.workload import Workload
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A joint graph, what its results promise, and why where that is not bitwise or not compared."""
+    """A captured loss, what its results promise, and why where that is not bitwise or not compared."""
 
-    joint: Joint
+    capture: Capture
     fidelity: Fidelity
     note: str = ""
+
+    @property
+    def joint(self) -> Joint:
+        """The graph of the whole step."""
+        return self.capture.graph.joint
 
 
 def capture_and_compare(work: Workload, profiled: Profile | None = None) -> Captured:
@@ -50,21 +55,21 @@ def capture_and_compare(work: Workload, profiled: Profile | None = None) -> Capt
     the plain step's profile, it names draws that capture left out.
     """
     results: list[Parts] = []
-    joint = capture_joint(work, lambda joint, inputs: results.extend(_run(work, joint, inputs)))
+    capture = capture_loss(work, lambda joint, inputs: results.extend(_run(work, joint, inputs)))
     if profiled is not None:
-        check_draws(joint, profiled)
+        check_draws(capture.graph.joint, profiled)
     if not results:
         note = "The captured graph was not compared with the plain step, so its bits are not promised."
-        return Captured(joint, Fidelity.ROUNDOFF, note)
+        return Captured(capture, Fidelity.ROUNDOFF, note)
     (found,) = results
     plain = {what: {name: part[name] for name in found[what]} for what, part in _plain(work, found).items()}
     differing = [what for what, part in plain.items() if not parts_equal(part, found[what])]
     if not differing:
-        return Captured(joint, Fidelity.BITWISE)
+        return Captured(capture, Fidelity.BITWISE)
     again = loss_and_gradients(work)
     if not all(parts_equal(part, {name: again[what][name] for name in part}) for what, part in plain.items()):
         note = "The plain step differs from itself when run twice, so the captured graph's bits are not promised."
-        return Captured(joint, Fidelity.ROUNDOFF, note)
+        return Captured(capture, Fidelity.ROUNDOFF, note)
     error = max((distance(plain[what], found[what]) for what in differing if what != "generators"), default=0.0)
     rounding = Rounding(work, plain)
     if not all(rounding.explains(what, plain[what], found[what]) for what in differing):
@@ -75,7 +80,7 @@ def capture_and_compare(work: Workload, profiled: Profile | None = None) -> Capt
     note = (
         f"The captured graph rounds otherwise than the plain step, by {error:.1e}: Dynamo or autograd took another way."
     )
-    return Captured(joint, Fidelity.ROUNDOFF, note)
+    return Captured(capture, Fidelity.ROUNDOFF, note)
 
 
 def check_draws(joint: Joint, plain: Profile) -> None:

@@ -21,7 +21,9 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
+from torch.nn.parallel import DistributedDataParallel
 
+from lowtide.batches import flatten
 from lowtide.errors import TraceError
 from lowtide.tracing.accumulation import held_by_call
 from lowtide.tracing.answers import answering
@@ -48,37 +50,47 @@ from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
 
-def capture_joint(work: Workload, run: Callable[[Joint, Sequence[Any]], None] | None = None) -> Joint:
-    """The joint graph of a step's loss, captured by Dynamo and AOTAutograd. Nothing is changed.
-
-    Nothing runs but ``run``, if given: it gets the graph and the tensors that the step would give it.
+def capture_joint(work: Workload) -> Joint:
+    """The joint graph of a step's loss, captured by Dynamo and AOTAutograd. Nothing runs, and nothing is changed.
 
     Raises ``TraceError`` where there is no one graph: the forward pass looks at values, or calls what Dynamo does not
     follow.
     """
-    found: list[Joint] = []
-    runs = [] if run is None else [run]
+    capture = capture_loss(work)
+    capture.release()
+    return capture.graph.joint
 
-    def stop(*inputs: Any) -> Any:
-        while runs:  # Dynamo holds this function for good, and is not to hold the step
-            runs.pop()(found[-1], inputs)
-        raise _CapturedError
 
-    compiled = CompiledLoss(work, _backend(work, found, lambda graph: stop))
-    with compiled as loss, unchanged(work, fake=run is None), contextlib.suppress(_CapturedError):
-        try:
-            loss(work.batch)
-        except _CapturedError:
-            raise
-        except Exception as error:
-            cause = getattr(error, "inner_exception", error)  # what Dynamo's error is about
-            what = next(iter(str(cause).splitlines()), type(cause).__name__)
-            raise TraceError(
-                f"The loss is not captured as one graph ({what})", hint="The eager engine needs no capture."
-            ) from error
-    if not found:
-        raise TraceError("The loss is not captured as one graph", hint="The eager engine needs no capture.")
-    return found.pop()  # the backend holds the list
+def capture_loss(work: Workload, run: Callable[[Joint, Sequence[Any]], None] | None = None) -> Capture:
+    """Capture a step's loss as ``capture_joint`` does, for an engine to run.
+
+    ``run``, if given, gets the joint graph and the tensors that the step would give it.
+    """
+    backend = _Backend(run)
+    compiled = CompiledLoss(work, backend)
+    try:
+        with unchanged(work, fake=run is None), contextlib.suppress(_CapturedError):
+            _call_once(compiled, work)
+        if not backend.graphs:
+            raise TraceError("The loss is not captured as one graph", hint="The eager engine needs no capture.")
+    except BaseException:
+        compiled.release()
+        raise
+    return Capture(work, compiled, backend)
+
+
+def _call_once(compiled: CompiledLoss, work: Workload) -> None:
+    refuse_uncapturable(work)
+    try:
+        compiled(work.batch)
+    except _CapturedError:
+        raise
+    except Exception as error:
+        cause = getattr(error, "inner_exception", error)  # what Dynamo's error is about
+        what = next(iter(str(cause).splitlines()), type(cause).__name__)
+        raise TraceError(
+            f"The loss is not captured as one graph ({what})", hint="The eager engine needs no capture."
+        ) from error
 
 
 def capture_joints(work: Workload) -> list[Joint]:
@@ -87,40 +99,124 @@ def capture_joints(work: Workload) -> list[Joint]:
     The forward pass runs once, since what comes after a break may depend on values; nothing is changed by that. Ops
     at the breaks themselves are in no graph, nor are parts without gradients.
     """
-    found: list[Joint] = []
-    compiled = CompiledLoss(work, _backend(work, found, lambda graph: graph), fullgraph=False)
-    with compiled as loss, unchanged(work), warnings.catch_warnings():
+    refuse_uncapturable(work)
+    backend = _Backend(stops=False)
+    with CompiledLoss(work, backend, fullgraph=False) as loss, unchanged(work), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor")  # Dynamo looks, after a break
         loss(work.batch)
-    return found
+    return [graph.joint for graph in backend.graphs]
 
 
-def _backend(
-    work: Workload, found: list[Joint], runs: Callable[[fx.GraphModule], Callable[..., Any]]
-) -> Callable[..., Any]:
-    """For Dynamo: adds each joint graph to ``found``. ``runs`` says what runs in place of a captured graph."""
-    # Dynamo takes a second to import, and brings much along.
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch._aot_autograd.utils import make_boxed_func
-    from torch._functorch.partitioners import default_partition
+class CapturedGraph:
+    """A graph that Dynamo captured, and what runs in its place: ``run``, which an engine sets."""
 
-    refuse_uncapturable(work)
+    def __init__(self, joint: Joint, inputs: Sequence[Any], metadata: Any) -> None:
+        self.joint = joint
+        self.moved: tuple[int, ...] = () if metadata is None else tuple(metadata.mutated_inp_runtime_indices)
+        self.is_plain = _is_plain(joint, inputs, metadata)
+        self.run: Callable[..., Any] | None = None
 
-    def backend(captured: fx.GraphModule, inputs: Any) -> Any:
+    def __call__(self, *inputs: Any) -> Any:
+        assert self.run is not None
+        return self.run(*inputs)
+
+
+def _is_plain(joint: Joint, inputs: Sequence[Any], metadata: Any) -> bool:
+    """Whether inputs are the graph's own, one output leaves, and nothing but values of buffers changes."""
+    mutated = [metadata.input_info[i] for i in metadata.mutated_inp_runtime_indices] if metadata is not None else []
+    return (
+        metadata is not None
+        and len(joint.primals) == len(inputs)
+        and len(metadata.output_info) == 1
+        and len(joint.outputs) == len(mutated) + 1
+        and not any(each.requires_grad or each.mutates_metadata for each in mutated)
+    )
+
+
+class Capture:
+    """A loss that is captured as one graph, and which engine runs it. At most one has it at a time."""
+
+    def __init__(self, work: Workload, loss: CompiledLoss, backend: _Backend) -> None:
+        self.work, self.loss, self._backend = work, loss, backend
+        self.key = call_key(work.batch)
+        self.graph = backend.graphs[-1]
+        self._is_free = True
+
+    def take(self, work: Workload, key: Any) -> bool:
+        """Give the captured loss to an engine, if it is free and of that step, called so."""
+        is_like = work is self.work and key == self.key and self.graph.is_plain and len(self._backend.graphs) == 1
+        taken = self._is_free and is_like
+        self._is_free &= not taken
+        return taken
+
+    def run_by(self, run: Callable[..., Any], recapture: Callable[..., Any]) -> None:
+        """Have the engine run the graph. Where Dynamo captures another one, ``recapture`` is its backend."""
+        self.graph.run, self._backend.recapture = run, recapture
+
+    def give_back(self) -> None:
+        """Free what the engine made. Where Dynamo captured other graphs since, free all: they are the engine's."""
+        if self._backend.is_recaptured:
+            self.release()
+        else:
+            self.graph.run = self._backend.recapture = None
+            self._is_free = True
+
+    def release(self) -> None:
+        """Free what Dynamo holds: nobody can take it any more."""
+        self._is_free = False
+        self.loss.release()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy of a plan has no capture
+
+
+class _Backend:
+    """For Dynamo: collects joint graphs, until an engine says what to do with the next ones.
+
+    Dynamo holds it until it is released. So it does not hold the step: ``run`` is dropped once it was called.
+    """
+
+    def __init__(self, run: Callable[[Joint, Sequence[Any]], None] | None = None, *, stops: bool = True) -> None:
+        self.graphs: list[CapturedGraph] = []
+        self.recapture: Callable[..., Any] | None = None
+        self.is_recaptured = False
+        self._runs, self._stops = [] if run is None else [run], stops
+
+    def __call__(self, captured: fx.GraphModule, inputs: Any) -> Any:
+        # Dynamo takes a second to import, and brings much along.
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch._aot_autograd.utils import make_boxed_func
+        from torch._functorch.partitioners import default_partition
+        from torch._guards import TracingContext
+
+        if self.recapture is not None:
+            self.is_recaptured = True
+            return self.recapture(captured, inputs)
         sources = [getattr(node, "_dynamo_source", None) for node in captured.graph.find_nodes(op="placeholder")]
         origins: list[Origin] = [origin_of(*each) for each in zip(sources, inputs, strict=False)]
+        joints: list[Joint] = []
+        metadata: list[Any] = []
 
         def partition(module: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[Any, Any]:
             graphs = default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs)
-            found.append(Joint(module, num_fwd_outputs, origins))
+            joints.append(Joint(module, num_fwd_outputs, origins))
             return graphs
 
-        return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(captured, inputs)
+        def compiler(graph: fx.GraphModule, _: Any) -> Any:
+            metadata.append(TracingContext.get().fw_metadata)
+            return make_boxed_func(self._stop if self._stops else graph)
 
-    def compiler(graph: fx.GraphModule, _: Any) -> Any:
-        return make_boxed_func(runs(graph))
+        whole = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(captured, inputs)
+        if not joints:
+            return whole
+        self.graphs.append(CapturedGraph(joints[0], inputs, metadata[0]))
+        self.graphs[-1].run = whole
+        return self.graphs[-1]
 
-    return backend
+    def _stop(self, *inputs: Any) -> Any:
+        while self._runs:
+            self._runs.pop()(self.graphs[-1].joint, inputs)
+        raise _CapturedError
 
 
 def refuse_uncapturable(work: Workload) -> None:
@@ -162,7 +258,7 @@ class CompiledLoss:
             with (
                 answering(SUBSTITUTES, FIXES),
                 plain_composites(),
-                torch._dynamo.config.patch(_without_logging()),
+                torch._dynamo.config.patch(_settings()),
                 silenced(METRICS),
             ):
                 return self._compiled(batch)
@@ -187,14 +283,37 @@ class CompiledLoss:
         self.release()
 
 
-def _without_logging() -> dict[str, Any]:
-    """Settings under which Dynamo leaves out logging calls, which it would not capture."""
+def _settings() -> dict[str, Any]:
+    """What Dynamo is to do otherwise than by default.
+
+    It would not look whether a module has got a hook since, to save 1.5 µs for each module. Inside a DDP module's
+    forward it would cut graphs at DDP's buckets; gradients leave early without that. It would not capture logging.
+    """
+    settings: dict[str, Any] = {"skip_nnmodule_hook_guards": False}
+    if DistributedDataParallel._get_active_ddp_module() is not None:
+        settings["optimize_ddp"] = False
     words = {"debug", "info", "warn", "warning", "error", "exception", "critical", "fatal", "log", "isEnabledFor"}
     methods = (each for name, each in vars(logging.Logger).items() if name.split("_")[0] in words)  # warning_once too
     functions = (vars(logging)[name] for name in words & vars(logging).keys())
-    settings = torch._dynamo.config
-    name = "ignore_logging_functions" if hasattr(settings, "ignore_logging_functions") else "ignore_logger_methods"
-    return {name: {*methods, *functions, *getattr(settings, name)}}
+    now = torch._dynamo.config
+    name = "ignore_logging_functions" if hasattr(now, "ignore_logging_functions") else "ignore_logger_methods"
+    return {**settings, name: {*methods, *functions, *getattr(now, name)}}
+
+
+_HOOKS: list[dict[int, Any]] = [
+    getattr(nn.modules.module, f"_global_{when}_hooks")  # of all modules; Dynamo does not look whether there is one
+    for when in ("forward_pre", "forward", "backward_pre", "backward")
+]
+
+
+def call_key(batch: Any) -> Any:
+    """Name what a loss is captured for: the batch's structure and shapes, and how many hooks all modules have.
+
+    Values that are not tensors are Dynamo's to look at.
+    """
+    leaves, structure = flatten(batch)
+    shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+    return (str(structure), shapes, *map(len, _HOOKS))
 
 
 Origin = Literal["parameter", "batch", "array", "kept"]  # an array is numpy's; kept are buffers and all else
