@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class Workload:
     optimizer: torch.optim.Optimizer | None = None
     autocast: torch.dtype | None = None
     name: str = ""
+    captures: list[Any] = field(default_factory=list[Any], init=False, repr=False, compare=False)
+    """The loss as planning captured it, for an engine to take."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -76,6 +78,9 @@ class Workload:
                 f"The batch is on {_names(devices)} and the model on {self.device}",
                 hint=f"Move the batch: batch.to({str(self.device)!r}).",
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "captures": []}  # compiled code belongs to this step: a copy has none
 
     @property
     def device(self) -> torch.device:

@@ -138,7 +138,7 @@ def test_a_step_that_was_planned_is_let_go_with_its_graph() -> None:
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
     work = Workload(model, lambda given, x: squares(given, x), torch.randn(256, 16))
     made = plan(work, "75%", engine="graph", tune=False)
-    left = [weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(recomputation._known[work][0].joint)]
+    left = [weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(recomputation._known[work].joint)]
     del model, work
     for _ in range(2):  # the step, and then what was known of it
         gc.collect()

@@ -37,7 +37,7 @@ class PlannedLoss:
     """The loss of a step, run by programs: one for each structure and shape of the batch.
 
     ``planner_for(batch)`` makes the program of a joint graph, for batches of that shape. ``uncaptured(batch)`` gives
-    what runs such batches without a program, where that is wanted. A ``capture`` of the step saves capturing it again.
+    what runs such batches without a program, where that is wanted.
     """
 
     is_compiled = True
@@ -47,13 +47,11 @@ class PlannedLoss:
         work: Workload,
         planner_for: Callable[[Any], Planner],
         uncaptured: Callable[[Any], Callable[[Any], Tensor] | None] = lambda _: None,
-        capture: Capture | None = None,
     ) -> None:
         self.__wrapped__ = work.loss
         self.work = work
         self.planner_for = planner_for
         self.uncaptured = uncaptured
-        self._capture_of_step = capture
         self._captured: OrderedDict[Any, tuple[Planner, CompiledLoss | _Taken]] = OrderedDict()  # last used at the end
         self._watched = False  # whether a dispatch mode was warned about
         self._failed: set[Any] = set()  # where capture failed once
@@ -115,11 +113,9 @@ class PlannedLoss:
         if len(self._captured) >= _MOST_SHAPES:
             _, (_, oldest) = self._captured.popitem(last=False)
             oldest.release()
-        capture = self._capture_of_step
-        if capture is not None and capture.take(self.work, key):
-            self._captured[key] = planner, _Taken(capture, planner)
-        else:
-            self._captured[key] = planner, CompiledLoss(self.work, _Backend(planner))
+        taken = next((capture for capture in self.work.captures if capture.take(key)), None)
+        loss = CompiledLoss(self.work, _Backend(planner)) if taken is None else _Taken(taken, planner)
+        self._captured[key] = planner, loss
 
     def release(self) -> None:
         """Free all programs and captured graphs."""

@@ -47,7 +47,7 @@ def planned(work: Workload, plan: Plan) -> Applied:
     if plan.program is None:
         return applied
     work = applied.work
-    loss = PlannedLoss(work, Replanner(plan, work), OtherShapes(plan, work), plan.capture)
+    loss = PlannedLoss(work, Replanner(plan, work), OtherShapes(plan, work))
     return Applied(replace(work, loss=loss, autocast=None), applied, loss.release)
 
 

@@ -70,8 +70,7 @@ def plans(
             fingerprint=fingerprint,
             device=baseline.graph.device,
             notes=tuple(note for note in (wanted.said, *search.notes, _estimated(found)) if note),
-            program=(program := search.recomputation(found, wanted.bytes)),
-            capture=program and search.capture,
+            program=search.recomputation(found, wanted.bytes),
         )
         for found in rivals
     ]

@@ -6,7 +6,7 @@ import json
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from lowtide.chains import Chain, Schedule, simulate
@@ -14,7 +14,6 @@ from lowtide.errors import PlanError
 from lowtide.fingerprint import Fingerprint
 from lowtide.sizes import format_seconds, format_size
 from lowtide.techniques.technique import Fidelity, Knob, Option
-from lowtide.tracing.joint import Capture
 from lowtide.version import __version__
 from lowtide.workload import Workload, check_workload
 
@@ -81,7 +80,6 @@ class Plan:
     device: str
     notes: tuple[str, ...] = ()
     program: Recomputation | None = None  # on the graph engine; otherwise the step runs eagerly
-    capture: Capture | None = field(default=None, repr=False, compare=False)  # of the step: not in its JSON or copies
 
     @property
     def engine(self) -> Literal["eager", "graph"]:
@@ -151,7 +149,6 @@ class Plan:
             "fidelity": self.fidelity.value,
             **asdict(self),
         }
-        del data["capture"]
         return _null_for_nan(data)
 
     @classmethod

@@ -82,7 +82,7 @@ def predict_plan(work: Workload, plan: Plan, baseline: Profile) -> Prediction:
     if plan.program is None:
         after = predict(work, plan.options, baseline)
         return Prediction(plan, baseline, replace(after, name=f"{after.name}, planned"))
-    made, _ = recomputations(work, baseline)
+    made = recomputations(work, baseline)
     if made.joint.digest != plan.program.graph:
         raise PlanError("The plan is of another graph than this step's", hint="Plan again.")
     schedule = Schedule.parse(plan.program.schedule)

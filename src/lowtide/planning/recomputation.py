@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 from lowtide.chains import Schedule, StageChoice, explain
 from lowtide.chains import simulate as simulate_chain
@@ -17,7 +17,7 @@ from lowtide.profiling import Profile
 from lowtide.sizes import format_size
 from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.effects import is_left_batch_norm
-from lowtide.tracing.joint import Capture, Joint, module_of, size_of
+from lowtide.tracing.joint import Joint, module_of, size_of
 from lowtide.tracing.unchanged import steady
 from lowtide.workload import Workload
 
@@ -111,19 +111,18 @@ class Recomputations:
         return tuple(lines)
 
 
-# Capturing takes seconds, and a step is looked at often. A capture holds its step: only plans hold captures.
-_known: WeakKeyDictionary[Workload, tuple[Recomputations, ref[Capture]]] = WeakKeyDictionary()
+# Capturing takes seconds, and a step is looked at often.
+_known: WeakKeyDictionary[Workload, Recomputations] = WeakKeyDictionary()
 
 
-def recomputations(work: Workload, plain: Profile) -> tuple[Recomputations, Capture | None]:
-    """The schedules of a step, captured once for one profile of it, and the capture while somebody holds it."""
+def recomputations(work: Workload, plain: Profile) -> Recomputations:
+    """The schedules of a step; captured once for one profile of it."""
     found = _known.get(work)
-    if found is None or found[0].plain is not plain:
+    if found is None or found.plain is not plain:
         captured = _steady_capture(work, plain)
-        schedules = Recomputations(captured.joint, plain, earned=captured.fidelity, note=captured.note)
-        _known[work] = schedules, ref(captured.capture)
-        return schedules, captured.capture
-    return found[0], found[1]()
+        found = _known[work] = Recomputations(captured.joint, plain, earned=captured.fidelity, note=captured.note)
+        work.captures[:] = [captured.capture]
+    return found
 
 
 def _steady_capture(work: Workload, plain: Profile) -> Captured:

@@ -22,7 +22,6 @@ from lowtide.profiling import Profile
 from lowtide.profiling.timing import has_ranks
 from lowtide.techniques.registry import study, techniques
 from lowtide.techniques.technique import Fidelity, Option, Price, Technique
-from lowtide.tracing.joint import Capture
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
@@ -81,7 +80,6 @@ class Search:
         plain = Candidate(None, Price(Fidelity.BITWISE), baseline.peak_bytes)
         self.candidates = [plain]
         self.recomputations: Recomputations | None = None
-        self.capture: Capture | None = None  # of the step, for the plan's engine
         self._unstudied: set[str] = set()  # techniques that know more of the step once they captured it
         self._unmeasured: set[str] = set()  # techniques that know their seconds once they ran
         if engine != "graph":
@@ -241,7 +239,7 @@ class Search:
                 )
             if self.baseline.graph.fake:
                 raise TraceError("A step that is only predicted is not captured")
-            self.recomputations, self.capture = recomputations(self.work, self.baseline)
+            self.recomputations = recomputations(self.work, self.baseline)
         except TraceError as error:
             if required:
                 raise PlanError(f"There is no plan on the graph engine: {error}") from error

@@ -137,15 +137,14 @@ class Capture:
     """A loss that is captured as one graph, and which engine runs it. At most one has it at a time."""
 
     def __init__(self, work: Workload, loss: CompiledLoss, backend: _Backend) -> None:
-        self.work, self.loss, self._backend = work, loss, backend
+        self.loss, self._backend = loss, backend
         self.key = call_key(work.batch)
         self.graph = backend.graphs[-1]
-        self._is_free = True
+        self._is_free = self.graph.is_plain and len(backend.graphs) == 1
 
-    def take(self, work: Workload, key: Any) -> bool:
-        """Give the captured loss to an engine, if it is free and of that step, called so."""
-        is_like = work is self.work and key == self.key and self.graph.is_plain and len(self._backend.graphs) == 1
-        taken = self._is_free and is_like
+    def take(self, key: Any) -> bool:
+        """Give the captured loss to an engine, if it is free and such batches were captured."""
+        taken = self._is_free and key == self.key
         self._is_free &= not taken
         return taken
 
@@ -165,9 +164,6 @@ class Capture:
         """Free what Dynamo holds: nobody can take it any more."""
         self._is_free = False
         self.loss.release()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a copy of a plan has no capture
 
 
 class _Backend:
