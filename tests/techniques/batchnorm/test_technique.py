@@ -19,9 +19,8 @@ from lowtide.techniques.batchnorm import convert
 from lowtide.techniques.batchnorm.technique import BatchNorm, _Pairs
 from lowtide.workload import Workload
 
-from ...contract.contract import TechniqueContract
+from ...contract.contract import SeveralModels
 from ...contract.outcomes import assert_agree, run
-from ...contract.workloads import moved
 
 
 class Joined(nn.Module):
@@ -54,18 +53,16 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
 RESIDUAL = {"residual relu": residual, "residual silu": lambda: residual(nn.SiLU)}
 
 
-class TestBatchNorm(TechniqueContract):
+class TestBatchNorm(SeveralModels):
     """On what has joins; ``tests/contract`` runs the suite on the other workloads."""
+
+    models = RESIDUAL
 
     @pytest.fixture
     def technique(self) -> BatchNorm:
         found = techniques()["batchnorm"]
         assert isinstance(found, BatchNorm)
         return found
-
-    @pytest.fixture(params=list(RESIDUAL))
-    def work(self, request: pytest.FixtureRequest, device: str) -> Workload:
-        return moved(RESIDUAL[request.param](), device)
 
 
 def test_it_offers_every_pair_that_saves_and_one_option_for_each_spacing_of_joins() -> None:
