@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,11 +25,11 @@ from lowtide.zoo.catalog import ENTRIES
 from ..contract.outcomes import assert_restored, snapshot
 from ..planning.steps import chain
 from ..ranks import on_two_ranks
+from ..soak import SOAK
 from ..tracing.allocator import allocated_peak
 from .counting import results
 from .planned import Loss, Ready, assert_kept, awkward, plain_loss, planned, smallest_budget, squares
 
-SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
 QUICK = ["lenet", "gpt2", "resnet18", "lstm"]
 REST = [name for name in ENTRIES if name not in QUICK]
 MODELS = [*QUICK, *REST] if SOAK else QUICK

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -17,10 +16,10 @@ from lowtide.errors import BudgetError
 from lowtide.planning import plan
 from lowtide.profiling import profile
 
+from ..soak import count
 from .counting import results
 from .planned import assert_kept, plain_loss, smallest_budget, work_of
 
-SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
 WIDTH = 16
 STEPS = ("linear", "tied", "conv", "norm", "batch norm", "dropout", "relu", "relu_", "residual", "concat", "chunk",
          "scale", "mix", "plain norm", "unused norm", "average", "gram", "attention", "transposed")  # fmt: skip
@@ -103,7 +102,7 @@ class Random(nn.Module):
 
 
 @settings(
-    max_examples=300 if SOAK else 5,
+    max_examples=count(5, soak=300),
     deadline=None,
     derandomize=True,
     database=None,
