@@ -33,7 +33,7 @@ def test_the_documents_sequence_comes_out():
 
 def test_the_optimum_is_that_of_a_search_over_all_states():
     rng = random.Random(4)
-    for _ in range(1000):
+    for _ in range(count(300, soak=1000)):
         chain = random_chain(rng, rng.randint(1, 8))
         planner = Optimal(chain)
         budget = rng.randint(planner.smallest_bytes, peak(chain, keep_all(chain)))
@@ -44,7 +44,7 @@ def test_the_optimum_is_that_of_a_search_over_all_states():
 
 def test_no_state_of_memory_is_below_the_smallest_budget():
     rng = random.Random(5)
-    for _ in range(300):
+    for _ in range(count(100, soak=300)):
         chain = random_chain(rng, rng.randint(1, 6))
         smallest = Optimal(chain).smallest_bytes
         assert fastest_of_all(chain, smallest - 1) == math.inf

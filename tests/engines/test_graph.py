@@ -352,7 +352,7 @@ def live_tensors() -> int:
 
 
 def test_cycles_of_plan_apply_and_undo_leave_no_tensors_behind() -> None:
-    model, batch = layers(), torch.randn(64, 32)
+    model, batch = layers(3), torch.randn(64, 32)
 
     def cycle() -> int:
         work = Workload(model, lambda model, x: model(x).square().mean(), batch)
@@ -386,7 +386,7 @@ def test_releasing_a_step_leaves_the_users_own_compiled_functions_alone() -> Non
 
 def test_only_so_many_shapes_stay_captured_and_the_others_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "_MOST_SHAPES", 2)
-    work = Workload(layers(), lambda model, x: model(x).square().mean(), torch.randn(64, 32))
+    work = Workload(layers(2), lambda model, x: model(x).square().mean(), torch.randn(64, 32))
     loss = graph.PlannedLoss(work, lambda _: lambda joint: fastest_program(joint, 2**40))
     for size in (64, 63, 62, 61):
         loss(work.model, work.batch[:size]).backward()
