@@ -1,5 +1,6 @@
 """What all tests share: GPU tests where there is a GPU, and a kernel cache of their own."""
 
+import gc
 import os
 from collections.abc import Callable
 
@@ -30,6 +31,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collections() -> None:
+    """Exempt objects that outlive a file from garbage collection, which takes a second with all tests in memory."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # extensions that look for leaks at exit would report frozen objects
 
 
 @pytest.fixture(autouse=True)
