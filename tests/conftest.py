@@ -15,16 +15,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
 
-# Files that take longest, a minute and more: begun first, so that workers end at about the same time.
-LONGEST = (
-    "test_contract", "test_docs", "test_together", "test_compiled", "test_optimal", "test_zoo", "test_peaks",
-    "test_graph", "test_eager_everywhere", "test_demo", "test_convert_bytes", "test_plans", "test_budget",
-    "test_bench_mrpc",
-)  # fmt: skip
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONGEST.index(name) if (name := item.path.stem) in LONGEST else len(LONGEST))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device (make gpu-test)")
