@@ -20,7 +20,7 @@ from lowtide.planning import Plan, plan
 from lowtide.techniques import Fidelity
 from lowtide.tracing.fixes import FIXES
 
-from ..soak import SOAK
+from ..soak import SOAK, in_soak
 from .planned import smallest_budget
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -235,7 +235,7 @@ SPECTRA: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize("name", ["rfft2", "stft", *in_soak(["ihfft"])])
 def test_spectra_take_what_was_planned_when_captured_again_too(name: str) -> None:
     for _ in range(2):  # torch's cache of fake results forgets the storages
         work = workload(SPECTRA[name], layers(width=64), 2048, 64)

@@ -21,6 +21,7 @@ from lowtide.workload import Workload
 
 from ...contract.contract import SeveralModels
 from ...contract.outcomes import assert_agree, run
+from ...soak import in_soak
 
 
 class Joined(nn.Module):
@@ -86,7 +87,7 @@ def test_a_batch_norm_that_saves_nothing_is_not_offered() -> None:
     assert not BatchNorm().options(profile(work))
 
 
-@pytest.mark.parametrize("name", ["lenet", "resnet18", "densenet121", "unet", "wrn38"])
+@pytest.mark.parametrize("name", ["lenet", "densenet121", *in_soak(["resnet18", "unet", "wrn38"])])
 def test_the_estimate_from_the_price_is_near_the_traced_peak(name: str) -> None:
     work = zoo.small(name)
     plain = profile(work, fake=True)
@@ -119,7 +120,7 @@ def test_a_plan_may_choose_it_and_its_promise_holds(only) -> None:
     assert verify(work, found).ok
 
 
-@pytest.mark.parametrize("name", ["resnet18", "densenet121", "unet", "wrn28-2", "resnet18-1d"])
+@pytest.mark.parametrize("name", ["resnet18", "wrn28-2", *in_soak(["densenet121", "unet", "resnet18-1d"])])
 def test_a_gpus_step_is_predicted_without_one_and_needs_less(name: str) -> None:
     work = zoo.small(name, device="meta")
     plain = profile(work, device="h200")
