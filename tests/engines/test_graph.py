@@ -39,7 +39,7 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("name", "way"), product(MODELS, PLANS) if SOAK else BITS)
+@pytest.mark.parametrize(("name", "way"), list(product(MODELS, PLANS)) if SOAK else BITS)
 def test_a_planned_step_gives_the_plain_steps_bits(name: str, way: str) -> None:
     work = zoo.small(name)
     planner = Planner(way)
@@ -281,7 +281,7 @@ SHARES = [0.9, 0.7, 0.5, 0.35]
 AT_SHARES = [*product(["lenet"], SHARES), ("gpt2", 0.5)]
 
 
-@pytest.mark.parametrize(("name", "share"), product(MODELS, SHARES) if SOAK else AT_SHARES)
+@pytest.mark.parametrize(("name", "share"), list(product(MODELS, SHARES)) if SOAK else AT_SHARES)
 def test_a_budget_is_kept_to_the_byte_or_refused_with_the_smallest(name: str, share: float) -> None:
     work = zoo.small(name)
     promised: list[tuple[int, Program]] = []
