@@ -19,7 +19,8 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/lowtide demo
 
-test: lint types tests
+test: lint
+	@$(MAKE) --no-print-directory --jobs 2 types tests
 
 check: format test
 
@@ -35,7 +36,7 @@ types: $(READY)
 	$(BIN)/basedpyright --level error
 
 tests: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 soak: $(READY)
 	LOWTIDE_SOAK=1 $(BIN)/python -m pytest

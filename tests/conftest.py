@@ -1,6 +1,8 @@
 """What all tests share: GPU tests where there is a GPU, and a kernel cache of their own."""
 
+import gc
 import os
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -14,22 +16,31 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
 
-# Files that take longest, a minute and more: begun first, so that workers end at about the same time.
-LONGEST = (
-    "test_contract", "test_docs", "test_together", "test_compiled", "test_optimal", "test_zoo", "test_peaks",
-    "test_graph", "test_eager_everywhere", "test_demo", "test_convert_bytes", "test_plans", "test_budget",
-    "test_bench_mrpc",
-)  # fmt: skip
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONGEST.index(name) if (name := item.path.stem) in LONGEST else len(LONGEST))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device (make gpu-test)")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collections() -> None:
+    """Exempt objects that outlive a file from garbage collection, which takes a second with all tests in memory."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _untimed_guards() -> None:
+    """Keep Dynamo from timing its guards: it flushes the CPU's caches for that, 60 ms at each compilation."""
+    if guards := sys.modules.get("torch._dynamo.guards"):
+        guards.profile_guard_manager = lambda *_: 0.0
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # extensions that look for leaks at exit would report frozen objects
 
 
 @pytest.fixture(autouse=True)

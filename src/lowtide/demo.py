@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 BUDGETS = ("80%", "60%", "45%")  # of the plain step's peak
+DEPTH = 28  # layers of the residual network
 BATCH = 64
 IMAGE = 16  # the digits are 8 pixels wide; each pixel becomes four
 STEPS = 40  # nearly twice over the digits
@@ -88,10 +89,10 @@ def _run(folder: Path, console: Console, steps: int) -> Demo:
     batches = list(itertools.islice(itertools.cycle(batches), steps))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        model = zoo.model("wrn28-2", widen=1, channels=1)
-    start = workload(copy.deepcopy(model), batches[0], "WRN-28-1 on digits")
+        model = zoo.model("wrn28-2", depth=DEPTH, widen=1, channels=1)
+    start = workload(copy.deepcopy(model), batches[0], f"WRN-{DEPTH}-1 on digits")
 
-    console.print("[bold]1. Where the memory goes[/]: a plain step of a residual network of 28 layers\n")
+    console.print(f"[bold]1. Where the memory goes[/]: a plain step of a residual network of {DEPTH} layers\n")
     before = baseline_profile(start, fake=False, device=None)
     show(before, console)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 import time
 
@@ -14,10 +13,9 @@ from hypothesis import strategies as st
 from lowtide.chains import Chain, Optimal, Schedule, keep_all, optimal, recursive, simulate, sqrt
 from lowtide.errors import BudgetError, LowtideError
 
+from ..soak import count
 from .samples import again, chains, peak, random_chain, shrinking_chain
 from .search import fastest_of_all
-
-SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
 
 # seeds/002, "Rotor". The slide gives no sizes; its loss is between the last forward and the first backward.
 DOCUMENT = "F1c, F2n, F3n, F4e, F5e, F6e, Loss, B_Loss, B6, B5, B4, F1c, F2n, F3e, B3, F1e, F2e, B2, B1"
@@ -35,7 +33,7 @@ def test_the_documents_sequence_comes_out():
 
 def test_the_optimum_is_that_of_a_search_over_all_states():
     rng = random.Random(4)
-    for _ in range(1000):
+    for _ in range(count(300, soak=1000)):
         chain = random_chain(rng, rng.randint(1, 8))
         planner = Optimal(chain)
         budget = rng.randint(planner.smallest_bytes, peak(chain, keep_all(chain)))
@@ -46,7 +44,7 @@ def test_the_optimum_is_that_of_a_search_over_all_states():
 
 def test_no_state_of_memory_is_below_the_smallest_budget():
     rng = random.Random(5)
-    for _ in range(300):
+    for _ in range(count(100, soak=300)):
         chain = random_chain(rng, rng.randint(1, 6))
         smallest = Optimal(chain).smallest_bytes
         assert fastest_of_all(chain, smallest - 1) == math.inf
@@ -60,7 +58,7 @@ def test_giving_up_what_was_kept_can_be_faster():
     assert fastest_of_all(chain, 16, persistent=False) == 1  # F1c, F2e, F3e without value 1, B3, F1e, B2, B1
 
 
-@settings(max_examples=500 if SOAK else 50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=count(20, soak=500), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(chain=chains(), slots=st.integers(1, 100), data=st.data())
 def test_a_budget_is_kept_and_a_larger_one_is_never_slower(chain, slots, data):
     planner = Optimal(chain, slots)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 
 import pytest
@@ -12,9 +11,8 @@ from hypothesis import given, settings
 from lowtide.chains import Chain, keep_all, optimal, recursive, simulate, sqrt
 from lowtide.chains.schedule import Way, unroll
 
+from ..soak import SOAK
 from .samples import chains, peak, random_chain
-
-SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
 
 
 @settings(max_examples=100, deadline=None)

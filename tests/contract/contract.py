@@ -18,10 +18,10 @@ Plain PyTorch is always the reference: the same step on the same model before th
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -35,6 +35,7 @@ from lowtide.profiling import Profile, profile
 from lowtide.techniques import Check, Fidelity, Option, Technique, techniques
 from lowtide.workload import Workload
 
+from ..soak import SOAK, count
 from .outcomes import (
     assert_agree,
     assert_restored,
@@ -50,8 +51,8 @@ from .outcomes import (
 )
 from .workloads import DEVICES, moved, seeded, wide
 
-DRAWS = 2_000
-SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
+DRAWS = count(500, soak=2_000)
+POSITIONS = ("first", "middle", "last")  # of the options that are tried
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "odd": lambda t: t[:3],
     "single": lambda t: t[:1],
@@ -82,16 +83,20 @@ class TechniqueContract:
             _profiles[key] = profile(work)
         return _profiles[key]
 
-    @pytest.fixture(params=["first", "middle", "last"])
-    def option(self, request: pytest.FixtureRequest, technique: Technique, work: Workload, plain: Profile) -> Option:
+    @pytest.fixture(params=POSITIONS)
+    def position(self, request: pytest.FixtureRequest) -> str:
+        return request.param
+
+    @pytest.fixture
+    def option(self, position: str, technique: Technique, work: Workload, plain: Profile) -> Option:
         key = id(technique), id(plain)
         if key not in _options:
             _options[key] = technique, list(technique.options(plain))
         options = _options[key][1]
         if not options:
             pytest.skip(f"{technique.name} has nothing to offer here: it needs {technique.needs}")
-        at = {"first": 0, "middle": len(options) // 2, "last": len(options) - 1}[request.param]
-        if options.index(options[at]) != at or (request.param != "first" and at == 0):
+        at = {"first": 0, "middle": len(options) // 2, "last": len(options) - 1}[position]
+        if options.index(options[at]) != at or (position != "first" and at == 0):
             pytest.skip("there are fewer options")
         if technique.check(options[at]).fidelity > Fidelity.ROUNDOFF:
             without_dropout(work.model)  # they may draw numbers of their own, and so shift those of dropout
@@ -272,6 +277,25 @@ def assert_as_good(technique: Technique, work: Workload, option: Option) -> None
         with technique.apply(drawn, [option]) as applied:
             ours += distance(run(applied.work), exact)
     assert ours <= 1.5 * plains
+
+
+class SeveralModels(TechniqueContract):
+    """The same on several models: three options on the first, one on each of the others; all in ``make soak``."""
+
+    models: dict[str, Callable[[], Workload]]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "model" in metafunc.fixturenames:
+            metafunc.parametrize(("model", "position"), cases(self.models))
+
+    @pytest.fixture
+    def work(self, model: str, device: str) -> Workload:
+        return moved(self.models[model](), device)
+
+
+def cases(models: Iterable[str]) -> list[tuple[str, str]]:
+    first, *others = models
+    return [*product([first], POSITIONS), *product(others, POSITIONS if SOAK else POSITIONS[:1])]
 
 
 class StepContract(TechniqueContract):

@@ -15,12 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from lowtide.nn import functional
 from lowtide.profiling import profile
 from lowtide.techniques import Check, Forward, Technique, register, replace_forward, techniques
-from lowtide.workload import Workload
 
 from . import outcomes
-from .contract import TechniqueContract
+from .contract import SeveralModels, TechniqueContract
 from .outcomes import assert_agree, assert_restored, run, snapshot
-from .workloads import WORKLOADS, moved, wide
+from .workloads import WORKLOADS, wide
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "example_technique.py"
 
@@ -44,14 +43,12 @@ def technique(request: pytest.FixtureRequest) -> Iterator[Technique]:
         yield techniques()[request.param]
 
 
-class TestEveryTechnique(TechniqueContract):
+class TestEveryTechnique(SeveralModels):
+    models = WORKLOADS
+
     @pytest.fixture
     def technique(self, technique: Technique) -> Technique:
         return technique
-
-    @pytest.fixture(params=list(WORKLOADS))
-    def work(self, request: pytest.FixtureRequest, device: str) -> Workload:
-        return moved(WORKLOADS[request.param](), device)
 
 
 def test_every_technique_has_something_to_offer_on_some_workload(technique: Technique) -> None:

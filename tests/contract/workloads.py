@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.workload import Workload
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
 
 
 class Residual(nn.Module):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lowtide import Workload
 from lowtide.engines import Step, apply, plan
 from lowtide.errors import BudgetError
+from lowtide.planning import refusal
 from lowtide.profiling import Profile, profile
 
 from ..tracing.allocator import _alive, allocated_peak
@@ -70,7 +71,8 @@ def planned(work: Workload) -> Ready:
 def smallest_budget(
     work: Workload, plain: Profile, engine: Literal["graph", "eager"] = "graph", allow: str = "roundoff"
 ) -> int:
-    with pytest.raises(BudgetError) as refused:
+    # The error's advice is left out: it predicts the step under every looser technique.
+    with mock.patch.object(refusal, "_advice", return_value=""), pytest.raises(BudgetError) as refused:
         plan(work, 1, profile=plain, engine=engine, allow=allow, tune=False)
     found = re.search(r"(\d+) bytes\)", str(refused.value))
     assert found is not None

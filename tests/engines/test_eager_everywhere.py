@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +26,7 @@ from lowtide.workload import Workload
 
 from ..contract.workloads import Residual
 from ..ranks import on_two_ranks
+from .planned import smallest_budget
 
 # -- models ----------------------------------------------------------------------------------------------
 
@@ -101,11 +101,8 @@ def made(name: str) -> Workload:
 def planned(work: Workload) -> Step:
     """The smallest plan there is, applied."""
     before = profile(work)
-    with pytest.raises(BudgetError) as error:
-        plan(work, 1, profile=before, engine="eager", allow="bitwise", tune=False)
-    smallest = re.search(r"(\d+) bytes\)", str(error.value))
-    assert smallest
-    found = plan(work, int(smallest[1]), profile=before, engine="eager", allow="bitwise", tune=False)
+    smallest = smallest_budget(work, before, "eager", allow="bitwise")
+    found = plan(work, smallest, profile=before, engine="eager", allow="bitwise", tune=False)
     assert found.choices
     return apply(found, work)
 

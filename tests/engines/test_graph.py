@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,13 +25,12 @@ from lowtide.planning.program import Kind, Program, simulate
 from lowtide.tracing import joint
 from lowtide.tracing.joint import CompiledLoss, Joint
 
+from ..soak import SOAK, in_soak
 from .counting import PLANS, Planner, executed_peak, results
 from .planned import smallest_budget, squares
 
-SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
-QUICK = ["lenet", "gpt2"]
-REST = ["resnet18", "wrn28-2", "densenet121", "unet", "roberta-base"]
-MODELS = [*QUICK, *REST] if SOAK else QUICK
+MODELS = ["lenet", "gpt2", "resnet18", "wrn28-2", "densenet121", "unet", "roberta-base"]
+BITS = [*product(["lenet"], PLANS), ("gpt2", "smallest"), ("gpt2", "sqrt, light")]
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +40,7 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("way", PLANS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "way"), list(product(MODELS, PLANS)) if SOAK else BITS)
 def test_a_planned_step_gives_the_plain_steps_bits(name: str, way: str) -> None:
     work = zoo.small(name)
     planner = Planner(way)
@@ -55,8 +53,8 @@ def test_a_planned_step_gives_the_plain_steps_bits(name: str, way: str) -> None:
     assert (planner.programs[0].recomputed > 0) == (way != "all")
 
 
-@pytest.mark.parametrize("way", ["all", "middle", "smallest"] if SOAK else ["all"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("way", ["all", *in_soak(["middle", "smallest"])])
+@pytest.mark.parametrize("name", ["lenet", *in_soak(MODELS[1:])])
 def test_the_simulated_peak_is_the_executed_one(name: str, way: str) -> None:
     work = zoo.small(name)
     planner = Planner(way)
@@ -87,23 +85,31 @@ def test_views_hold_the_bytes_of_a_base_that_is_gone(way: str) -> None:
 
 
 def test_a_smaller_budget_runs_more_and_needs_less() -> None:
-    peaks, again = [], []
-    for way in ("all", "middle", "smallest"):
-        torch._dynamo.reset()
-        planner = Planner(way)
-        work = zoo.small("lenet")
-        graph.planned_loss(work, planner)(work.batch)
-        peaks.append(simulate(planner.programs[0]).peak_bytes)
-        again.append(planner.programs[0].recomputed)
+    programs: list[Program] = []
+
+    def planner(joint: Joint) -> Program:
+        programs.extend(Planner(way)(joint) for way in ("all", "middle", "smallest"))
+        return programs[0]
+
+    work = zoo.small("lenet")
+    graph.planned_loss(work, planner)(work.batch)
+    peaks = [simulate(program).peak_bytes for program in programs]
+    again = [program.recomputed for program in programs]
     assert peaks[0] > peaks[1] >= peaks[2]
     assert again[0] == 0 < again[1] <= again[2]
 
 
-def test_no_stage_is_made_again_for_nothing() -> None:
+@pytest.fixture(scope="module")
+def smallest() -> Planner:
+    """What was planned for a GPT-2."""
     planner = Planner("smallest")
     work = zoo.small("gpt2")
     graph.planned_loss(work, planner)(work.batch)
-    (stages,) = planner.stages
+    return planner
+
+
+def test_no_stage_is_made_again_for_nothing(smallest: Planner) -> None:
+    (stages,) = smallest.stages
     assert len(stages) > 4
     assert all(stages.backward[:-1])
 
@@ -147,15 +153,12 @@ def test_gradients_accumulate_and_a_new_shape_is_planned_anew() -> None:
     assert len(planner.programs) == 2
 
 
-def test_a_program_prints_what_runs_again() -> None:
-    planner = Planner("smallest")
-    work = zoo.small("gpt2")
-    graph.planned_loss(work, planner)(work.batch)
-    text = str(planner.programs[0])
+def test_a_program_prints_what_runs_again(smallest: Planner) -> None:
+    text = str(smallest.programs[0])
     assert re.search(r"recompute native_dropout\w* \(run \d\) from", text)
     assert "(generator)" in text
     assert "go to backward --" in text
-    assert any(i.kind is Kind.FREE for i in planner.programs[0].backward)
+    assert any(i.kind is Kind.FREE for i in smallest.programs[0].backward)
 
 
 def layers(count: int = 6) -> nn.Sequential:
@@ -163,8 +166,8 @@ def layers(count: int = 6) -> nn.Sequential:
 
 
 def half_frozen() -> Workload:
-    work = zoo.small("resnet18")
-    for parameter in list(work.model.parameters())[:12]:
+    work = zoo.small("lenet")
+    for parameter in list(work.model.parameters())[:9]:
         parameter.requires_grad_(False)
     return work
 
@@ -243,7 +246,7 @@ STEPS: dict[str, Callable[[], Workload]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["sqrt", "smallest"] if SOAK else ["smallest"])
+@pytest.mark.parametrize("way", ["smallest", *in_soak(["sqrt"])])
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_of_all_kinds_give_the_plain_steps_bits(name: str, way: str) -> None:
     work = STEPS[name]()
@@ -276,12 +279,10 @@ def test_training_goes_as_without_a_plan() -> None:
 
 
 SHARES = [0.9, 0.7, 0.5, 0.35]
+AT_SHARES = [*product(["lenet"], SHARES), ("gpt2", 0.5)]
 
 
-@pytest.mark.parametrize(
-    ("name", "share"),
-    [(name, share) for name in (*QUICK, *REST) for share in (SHARES if SOAK or name == QUICK[0] else [0.5])],
-)
+@pytest.mark.parametrize(("name", "share"), list(product(MODELS, SHARES)) if SOAK else AT_SHARES)
 def test_a_budget_is_kept_to_the_byte_or_refused_with_the_smallest(name: str, share: float) -> None:
     work = zoo.small(name)
     promised: list[tuple[int, Program]] = []
@@ -353,7 +354,7 @@ def live_tensors() -> int:
 
 @pytest.mark.parametrize("engine", ["graph", "auto", "eager"])
 def test_cycles_of_plan_apply_and_undo_leave_no_tensors_behind(engine: Any) -> None:
-    model, batch = layers(2), torch.randn(64, 32)
+    model, batch = layers(3), torch.randn(64, 32)
 
     def cycle() -> int:
         work = Workload(model, lambda model, x: model(x).square().mean(), batch)
@@ -387,7 +388,7 @@ def test_releasing_a_step_leaves_the_users_own_compiled_functions_alone() -> Non
 
 def test_only_so_many_shapes_stay_captured_and_the_others_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "_MOST_SHAPES", 2)
-    work = Workload(layers(), lambda model, x: model(x).square().mean(), torch.randn(64, 32))
+    work = Workload(layers(2), lambda model, x: model(x).square().mean(), torch.randn(64, 32))
     loss = graph.PlannedLoss(work, lambda _: lambda joint: fastest_program(joint, 2**40))
     counts: list[int] = []
     for size in (64, 63, 62, 61):

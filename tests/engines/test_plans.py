@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,21 +25,21 @@ from lowtide.zoo.catalog import ENTRIES
 from ..contract.outcomes import assert_restored, snapshot
 from ..planning.steps import chain
 from ..ranks import on_two_ranks
+from ..soak import in_soak
 from ..tracing.allocator import allocated_peak
 from .counting import results
 from .planned import Loss, Ready, assert_kept, awkward, plain_loss, planned, smallest_budget, squares
 
-SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
-QUICK = ["lenet", "gpt2", "resnet18", "lstm"]
+QUICK = ["lenet", "gpt2", "lstm"]
 REST = [name for name in ENTRIES if name not in QUICK]
-MODELS = [*QUICK, *REST] if SOAK else QUICK
+MODELS = [*QUICK, *in_soak(REST)]
 ENGINES: dict[str, Literal["eager"]] = {"lstm": "eager"}  # which cannot be captured, and is planned as it runs
 SIZES: dict[str, dict[str, int]] = {  # at which a step is more than its parameters
     "lenet": {"batch": 64},
     **{name: {"batch": 4, "seq": 64} for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")},
     "roberta-base": {"batch": 4, "seq": 64},
 }
-SHARES = (0.9, 0.7, 0.5, 0.35)
+SHARES = (0.9, 0.5, 0.35, *in_soak([0.7]))
 
 
 # -- bytes and bits --------------------------------------------------------------------------------------

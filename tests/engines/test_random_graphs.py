@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -16,10 +15,10 @@ from lowtide.engines import apply, plan
 from lowtide.errors import BudgetError
 from lowtide.profiling import profile
 
+from ..soak import count
 from .counting import results
 from .planned import assert_kept, plain_loss, smallest_budget, work_of
 
-SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
 WIDTH = 16
 STEPS = ("linear", "tied", "conv", "norm", "batch norm", "dropout", "relu", "relu_", "residual", "concat", "chunk",
          "scale", "mix", "plain norm", "unused norm", "average", "gram", "attention", "transposed")  # fmt: skip
@@ -102,7 +101,7 @@ class Random(nn.Module):
 
 
 @settings(
-    max_examples=300 if SOAK else 5,
+    max_examples=count(5, soak=300),
     deadline=None,
     derandomize=True,
     database=None,

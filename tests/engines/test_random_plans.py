@@ -25,7 +25,7 @@ from .planned import plain_loss
 
 SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
 SEED = int(os.environ.get("LOWTIDE_SOAK_SEED", "0"))  # several runs, each of its own examples
-EXAMPLES = int(os.environ.get("LOWTIDE_SOAK_EXAMPLES", "300" if SOAK else "6"))
+EXAMPLES = int(os.environ.get("LOWTIDE_SOAK_EXAMPLES", "300" if SOAK else "4"))
 WIDTH, LENGTH = 16, 12
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,10 +19,9 @@ from lowtide.errors import PlanError, WorkloadError
 from lowtide.profiling import profile
 from tests.engines.counting import Counter
 from tests.engines.planned import alive, smallest_budget, squares, work_of
+from tests.soak import in_soak
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model ran in training mode outside:RuntimeWarning")  # plain losses
-
-SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +123,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("share", ["75%", "60%"] if SOAK else ["60%"])
+@pytest.mark.parametrize("share", ["60%", *in_soak(["75%"])])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_planned_step_leaves_what_the_plain_one_leaves(name: str, share: str) -> None:
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lowtide.nn import BatchNormAct2d, BatchRenormAct2d
 from tests.nn.plain import ACTIVATIONS, Plain
+from tests.soak import SOAK, in_soak
 
 # Dynamo looks at .grad of what it compiles, and its own warning must not stop it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -121,8 +122,13 @@ class Graphs:
 # -- the same training -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("joined", [False, True])
-@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "silu", "prelu", "identity", "gelu_tanh", "softplus"])
+TRAINED = ["relu", "leaky_relu", "silu", "prelu", "identity", "gelu_tanh", "softplus"]
+JOINED = TRAINED if SOAK else ["relu", "silu"]
+
+
+@pytest.mark.parametrize(
+    ("activation", "joined"), [*((name, False) for name in TRAINED), *((name, True) for name in JOINED)]
+)
 def test_training_is_that_of_plain_torch(activation, joined):
     model, plain = nets(activation, joined=joined)
     assert_same_steps(model, plain, torch.compile(model, fullgraph=True, backend="aot_eager"))
@@ -218,8 +224,13 @@ def test_batch_renormalization_compiles():
 # -- one buffer ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "silu", "gelu", "prelu", "identity"])
+KEPT = ["relu", "leaky_relu", "silu", "gelu", "prelu", "identity"]
+
+
+@pytest.mark.parametrize(
+    ("activation", "training"),
+    [*((name, True) for name in KEPT), ("relu", False), *in_soak((name, False) for name in KEPT[1:])],
+)
 def test_one_buffer_is_kept_per_layer(activation, training):
     model, plain = (net.train(training) for net in nets(activation))
     graphs = Graphs().step(model)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._functorch import config as functorch
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import LowtideError
@@ -316,6 +317,7 @@ def test_gradients_of_gradients():
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("needs", ["input", "weights", "both"])
+@functorch.patch(donated_buffer=False)  # or else torch may refuse earlier, by what it has cached
 def test_second_derivatives_of_a_smooth_activation_are_refused(needs, compiled):
     linear, x = nn.Linear(4, 3), torch.randn(5, 4, requires_grad=needs != "weights")
     linear.requires_grad_(needs != "input")

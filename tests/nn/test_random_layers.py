@@ -1,7 +1,6 @@
 """Random layers: any shape, layout, strides, parameters and options give the step of torch's own in float64."""
 
 import copy
-import os
 
 import pytest
 import torch
@@ -10,8 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.nn.plain import ACTIVATIONS, IN_PLACE, INVERTIBLE, LAYERS, NORMS, ONE_BUFFER, Plain, step
+from tests.soak import count
 
-EXAMPLES = 600 if os.environ.get("LOWTIDE_SOAK") else 60
+EXAMPLES = count(60, soak=600)
 
 shapes = st.tuples(st.integers(1, 5), st.integers(1, 5)).flatmap(
     lambda start: st.lists(st.integers(1, 4), max_size=3).map(lambda spatial: (*start, *spatial))

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import os
 import pickle
 
 import pytest
@@ -17,9 +16,9 @@ from lowtide.kernels.reference.randomized import KINDS
 from lowtide.nn import RandomizedLinear
 from lowtide.nn.randomized import _latest
 
+from ..soak import in_soak
 from .variance import variance
 
-SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DRAWS = 2_000
@@ -62,7 +61,7 @@ def test_output_and_other_gradients_are_those_of_linear_bit_for_bit(kind, bias, 
     assert not torch.equal(found[-1], expected[-1])
 
 
-@pytest.mark.parametrize("kind", KINDS if SOAK else ["rademacher"])
+@pytest.mark.parametrize("kind", ["rademacher", *in_soak(kind for kind in KINDS if kind != "rademacher")])
 def test_the_weights_gradient_is_right_on_average_with_the_variance_of_theory(kind):
     plain, layer = pair((3, 4), sketch=kind, block=24)
     x, gradient = torch.randn(48, 3, device=DEVICE), torch.randn(48, 4, device=DEVICE)

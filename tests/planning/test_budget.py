@@ -22,6 +22,7 @@ from lowtide.techniques.microbatch.technique import Microbatch
 from lowtide.techniques.registry import techniques
 
 from ..contract.outcomes import assert_restored, snapshot
+from ..soak import count
 from .steps import Loose, chain
 
 
@@ -104,7 +105,7 @@ def test_the_measured_peak_is_the_predicted_one_and_within_the_budget() -> None:
         assert found.baseline.peak_bytes == before.peak_bytes
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=count(8, soak=20), deadline=None)
 @given(shares=st.tuples(st.integers(40, 110), st.integers(40, 110)))
 def test_a_larger_budget_is_never_predicted_slower(plain: Profile, shares: tuple[int, int]) -> None:
     seconds = []

@@ -17,6 +17,7 @@ from lowtide.planning.stages import Stages
 from lowtide.planning.writer import program_of
 from lowtide.tracing.joint import Joint, capture_joint
 from tests.engines.counting import executed_peak, results
+from tests.soak import in_soak
 
 RULES = {"all": keep_all, "sqrt": sqrt}
 
@@ -39,7 +40,7 @@ def planner(rule: str, made: list[Program], most: int = 8) -> Callable[[Joint], 
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", ["lenet", "gpt2", "unet"])
+@pytest.mark.parametrize("name", ["lenet", "gpt2", *in_soak(["unet"])])
 def test_an_offloaded_step_gives_the_plain_steps_bits_in_the_bytes_that_were_said(name: str, rule: str) -> None:
     work, made = zoo.small(name), list[Program]()
     loss = planned_loss(work, planner(rule, made))

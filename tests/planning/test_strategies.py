@@ -27,7 +27,7 @@ STEPS: dict[str, Callable[[], Workload]] = {
     "mlp": mlp,
     "convolutions": convolutions,
     "lstm": lstm,
-    "resnet": lambda: zoo.small("wrn28-2"),
+    "resnet": lambda: zoo.small("wrn28-2", depth=10),
     "dropout": lambda: zoo.small("gpt2"),
 }
 
@@ -103,7 +103,7 @@ def test_without_cheap_results_convolutions_alone_are_kept() -> None:
 
 
 def test_only_cheap_results_run_again_and_each_once() -> None:
-    joint = capture_joint(zoo.small("wrn28-2"))
+    joint = capture_joint(STEPS["resnet"]())
     program = without_cheap(joint)
     again = [each.cell.op for each in program.backward if each.kind == "recompute"]
     assert again

@@ -15,8 +15,26 @@ from lowtide.nn import compress as nn_compress
 from lowtide.planning.prediction import apply_options, estimate_peak, predict
 from lowtide.techniques.compress import Compress, Layer, allocate_bits, measure_layers
 from lowtide.techniques.technique import Fidelity, Option
+from tests.contract.contract import TechniqueContract
+from tests.contract.workloads import WORKLOADS, moved
 
 CHOICES = (2, 4, 8, 0)
+
+
+class TestContract(TechniqueContract):
+    """On convolutions: the model on which ``tests/contract`` runs three options has nothing to compress."""
+
+    @pytest.fixture(params=["middle", "last"])
+    def position(self, request: pytest.FixtureRequest) -> str:
+        return request.param
+
+    @pytest.fixture
+    def technique(self) -> Compress:
+        return Compress()
+
+    @pytest.fixture
+    def work(self, device: str) -> Workload:
+        return moved(WORKLOADS["convnet"](), device)
 
 
 def random_layers(seed: int, count: int = 5) -> list[Layer]:

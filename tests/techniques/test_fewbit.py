@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,9 +17,8 @@ from lowtide.profiling import profile
 from lowtide.techniques import Fidelity, techniques
 from lowtide.techniques.fewbit import FewBit, keep_few_bits, measure_inputs
 from lowtide.workload import Workload
-from tests.contract.contract import TechniqueContract
+from tests.contract.contract import SeveralModels
 from tests.contract.outcomes import run
-from tests.contract.workloads import moved
 
 
 def build(model, *shape):
@@ -52,14 +52,15 @@ def make(name):
     return replace(WORKS[name](), name=f"fewbit {name}")
 
 
-class TestFewBit(TechniqueContract):
+MODELS = {name: partial(make, name) for name in WORKS}
+
+
+class TestFewBit(SeveralModels):
+    models = MODELS
+
     @pytest.fixture
     def technique(self):
         return techniques()["fewbit"]
-
-    @pytest.fixture(params=list(WORKS))
-    def work(self, request, device):
-        return moved(make(request.param), device)
 
 
 @pytest.mark.parametrize("name", WORKS)

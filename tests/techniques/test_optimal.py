@@ -29,6 +29,7 @@ from lowtide.workload import Workload
 from ..contract.outcomes import assert_agree, assert_restored, run
 from ..contract.outcomes import snapshot as take
 from ..contract.workloads import Residual
+from ..soak import count, in_soak
 
 
 def chain(depth: int, width: int = 4, batch: int = 3) -> Workload:
@@ -189,12 +190,7 @@ def test_the_smallest_options_are_smaller_than_those_of_segments_and_none_is_slo
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [
-        ("unet", {}),
-        ("gpt2", {"layers": 4, "vocab": 64, "seq": 16}),
-        ("densenet121", {}),
-        ("wrn28-2", {}),
-    ],
+    [("unet", {}), ("gpt2", {"layers": 4, "vocab": 64, "seq": 16}), *in_soak([("densenet121", {}), ("wrn28-2", {})])],
 )
 def test_the_estimate_is_within_one_percent_of_the_exact_prediction(name: str, sizes: dict[str, int]) -> None:
     work = zoo.small(name, **sizes)
@@ -217,7 +213,7 @@ def test_the_estimate_of_deep_nesting_is_right_where_activations_are_all_there_i
 def test_the_priced_seconds_are_those_of_the_ops_that_run_again() -> None:
     work = chain(8)
     plain = profile(work, fake=True)
-    for _, seconds, option in priced(plain, technique())[::4]:
+    for _, seconds, option in priced(plain, technique())[:: count(8, soak=4)]:
         again = [op for op in predict(work, [option], plain).graph.ops if op.recompute]
         copies = sum(op.seconds for op in again if "clone" in op.name)  # of the running statistics
         assert seconds == pytest.approx(sum(op.seconds for op in again) - copies, rel=1e-6), option

@@ -24,6 +24,7 @@ from lowtide.workload import Workload
 from ..contract.outcomes import assert_agree, assert_restored, run
 from ..contract.outcomes import snapshot as take
 from ..contract.workloads import Residual
+from ..soak import SOAK, in_soak
 
 
 def chain(depth: int, width: int = 4) -> Workload:
@@ -185,7 +186,7 @@ def test_a_model_without_blocks_has_no_options() -> None:
     assert Sqrt().options(profile(zoo.small("lstm"), fake=True)) == []
 
 
-@pytest.mark.parametrize("name", ["resnet18", "unet", "gpt2"])
+@pytest.mark.parametrize("name", ["unet", "gpt2", *in_soak(["resnet18"])])
 def test_the_estimate_is_within_one_percent_of_the_exact_prediction(name: str) -> None:
     work = zoo.small(name, **({"layers": 4} if name == "gpt2" else {}))
     plain = profile(work, fake=True)
@@ -238,8 +239,13 @@ def test_blocks_in_a_list_are_recomputed_one_by_one_only() -> None:
     assert_restored(work.model, before)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "densenet121", "gpt2", "roberta-base", "unet"])
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+ZOO = ["resnet18", "densenet121", "gpt2", "roberta-base", "unet"]
+AUTOCAST = ZOO if SOAK else ["resnet18", "gpt2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "autocast"), [*((name, None) for name in ZOO), *((name, torch.bfloat16) for name in AUTOCAST)]
+)
 def test_zoo_models_are_bitwise(name: str, autocast: torch.dtype | None) -> None:
     work = replace(zoo.small(name), autocast=autocast)
     options = Sqrt().options(profile(work, fake=True))

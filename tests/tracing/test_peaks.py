@@ -1,24 +1,25 @@
 """The two peaks of every zoo model: fake equals real to the byte, and allocated is what the allocator says."""
 
-import os
+from functools import cache
 
 import pytest
 import torch
 
 from lowtide import zoo
-from lowtide.tracing import trace
+from lowtide.tracing import Graph, trace
+from tests.soak import in_soak
 from tests.tracing.allocator import allocated_peak
+from tests.zoo.families import FAMILIES
 
-# The sizes of one family are the same small model: one of each is enough.
-LARGER = {"gpt2-medium", "gpt2-large", "gpt2-xl", "resnet101-1d", "resnet152-1d"}  # models of a family that is here
-DEEPEST = {"resnet101", "resnet152", "resnext152"}  # seconds each, and nothing but more blocks
-FAMILIES = sorted(set(zoo.names()) - LARGER - (set() if os.environ.get("LOWTIDE_SOAK") else DEEPEST))
+
+@cache
+def real_step(name: str) -> Graph:
+    return trace(zoo.small(name))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fake_storage_peak_equals_real_to_the_byte(name):
-    work = zoo.small(name)
-    real, fake = trace(work), trace(work, fake=True)
+    real, fake = real_step(name), trace(zoo.small(name), fake=True)
     assert fake.storage_peak_bytes == real.storage_peak_bytes
     assert [op.name for op in fake.ops] == [op.name for op in real.ops]
 
@@ -26,11 +27,12 @@ def test_fake_storage_peak_equals_real_to_the_byte(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_allocated_peak_is_within_one_percent_of_the_profilers(name):
     work = zoo.small(name)
-    peak = trace(work).peak_bytes
-    assert peak == pytest.approx(allocated_peak(work.model, work.loss, work.batch, work.optimizer), rel=0.01)
+    assert real_step(name).peak_bytes == pytest.approx(
+        allocated_peak(work.model, work.loss, work.batch, work.optimizer), rel=0.01
+    )
 
 
-@pytest.mark.parametrize("name", ["resnet18", "gpt2", "roberta-base", "unet"])
+@pytest.mark.parametrize("name", ["resnet18", "gpt2", *in_soak(["roberta-base", "unet"])])
 def test_peaks_hold_under_autocast(name):
     work = zoo.small(name, autocast=torch.bfloat16)
     real, fake = trace(work), trace(work, fake=True)
@@ -39,7 +41,7 @@ def test_peaks_hold_under_autocast(name):
     assert real.peak_bytes == pytest.approx(plain, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "gpt2"])
+@pytest.mark.parametrize("name", ["gpt2", *in_soak(["resnet18"])])
 @pytest.mark.parametrize("optimizer", ["none", "sgd", "adam", "adamw"])
 def test_peaks_hold_for_each_optimizer(name, optimizer):
     work = zoo.small(name, optimizer=optimizer)

@@ -1,7 +1,5 @@
 """Random small models: fake equals real to the byte, real equals the allocator, and nothing changes."""
 
-import os
-
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
@@ -11,11 +9,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide import Workload
 from lowtide.tracing import trace
+from tests.soak import count
 from tests.tracing.allocator import allocated_peak
 from tests.tracing.snapshot import assert_same, snapshot
 
 WIDTH = 32
-EXAMPLES = 200 if os.environ.get("LOWTIDE_SOAK") else 20
+EXAMPLES = count(20, soak=200)
 
 STEPS = (
     "linear", "shared", "relu", "relu_", "dropout", "norm", "batch norm", "residual", "branch", "view", "in place",

@@ -13,9 +13,10 @@ from lowtide import Workload
 from lowtide.errors import RestoreError
 from lowtide.tracing import unchanged
 from lowtide.tracing.restoring import Restoring
+from tests.soak import count
 from tests.tracing.snapshot import assert_same, snapshot
 
-STRIDE = 1 if os.environ.get("LOWTIDE_SOAK") else 5  # of the lines at which errors are injected
+STRIDE = count(5, soak=1)  # of the lines at which errors are injected
 
 
 def mean(model, x):

@@ -16,6 +16,7 @@ from lowtide.errors import WorkloadError
 from lowtide.workload import Workload
 from lowtide.zoo.batches import classification_loss, next_token_loss
 from lowtide.zoo.roberta import Attention
+from tests.zoo.families import EVERY
 
 # torchvision's ResNets and DenseNet, transformers' GPT-2 and RoBERTa, FACTS' WRN, the usual batch-norm U-Net.
 PUBLISHED = {
@@ -185,7 +186,7 @@ def test_resnets_save_what_the_facts_say(name: str, batch: int, dtype: torch.dty
     assert round(sum(total_bytes(saved) for saved in parts.values()) / 2**30, 2) == gib
 
 
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", EVERY)
 def test_every_small_model_takes_a_step(name: str):
     work = zoo.small(name)
     loss = work.compute_loss()
@@ -199,7 +200,7 @@ def test_every_small_model_takes_a_step(name: str):
     work.optimizer.step()
 
 
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", EVERY)
 def test_a_seed_gives_the_same_work_and_leaves_the_generator_alone(name: str):
     before = torch.get_rng_state()
     first = zoo.small(name, seed=3)
@@ -220,7 +221,7 @@ def test_a_seed_gives_the_same_work_and_leaves_the_generator_alone(name: str):
     assert not torch.equal(next(first.model.parameters()), next(other.model.parameters()))
 
 
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", EVERY)
 def test_the_meta_device_gives_the_same_shapes(name: str):
     real, meta = zoo.small(name), zoo.small(name, device="meta")
     assert meta.device.type == "meta"

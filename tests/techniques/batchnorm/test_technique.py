@@ -19,9 +19,9 @@ from lowtide.techniques.batchnorm import convert
 from lowtide.techniques.batchnorm.technique import BatchNorm, _Pairs
 from lowtide.workload import Workload
 
-from ...contract.contract import TechniqueContract
+from ...contract.contract import SeveralModels
 from ...contract.outcomes import assert_agree, run
-from ...contract.workloads import moved
+from ...soak import in_soak
 
 
 class Joined(nn.Module):
@@ -54,18 +54,16 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
 RESIDUAL = {"residual relu": residual, "residual silu": lambda: residual(nn.SiLU)}
 
 
-class TestBatchNorm(TechniqueContract):
+class TestBatchNorm(SeveralModels):
     """On what has joins; ``tests/contract`` runs the suite on the other workloads."""
+
+    models = RESIDUAL
 
     @pytest.fixture
     def technique(self) -> BatchNorm:
         found = techniques()["batchnorm"]
         assert isinstance(found, BatchNorm)
         return found
-
-    @pytest.fixture(params=list(RESIDUAL))
-    def work(self, request: pytest.FixtureRequest, device: str) -> Workload:
-        return moved(RESIDUAL[request.param](), device)
 
 
 def test_it_offers_every_pair_that_saves_and_one_option_for_each_spacing_of_joins() -> None:
@@ -89,7 +87,7 @@ def test_a_batch_norm_that_saves_nothing_is_not_offered() -> None:
     assert not BatchNorm().options(profile(work))
 
 
-@pytest.mark.parametrize("name", ["lenet", "resnet18", "densenet121", "unet", "wrn38"])
+@pytest.mark.parametrize("name", ["lenet", "densenet121", *in_soak(["resnet18", "unet", "wrn38"])])
 def test_the_estimate_from_the_price_is_near_the_traced_peak(name: str) -> None:
     work = zoo.small(name)
     plain = profile(work, fake=True)
@@ -122,7 +120,7 @@ def test_a_plan_may_choose_it_and_its_promise_holds(only) -> None:
     assert verify(work, found).ok
 
 
-@pytest.mark.parametrize("name", ["resnet18", "densenet121", "unet", "wrn28-2", "resnet18-1d"])
+@pytest.mark.parametrize("name", ["resnet18", "wrn28-2", *in_soak(["densenet121", "unet", "resnet18-1d"])])
 def test_a_gpus_step_is_predicted_without_one_and_needs_less(name: str) -> None:
     work = zoo.small(name, device="meta")
     plain = profile(work, device="h200")
