@@ -30,7 +30,7 @@ from .steps import Outcome, assert_same, cross_entropy, in_float64, mlp, normed,
 pytestmark = pytest.mark.filterwarnings("ignore:The model has batch norms in training:UserWarning")
 
 
-_proved: dict[str, Profile] = {}
+_proved: dict[tuple[str, str], Profile] = {}
 
 
 class TestContract(StepContract):
@@ -40,10 +40,11 @@ class TestContract(StepContract):
 
     @pytest.fixture
     def plain(self, work: Workload) -> Profile:
-        if work.name not in _proved:
-            _proved[work.name] = lowtide.profile(work)
-            study(work, _proved[work.name])
-        return _proved[work.name]
+        key = work.name, work.device.type
+        if key not in _proved:
+            _proved[key] = lowtide.profile(work)
+            study(work, _proved[key])
+        return _proved[key]
 
     def test_its_fidelity_is_roundoff(self, technique: Technique, option: Option) -> None:
         assert technique.check(option).fidelity is Fidelity.ROUNDOFF
