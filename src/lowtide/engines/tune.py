@@ -1,4 +1,4 @@
-"""``plan`` as users call it: where predicted seconds are close, plans run before one is chosen."""
+"""``plan`` as users call it: plans with close predicted seconds are timed before one is chosen."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _fastest(work: Workload, rivals: list[Plan]) -> Plan:
 
 
 def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], list[str]]:
-    """Seconds of each planned step, infinite where it fails, and why; None is the plain step.
+    """Time each planned step; infinite where it fails, with the reason. None is the plain step.
 
     They run in turns, since the speed of a machine drifts.
     """
