@@ -72,7 +72,7 @@ def _cumprod(node: Any, run: Run) -> None:
 
 
 def _masked_fill(node: Any, run: Run) -> None:
-    """``x.masked_fill(mask, value)`` by a value that gets a gradient: the sum of what the mask selects."""
+    """``x.masked_fill(mask, value)`` with a gradient of the value: the sum over the mask."""
     grad, mask = _gradient(node), node._saved_mask
     _of_input = run(aten.masked_fill.Scalar, grad, mask, 0) if node.next_functions[0][0] is not None else None
     run(aten.sum.default, run(aten.masked_select.default, grad, mask))

@@ -1,4 +1,4 @@
-"""The dispatch mode that writes down a step: every op, every storage, every tensor saved for backward."""
+"""The dispatch mode that records a step: every op, storage and saved value."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
                 storage.category, storage.label, storage.module = category, label, module or storage.module
 
     def forget(self, tensor: Tensor) -> None:
-        """Leave a tensor out that is there only because of the trace."""
+        """Leave out a tensor that exists only because of the trace."""
         for part in parts(self._twin(tensor)):
             index = self._alive.pop(address(part), None)
             if index is not None:
@@ -392,14 +392,14 @@ class Recorder(TorchDispatchMode):
 
 
 def _is_real(value: Any) -> bool:
-    """Whether it is, or has, a tensor with values."""
+    """Whether a value is, or contains, a tensor with data."""
     if isinstance(value, (list, tuple)):
         return any(map(_is_real, value))
     return type(value) is Tensor or type(value) is nn.Parameter
 
 
 def _kind(func: Any, inputs: tuple[Value, ...], arguments: str) -> Hashable:
-    """What decides how much an op allocates inside itself; None where that is values, as with a mask."""
+    """Key that determines an op's workspace; None if values determine it, as with a mask."""
     if _depends_on_values(func) or any(value.dtype == "bool" for value in inputs):
         return None
     return func, arguments, *((value.shape, value.stride, value.dtype) for value in inputs)
