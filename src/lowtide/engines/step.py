@@ -67,8 +67,8 @@ class Measured:
 class Step:
     """A planned training step: call it with a batch, or use ``loss(batch)`` in your own loop.
 
-    The first three calls are measured; on a GPU that resets PyTorch's peak counter. Both ways, a batch that does not
-    fit the budget, and gradients that are there before, are warned about.
+    The first three calls are measured; on a GPU that resets PyTorch's peak counter. Both ways warn about a batch that
+    does not fit the budget, and about gradients from before the step.
     """
 
     def __init__(self, work: Workload, plan: Plan) -> None:

@@ -1,7 +1,7 @@
 """Cheap results: saved values of elementwise ops, norms, poolings and concatenations.
 
-Of convolution, norm and activation, the convolution's result is kept, and the other two are made again from it right
-before backward reads them (Chen et al., 2016, section 4.2).
+After a convolution, a norm and an activation, only the convolution's result is kept. The other two are recomputed from
+it right before backward reads them (Chen et al., 2016, section 4.2).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHEAP = frozenset((
 class CheapResults:
     """Large cheap results that backward reads and whose sources are available at that time.
 
-    Goes through the forward pass, and weighs what each would take to be made again, and until when that can be done.
+    Walks the forward pass, and finds the cost of recomputing each result and the last moment for it.
     """
 
     def __init__(self, stages: Stages) -> None:

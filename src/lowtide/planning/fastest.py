@@ -24,8 +24,8 @@ _STEPS = 40  # how finely the memory of a chain is gone through
 class Programs:
     """Programs of a joint graph's optimal schedules, from the fastest to the smallest.
 
-    A chain counts stage by stage, a program all that lives. So the chain is planned at many budgets of its own, which
-    depend on the chain alone: for a larger budget the same programs are there, and none that fitted is lost.
+    A chain counts bytes stage by stage, a program counts all live bytes. The chain is therefore solved at many budgets
+    of its own. They depend on the chain alone, so a larger user budget has the same candidates.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class Programs:
     def schedules(self) -> tuple[Schedule, ...]:
         """Distinct schedules, the fastest first.
 
-        Also those that keep no stage lightly: where the input of a stage is among what is cheap, all of it is made
-        again a stage too early for the chain's count.
+        Includes schedules without lightly kept stages. If a stage's input is itself a cheap result, it is recomputed
+        one stage earlier than the chain counts.
         """
         whole = keep_all(self.chain)
         high = simulate_chain(self.chain, whole).peak_bytes

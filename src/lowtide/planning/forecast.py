@@ -31,8 +31,8 @@ _KERNELS = {"_native_batch_norm_legit": "native_batch_norm"}  # what a capture c
 class Forecast:
     """Turn programs over one joint graph into traced steps, with workspaces and seconds of the plain step.
 
-    An op that the plain step ran has its seconds and workspace; one that it did not is run alone, where it can be here,
-    or modelled.
+    Ops that the plain step ran have its seconds and workspaces. Other ops are measured alone where they can run here,
+    and modelled elsewhere.
     """
 
     def __init__(self, joint: Joint, plain: Profile) -> None:

@@ -39,9 +39,9 @@ def estimate_peak(graph: Graph, prices: Iterable[Price]) -> int:
 def predict(work: Workload, options: Sequence[Option], baseline: Profile, *, only_peaks: bool = False) -> Profile:
     """Trace the step with these options on fake tensors, then restore the model.
 
-    What kernels allocate inside themselves is taken from the baseline's ops of the same signature where those were
-    measured; every other op is measured alone. Where fake tensors cannot go, a real step is traced instead if the
-    baseline was one. With ``only_peaks``, repetitions that change none are left out.
+    Workspaces come from the baseline's ops of the same signature, if those were measured. Every other op is measured
+    alone. If fake tensors fail and the baseline was real, a real step is traced instead. ``only_peaks`` skips
+    repetitions that change no peak.
     """
     is_measured = not baseline.graph.fake and baseline.workspace_source == "measured"
     known = {op.signature for op in baseline.graph.ops}

@@ -27,7 +27,7 @@ class Kind(StrEnum):
 class Cell(NamedTuple):
     """Result of one run of an op, or its copy on the host.
 
-    What a random op needs to run again with the same numbers is a cell too.
+    The generator state that a recomputed random op needs is a cell too.
     """
 
     op: str

@@ -1,7 +1,7 @@
 """Compare results of two runs of a step: equal bit for bit, or within rounding.
 
-How far rounding carries depends on the step. So it is measured: the plain step runs once more with each parameter moved
-by one unit in the last place, and what that changes is the scale for all else.
+The error of rounding depends on the step, so it is measured. The plain step runs once more with each parameter moved by
+one unit in the last place. The change of its results is the scale for other differences.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Rounding:
     def explains(self, what: str, plain: Part, other: Part) -> bool:
         """Whether each tensor of a part is off by no more than rounding.
 
-        That is, relative to itself, by what the whole part moves; or by what it moves itself, as one does that is zero
-        but for rounding. All together may be off by 1.2%.
+        A tensor may be off by the part's scale, relative to its own norm. A tensor that is zero but for rounding may be
+        off by its own change. All together may be off by 1.2%.
         """
         if what not in self._scales or plain.keys() != other.keys():
             return parts_equal(plain, other)

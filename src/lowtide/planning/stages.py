@@ -1,8 +1,8 @@
 """A joint graph as a chain of stages, cut where a single value passes.
 
-Such a value is a cut vertex of the graph; so chains are found in any model, whatever its modules are. Values that are
-small beside it, such as a mask that all layers read, do not count, and are always kept. Of very deep models neighbours
-are joined.
+Such a value is a cut vertex of the graph, so any model has a chain, whatever its modules are. Values that are small
+beside it, such as a mask that all layers read, do not count, and are always kept. Very deep models join neighbouring
+stages.
 """
 
 from __future__ import annotations

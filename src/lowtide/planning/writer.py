@@ -105,8 +105,8 @@ class Writer:
     def _held_beside(self) -> dict[Cell, list[fx.Node]]:
         """Extra live tensors beside parameters, buffers and the batch, with the inputs they may alias.
 
-        What the model kept of the step before, until this one's takes its place: a kept input as large, if any. And
-        what the step makes of numpy arrays.
+        These are results that the model stored in the step before, until this step replaces them (a held input of the
+        same size, if any), and tensors that the step makes from numpy arrays.
         """
         origins = self.joint.origins
         found: dict[Cell, list[fx.Node]] = {}
@@ -332,7 +332,7 @@ def _freed(
 ) -> Iterator[Instruction]:
     """Free each cell right after its last use. ``states`` appear where made.
 
-    ``until`` says of others where to let them go.
+    ``until`` gives the position at which to free other cells.
     """
     last: dict[Cell, int] = dict.fromkeys(given, -1)
     made = {state.op: state for state in states}

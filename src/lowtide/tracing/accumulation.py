@@ -1,7 +1,7 @@
 """Accumulation of two gradients of one tensor, in place where a plain step does.
 
-torch's engine adds the second to the first in place if nothing else holds the first, but under a dispatch mode it
-always makes a third tensor. A trace must do what a plain step does, so the recorder asks here.
+torch's engine adds the second to the first in place if nothing else holds the first. Under a dispatch mode it always
+makes a third tensor. A trace must do what a plain step does, so the recorder asks here.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 torch's own engine asks for the current stream of every gradient's device and gives up when there is no such
 device. This one visits the same nodes in the same order and accumulates by the same rules, without streams.
-Tensor hooks are not run: they rarely change the memory, and a prediction has no values to show them; what runs after a
-gradient was accumulated is, since it may let the gradient go.
+Tensor hooks do not run: they rarely change the memory, and a prediction has no values for them. Hooks after a
+gradient's accumulation do run, since they may free it.
 """
 
 from __future__ import annotations

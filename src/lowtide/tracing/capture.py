@@ -55,12 +55,11 @@ def trace(
 ) -> Graph:
     """Trace one training step: zero_grad, forward, backward, optimizer.
 
-    The step is the steady one: gradients start as None, optimizer state exists, and so do tensors that modules keep
-    from the step before, such as a table made in the first. A real step runs on the
-    model's own device; a fake one allocates and computes nothing and can be of another ``device`` ("cpu",
-    "cuda", or a name of the device table such as "h200"). Either way parameters, gradients, buffers,
-    optimizer state and random generators are afterwards as they were, bit for bit. ``calls``, if given, is filled
-    with one call for each distinct signature.
+    The step is the steady one. Gradients start as None. Optimizer state exists, and so do tensors that modules hold
+    from earlier steps. A real step runs on the model's own device. A fake one allocates and computes nothing, and can
+    be of another ``device`` ("cpu", "cuda", or a name of the device table such as "h200"). Parameters, gradients,
+    buffers, optimizer state and random generators are restored bit for bit. ``calls``, if given, is filled with one
+    call for each distinct signature.
     """
     if isinstance(work.optimizer, torch.optim.LBFGS):
         raise WorkloadError(

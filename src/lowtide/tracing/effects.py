@@ -5,8 +5,8 @@ PyTorch's own kernels. Here it becomes the op that the plain step calls: it move
 is cuDNN's where PyTorch would choose that. Its backward in training no longer reads the running statistics, which it
 does not use, and which have moved by then.
 
-Other inputs that the step writes to get their new values at the end of forward. What reads the old ones may run again
-after that, or in backward: it reads a copy.
+Other inputs that the step writes to get their new values at the end of forward. Ops that read the old values later, in
+backward or when recomputed, read a copy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Backward formulas that ATen computes another way under a dispatch mode.
 
-A plain step looks at values there (whether a factor is zero, whether a maximum is nan) and then takes a short way, with
-other temporaries. Each formula here runs the short way's ops on stand-ins, in the plain step's order.
+A plain step inspects values (is a factor zero, is a maximum nan) and then takes a short path with other temporaries.
+Each formula here runs the short path's ops on stand-ins, in the plain step's order.
 """
 
 from __future__ import annotations

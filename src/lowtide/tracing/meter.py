@@ -72,8 +72,8 @@ class NoMeter:
 class CpuMeter:
     """Reads the CPU allocator through torch's profiler, once for each kind of op, and times by the wall clock.
 
-    The legacy profiler gives allocations in order, costs little and prints nothing; but it looks at every op inside an
-    op, so it runs only where something is to be learned.
+    The legacy profiler gives allocations in order, costs little and prints nothing. It inspects every op inside an op,
+    so it runs only for new kinds of ops.
     """
 
     granularity = 1

@@ -41,8 +41,8 @@ _ZEROS = "aten._efficientzerotensor.default"  # which no bytes hold, such as the
 class Recorder(TorchDispatchMode):
     """Records one step. It keeps no tensor alive: storages are followed by weak references.
 
-    ``calls``, if given, collects one call for each signature. In a ``fake`` step, real tensors (those that are neither
-    in the model nor in the batch) have one fake twin each, which lives as long as they do.
+    ``calls``, if given, collects one call for each signature. In a ``fake`` step, real tensors from outside the model
+    and the batch have one fake twin each, which lives as long as they do.
     """
 
     supports_higher_order_operators = True  # torch.cond and its like are seen, as one op each
@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def start(self, phase: Phase) -> None:
-        """Enter a phase. What the forward pass leaves alive at the backward's start is an activation."""
+        """Enter a phase. Storages that are alive when backward starts become activations."""
         if phase == "backward":
             self._draws_on_host()
             for index in self._alive.values():
