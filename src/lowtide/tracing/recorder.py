@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def start(self, phase: Phase) -> None:
-        """Enter a phase. Storages that are alive when backward starts become activations."""
+        """Enter a phase. Temporaries that are alive when backward starts become activations."""
         if phase == "backward":
             self._draws_on_host()
             for index in self._alive.values():
