@@ -1,4 +1,4 @@
-"""Engines: a plan in, the step that runs it out, and the proof that it does what was said."""
+"""Engines: from a plan to the step that runs it, and its verification."""
 
 from lowtide.engines.fit import fit
 from lowtide.engines.step import Measured, Step, apply

@@ -1,4 +1,4 @@
-"""A program as code: graphs of ATen ops that let go of each result after its last use."""
+"""A program as code: graphs of ATen ops that free each result after its last use."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Piece:
 
 
 def pieces_of(joint: Joint, program: Program) -> list[Piece]:
-    """The backward pass, cut where it gives gradients away."""
+    """The backward pass, cut where it returns gradients."""
     pieces: list[list[Instruction]] = [[]]
     for each in program.backward:
         if each.kind is not Kind.FREE and (each.kind is not Kind.GIVE or each.reads):
@@ -106,7 +106,7 @@ def pieces_of(joint: Joint, program: Program) -> list[Piece]:
 
 
 class _Graph:
-    """Writes instructions as nodes. fx lets go of each result after its last use, which is where a program frees."""
+    """Write instructions as nodes. fx frees each result after its last use, where the program frees it."""
 
     def __init__(self, joint: Joint) -> None:
         self.graph = fx.Graph()
@@ -176,7 +176,7 @@ def _name(cell: Cell) -> str:
 
 
 def _to_host(value: Tensor, device: torch.device) -> Tensor:
-    """A copy in the host's memory, as dense as the value, in memory from which a GPU can fetch it at full speed."""
+    """Copy a value densely to the host, into pinned memory for a GPU."""
     copy = torch.empty_like(value, device="cpu", pin_memory=device.type == "cuda")
     return copy.copy_(value, non_blocking=True)  # on the stream that will fetch it, so nothing need wait
 
@@ -186,14 +186,14 @@ def _to_device(value: Tensor, device: torch.device) -> Tensor:
 
 
 def _run_and_save_state(op: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    """The state of the generator that an op draws from, and what it gives."""
+    """Run a random op; return its generator's state before it and its result."""
     device = _drawn_on(args, kwargs)
     state = torch.get_rng_state() if device is None else torch.cuda.get_rng_state(device)
     return state, op(*args, **kwargs)
 
 
 def _run_with_state(state: Tensor, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """What an op gave the first time; the generator stays as it is."""
+    """Repeat a random op's first result; leave the generator unchanged."""
     device = _drawn_on(args, kwargs)
     # Not by torch.get_rng_state, which traces watch: this one is the kernel's own, as it were.
     now = torch.default_generator.get_state() if device is None else torch.cuda.get_rng_state(device)
@@ -236,7 +236,7 @@ def boxed(module: fx.GraphModule, *, keeps_graph: bool = True) -> Callable[[list
 
 
 def _forward_of(module: fx.GraphModule) -> Callable[..., Any]:
-    """The code of a graph, in which ops are bound once: to find and call one costs as much as to run a small one."""
+    """Code of a graph with ops bound once, since looking one up costs as much as running a small one."""
     code = module.graph.python_code("self")
     bound: dict[str, Any] = {}
 

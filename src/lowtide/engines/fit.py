@@ -78,7 +78,7 @@ def fit(
 def _fall_back(
     work: Workload, failed: Plan, found: Verification, budget: float | str, allow: str | Collection[str]
 ) -> tuple[Plan, Verification]:
-    """The eager engine's plan in place of the graph engine's; the latter where there is none."""
+    """Plan for the eager engine instead; keep the graph engine's plan if there is none."""
     try:
         chosen = plan(work, budget, allow=allow, engine="eager")
     except BudgetError:

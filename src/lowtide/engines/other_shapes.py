@@ -1,4 +1,4 @@
-"""Batches of other shapes than the planned one, on the graph engine: run without a capture where that fits."""
+"""Batches of unplanned shapes on the graph engine, run without a capture where that fits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Run = Callable[[Any], Tensor]
 
 @dataclass
 class _Bounds:
-    """Shapes known to fit a budget one way, each with what to apply, and shapes known not to fit.
+    """Shapes known to fit a budget, each with its options, and shapes known not to fit.
 
     A batch no larger in any dimension than one that fits is taken to fit, and the other way round.
     """
@@ -69,7 +69,7 @@ class OtherShapes:
         self._forget()
 
     def __call__(self, batch: Any) -> Run | None:
-        """The loss for such batches without a capture; None for the planned shape and where only a program fits."""
+        """The loss for such a batch without a capture; None for the planned shape or if only a program fits."""
         found = signature(batch)
         if not found or found == self._planned:
             return None
@@ -89,7 +89,7 @@ class OtherShapes:
             return applied.work.compute_loss(batch=batch)
 
     def _options(self, found: Signature, batch: Any) -> tuple[Option, ...] | None:
-        """Options under which the batch fits; None where that is unknown, or nothing helps."""
+        """Options under which the batch fits; None if unknown, or if nothing fits."""
         known = self._plain.options(found)
         other = self._checkpoints.options(found)
         enough = other is not None and len(self._plain) >= _MOST_PREDICTED

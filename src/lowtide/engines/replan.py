@@ -1,4 +1,4 @@
-"""Programs for the graphs that a planned step meets: the planned one, and those of other shapes."""
+"""Programs for the planned graph and for graphs of other shapes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Replanner:
         )
 
     def _same_schedule(self, joint: Joint, chosen: Recomputation, *, must_fit: bool = True) -> Program:
-        """A schedule made for another batch. On a smaller one each result is smaller, and so is the peak."""
+        """Reuse the planned schedule for a smaller batch, whose results and peak are smaller."""
         stages, schedule = Stages(joint), Schedule.parse(chosen.schedule)
         if len(stages) == len(schedule.runs):
             program = program_of(stages, schedule)
@@ -102,7 +102,7 @@ class Replanner:
         return self._other_program(joint, chosen, self._difference(joint))
 
     def _other_program(self, joint: Joint, chosen: Recomputation, why: str) -> Program:
-        """For another graph, whose kernels were not measured."""
+        """Plan another graph, whose kernels were not measured."""
         warnings.warn(
             f"The step is not the one that was planned: {why}. It is planned anew by the bytes of its results alone, "
             f"and {format_size(self.plan.budget_bytes)} are not promised for it",
@@ -124,7 +124,7 @@ class Replanner:
         return program_of(stages, schedule)
 
     def _difference(self, joint: Joint) -> str:
-        """Name the cause for which a batch of the planned shape runs another step."""
+        """Name the reason why a batch of the planned shape runs another step."""
         found = self._setting.difference(_Setting.of(self.work.model))
         if found:
             return found
@@ -153,7 +153,7 @@ class _Setting:
         )
 
     def difference(self, now: _Setting) -> str:
-        """In words, with the first module or parameter that differs; "" where all is as it was."""
+        """Name the first module or parameter that differs; "" if none does."""
         if name := _first_unlike(self.modes, now.modes):
             mode = "training" if now.modes.get(name, now.modes[""]) else "evaluation"
             return f"{name} is in {mode} mode now"

@@ -1,4 +1,4 @@
-"""``apply``: a plan's changes on the user's own model, and the step that then runs."""
+"""``apply``: change the user's model by a plan, and run the planned step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MEASURED_STEPS = 3
 
 
 def apply(plan: Plan, work: Workload) -> Step:
-    """Change the model in place as the plan says; ``step.undo()`` takes it back, bit for bit.
+    """Change the model in place as the plan says; ``step.undo()`` restores it, bit for bit.
 
     The model's class, parameters and ``state_dict`` stay as they are. Raises ``PlanError``, with the model
     untouched, if the plan is of another model or batch, or if one of its techniques is not installed.
@@ -42,7 +42,7 @@ def apply(plan: Plan, work: Workload) -> Step:
 
 
 def planned(work: Workload, plan: Plan) -> Applied:
-    """The planned step, which also takes the plan's changes back."""
+    """The planned step, with the undo of the plan's changes."""
     applied = apply_options(work, plan.options)
     if plan.program is None:
         return applied
@@ -53,7 +53,7 @@ def planned(work: Workload, plan: Plan) -> Applied:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds and peak of the first steps, without tensors that existed before ``apply`` and are none of the step's.
+    """Seconds and peak of the first steps, without earlier tensors that the step does not use.
 
     ``peak_bytes`` is None where none was measured. On a CPU those are the second and third step, with batches like the
     planned one, of models that replace none of their tensors: the first may capture the loss.
@@ -65,10 +65,10 @@ class Measured:
 
 
 class Step:
-    """A planned training step: call it with a batch, or take ``loss(batch)`` into a loop of your own.
+    """A planned training step: call it with a batch, or use ``loss(batch)`` in your own loop.
 
-    The first three calls are measured; on a GPU that resets PyTorch's peak counter. Both ways, a batch that does not
-    fit the budget, and gradients that are there before, are warned about.
+    The first three calls are measured; on a GPU that resets PyTorch's peak counter. Both ways warn about a batch that
+    does not fit the budget, and about gradients from before the step.
     """
 
     def __init__(self, work: Workload, plan: Plan) -> None:
@@ -112,12 +112,12 @@ class Step:
         return loss
 
     def _is_measured_on_cpu(self, batch: Any) -> bool:
-        """Whether the CPU's allocator is read during a step: one like the planned, and not the first."""
+        """Whether to read the CPU's allocator: for batches like the planned one, after the first step."""
         like_planned = batch_shapes(batch) == self.plan.fingerprint.batch
         return self.work.device.type == "cpu" and self.measured is not None and like_planned
 
     def loss(self, batch: Any) -> Tensor:
-        """The planned loss with its graph, for a loop of your own; under ``torch.no_grad()`` the loss alone."""
+        """The planned loss with its graph, for your own loop; under ``torch.no_grad()`` the loss alone."""
         if batch is None and self.work.batch is not None:
             raise WorkloadError(
                 "The step was called with None for its batch", hint="Pass a batch like the planned one."
@@ -133,11 +133,11 @@ class Step:
         return self.work.compute_loss(batch=batch)
 
     def profile(self) -> Profile:
-        """Trace one planned step on the planned batch, for real; nothing is changed by it."""
+        """Trace one real planned step on the planned batch, then restore everything."""
         return profile(self.work)
 
     def undo(self) -> None:
-        """Take the plan's changes back. A second call does nothing."""
+        """Undo the plan's changes. A second call does nothing."""
         if self._watched is not None:
             self._watched.remove()
         self._applied()
@@ -167,7 +167,7 @@ class Step:
         self.undo()
 
     def _watch_forward(self) -> RemovableHandle | None:
-        """Watch for training around the planned loss, where the plan changes the loss and not the model alone."""
+        """Watch for training around the planned loss, if the plan changes the loss."""
         in_model_alone = self.work.loss is self._plain.loss and self.work.autocast == self._plain.autocast
         if in_model_alone or isinstance(self.model, torch.jit.ScriptModule):
             return None

@@ -1,4 +1,4 @@
-"""``plan`` as users call it: where predicted seconds are close, plans run before one is chosen."""
+"""``plan`` as users call it: plans with close predicted seconds are timed before one is chosen."""
 
 from __future__ import annotations
 
@@ -34,18 +34,17 @@ def plan(
 ) -> Plan:
     """Find the fastest step whose peak of allocated bytes, everything included, is at most ``budget``.
 
-    ``budget`` is "6GiB", "800MB", a number of bytes, "60%" of the plain step's peak, or "device". ``allow``
-    says what a plan may use where that is not bitwise and roundoff: a fidelity class with all stricter ones, or a
-    technique's name beside them; "bitwise" alone allows nothing else. A ``profile`` of the plain step saves tracing
-    it, and tracing again what was traced for an earlier plan with it. With ``fake``, or for a ``device`` that is not
-    here, it is predicted, and so it is where the plain step does not fit. The model is left as it was.
+    ``budget`` is "6GiB", "800MB", a number of bytes, "60%" of the plain step's peak, or "device". A plan uses bitwise
+    and roundoff techniques. ``allow`` permits more: a fidelity class with all stricter ones, or a technique's name.
+    "bitwise" alone permits nothing else. A ``profile`` of the plain step avoids tracing it again. The plain step is
+    predicted with ``fake``, for a ``device`` that is not here, and where it does not fit. The model does not change.
 
-    ``engine`` says what may run the step: "eager" leaves the model's own code to run, with techniques in its modules;
-    "graph" captures the loss, forward and backward, and plans op by op; "auto" takes the faster plan of both.
+    ``engine`` names what may run the step. "eager" runs the model's own code, with techniques in its modules. "graph"
+    captures the loss, forward and backward, and plans op by op. "auto" takes the faster plan of both.
 
-    Up to three plans with close predictions run a few steps, and the fastest is taken, with its measured seconds.
+    Up to three plans with close predictions run a few steps. The fastest is taken, with its measured seconds.
     ``tune=False`` skips that, and so does a process group, whose ranks need one plan. Then, for one profile, a larger
-    budget never gives a plan that is predicted slower. If nothing fits, ``BudgetError`` says which budget would, who
+    budget never gives a plan that is predicted slower. If nothing fits, ``BudgetError`` names a budget that works, who
     holds the bytes, and what to allow for less.
     """
     check_workload(work, call="lowtide.plan(work, budget)")
@@ -74,7 +73,7 @@ def _fastest(work: Workload, rivals: list[Plan]) -> Plan:
 
 
 def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], list[str]]:
-    """Seconds of each planned step, infinite where it fails, and why; None is the plain step.
+    """Time each planned step; infinite where it fails, with the reason. None is the plain step.
 
     They run in turns, since the speed of a machine drifts.
     """

@@ -1,4 +1,4 @@
-"""``verify``: the plain step and the planned one from the same state, side by side."""
+"""``verify``: run the plain and the planned step from the same state, and compare them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NOISE = 10  # two runs with noise can lie this many times further apart than tw
 
 
 def verify(work: Workload, plan: Plan) -> Verification:
-    """Run the plain and the planned step from the same state and compare them; everything is put back after.
+    """Run the plain and the planned step from the same state, compare them, and restore everything.
 
     That is the state after a step, where a model keeps tensors that its first one makes.
     Losses, gradients, buffers, the parameters after the optimizer and the generators must agree as the plan's
@@ -92,7 +92,7 @@ def verify(work: Workload, plan: Plan) -> Verification:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How one part of the two steps' results compares."""
+    """Comparison of one part of the two steps' results."""
 
     what: str
     equal: bool  # bit for bit
@@ -116,7 +116,7 @@ class Verification:
 
     @property
     def compared(self) -> bool:
-        """Whether there were two steps to compare: the plain one may not fit on this device."""
+        """Whether two steps were compared: the plain one may not fit on this device."""
         return bool(self.agreements)
 
     @property
@@ -135,7 +135,7 @@ class Verification:
         return self.results_agree and self.within_budget
 
     def to_json(self) -> dict[str, Any]:
-        """The finding as JSON-ready data; a figure that was not measured is null."""
+        """The verification as JSON-ready data; an unmeasured figure is null."""
         return {
             "ok": self.ok,
             "compared": self.compared,
@@ -175,7 +175,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a step left, on the host."""
+    """Results of a step, on the host."""
 
     parts: dict[str, dict[str, Tensor]]
     peak_bytes: int | None
@@ -183,7 +183,7 @@ class _Outcome:
 
 
 def _run(work: Workload, others: OtherTensors | None) -> _Outcome:
-    """A step and what it left; a few more for the time and, on a GPU, the peak without ``others``. Restores all."""
+    """Run a step for its results, and more for time and, on a GPU, the peak without ``others``. Restores all."""
     with unchanged(work):
         loss = _step(work)
         model = work.model
@@ -232,7 +232,7 @@ def _measure(work: Workload) -> tuple[int | None, float]:
 
 
 def _strictest_promise(plan: Plan) -> Check:
-    """What all choices together still promise: the loosest class, the widest tolerance."""
+    """Promise of all choices together: the loosest class, the widest tolerance."""
     known = techniques()
     checks = [known[option.technique].check(option) for option in plan.options]
     return Check(
@@ -251,7 +251,7 @@ def _compare(plain: _Outcome, planned: _Outcome, check: Check) -> tuple[Agreemen
 def _let_rounding_pass(
     agreements: tuple[Agreement, ...], plain: _Outcome, planned: _Outcome, rounding: Rounding
 ) -> tuple[Agreement, ...]:
-    """The agreements, where what rounding explains holds too. Parameters are shown, not judged."""
+    """Accept differences that rounding explains. Parameters are shown, not judged."""
     return tuple(
         replace(a, holds=a.holds or rounding.explains(a.what, plain.parts[a.what], planned.parts[a.what]))
         if a.what != "parameters"  # an optimizer can make a whole step of a gradient's last digit
@@ -285,7 +285,7 @@ def _agreement(what: str, plain: dict[str, Tensor], planned: dict[str, Tensor], 
 
 
 class _Noise:
-    """How far two plain steps lie apart, and what that lets pass.
+    """Differences between two plain steps, and the tolerance that follows.
 
     Kernels that add in no fixed order differ from themselves in the last digits: an error of that size breaks no
     promise. A step that differs by more is another one each time, and no other can be held against it.
@@ -323,12 +323,12 @@ class _Noise:
 
 
 def _roundoff_noise(work: Workload) -> float:
-    """How far apart, of a whole part of the results, kernels with roundoff may be: half of the digits."""
+    """Tolerance for a whole part of the results under roundoff: half of the digits."""
     return min(math.sqrt(coarsest_unit(work)), _MOST_NOISE)
 
 
 def _distance(what: str, plain: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The relative error of all tensors together; of generators that are not the same, infinite."""
+    """Relative error of all tensors together; infinite for unequal generators."""
     if what == "generators":
         return 0.0 if parts_equal(plain, other) else math.inf
     return distance(plain, other)

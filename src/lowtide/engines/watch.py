@@ -1,4 +1,4 @@
-"""What a plan did not foresee, warned about before it runs: other batches, gradients and parameters."""
+"""Warnings about batches, gradients and parameters that a plan did not foresee."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Signature = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 class BatchWatch:
-    """Batches unlike the planned one, on the eager engine; the graph engine plans anew for them.
+    """Watch for batches unlike the planned one on the eager engine; the graph engine plans anew for them.
 
     One that is not smaller in every dimension is predicted, once, and warned about where it does not fit.
     ``work`` is the planned step.
@@ -109,7 +109,7 @@ class BatchWatch:
 
 
 class ParameterWatch:
-    """Gradients that are there before the step, and parameters that were frozen when it was planned.
+    """Watch for gradients from before the step, and for parameters that were frozen at planning.
 
     Planned steps start without gradients. Each of both is warned about once, and then no longer looked at.
     """
@@ -126,7 +126,7 @@ class ParameterWatch:
         self._frozen = [place for place in places for p in _at([place]) if is_eager and not p.requires_grad]
 
     def __call__(self, batch: Any) -> None:
-        """Warn of what the step would take beside what was planned."""
+        """Warn about memory beyond the plan."""
         if any(p.requires_grad for p in _at(self._frozen)):
             warning, self._frozen = self._unfrozen(), []
             warnings.warn(warning, RuntimeWarning, stacklevel=3)
@@ -196,7 +196,7 @@ class ForwardWatch:
 
 @contextmanager
 def unwatched(model: nn.Module) -> Generator[None]:
-    """Set the watch on a model's forward pass aside: Dynamo orders a graph's inputs otherwise where there is a hook."""
+    """Remove the watch on a model's forward for a while: a hook changes Dynamo's order of graph inputs."""
     hooks = model._forward_pre_hooks
     aside = {key: hook for key, hook in hooks.items() if isinstance(hook, ForwardWatch)}
     for key in aside:
@@ -213,7 +213,7 @@ def signature(batch: Any) -> Signature:
 
 
 def modes_of(work: Workload) -> int:
-    """A hash of what changes a step's memory beside its batch: modules' modes, and which parameters are trained."""
+    """Hash of modules' modes and trained parameters, which change a step's memory beside its batch."""
     modules = modules_of(work)
     trained = (p is not None and p.requires_grad for module in modules for p in module._parameters.values())
     return hash((*(module.training for module in modules), *trained))
@@ -230,7 +230,7 @@ def is_within(found: Signature, fitting: Signature) -> bool:
 
 
 def _at(places: list[_Place]) -> Iterator[Tensor]:
-    """The parameters that are there now, each once."""
+    """Current parameters, each once."""
     return iter(dict.fromkeys(p for held, name in places if (p := held.get(name)) is not None))
 
 

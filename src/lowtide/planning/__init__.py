@@ -1,4 +1,4 @@
-"""Planning: a step and a budget in, what to change and why out."""
+"""Planning: from a step and a budget to a plan with its reasons."""
 
 from lowtide.planning.budget import Budget, plans, resolve_budget
 from lowtide.planning.plan import Baseline, Choice, Plan

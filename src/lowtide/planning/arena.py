@@ -1,4 +1,4 @@
-"""Buffers for lives: static offsets in one arena, tags that are passed on, and a pool that does not know the future."""
+"""Buffer placement: static offsets in one arena, tags that are passed on, and an online pool."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lowtide.planning.liveness import Life, peak_bytes
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each life lies in one block of memory, and how large that is. Lives of no bytes lie at 0."""
+    """Offset of each life in one block of memory, and the block's size. Empty lives have offset 0."""
 
     offsets: tuple[int, ...]
     bytes: int
 
 
 def arena(found: Sequence[Life]) -> Placement:
-    """Static offsets, planned ahead: the largest first, each into the smallest gap that it fits in while it lives.
+    """Plan static offsets: the largest life first, each into the smallest gap that fits during its life.
 
     The longest first is tried too where that does not reach what lives at once. O(n·k·log k), with k lives at a time.
 
@@ -66,7 +66,7 @@ def _place(found: Sequence[Life], order: Sequence[int]) -> Placement:
 
 
 def _best_fit(starts: NDArray[np.int64], sizes: NDArray[np.int64], wanted: int) -> int:
-    """Where the smallest gap between blocks begins that has the room, or where the last of them ends."""
+    """Start of the smallest gap that is large enough, or else the end of the last block."""
     order = np.argsort(starts, kind="stable")
     ends = np.maximum.accumulate((starts + sizes)[order])
     begins = np.concatenate(([0], ends[:-1]))  # of the gap before each block
@@ -76,7 +76,7 @@ def _best_fit(starts: NDArray[np.int64], sizes: NDArray[np.int64], wanted: int) 
 
 
 class _Met:
-    """Lives by time: those that include a moment by a segment tree, those that begin in a span by a sorted list."""
+    """Index lives by time: a segment tree finds those alive at a moment, a sorted list those born in a span."""
 
     def __init__(self, moments: int) -> None:
         self.size = moments
@@ -107,7 +107,7 @@ class _Met:
 
 @dataclass(frozen=True)
 class Tags:
-    """Which buffer each life has, and the bytes of each buffer: the largest life it gets. -1 for lives of no bytes."""
+    """Buffer of each life (-1 for empty ones), and bytes of each buffer: those of its largest life."""
 
     tags: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -118,7 +118,7 @@ class Tags:
 
 
 def share(found: Sequence[Life]) -> Tags:
-    """Buffers passed on by reference counters: a box of free tags, as executors of static graphs colour them.
+    """Pass buffers on by reference counts, with a set of free tags, as executors of static graphs do.
 
     A life gets the smallest free buffer that is large enough; else the largest free one grows; else a new one is made.
 
@@ -144,7 +144,7 @@ def share(found: Sequence[Life]) -> Tags:
 
 
 def pool(found: Sequence[Life]) -> Placement:
-    """What a pool would do that knows no future: best fit from a free list, split and joined again; else it grows.
+    """Simulate an online pool: best fit from a free list with splits and merges; it grows where nothing fits.
 
     >>> pool([Life(0, 1, 2), Life(1, 2, 1), Life(2, 3, 3)])  # the first two bytes are free, but three are needed
     Placement(offsets=(0, 2, 3), bytes=6)
@@ -204,6 +204,6 @@ class _Space:
 
 
 def _events(found: Sequence[Life]) -> Iterator[tuple[int, bool]]:
-    """Births and deaths in order: what an op makes is there before what it was the last to read is let go."""
+    """Births and deaths in order: an op's results are born before its last-read inputs are freed."""
     events = [(life.born, 0, i) for i, life in enumerate(found)] + [(life.dies, 1, i) for i, life in enumerate(found)]
     return ((i, not dies) for _, dies, i in sorted(events))

@@ -1,4 +1,4 @@
-"""The plain step that plans are made for: traced, and as long as it takes."""
+"""The plain step that plans start from, traced and timed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMED_STEPS = 4  # the first is not the fastest
 
 
 def baseline_profile(work: Workload, *, fake: bool, device: str | None) -> Profile:
-    """The plain step, traced after others ran, since the first fills caches and chooses kernels.
+    """Trace the plain step after warm-up steps, since the first fills caches and chooses kernels.
 
     Where a GPU waits for the host, the seconds of its ops are less than the step's: they are given their share of that.
     """
@@ -34,7 +34,7 @@ def baseline_profile(work: Workload, *, fake: bool, device: str | None) -> Profi
 
 
 def _lasting(profile: Profile, seconds: float) -> Profile:
-    """The step with forward and backward passes that take so long, if that is longer than their ops."""
+    """Scale forward and backward to their measured seconds, if these exceed the sum of their ops."""
     counted = sum(op.seconds for op in profile.graph.ops if op.phase != "optimizer")
     if not 0 < counted < seconds:
         return profile

@@ -1,7 +1,7 @@
-"""Cheap results: those of elementwise ops, norms, poolings and concatenations that backward waits for.
+"""Cheap results: saved values of elementwise ops, norms, poolings and concatenations.
 
-Of convolution, norm and activation, the convolution's result is kept, and the other two are made again from it right
-before backward reads them (Chen et al., 2016, section 4.2).
+After a convolution, a norm and an activation, only the convolution's result is kept. The other two are recomputed from
+it right before backward reads them (Chen et al., 2016, section 4.2).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _CHEAP = frozenset((
 
 
 class CheapResults:
-    """What need not be kept: large cheap results that backward reads, and whose sources are there anyway at that time.
+    """Large cheap results that backward reads and whose sources are available at that time.
 
-    Goes through the forward pass, and weighs what each would take to be made again, and until when that can be done.
+    Walks the forward pass, and finds the cost of recomputing each result and the last moment for it.
     """
 
     def __init__(self, stages: Stages) -> None:
@@ -68,12 +68,12 @@ class CheapResults:
         return True
 
     def _there(self, node: fx.Node) -> float:
-        """Until when a result is there, or can be."""
+        """Last backward position at which the value is available."""
         again, kept = self.until.get(node, -1), self.last.get(node, -1)
         return again if node in self.dropped else max(again, kept)
 
     def _is_cheap(self, node: fx.Node) -> bool:
-        """Also what shows the storage of a cheap result, such as a view, and one of several."""
+        """Whether a result is cheap, or shows a cheap result's storage: a view, or one of several outputs."""
         if is_random(node) or node in self.stages.always_kept:
             return False
         if is_item(node) or self.joint.storages[node] is not node:
@@ -82,7 +82,7 @@ class CheapResults:
 
 
 def sources_of(joint: Joint, node: fx.Node) -> list[fx.Node]:
-    """The results of forward ops that an op reads when it runs again."""
+    """Results of forward ops that an op reads when it is recomputed."""
     return [value for value in inputs_of(node, again=True) if joint.is_forward(value)]
 
 
@@ -91,7 +91,7 @@ def _name(node: fx.Node) -> str:
 
 
 class LightStages:
-    """Follows a schedule, and knows which cheap results of stages kept lightly are not there."""
+    """Follow a schedule, and track which cheap results of lightly kept stages are freed."""
 
     def __init__(self, stages: Stages) -> None:
         self.stages = stages
@@ -100,7 +100,7 @@ class LightStages:
         self._fresh: set[fx.Node] = set()  # made again, on the way to what was dropped
 
     def note(self, step: Operation) -> None:
-        """The next operation."""
+        """Advance to the next operation."""
         if step.kind is Step.BACKWARD:
             return
         nodes = self.stages.forward[step.stage]
@@ -120,6 +120,6 @@ class LightStages:
         return node in self._fresh or (node in self.stages.cheap.last and node not in self.stale)
 
     def made(self, node: fx.Node) -> None:
-        """A result is there again."""
+        """Mark a result as available again."""
         self.stale.discard(node)
         self._fresh.add(node)

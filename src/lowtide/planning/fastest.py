@@ -1,4 +1,4 @@
-"""The programs over a joint graph that are worth a look, and the fastest of them that fits a budget."""
+"""Candidate programs over a joint graph, and the fastest of them that fits a budget."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _STEPS = 40  # how finely the memory of a chain is gone through
 
 
 class Programs:
-    """The programs of a joint graph's optimal schedules, from the fastest to the smallest.
+    """Programs of a joint graph's optimal schedules, from the fastest to the smallest.
 
-    A chain counts stage by stage, a program all that lives. So the chain is planned at many budgets of its own, which
-    depend on the chain alone: for a larger budget the same programs are there, and none that fitted is lost.
+    A chain counts bytes stage by stage, a program counts all live bytes. The chain is therefore solved at many budgets
+    of its own. They depend on the chain alone, so a larger user budget has the same candidates.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Programs:
 
     @cached_property
     def schedules(self) -> tuple[Schedule, ...]:
-        """Each once, the fastest first.
+        """Distinct schedules, the fastest first.
 
-        Also those that keep no stage lightly: where the input of a stage is among what is cheap, all of it is made
-        again a stage too early for the chain's count.
+        Includes schedules without lightly kept stages. If a stage's input is itself a cheap result, it is recomputed
+        one stage earlier than the chain counts.
         """
         whole = keep_all(self.chain)
         high = simulate_chain(self.chain, whole).peak_bytes
@@ -61,7 +61,7 @@ class Programs:
         return self._programs[schedule]
 
     def seconds_again(self, schedule: Schedule) -> float:
-        """What running ops again takes."""
+        """Seconds of recomputation."""
         return schedule.forward_seconds(self.chain) - sum(self.chain.forward_seconds)
 
     def __iter__(self) -> Iterator[Program]:
@@ -71,7 +71,7 @@ class Programs:
 def fastest_program(
     joint: Joint, budget_bytes: int, *, seconds: Callable[[fx.Node], float] = bytes_of, or_smallest: bool = False
 ) -> Program:
-    """The program whose simulated peak, above parameters, inputs and gradients at rest, is at most ``budget_bytes``.
+    """Find the fastest program whose peak, above parameters, inputs and gradients, is within ``budget_bytes``.
 
     By default the seconds of ops go by the bytes that they make. Where nothing fits it raises ``BudgetError`` with the
     smallest budget, or gives the smallest program.

@@ -1,4 +1,4 @@
-"""A program as a traced step: the ops and storages that it will have, so that all that reads a trace can read it."""
+"""Turn a program into a traced step, so that reports and budgets read it like a trace."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _KERNELS = {"_native_batch_norm_legit": "native_batch_norm"}  # what a capture c
 
 
 class Forecast:
-    """What programs over one joint graph become: traced steps, with bytes and seconds by those of the plain step.
+    """Turn programs over one joint graph into traced steps, with workspaces and seconds of the plain step.
 
-    An op that the plain step ran has its seconds and workspace; one that it did not is run alone, where it can be here,
-    or modelled.
+    Ops that the plain step ran have its seconds and workspaces. Other ops are measured alone where they can run here,
+    and modelled elsewhere.
     """
 
     def __init__(self, joint: Joint, plain: Profile) -> None:
@@ -48,11 +48,11 @@ class Forecast:
         return _Planned(self, program).graph()
 
     def seconds(self, node: fx.Node) -> float:
-        """What one op of the joint graph takes."""
+        """Seconds of one op of the joint graph."""
         return 0.0 if is_free(self.joint, node) else self.costs[node.name].seconds
 
     def workspace(self, node: fx.Node) -> int:
-        """What one op of the joint graph holds inside itself."""
+        """Workspace bytes of one op of the joint graph."""
         return 0 if is_free(self.joint, node) else self.costs[node.name].workspace_bytes
 
     @cached_property
@@ -68,7 +68,7 @@ class Forecast:
 
 
 def check_results(joint: Joint, plain: Profile) -> None:
-    """Raise ``TraceError`` where an op of the plain step gave another result than torch says that it does.
+    """Raise ``TraceError`` if an op of the plain step returned another result than its fake kernel.
 
     A captured graph knows its results by torch's word. Where one is laid out otherwise, ops after it may fail; where
     one has a larger storage, a program would take more than its bytes.
@@ -99,13 +99,13 @@ def _layout(value: Value) -> tuple[Any, ...]:
 
 
 def node_seconds(joint: Joint, device: str) -> Callable[[fx.Node], float]:
-    """What each op of a joint graph takes by the roofline of a device."""
+    """Modelled seconds of each op of a joint graph, by the roofline of a device."""
     described = find_device(device)
     return lambda node: 0.0 if is_free(joint, node) else op_seconds(_op(node), described)
 
 
 def is_free(joint: Joint, node: fx.Node) -> bool:
-    """Whether it is a view or one of several results: no kernel runs, and nothing is made."""
+    """Whether it is a view or one of several results: no kernel runs, and nothing is allocated."""
     return is_item(node) or node.op != "call_function" or joint.storages[node] is not node
 
 
@@ -200,7 +200,7 @@ class _Known:
 
 
 def _keys(op: Op) -> tuple[str, str]:
-    """By signature; or by kernel and results, whether in place or not: a captured graph writes nothing in place."""
+    """Look-up keys: the signature, then kernel and results regardless of in-place forms, which captures lack."""
     name = short_name(op.name).rstrip("_")
     return op.signature, signature(_KERNELS.get(name, name), op.outputs, "results")
 
@@ -211,7 +211,7 @@ def _call(node: fx.Node) -> Call:
 
 @dataclass
 class _Planned:
-    """Walks through a program and notes ops and storages."""
+    """Walk through a program and record ops and storages."""
 
     forecast: Forecast
     program: Program
@@ -281,7 +281,7 @@ class _Planned:
             self._hold(storage, each, node)
 
     def _state_bytes(self, each: Instruction, node: fx.Node) -> int:
-        """An op that draws the same numbers again: its generator's present state waits, in the host's memory."""
+        """Bytes of the generator state that a recomputed random op needs, in host memory."""
         on_host = self.forecast.plain.graph.tensor_device == "cpu"
         return STATE_BYTES if on_host and each.kind is Kind.RECOMPUTE and is_random(node) else 0
 

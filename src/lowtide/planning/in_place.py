@@ -11,7 +11,7 @@ _aten: Any = torch.ops.aten
 
 
 def written_over(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an op could write its result over, element by element: the first, or either of a sum."""
+    """Arguments that an op could overwrite element by element: the first, or either of a sum."""
     if in_place_form(node) is None:
         return []
     commutes = node.target in (_aten.add.Tensor, _aten.mul.Tensor) and not node.kwargs
@@ -20,7 +20,7 @@ def written_over(node: fx.Node) -> list[fx.Node]:
 
 
 def in_place_form(node: fx.Node) -> Any:
-    """The form of a pointwise op that writes into one of its arguments, or None."""
+    """In-place form of a pointwise op, or None."""
     if not is_elementwise(node):
         return None
     if node.target is _aten.mul.Scalar:  # whose own form in place rounds the number to half precision first
@@ -43,5 +43,5 @@ def lies_like(value: Any, other: Any) -> bool:
 
 
 def is_elementwise(node: fx.Node) -> bool:
-    """Whether each element of the result is made of the inputs' elements at its place alone."""
+    """Whether each element of the result depends only on the inputs' elements at its position."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ())

@@ -1,4 +1,4 @@
-"""Liveness: from which op to which each value of a fixed order is needed, and which result may take an input's buffer.
+"""Liveness: first and last use of each value in a fixed order, and results that may reuse an input's buffer.
 
 Nothing here runs or allocates: sizes and positions in, lives out. ``lowtide.planning.arena`` places them.
 """
@@ -20,7 +20,7 @@ from lowtide.tracing.joint import Joint, bytes_of, is_item, size_of, viewed
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One op: the values it reads, those it makes, and those of its inputs that its result may be written over."""
+    """One op: the values it reads, the values it makes, and inputs that its result may overwrite."""
 
     reads: tuple[int, ...]
     makes: tuple[int, ...]
@@ -29,7 +29,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Order:
-    """Ops in the order in which they run. A value is one storage, whatever views there are of it, made by one op.
+    """Ops in execution order. A value is one storage, made by one op, with all of its views.
 
     Values are numbered; ``bytes`` has the size of each. ``kept`` are those that must be there at the end.
 
@@ -57,7 +57,7 @@ class Order:
             raise LowtideError(f"The ops make {len(made)} values, and there are {len(self.bytes)} sizes")
 
     def without_kept(self) -> Order:
-        """The same with nothing counted for the values that stay, such as gradients, which have their own place."""
+        """The same order with zero bytes for values that stay, such as gradients."""
         return Order(self.ops, tuple(0 if v in self.kept else size for v, size in enumerate(self.bytes)), self.kept)
 
 
@@ -83,7 +83,7 @@ def lives(order: Order) -> list[Life]:
 
 
 def in_place(order: Order) -> list[int]:
-    """The buffer of each value, by the value that had it first.
+    """Buffer of each value, named by the first value in it.
 
     A result takes over an input that the op may write over, that is as large, and that nothing needs afterwards.
     """
@@ -100,7 +100,7 @@ def in_place(order: Order) -> list[int]:
 
 
 def lives_in_place(order: Order) -> list[Life]:
-    """The lives of buffers, where results take over those of their inputs."""
+    """Lives of buffers, with results that reuse their inputs' buffers."""
     merged: dict[int, Life] = {}
     for buffer, life in zip(in_place(order), lives(order), strict=True):
         first = merged.get(buffer, life)
@@ -109,7 +109,7 @@ def lives_in_place(order: Order) -> list[Life]:
 
 
 def peak_bytes(found: Sequence[Life]) -> int:
-    """The most bytes that live at once: no placement needs less."""
+    """Most bytes that live at once, a lower bound for every placement."""
     changes: dict[int, int] = {}
     for life in found:
         changes[life.born] = changes.get(life.born, 0) + life.bytes
@@ -127,7 +127,7 @@ def order_of(joint: Joint, program: Program) -> Order:
 
 
 class _Reader:
-    """Numbers storages as ops make them, and knows which each result shows: a view shows that of another."""
+    """Number storages as ops make them, and map each result to its storage: views share one."""
 
     def __init__(self, joint: Joint, program: Program) -> None:
         self.joint, self.program = joint, program
@@ -187,5 +187,5 @@ class _Reader:
 
 
 def _takes_its_place(source: fx.Node, result: fx.Node) -> bool:
-    """Whether each element of a result could lie where the input's element was, and nothing else lies there."""
+    """Whether a result could take its input's place element by element, with nothing else in that storage."""
     return lies_like(source.meta.get("val"), result.meta.get("val")) and bytes_of(source) == bytes_of(result)

@@ -1,4 +1,4 @@
-"""Programs that keep some results on the host instead of on the device."""
+"""Programs that offload some results to the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowtide.planning.program import Cell, Instruction, Kind, Program
 
 
 def with_offloaded(program: Program, cells: Collection[Cell]) -> Program:
-    """The program in which some kept results wait on the host, from their last use in forward to the first in backward.
+    """Offload some kept results after their last use in forward, and fetch them before their first in backward.
 
     Only a result with a storage of its own can: not a view, nor one of several, nor what others are views of.
     """
@@ -38,7 +38,7 @@ def _check(program: Program, cell: Cell) -> None:
 
 
 def _next_run(program: Program, cell: Cell) -> int:
-    """A number that no run of the op has."""
+    """Return an unused run number of the op."""
     runs = (each.cell.run for each in (*program.forward, *program.backward) if each.cell.op == cell.op)
     return max(runs, default=0) + 1
 

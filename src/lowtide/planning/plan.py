@@ -1,4 +1,4 @@
-"""A plan: what to change in a step so that it fits a budget, what that gives, and why. Plain data."""
+"""A plan: changes of a step that make it fit a budget, with prediction and reasons. Plain data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One option that was chosen, what it gives and costs, and why it and no other."""
+    """A chosen option with its savings, its cost and the reason for it."""
 
     option: Option
     fidelity: Fidelity
@@ -43,7 +43,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """What the graph engine runs: a schedule over the stages of the step's joint graph, and why it is this one.
+    """A schedule for the graph engine, over the stages of the step's joint graph, with reasons.
 
     ``schedule`` is as ``lowtide.chains`` prints it: "F1c, F2n, F3e, B3, …".
     """
@@ -63,7 +63,7 @@ class Recomputation:
 
 @dataclass(frozen=True)
 class Plan:
-    """A step that fits a budget. ``apply`` runs it, ``explain()`` says it in words, ``to_json()`` keeps it.
+    """A step that fits a budget. ``apply`` runs it, ``explain()`` describes it, ``to_json()`` stores it.
 
     ``peak_bytes`` is the allocated peak that budgets are about, ``storage_peak_bytes`` the exact one of
     storages.
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def engine(self) -> Literal["eager", "graph"]:
-        """What runs the step."""
+        """Name of the engine that runs the step."""
         return "eager" if self.program is None else "graph"
 
     @property
@@ -94,11 +94,11 @@ class Plan:
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """What to apply, in order."""
+        """Options to apply, in order."""
         return tuple(choice.option for choice in self.choices)
 
     def with_rounding(self, note: str) -> Plan:
-        """The same plan with a promise of roundoff in place of bits, and why."""
+        """The same plan with roundoff in place of bitwise, and a note that says why."""
         program = self.program and replace(self.program, fidelity=max(self.program.fidelity, Fidelity.ROUNDOFF))
         choices = (replace(choice, fidelity=max(choice.fidelity, Fidelity.ROUNDOFF)) for choice in self.choices)
         return replace(self, program=program, choices=tuple(choices), notes=(*self.notes, note))
@@ -116,7 +116,7 @@ class Plan:
             )
 
     def explain(self) -> str:
-        """The plan in words: what fits, what was chosen, what it costs and why."""
+        """Describe the plan: both steps, the choices, their cost and the reasons."""
         base = self.baseline
         lines = [
             f"budget {format_size(self.budget_bytes)} on {self.device}",
@@ -175,7 +175,7 @@ class Plan:
 
 
 def check_plan(plan: object, work: object, *, call: str) -> None:
-    """Raise an error that shows the ``call`` as it is written, if these are not a plan and its own step."""
+    """Raise an error that shows the ``call``, unless these are a plan and its own step."""
     if not isinstance(plan, Plan):
         raise PlanError(
             f"The plan is a {type(plan).__name__}, not a Plan",
@@ -263,7 +263,7 @@ def _whole(data: Mapping[str, Any], key: str) -> int:
 
 
 def _shown(value: Any) -> str:
-    """A value in an error, cut short: Python refuses to print the largest whole numbers."""
+    """Shorten a value for an error; Python refuses to print the largest integers."""
     if isinstance(value, int) and abs(value) >= _LARGEST:
         return "an integer beyond 64 bits"
     return reprlib.repr(value)

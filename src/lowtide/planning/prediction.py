@@ -1,4 +1,4 @@
-"""What a step becomes under options or a plan: estimated from prices, or exact by tracing it without running."""
+"""Predict a step under options or a plan: estimate it from prices, or trace it on fake tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lowtide.workload import Workload
 
 
 def estimate_peak(graph: Graph, prices: Iterable[Price]) -> int:
-    """The allocated peak of a traced step with the intervals of some prices put in: cheap, and near."""
+    """Estimate the allocated peak of a traced step under some prices, by their live intervals."""
     change = np.zeros(len(graph.ops) + 1, np.int64)
     unit = graph.granularity
     for price in prices:
@@ -37,11 +37,11 @@ def estimate_peak(graph: Graph, prices: Iterable[Price]) -> int:
 
 
 def predict(work: Workload, options: Sequence[Option], baseline: Profile, *, only_peaks: bool = False) -> Profile:
-    """The step with these options applied, traced over fake tensors; the model is afterwards as it was.
+    """Trace the step with these options on fake tensors, then restore the model.
 
-    What kernels allocate inside themselves is taken from the baseline's ops of the same signature where those were
-    measured; every other op is measured alone. Where fake tensors cannot go, a real step is traced instead if the
-    baseline was one. With ``only_peaks``, repetitions that change none are left out.
+    Workspaces come from the baseline's ops of the same signature, if those were measured. Every other op is measured
+    alone. If fake tensors fail and the baseline was real, a real step is traced instead. ``only_peaks`` skips
+    repetitions that change no peak.
     """
     is_measured = not baseline.graph.fake and baseline.workspace_source == "measured"
     known = {op.signature for op in baseline.graph.ops}
@@ -62,7 +62,7 @@ def predict(work: Workload, options: Sequence[Option], baseline: Profile, *, onl
 
 @dataclass(frozen=True)
 class Prediction:
-    """A plan with the step before it and after it; on the graph engine also what runs when, and why."""
+    """A plan with its step before and after; on the graph engine also the program and the reasons."""
 
     plan: Plan
     before: Profile
@@ -77,7 +77,7 @@ class Prediction:
 
 
 def predict_plan(work: Workload, plan: Plan, baseline: Profile) -> Prediction:
-    """What a plan makes of a step, on either engine, without running it; the model is afterwards as it was."""
+    """Predict a planned step on either engine without running it, then restore the model."""
     plan.check(work, device=baseline.graph.device)
     if plan.program is None:
         after = predict(work, plan.options, baseline)
@@ -93,7 +93,7 @@ def predict_plan(work: Workload, plan: Plan, baseline: Profile) -> Prediction:
 
 
 def apply_options(work: Workload, options: Sequence[Option]) -> Applied:
-    """Apply options, technique by technique, each to the step as the one before left it; if one fails, none is.
+    """Apply options technique by technique, each to the step that the one before returned. If one fails, undo all.
 
     Techniques of modules come first, then those of what is saved, then those of the step; else in the order given.
     """

@@ -1,4 +1,4 @@
-"""A planned step as a program: which op runs when, which runs again, and when each result is let go.
+"""A planned step as a program: compute, recompute, free, in order; and its simulator.
 
 A program is data: names, bytes and an order. ``simulate`` works on it alone; an engine runs it.
 """
@@ -14,7 +14,7 @@ from lowtide.sizes import format_size
 
 
 class Kind(StrEnum):
-    """What an instruction does."""
+    """Kind of an instruction."""
 
     COMPUTE = "compute"
     RECOMPUTE = "recompute"
@@ -25,9 +25,9 @@ class Kind(StrEnum):
 
 
 class Cell(NamedTuple):
-    """A result of one run of an op, or its copy on the host.
+    """Result of one run of an op, or its copy on the host.
 
-    What a random op needs to run again with the same numbers is a cell too.
+    The generator state that a recomputed random op needs is a cell too.
     """
 
     op: str
@@ -42,7 +42,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One op that runs, with what it reads; one gradient that is complete; one cell that is copied, or let go."""
+    """One op with its inputs, one complete gradient, or one cell that is copied or freed."""
 
     kind: Kind
     cell: Cell
@@ -57,7 +57,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Program:
-    """The instructions of both passes, and the bytes of the storages that they make."""
+    """Instructions of both passes, and the bytes of their storages."""
 
     forward: tuple[Instruction, ...]
     backward: tuple[Instruction, ...]
@@ -79,12 +79,12 @@ class Program:
 
     @property
     def recomputed(self) -> int:
-        """How many ops run again."""
+        """Number of recomputed ops."""
         return sum(instruction.kind is Kind.RECOMPUTE for instruction in self.backward)
 
 
 class Simulation(NamedTuple):
-    """Bytes after each instruction, but for parameters, inputs and gradients at rest; and the seconds of all."""
+    """Bytes after each instruction, without parameters, inputs and returned gradients; and total seconds."""
 
     live_bytes: tuple[int, ...]  # of storages
     during_bytes: tuple[int, ...]  # the same with what the op allocates inside itself
@@ -93,17 +93,17 @@ class Simulation(NamedTuple):
 
     @property
     def peak_bytes(self) -> int:
-        """Of storages."""
+        """Storage peak."""
         return max(self.live_bytes, default=0)
 
     @property
     def allocated_peak_bytes(self) -> int:
-        """With what ops allocate inside themselves."""
+        """Storage peak with workspaces."""
         return max(self.during_bytes, default=0)
 
 
 class Cost(NamedTuple):
-    """What an instruction takes."""
+    """Seconds and workspace of an instruction."""
 
     seconds: float = 0.0
     workspace_bytes: int = 0

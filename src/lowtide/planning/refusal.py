@@ -36,7 +36,7 @@ def no_plan(search: Search, wanted: int, permitted: Permission) -> BudgetError:
 
 
 def _composition(search: Search) -> str:
-    """The bytes that stay in memory whatever is recomputed, by who holds them."""
+    """Bytes that no recomputation frees, by holder."""
     graph = search.baseline.graph
     held: Counter[Category] = Counter()
     for storage in graph.on_device:
@@ -62,7 +62,7 @@ def _advice(search: Search, least: Found, wanted: int, permitted: Permission) ->
 
 
 def _samples_that_fit(search: Search, least: Found, wanted: int) -> int:
-    """Samples that fit if all beside parameters and gradients grows with the batch; 0 where none would."""
+    """Samples that fit if everything but parameters and gradients grows with the batch; 0 if none would."""
     sizes = {tensor.shape[0] for tensor in tensors(search.work.batch) if tensor.dim()}
     if len(sizes) != 1 or wanted <= search.floor_bytes:
         return 0

@@ -1,7 +1,7 @@
-"""Results of two runs of a step: equal bit for bit, or apart by no more than rounding.
+"""Compare results of two runs of a step: equal bit for bit, or within rounding.
 
-How far rounding carries depends on the step. So it is measured: the plain step runs once more with each parameter moved
-by one unit in the last place, and what that changes is the scale for all else.
+The error of rounding depends on the step, so it is measured. The plain step runs once more with each parameter moved by
+one unit in the last place. The change of its results is the scale for other differences.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NOTHING = 1e-6  # the share of all tensors below which one is made of rounding 
 
 
 def loss_and_gradients(work: Workload, *, moved_by: float = 0.0) -> Parts:
-    """One forward and backward pass of the plain step, on the host; everything is restored.
+    """Run one forward and backward pass of the plain step, copy its results to the host, restore everything.
 
     ``moved_by`` moves each parameter by that share of itself, up or down.
     """
@@ -70,7 +70,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 class Rounding:
-    """How far rounding carries in a step, by a run of it with moved parameters beside the ``plain`` one."""
+    """Rounding error of a step, measured by a run with perturbed parameters beside the ``plain`` one."""
 
     def __init__(self, work: Workload, plain: Parts | None = None) -> None:
         plain = loss_and_gradients(work) if plain is None else plain
@@ -86,8 +86,8 @@ class Rounding:
     def explains(self, what: str, plain: Part, other: Part) -> bool:
         """Whether each tensor of a part is off by no more than rounding.
 
-        That is, relative to itself, by what the whole part moves; or by what it moves itself, as one does that is zero
-        but for rounding. All together may be off by 1.2%.
+        A tensor may be off by the part's scale, relative to its own norm. A tensor that is zero but for rounding may be
+        off by its own change. All together may be off by 1.2%.
         """
         if what not in self._scales or plain.keys() != other.keys():
             return parts_equal(plain, other)
@@ -115,7 +115,7 @@ def parts_equal(plain: Part, other: Part) -> bool:
 
 
 def is_equal(plain: Tensor, other: Tensor) -> bool:
-    """Bit for bit; NaN at the same places is the same."""
+    """Compare bit for bit; NaN at the same positions is equal."""
     plain, other = _dense(plain), _dense(other)
     if torch.equal(plain, other):
         return True
@@ -123,7 +123,7 @@ def is_equal(plain: Tensor, other: Tensor) -> bool:
 
 
 def norms(plain: Tensor, other: Tensor) -> tuple[float, float]:
-    """The norm of what is finite in the plain tensor, and of the difference; infinite where one is not a number."""
+    """Norm of the plain tensor's finite part, and of the difference; infinite if one is NaN."""
     if plain.shape != other.shape:
         return 0.0, math.inf
     wide = torch.complex128 if plain.is_complex() else torch.float64

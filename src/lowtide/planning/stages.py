@@ -1,8 +1,8 @@
-"""A joint graph as a chain: forward is cut wherever one value alone goes on.
+"""A joint graph as a chain of stages, cut where a single value passes.
 
-Such a value is a cut vertex of the graph; so chains are found in any model, whatever its modules are. Values that are
-small beside it, such as a mask that all layers read, do not count, and are always kept. Of very deep models neighbours
-are joined.
+Such a value is a cut vertex of the graph, so any model has a chain, whatever its modules are. Values that are small
+beside it, such as a mask that all layers read, do not count, and are always kept. Very deep models join neighbouring
+stages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST = 200  # stages: more are joined with their neighbours, since schedules ta
 
 
 class Stages:
-    """The ops of each stage, forward and backward, and what goes between."""
+    """Ops of each stage, forward and backward, and the values between stages."""
 
     def __init__(self, joint: Joint) -> None:
         self.joint = joint
@@ -49,7 +49,7 @@ class Stages:
 
     @cached_property
     def always_kept(self) -> frozenset[fx.Node]:
-        """Results that are read further away than by the next stage, and copies of what is then no longer there."""
+        """Results read beyond the next stage, and copies of inputs that the step overwrites."""
         far = set(self.joint.copies)
         for gradient in self.joint.prepared.intersection(self.joint.gradients):  # zeros like a result, say
             far |= self.read_by(gradient)
@@ -60,12 +60,12 @@ class Stages:
 
     @cached_property
     def cheap(self) -> CheapResults:
-        """What stages that are kept lightly make again."""
+        """Results that lightly kept stages recompute."""
         return CheapResults(self)
 
     @cached_property
     def inputs(self) -> list[frozenset[fx.Node]]:
-        """The results through which each stage reads what the one before it gives."""
+        """Results through which each stage reads the value of the stage before."""
         found: list[frozenset[fx.Node]] = [frozenset()]
         for stage in range(1, len(self)):
             read = {value for node in self.forward[stage] for value in node.all_input_nodes} | self.reads[stage]
@@ -73,11 +73,11 @@ class Stages:
         return found
 
     def kept_by(self, stage: int) -> set[fx.Node]:
-        """What a stage's backward reads of its own results."""
+        """Results of a stage that its backward reads."""
         return {value for value in self.reads[stage] if self.of[value] == stage}
 
     def chain(self, seconds: Callable[[fx.Node], float]) -> Chain:
-        """The chain's bytes, and its seconds by those of each op."""
+        """Build the chain, with bytes of stages and seconds from each op's."""
         given = [1, *(bytes_of(value) for value in self.given), 1]  # the batch and the loss are there anyway
         saved = [self._saved(stage, frozenset()) for stage in range(len(self))]
         light = [self._saved(stage, self.cheap.dropped) for stage in range(len(self))]
@@ -85,13 +85,13 @@ class Stages:
         return Chain(forward, backward, given, saved, light_bytes=light)
 
     def _saved(self, stage: int, dropped: Set[fx.Node]) -> int:
-        """The bytes that a stage keeps: its results that backward reads, but what is dropped, and what it gives."""
+        """Bytes that a stage keeps: results that backward reads, without dropped ones, and its output."""
         storages = {self.joint.storages[value] for value in self.kept_by(stage) - self.always_kept - dropped}
         storages |= set(self.given[stage : stage + 1])
         return max(1, sum(bytes_of(storage) for storage in storages if self.joint.is_forward(storage)))
 
     def read_by(self, node: fx.Node) -> set[fx.Node]:
-        """Forward's results that an op of the backward pass reads, also through what is prepared for it."""
+        """Forward results that a backward op reads, directly or through prepared values."""
         found: set[fx.Node] = set()
         waiting = list(node.all_input_nodes)
         while waiting:
@@ -103,7 +103,7 @@ class Stages:
         return found
 
     def _share_out_backward(self) -> None:
-        """Backward goes from the last stage to the first: an op that reads a stage's results is of that stage."""
+        """Assign backward ops to stages, from last to first: an op belongs to the stage whose results it reads."""
         stage = len(self) - 1
         for node in self.joint.backward:
             if node in self.joint.prepared:
@@ -135,7 +135,7 @@ def _fewer(joint: Joint, cuts: list[tuple[int, fx.Node]]) -> list[tuple[int, fx.
 
 
 def _cuts(joint: Joint) -> list[tuple[int, fx.Node]]:
-    """After which op one storage alone goes on, and which; for each storage the first such place."""
+    """Ops after which a single storage passes, and that storage; for each storage the first such op."""
     last: dict[fx.Node, int] = {}
     for position, node in enumerate(joint.forward):
         for value in node.all_input_nodes:

@@ -1,4 +1,4 @@
-"""What each way of planning memory by liveness takes for one step: nothing reused, in place, shared, made again.
+"""Bytes of each liveness strategy for one step: no reuse, in place, sharing, recomputation.
 
     for usage in compare_strategies(capture_joint(work)):
         print(usage.strategy, format_size(usage.bytes))
@@ -22,7 +22,7 @@ from lowtide.tracing.joint import Joint
 
 @dataclass(frozen=True)
 class Usage:
-    """The bytes of one strategy: in an arena with static offsets, and what other ways to give out memory take."""
+    """Bytes of one strategy: in an arena with static offsets, and under other allocators."""
 
     strategy: str
     bytes: int
@@ -38,7 +38,7 @@ class Usage:
 
 
 def compare_strategies(joint: Joint) -> tuple[Usage, ...]:
-    """None, in place, sharing, both; then also without cheap results; then also with √n segments."""
+    """Compare strategies: none, in place, sharing, both, both without cheap results, and with √n segments."""
     stages = Stages(joint)
     order = order_of(joint, plain(joint, stages)).without_kept()
     apart = sum(order.bytes)
@@ -70,7 +70,7 @@ def without_cheap(joint: Joint, stages: Stages | None = None) -> Program:
 
 
 def sqrt_without_cheap(joint: Joint, stages: Stages | None = None) -> Program:
-    """The program of √n segments, which keep no cheap results when they run again."""
+    """The program of √n segments, which keep no cheap results when recomputed."""
     stages = stages or Stages(joint)
     chain = _chain(stages)
     return program_of(stages, sqrt(replace(chain, saved_bytes=chain.light_bytes)).lightly())
@@ -81,7 +81,7 @@ def _chain(stages: Stages) -> Chain:
 
 
 def _both(order: Order) -> list[list[Life]]:
-    """In place where that helps: a result in place of its input cannot be moved, and sometimes that would be better."""
+    """Write in place only where it helps: a result in its input's place cannot move elsewhere."""
     return [lives_in_place(order), lives(order)]
 
 

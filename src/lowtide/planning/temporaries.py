@@ -1,4 +1,4 @@
-"""What the stages of a joint graph hold and take beyond what a chain counts, read off two programs."""
+"""Temporary bytes of a joint graph's stages beyond the chain's own count, measured on two programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowtide.tracing.joint import bytes_of
 
 
 def complete_chain(stages: Stages, seconds: Callable[[fx.Node], float], workspace: Callable[[fx.Node], int]) -> Chain:
-    """The chain of a graph's stages, with what each holds while it runs and what making cheap results again takes.
+    """Complete a chain with each stage's temporary bytes and the cost of recomputing cheap results.
 
     Both are read off the program that keeps everything and the one that keeps all lightly: what lives beyond the
     chain's own count while a stage runs, what it leaves behind, and which ops run again.
@@ -44,7 +44,7 @@ def complete_chain(stages: Stages, seconds: Callable[[fx.Node], float], workspac
 
 
 class _Reader:
-    """Shares a program's bytes out to the stages."""
+    """Attribute a program's bytes to its stages."""
 
     def __init__(self, stages: Stages, chain: Chain, workspace: Callable[[fx.Node], int]) -> None:
         self.stages, self.chain, self.workspace = stages, chain, workspace
@@ -59,7 +59,7 @@ class _Reader:
             yield stage, each
 
     def backward(self, program: Program) -> list[tuple[int, Instruction]]:
-        """Each instruction with its stage: what is made again or prepared is of the stage that reads it next."""
+        """Each instruction with its stage: recomputed and prepared values belong to the stage that reads them next."""
         stage, found = 0, list[tuple[int, Instruction]]()
         for each in reversed(program.backward):
             node = self.stages.joint.nodes.get(each.cell.op)
@@ -69,7 +69,7 @@ class _Reader:
         return found[::-1]
 
     def passing(self) -> list[int]:
-        """Bytes beyond the value that comes and the one that goes, while a stage runs forward and keeps nothing."""
+        """Bytes beyond input and output while a stage runs forward and keeps nothing."""
         joint = self.stages.joint
         last = {joint.storages[value]: node for node in joint.forward for value in node.all_input_nodes}
         ends: dict[fx.Node, list[fx.Node]] = {}
@@ -85,7 +85,7 @@ class _Reader:
         return most
 
     def kept(self, program: Program) -> NDArray[np.int64]:
-        """Bytes that each stage hands to its backward."""
+        """Bytes that each stage leaves for its backward."""
         found = np.zeros(len(self.stages), np.int64)
         seen: set[Cell] = set()
         for cell in program.kept:
@@ -98,7 +98,7 @@ class _Reader:
         return found
 
     def temporaries(self, program: Program) -> tuple[list[int], list[int], list[int]]:
-        """Bytes beyond the chain's count while each stage runs forward, and backward; and what it then leaves."""
+        """Bytes beyond the chain's count while each stage runs forward and backward, and bytes left after."""
         found, first = simulate(program, self._cost), len(program.forward)
         live, within = np.array(found.live_bytes), found.during_bytes
         kept, gradients = np.cumsum(self.kept(program)), np.array(self.chain.gradient_bytes)

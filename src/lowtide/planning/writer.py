@@ -1,4 +1,4 @@
-"""Writes programs: the ops of a schedule in their order, gradients given away, results written over and let go."""
+"""Write a schedule as a program: ops in order, returned gradients, in-place writes and frees."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def program_of(stages: Stages, schedule: Schedule) -> Program:
 
 
 class Writer:
-    """Writes instructions in the order of a schedule; then frees each cell after its last use."""
+    """Write instructions in the order of a schedule, then free each cell after its last use."""
 
     def __init__(self, stages: Stages, schedule: Schedule) -> None:
         self.stages, self.joint = stages, stages.joint
@@ -44,7 +44,7 @@ class Writer:
         self.light = LightStages(stages)
 
     def held(self, cell: Cell) -> tuple[Cell, ...]:
-        """The storages that live as long as a cell does."""
+        """Storages that live as long as a cell does."""
         return self.storages.get(cell, (cell,))
 
     def program(self) -> Program:
@@ -96,17 +96,17 @@ class Writer:
         )
 
     def _stored(self) -> Iterator[Instruction]:
-        """What the model keeps on itself, until the next step's forward is done."""
+        """Results that the model stores on itself, until the next step's forward ends."""
         for node in self.joint.stored:
             cell, given = Cell(f"{node.name}.stored"), Cell(node.name)
             self.storages[cell] = self.held(given)
             yield Instruction(Kind.GIVE, cell, (given,))
 
     def _held_beside(self) -> dict[Cell, list[fx.Node]]:
-        """What is there in a step beside parameters, buffers and the batch, each with the inputs that it may be.
+        """Extra live tensors beside parameters, buffers and the batch, with the inputs they may alias.
 
-        What the model kept of the step before, until this one's takes its place: a kept input as large, if any. And
-        what the step makes of numpy arrays.
+        These are results that the model stored in the step before, until this step replaces them (a held input of the
+        same size, if any), and tensors that the step makes from numpy arrays.
         """
         origins = self.joint.origins
         found: dict[Cell, list[fx.Node]] = {}
@@ -120,7 +120,7 @@ class Writer:
         return found
 
     def _last_use(self, backward: Sequence[Instruction], inputs: Collection[fx.Node]) -> int:
-        """Where backward lets go of inputs, -1 where it reads none of them.
+        """Position at which backward frees inputs; -1 if it reads none of them.
 
         Each piece of a backward pass holds its inputs to its end. That of a step that keeps values is in one piece, as
         AOTAutograd runs it, which holds them no longer than it reads them.
@@ -135,7 +135,7 @@ class Writer:
         return min(position for position in gives if position >= last and position + 1 not in gives)
 
     def _given(self, backward: list[Instruction], gradients: tuple[Cell | None, ...]) -> Iterator[Instruction]:
-        """The backward pass with each gradient given away, some at a time, when they make enough of all.
+        """Return gradients in groups during the backward pass, once a group is large enough.
 
         Whoever gets one may step its parameter at once: so not before the parameter is read for the last time.
         """
@@ -179,7 +179,7 @@ class Writer:
     def _in_place(
         self, instructions: list[Instruction], over: dict[Cell, Cell], *, held: set[Cell], given: Iterable[Cell] = ()
     ) -> list[Instruction]:
-        """The instructions, where an op writes over what it is the last to read if that is as large as its result.
+        """Write in place where an op is the last reader of an input as large as its result.
 
         ``over`` gets, by storage that is then not made, the one that is written over instead.
         """
@@ -203,7 +203,7 @@ class Writer:
         return found
 
     def _target(self, each: Instruction, dying: set[Cell]) -> Cell | None:
-        """Which of the cells that an op reads it may write over, if any."""
+        """Input cell that an op may overwrite, if any."""
         node = self.joint.nodes.get(each.cell.op)
         if each.kind is Kind.GIVE or node is None or each.cell not in self.bytes or node in self.replayed:
             return None
@@ -222,7 +222,7 @@ class Writer:
         return None
 
     def _kept(self) -> list[Cell]:
-        """What the forward sweep keeps: all parameters and inputs, checkpoints, and what backward reads of stages."""
+        """Cells that the forward sweep keeps: parameters, inputs, checkpoints, and stages' saved values."""
         keep = set(self.stages.always_kept)
         for step in self.sweep:
             self.light.note(step)
@@ -258,7 +258,7 @@ class Writer:
         yield from self._prepare_all([v for v in node.all_input_nodes if v in self.joint.prepared], prepared)
 
     def _remade(self, waiting: list[fx.Node]) -> Iterator[Instruction]:
-        """Runs of cheap results that are not there, and of what they are made from."""
+        """Recompute freed cheap results and their freed sources."""
         while waiting:
             node = waiting[-1]
             missing = [v for v in sources_of(self.joint, node) if not self.light.is_there(v)]
@@ -313,7 +313,7 @@ def _let_go(cells: Iterable[Cell], held: Iterable[Cell]) -> Iterator[Instruction
 
 
 def _needed(instructions: Sequence[Instruction], wanted: set[Cell]) -> list[Instruction]:
-    """Without what nobody reads."""
+    """Drop instructions whose results nobody reads."""
     found: list[Instruction] = []
     for instruction in reversed(instructions):
         if instruction.cell in wanted:
@@ -330,9 +330,9 @@ def _freed(
     states: Iterable[Cell] = (),
     until: Mapping[Cell, int] = MappingProxyType({}),
 ) -> Iterator[Instruction]:
-    """The instructions, each followed by letting go of what it was the last to use. ``states`` appear where made.
+    """Free each cell right after its last use. ``states`` appear where made.
 
-    ``until`` says of others where to let them go.
+    ``until`` gives the position at which to free other cells.
     """
     last: dict[Cell, int] = dict.fromkeys(given, -1)
     made = {state.op: state for state in states}

@@ -1,4 +1,4 @@
-"""Tracing: a step in, a graph of ops and storages out."""
+"""Tracing: from a step to a graph of ops and storages."""
 
 from lowtide.tracing.capture import trace
 from lowtide.tracing.graph import Graph, Op, Saved, Storage, Value

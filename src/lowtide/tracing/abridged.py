@@ -1,4 +1,4 @@
-"""Traces for the sake of their peaks alone: what repeats itself to the byte need not run each time."""
+"""Traces for peaks alone, which may skip repetitions with equal bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _abridged: ContextVar[bool] = ContextVar("abridged", default=False)
 
 @contextmanager
 def abridged() -> Generator[None]:
-    """Inside, traced steps may leave out repetitions that change no peak; seconds and sums are then too small."""
+    """Let traced steps skip repetitions that change no peak; seconds and sums are then too small."""
     token = _abridged.set(True)
     try:
         yield
@@ -20,5 +20,5 @@ def abridged() -> Generator[None]:
 
 
 def is_abridged() -> bool:
-    """Whether only peaks are asked for."""
+    """Whether the trace needs peaks alone."""
     return _abridged.get()

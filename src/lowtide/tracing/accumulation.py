@@ -1,7 +1,7 @@
-"""Where two gradients of one tensor meet.
+"""Accumulation of two gradients of one tensor, in place where a plain step does.
 
-torch's engine adds the second to the first in place if nothing else holds the first, but under a dispatch mode it
-always makes a third tensor. A trace must do what a plain step does, so the recorder asks here.
+torch's engine adds the second to the first in place if nothing else holds the first. Under a dispatch mode it always
+makes a third tensor. A trace must do what a plain step does, so the recorder asks here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def engine_adds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller
 
 
 def is_named_in_python(args: tuple[Any, ...]) -> bool:
-    """Whether Python holds a dispatched op's first argument: if not, an op of torch's made it and runs on."""
+    """Whether Python holds a dispatched op's first argument. If not, a composite op of torch's made it."""
     return _held_by(args)[1:] != engine_counts()[1:]
 
 
@@ -64,7 +64,7 @@ def held_once(tensor: Tensor, references: int) -> bool:
 
 
 def held_by_call() -> int:
-    """How often a Python call holds its argument beside the function's own name for it.
+    """References that a Python call holds to its argument, beside the function's own name for it.
 
     Not at all, unless something evaluates frames in Python's place: Dynamo does, and goes on after it failed.
     """
@@ -76,13 +76,13 @@ def _references(value: object) -> int:
 
 
 def _storage_holders(tensor: Any) -> int:
-    """Who holds a tensor's storage; the name here is one."""
+    """Reference count of a tensor's storage; the name here is one."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 def _held_by(args: tuple[Any, ...]) -> tuple[int, int, int]:
-    """Who holds the first argument: in C++, its storage, and in Python, where a hook may have kept it."""
+    """Reference counts of the first argument: in C++, of its storage, and in Python, where a hook may hold it."""
     return args[0]._use_count(), _storage_holders(args[0]), sys.getrefcount(args[0])
 
 
@@ -99,7 +99,7 @@ class _Watch(TorchDispatchMode):
 
 @cache
 def engine_counts() -> tuple[int, int, int]:
-    """The counts of a gradient that only the engine holds, as a dispatch mode sees them: read off a tiny step."""
+    """Reference counts of a gradient that only the engine holds, measured on a tiny step."""
     watch = _Watch()
     with _disable_current_modes(), torch.enable_grad():
         x = torch.ones(2, device="cpu", requires_grad=True)

@@ -1,4 +1,4 @@
-"""Answers where fake kernels are silent or wrong: by a mode above the fake tensors, or in the fake tensors' own."""
+"""Replace or correct torch's fake kernels, by a mode above the fake tensors or in their own dispatch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Answer = Callable[..., Any]
 
 
 class Answers(TorchDispatchMode):
-    """``answers`` maps an op to a function called instead of it, ``fixes`` to one that mends its outputs.
+    """``answers`` maps an op to a function called instead of it, ``fixes`` to one that corrects its outputs.
 
     Updates of whole lists of tensors in place (``_foreach_add_``, ``_fused_adamw_``) make nothing and are left out:
     they would take most of the time of a fake step.
@@ -42,7 +42,7 @@ class Answers(TorchDispatchMode):
 
 
 class _Asking(threading.local):
-    """What this thread's fake tensors answer; None: what torch says."""
+    """Replacements for this thread's fake kernels; None for torch's own."""
 
     answers: dict[Any, Answer] | None = None
     fixes: dict[Any, Answer] | None = None
@@ -57,7 +57,7 @@ _dispatch: Any = FakeTensorMode.dispatch
 
 @contextmanager
 def answering(answers: dict[Any, Answer], fixes: dict[Any, Answer]) -> Generator[None]:
-    """Have every mode of fake tensors in this thread answer so, those that Dynamo makes too.
+    """Apply replacements in every fake mode of this thread, Dynamo's included.
 
     No mode can be put above those, so their own dispatch is replaced for the time; other threads are not asked.
     """

@@ -2,8 +2,8 @@
 
 torch's own engine asks for the current stream of every gradient's device and gives up when there is no such
 device. This one visits the same nodes in the same order and accumulates by the same rules, without streams.
-Tensor hooks are not run: they rarely change the memory, and a prediction has no values to show them; what runs after a
-gradient was accumulated is, since it may let the gradient go.
+Tensor hooks do not run: they rarely change the memory, and a prediction has no values for them. Hooks after a
+gradient's accumulation do run, since they may free it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEAF = -1  # leaves come first: torch gives them the highest sequence number
 
 
 def backward(loss: Tensor, visit: Callable[[Any], None]) -> None:
-    """Accumulate gradients into the leaves. ``visit(node)`` is told which node runs, ``visit(None)`` that it ran.
+    """Accumulate gradients into the leaves. Calls ``visit(node)`` before a node runs, ``visit(None)`` after.
 
     Takes the graph apart as it goes: the caller must not hold the loss, or saved tensors stay alive.
     """
@@ -74,13 +74,13 @@ def backward(loss: Tensor, visit: Callable[[Any], None]) -> None:
 
 
 def _one_backward() -> AbstractContextManager[object]:
-    """Tell checkpoints that what they unpack from here on belongs to one backward pass: they recompute once."""
+    """Mark one backward pass for checkpoints, so that they recompute once."""
     group = getattr(torch.utils.checkpoint, "GraphExecGroup", None)
     return nullcontext() if group is None else group()
 
 
 def _dependencies(root: Any) -> dict[Any, int]:
-    """How many edges lead to each node below the root."""
+    """Number of edges to each node below the root."""
     counts: dict[Any, int] = {}
     seen = {root}
     stack = [root]
@@ -121,7 +121,7 @@ def _call(node: Any, gradients: list[Tensor | None]) -> list[Tensor | None]:
 
 
 def _accumulate(variable: Tensor, gradient: Tensor) -> None:
-    """What AccumulateGrad does: take the gradient over if nobody else holds it, add it otherwise."""
+    """Act as AccumulateGrad: take the gradient over if nobody else holds it, add it otherwise."""
     if variable.grad is not None:
         variable.grad += gradient
         return
@@ -138,7 +138,7 @@ def _accumulate(variable: Tensor, gradient: Tensor) -> None:
 
 
 def _fitted(gradient: Tensor, metadata: Any) -> Tensor:
-    """What the engine checks between nodes: undo broadcasting, give the dtype that the forward had."""
+    """Fit a gradient as the engine does: undo broadcasting, cast to the forward's dtype."""
     if gradient.shape != metadata.shape:
         gradient = gradient.sum_to_size(metadata.shape)
     if gradient.dtype != metadata.dtype:

@@ -1,4 +1,4 @@
-"""An op call without its tensors: enough to make the same call again, alone, on real memory."""
+"""An op call without its tensors, which can be repeated alone on real memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """A tensor's place in a call."""
+    """Placeholder for a tensor in a call."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -35,7 +35,7 @@ class Call:
 
     @staticmethod
     def of(function: Any, args: Any, kwargs: Any) -> Call:
-        """Remember a call; no tensor is kept."""
+        """Record a call without its tensors."""
 
         def shape(tensor: Tensor) -> _Shape:
             return _Shape(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device.type)

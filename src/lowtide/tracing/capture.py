@@ -1,4 +1,4 @@
-"""Running a step to trace it: real or fake, and everything put back as it was."""
+"""Run a step to trace it, real or fake, and restore everything."""
 
 from __future__ import annotations
 
@@ -55,12 +55,11 @@ def trace(
 ) -> Graph:
     """Trace one training step: zero_grad, forward, backward, optimizer.
 
-    The step is the steady one: gradients start as None, optimizer state exists, and so do tensors that modules keep
-    from the step before, such as a table made in the first. A real step runs on the
-    model's own device; a fake one allocates and computes nothing and can be of another ``device`` ("cpu",
-    "cuda", or a name of the device table such as "h200"). Either way parameters, gradients, buffers,
-    optimizer state and random generators are afterwards as they were, bit for bit. ``calls``, if given, is filled
-    with one call for each distinct signature.
+    The step is the steady one. Gradients start as None. Optimizer state exists, and so do tensors that modules hold
+    from earlier steps. A real step runs on the model's own device. A fake one allocates and computes nothing, and can
+    be of another ``device`` ("cpu", "cuda", or a name of the device table such as "h200"). Parameters, gradients,
+    buffers, optimizer state and random generators are restored bit for bit. ``calls``, if given, is filled with one
+    call for each distinct signature.
     """
     if isinstance(work.optimizer, torch.optim.LBFGS):
         raise WorkloadError(
@@ -149,7 +148,7 @@ def _run(
     fake: bool = False,
     aside: Sequence[Tensor] = (),
 ) -> tuple[Graph, bool]:
-    """One step under the recorder, and whether it is the steady one: it leaves modules with the tensors they had.
+    """Run one step under the recorder. Also tell whether it is steady: modules hold the same tensors after.
 
     ``saves`` says whether to list what is saved for backward, ``after_another`` to run another step before. A plain
     step has no tensors set ``aside``.
@@ -230,7 +229,7 @@ def _recorded_step(
 
 
 def _run_before(work: Workload, recorder: Recorder) -> None:
-    """A whole step that is not recorded."""
+    """Run a whole step without recording it."""
     _backward([work.compute_loss()], recorder)
     if work.optimizer is not None:
         with _without_step_hooks(work.optimizer):
@@ -239,7 +238,7 @@ def _run_before(work: Workload, recorder: Recorder) -> None:
 
 
 def _backward(losses: list[Tensor], recorder: Recorder) -> None:
-    """The backward pass by torch's engine, or by ours where torch has no such device; empties the list."""
+    """Run backward by torch's engine, or by ours if torch lacks the device. Empties the list."""
     if losses[0].device.type == "cuda" and not torch.cuda.is_available():
         backward(losses.pop(), recorder.visit)
     else:
@@ -248,7 +247,7 @@ def _backward(losses: list[Tensor], recorder: Recorder) -> None:
 
 @contextmanager
 def _noted_gradients(recorder: Recorder, owners: dict[Tensor, tuple[str, str]]) -> Generator[set[Tensor]]:
-    """Name the gradients that hooks may let go before backward is over. Yields the parameters that got one."""
+    """Name gradients that hooks may free before backward ends. Yields the parameters that got one."""
     reached: set[Tensor] = set()
 
     def note(parameter: Tensor) -> None:
@@ -272,7 +271,7 @@ def _noted_gradients(recorder: Recorder, owners: dict[Tensor, tuple[str, str]]) 
 def _launch(
     recorder: Recorder, name: str, tensors: Sequence[Tensor | None], launch: Callable[[], None], *, fake: bool
 ) -> None:
-    """A kernel of our own as an op that reads and writes these tensors; on fake ones it is not launched."""
+    """Record a Triton kernel as an op that reads and writes these tensors. Fake tensors launch nothing."""
     touched: list[Any] = [tensor for tensor in tensors if tensor is not None]
     if fake and not any(isinstance(tensor, FakeTensor) for tensor in touched):
         launch()  # another thread's, for real
@@ -283,7 +282,7 @@ def _launch(
 def _own_everything(
     recorder: Recorder, work: Workload, kept: Sequence[tuple[str, Tensor]]
 ) -> dict[Tensor, tuple[str, str]]:
-    """Register what exists before the step, and what modules have ``kept`` of another, each with a name.
+    """Register tensors from before the step, and those that modules ``kept`` from another, each with a name.
 
     Returns the parameters with their names and modules.
     """
@@ -353,7 +352,7 @@ def _zero_gradient(parameter: Tensor, optimizer: torch.optim.Optimizer) -> Tenso
 
 @contextmanager
 def _without_step_hooks(optimizer: torch.optim.Optimizer) -> Generator[None]:
-    """A step that is none of the user's does not call the user's hooks; lowtide's own are part of the step."""
+    """Disable the user's optimizer hooks for a step that is not the user's; keep lowtide's own."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # a wrapper need not have its own
     own = [vars(each)[name] for each in optimizers_of(optimizer) for name in names if name in vars(each)]
     hooks: list[tuple[dict[int, Any], dict[int, Any]]] = [
@@ -407,7 +406,7 @@ def _notes(meter: Meter, fake: bool, compiled: set[int], *, saves: bool) -> tupl
 
 @contextmanager
 def _noted_generator_states(recorder: Recorder) -> Generator[None]:
-    """Checkpoints keep generator states; no op makes those, so the getter is watched."""
+    """Count generator states that checkpoints keep; no op makes them, so the getter is watched."""
     original = torch.get_rng_state
 
     def get_rng_state() -> Tensor:
@@ -422,7 +421,7 @@ def _noted_generator_states(recorder: Recorder) -> Generator[None]:
 
 @contextmanager
 def _no_garbage_collection() -> Generator[None]:
-    """Cycles are collected at no fixed time: two traces of one step must agree."""
+    """Turn the garbage collector off, so that two traces of one step agree."""
     enabled = gc.isenabled()
     gc.disable()
     try:

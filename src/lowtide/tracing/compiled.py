@@ -1,4 +1,4 @@
-"""Modules under ``torch.compile``: what Inductor allocates is measured, and shown as one op."""
+"""Modules under ``torch.compile``: measure Inductor's allocations, and show each graph as one op."""
 
 from __future__ import annotations
 

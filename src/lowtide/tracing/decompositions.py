@@ -1,7 +1,7 @@
 """Composite ops captured as the plain step runs them, in place of torch's decompositions for tracing.
 
-While AOTAutograd traces, torch replaces some composite ops by Python code of its own, which rounds otherwise
-(resampling, margin losses), or draws other random numbers (dropout).
+While AOTAutograd traces, torch replaces some composite ops by its own Python code. That code rounds otherwise
+(resampling, margin losses) or draws other random numbers (dropout).
 """
 
 from __future__ import annotations

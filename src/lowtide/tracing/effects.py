@@ -1,12 +1,12 @@
-"""What a captured graph does beside its results: batch norms that move statistics, buffers that count or change.
+"""Side effects of a captured graph: batch-norm statistics, counters and other buffers.
 
 Capture writes a batch norm as an op that gives new running statistics, to be copied into the buffers, and knows only
 PyTorch's own kernels. Here it becomes the op that the plain step calls: it moves the statistics itself, and on a GPU it
 is cuDNN's where PyTorch would choose that. Its backward in training no longer reads the running statistics, which it
 does not use, and which have moved by then.
 
-Other inputs that the step writes to get their new values at the end of forward. What reads the old ones may run again
-after that, or in backward: it reads a copy.
+Other inputs that the step writes to get their new values at the end of forward. Ops that read the old values later, in
+backward or when recomputed, read a copy.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ _BACKWARD = _aten.native_batch_norm_backward.default
 
 
 def is_batch_norm(node: fx.Node) -> bool:
-    """Whether the op also moves running statistics."""
+    """Whether the op also updates running statistics."""
     return node.target in (_OWN, _CUDNN)
 
 
 def is_left_batch_norm(node: fx.Node) -> bool:
-    """Whether it is one that stays as captured: by PyTorch's own kernel, whatever the plain step calls."""
+    """Whether it is a batch norm that stays as captured, with PyTorch's own kernel."""
     return node.target in (_FUNCTIONAL, _OWN_AGAIN)
 
 
 def without_statistics(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """A batch norm that runs again: the op and its arguments, which leave the running statistics alone."""
+    """Op and arguments of a recomputed batch norm, which does not update running statistics."""
     inputs, settings = args[:3], args[5:]
     return (_OWN_AGAIN, (*inputs, *settings)) if target is _OWN else (target, (*inputs, None, None, *settings))
 
 
 def inputs_of(node: fx.Node, *, again: bool) -> list[fx.Node]:
-    """What an op reads. A batch norm that runs again leaves the running statistics alone."""
+    """Inputs of an op. A recomputed batch norm does not read the running statistics."""
     if again and is_batch_norm(node):
         return [value for value in node.args[:3] if isinstance(value, fx.Node)]
     return list(node.all_input_nodes)
 
 
 def restore_batch_norms(module: fx.GraphModule) -> None:
-    """Make each batch norm of a joint graph the plain step's."""
+    """Replace each batch norm of a joint graph by the plain step's op."""
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=_FUNCTIONAL):
         if _alone_moves(node):
@@ -63,7 +63,7 @@ def restore_batch_norms(module: fx.GraphModule) -> None:
 
 
 def take_counters(module: fx.GraphModule) -> list[tuple[fx.Node, int]]:
-    """Take the counts of batches out of a graph: buffers that only count on, which is then done to all at once."""
+    """Remove counters of batches from a graph, to increment them all at once."""
     (outcome,) = module.graph.find_nodes(op="output")
     outputs: list[Any] = list(outcome.args[0])  # pyright: ignore[reportArgumentType]
     found: list[tuple[fx.Node, int]] = []
@@ -78,7 +78,7 @@ def take_counters(module: fx.GraphModule) -> list[tuple[fx.Node, int]]:
 
 
 def copy_inputs_written_to(module: fx.GraphModule) -> list[fx.Node]:
-    """Let what reads an input that the step writes to read a copy, made first; gives the copies."""
+    """Redirect readers of overwritten inputs to copies made first; return the copies."""
     graph = module.graph
     (outcome,) = graph.find_nodes(op="output")
     outputs: Any = outcome.args[0]
@@ -101,12 +101,12 @@ def copy_inputs_written_to(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
-    """These nodes and all that they are made of."""
+    """These nodes and all their inputs, transitively."""
     return _reached(nodes, lambda node: node.all_input_nodes)
 
 
 def descendants(nodes: Iterable[Any]) -> set[fx.Node]:
-    """These nodes and all that is made of them."""
+    """These nodes and all their users, transitively."""
     return _reached(nodes, lambda node: node.users)
 
 
@@ -122,7 +122,7 @@ def _reached(nodes: Iterable[Any], onward: Callable[[fx.Node], Iterable[fx.Node]
 
 
 def _counts(node: fx.Node, what: Any) -> bool:
-    """Whether an output is a buffer's new value, the old one plus a whole number, and nobody else wants either."""
+    """Whether an output is a counter: a buffer plus an integer, with no other reader of either."""
     if node.target is not _aten.add.Tensor or node.kwargs or not isinstance(node.args[1], int):
         return False
     counter: Any = node.args[0]
@@ -136,7 +136,7 @@ def _counts(node: fx.Node, what: Any) -> bool:
 
 
 def _alone_moves(node: fx.Node) -> bool:
-    """Whether nobody but batch norms in training reads the running statistics, which may then be moved at once."""
+    """Whether only batch norms in training read the running statistics, so that they may be updated at once."""
     if not node.args[5]:
         return False
     found = (value for value in node.args[3:5] if isinstance(value, fx.Node))

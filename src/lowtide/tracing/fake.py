@@ -24,7 +24,7 @@ from lowtide.workload import Workload
 
 @contextmanager
 def fake_workload(work: Workload, mode: FakeTensorMode, device: torch.device) -> Generator[Workload]:
-    """The same step over fake tensors on ``device``, with nothing allocated and the original put back after.
+    """The same step on fake tensors on ``device``. Allocates nothing and restores the original after.
 
     The model object is the caller's own, with its parameters and buffers swapped for fakes while inside:
     every hook, override and patched ``forward`` on it takes part. Tied weights stay tied.
@@ -55,7 +55,7 @@ def fake_workload(work: Workload, mode: FakeTensorMode, device: torch.device) ->
 
 
 class _Twins:
-    """One fake tensor for each tensor; those that share a storage still do."""
+    """One fake tensor for each tensor; shared storages stay shared."""
 
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
         self._mode = mode
@@ -65,7 +65,7 @@ class _Twins:
         self._originals: list[Tensor] = []  # so that no id is used twice
 
     def __call__(self, tensor: Tensor, *, state: bool = False, offloaded: bool = False) -> Tensor:
-        """The twin of a tensor; of optimizer ``state``, step counts stay on the CPU, as does what was put there."""
+        """The fake twin of a tensor. In optimizer ``state``, step counts and tensors on the CPU stay there."""
         if isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode:
             return tensor
         if id(tensor) not in self._tensors:
@@ -129,7 +129,7 @@ def _fake_optimizer(optimizer: torch.optim.Optimizer, twins: _Twins) -> torch.op
 
 
 def _carry_hooks(optimizer: torch.optim.Optimizer, fake: torch.optim.Optimizer) -> None:
-    """What lowtide does with a gradient as soon as it is there, it does with a fake one; users' hooks stay behind."""
+    """Copy lowtide's gradient hooks to fake parameters; users' hooks are left out."""
     for group, twins in zip(optimizer.param_groups, fake.param_groups, strict=True):
         for parameter, twin in zip(group["params"], twins["params"], strict=True):
             for hook in gradient_hooks(parameter).values():
@@ -138,14 +138,14 @@ def _carry_hooks(optimizer: torch.optim.Optimizer, fake: torch.optim.Optimizer) 
 
 
 def _known(key: str, twin: Tensor, original: Tensor) -> Tensor:
-    """A twin that knows what its original holds, a step count what it will hold: optimizers branch on these."""
+    """Give a fake tensor its original's value (for step counts the next one), since optimizers branch on it."""
     if original.ndim == 0 and not original.is_meta:
         vars(twin)["value"] = original.item() + (1 if key == "step" else 0)
     return twin
 
 
 def second_step(optimizer: torch.optim.Optimizer | None) -> None:
-    """Tell state that was made for the trace what it holds in the second step: ``mu`` is ASGD's, 1 for a long time."""
+    """Set values of new optimizer state for the second step: ``mu`` is ASGD's, 1 for a long time."""
     for state in optimizer.state.values() if optimizer is not None else ():
         for key, value in (("step", 2.0), ("mu", 1.0)):
             if isinstance(scalar := state.get(key), FakeTensor):
@@ -153,5 +153,5 @@ def second_step(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def known_value(tensor: Tensor) -> float:
-    """What a scalar of an optimizer holds; of one that is not known, a number that can be divided by, as can 1 less."""
+    """Value of an optimizer's scalar; if unknown, a number by which, and by 1 less, one can divide."""
     return tensor.__dict__.get("value", 0.5)

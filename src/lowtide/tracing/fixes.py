@@ -1,4 +1,4 @@
-"""Where torch's fake kernels lie about sizes, types and layouts, and what the real ones give.
+"""Corrections of torch's fake kernels where sizes, dtypes or layouts differ from the real ones.
 
 ``tests/tracing/test_fixes.py`` runs each of them against the real op, and fails if one is no longer needed.
 """
@@ -78,7 +78,7 @@ def _lstm_layer_backward(out: Any, *_args: Any, **_kwargs: Any) -> Any:
 
 
 def _loss(out: Tensor, input: Tensor, target: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-    """These losses are computed element by element and shrunk to a scalar in the same storage."""
+    """Losses that are computed element by element and shrunk to a scalar in the same storage."""
     return out if out.ndim else _grown(out, torch.broadcast_shapes(input.shape, target.shape).numel())
 
 
@@ -115,7 +115,7 @@ def _embedding_bag(
     *,
     trains: bool = True,
 ) -> Any:
-    """Which bag an index belongs to is left out of plain sums, and else counted up in one element more.
+    """The bag of each index: omitted for plain sums, otherwise with one element more.
 
     The fake kernel does so for sums of bfloat16 too. The bags' sizes start as many as the offsets.
     """

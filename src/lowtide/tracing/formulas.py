@@ -1,7 +1,7 @@
 """Backward formulas that ATen computes another way under a dispatch mode.
 
-A plain step looks at values there (whether a factor is zero, whether a maximum is nan) and then takes a short way, with
-other temporaries. Each formula here runs the short way's ops on stand-ins, in the plain step's order.
+A plain step inspects values (is a factor zero, is a maximum nan) and then takes a short path with other temporaries.
+Each formula here runs the short path's ops on stand-ins, in the plain step's order.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _cumprod(node: Any, run: Run) -> None:
 
 
 def _masked_fill(node: Any, run: Run) -> None:
-    """``x.masked_fill(mask, value)`` by a value that gets a gradient: the sum of what the mask selects."""
+    """``x.masked_fill(mask, value)`` with a gradient of the value: the sum over the mask."""
     grad, mask = _gradient(node), node._saved_mask
     _of_input = run(aten.masked_fill.Scalar, grad, mask, 0) if node.next_functions[0][0] is not None else None
     run(aten.sum.default, run(aten.masked_select.default, grad, mask))

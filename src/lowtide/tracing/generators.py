@@ -1,4 +1,4 @@
-"""Random numbers that do not come from torch's default generators, whose states recomputation puts back."""
+"""Random numbers from other generators than torch's default ones, which recomputation restores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def has_own_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether one of an op's arguments is a generator that is none of torch's default ones."""
+    """Whether an op has a generator argument other than torch's default ones."""
     given: list[Any] = [value for value in (*args, *kwargs.values()) if type(value) is torch.Generator]
     if not given:
         return False

@@ -1,4 +1,4 @@
-"""A GPU's step predicted: CUDA's ops and what they save, on a machine with or without CUDA.
+"""Predict a GPU's step: CUDA's ops and their saved values, on a machine with or without CUDA.
 
 With a GPU, fake CUDA tensors go through torch's own choices. Without one, three things are missing, and put in
 place here while the step is traced: the device guard that autograd asks for, the engine (see ``backward.py``), and
@@ -31,7 +31,7 @@ _DROPOUT_STATE_BYTES = 132 * 2048 * 24  # a generator for each thread of a Hoppe
 
 @contextmanager
 def emulated_gpu() -> Generator[None]:
-    """Inside, fake tensors on ``cuda`` behave as on a machine with a GPU."""
+    """Make fake tensors on ``cuda`` behave as on a machine with a GPU."""
     with ExitStack() as stack:
         # nn.RNN would lay its fake weights out for cuDNN, or warn that it cannot.
         stack.enter_context(mock.patch("torch.backends.cudnn.is_acceptable", return_value=False))
@@ -48,7 +48,7 @@ def emulated_gpu() -> Generator[None]:
 
 @contextmanager
 def _device_guard() -> Generator[None]:
-    """Register torch's own do-nothing guard (the meta device's) for CUDA, and take it away again.
+    """Register torch's own do-nothing guard (the meta device's) for CUDA, and remove it after.
 
     A CUDA build of torch does just that for machines without a GPU (``torch._C._ensureCUDADeviceGuardSet``); a CPU
     build has no guard to replace, and autograd ends the process when it finds none.
@@ -74,7 +74,7 @@ def _device_guard() -> Generator[None]:
 
 
 class _CudaChoices(TorchFunctionMode):
-    """What composite functions choose by looking at the GPU, chosen before autograd sees them."""
+    """Make the choices of composite functions that inspect the GPU, before autograd sees them."""
 
     def __init__(self, choices: dict[Any, Callable[..., Any]]) -> None:
         super().__init__()

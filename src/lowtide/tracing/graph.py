@@ -1,4 +1,4 @@
-"""The graph of a training step: its ops, and the storages they make, hold and let go."""
+"""The graph of a training step: its ops, and the storages they make, hold and free."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        """Of the elements; the storage may hold more."""
+        """Bytes of the elements; the storage may hold more."""
         return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
 
 
@@ -84,7 +84,7 @@ class Op:
 
     @property
     def signature(self) -> str:
-        """What decides the kernel: the op, the shapes, strides and dtypes, the other arguments."""
+        """Key that determines the kernel: the op, shapes, strides and dtypes, the other arguments."""
         return signature(self.name, self.inputs, self.arguments)
 
 
@@ -96,7 +96,7 @@ def signature(name: str, inputs: Sequence[Value], arguments: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor that an op kept for its backward."""
+    """A tensor that an op saved for its backward."""
 
     storage: int
     shape: tuple[int, ...]
@@ -172,7 +172,7 @@ class Graph:
 
     @property
     def static_bytes(self) -> int:
-        """What stays between steps: parameters, buffers, optimizer state, and the batch."""
+        """Bytes in memory between steps: parameters, buffers, optimizer state, and the batch."""
         return sum(self.rounded(s.bytes) for s in self.on_device if s.category in STATIC and s.birth == 0)
 
     def alive_at(self, op: int) -> list[Storage]:
@@ -189,7 +189,7 @@ class Graph:
 
 
 def handed_on(graph: Graph) -> tuple[Saved, ...]:
-    """What a program's forward pass hands to its backward pass: activations alive between the two."""
+    """Activations that a program's forward pass leaves for its backward pass."""
     start = graph.phase_starts().get("backward", len(graph.ops))
     return tuple(
         Saved(s.id, (), s.dtype, s.bytes, s.category, s.label.split(" ")[0], s.module, "", "", s.source)

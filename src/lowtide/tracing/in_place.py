@@ -1,7 +1,7 @@
-"""Writes in place that ATen leaves out under a dispatch mode.
+"""In-place writes that ATen replaces by copies under a dispatch mode.
 
-ATen asks whether a tensor is "like a subclass" before it writes into one that it just made, and under any dispatch mode
-the answer is yes: it then makes another tensor. A trace must do what a plain step does, so the recorder asks here.
+ATen asks whether a tensor is "like a subclass" before it writes into one that it just made. Under any dispatch mode the
+answer is yes, and it makes another tensor. A trace must do what a plain step does, so the recorder asks here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Meters: what the allocator does inside each op, and how long the op takes."""
+"""Meters: allocations inside each op, and its seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lowtide.tracing.internals import autograd
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """What was measured: for each op its seconds and the bytes that it allocated inside itself.
+    """Measurements: seconds and workspace bytes of each op.
 
     ``held_bytes`` is allocated during the whole step without being a storage of it: libraries' workspaces
     (cuBLAS keeps one per thread). ``other_bytes`` belong to tensors that have nothing to do with the step.
@@ -33,7 +33,7 @@ class Readings:
 
 
 class Meter(Protocol):
-    """Wraps every op of a step; gives the readings when the step is over."""
+    """Wrap every op of a step; give the readings after the step."""
 
     granularity: int
 
@@ -46,7 +46,7 @@ class Meter(Protocol):
         ...
 
     def readings(self, live: NDArray[np.int64], static_bytes: int, other_bytes: int = 0) -> Readings:
-        """Given the bytes of storages alive while each op runs and before the step, as the allocator rounds them.
+        """Readings, given the bytes of live storages for each op and before the step, as the allocator rounds them.
 
         ``other_bytes`` are those of tensors that the process holds beside the step's.
         """
@@ -72,8 +72,8 @@ class NoMeter:
 class CpuMeter:
     """Reads the CPU allocator through torch's profiler, once for each kind of op, and times by the wall clock.
 
-    The legacy profiler gives allocations in order, costs little and prints nothing; but it looks at every op inside an
-    op, so it runs only where something is to be learned.
+    The legacy profiler gives allocations in order, costs little and prints nothing. It inspects every op inside an op,
+    so it runs only for new kinds of ops.
     """
 
     granularity = 1
@@ -93,7 +93,7 @@ class CpuMeter:
         return key in self._inside
 
     def put(self, key: Hashable, seconds: float, threads: list[list[Any]] | None) -> None:
-        """An op has run; under the profiler, whose events these are, if its kind was not known."""
+        """Record an op that ran, with the profiler's events if its kind was new."""
         key = ("op", len(self._keys)) if key is None else key
         self._keys.append(key)
         self._seconds.append(seconds)
@@ -140,7 +140,7 @@ class CpuPeak:
 
 
 class _MeteredOp:
-    """One op under the clock, and under the profiler if its kind is new; one that fails leaves no trace.
+    """Time one op, and profile it if its kind is new. A failed op is not recorded.
 
     A class, since a generator would cost more than many an op.
     """

@@ -1,4 +1,4 @@
-"""Python numbers that autograd keeps for the backward pass, as in ``0.5 * x``.
+"""Python numbers that autograd saves for the backward pass, as in ``0.5 * x``.
 
 On a CPU each is a tensor of one element. No op makes it and saved-tensor hooks do not see it.
 """

@@ -1,4 +1,4 @@
-"""Tensors of the process that have nothing to do with a step: one allocator counts them with the step's own."""
+"""Other tensors of the process, which the allocator counts together with the step's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of a step while it runs, and the frozen graph that becomes of it."""
+"""The record of a running step, and its frozen graph."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LiveOp:
 
 @dataclass(slots=True)
 class Record:
-    """What was written down of a step."""
+    """Recorded ops, storages and saved values of a step."""
 
     ops: list[LiveOp] = field(default_factory=list)
     storages: list[LiveStorage] = field(default_factory=list)
@@ -131,7 +131,7 @@ class Record:
         return replace(graph, ops=tuple(ops), other_bytes=readings.other_bytes)
 
     def _own_what_stays(self) -> None:
-        """What no op made, and outlives the step, was there before: a mask that the loss or a module holds."""
+        """Own storages that no op made and that outlive the step, such as a mask of the loss or a module."""
         for storage in self.storages:
             if storage.label == OUTSIDE and storage.death < 0:  # or a module keeps what it made of no tensor: as good
                 storage.category, storage.birth, storage.label = "buffer", 0, "held beside model and batch"

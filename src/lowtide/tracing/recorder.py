@@ -1,4 +1,4 @@
-"""The dispatch mode that writes down a step: every op, every storage, every tensor saved for backward."""
+"""The dispatch mode that records a step: every op, storage and saved value."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _ZEROS = "aten._efficientzerotensor.default"  # which no bytes hold, such as the
 class Recorder(TorchDispatchMode):
     """Records one step. It keeps no tensor alive: storages are followed by weak references.
 
-    ``calls``, if given, collects one call for each signature. In a ``fake`` step, real tensors (those that are neither
-    in the model nor in the batch) have one fake twin each, which lives as long as they do.
+    ``calls``, if given, collects one call for each signature. In a ``fake`` step, real tensors from outside the model
+    and the batch have one fake twin each, which lives as long as they do.
     """
 
     supports_higher_order_operators = True  # torch.cond and its like are seen, as one op each
@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
                 storage.category, storage.label, storage.module = category, label, module or storage.module
 
     def forget(self, tensor: Tensor) -> None:
-        """Leave a tensor out that is there only because of the trace."""
+        """Leave out a tensor that exists only because of the trace."""
         for part in parts(self._twin(tensor)):
             index = self._alive.pop(address(part), None)
             if index is not None:
@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def start(self, phase: Phase) -> None:
-        """Enter a phase. What the forward pass leaves alive at the backward's start is an activation."""
+        """Enter a phase. Temporaries that are alive when backward starts become activations."""
         if phase == "backward":
             self._draws_on_host()
             for index in self._alive.values():
@@ -392,14 +392,14 @@ class Recorder(TorchDispatchMode):
 
 
 def _is_real(value: Any) -> bool:
-    """Whether it is, or has, a tensor with values."""
+    """Whether a value is, or contains, a tensor with data."""
     if isinstance(value, (list, tuple)):
         return any(map(_is_real, value))
     return type(value) is Tensor or type(value) is nn.Parameter
 
 
 def _kind(func: Any, inputs: tuple[Value, ...], arguments: str) -> Hashable:
-    """What decides how much an op allocates inside itself; None where that is values, as with a mask."""
+    """Key that determines an op's workspace; None if values determine it, as with a mask."""
     if _depends_on_values(func) or any(value.dtype == "bool" for value in inputs):
         return None
     return func, arguments, *((value.shape, value.stride, value.dtype) for value in inputs)

@@ -15,7 +15,7 @@ _NAMED = 5  # in an error; there may be hundreds
 
 
 class Restoring:
-    """Runs what was added to it at the end, last first. An error in one restoration leaves out no other.
+    """Run restorations at the end, last first. An error in one skips no other.
 
     Each restoration must give the same result when it is started again: one that fails is tried three times. An
     interrupt waits until all is restored. ``RestoreError`` names whatever could not be.
@@ -41,7 +41,7 @@ class Restoring:
             raise
 
     def close(self) -> None:
-        """Restore what is left to restore."""
+        """Run the remaining restorations."""
         with _interrupts_wait():
             while self._left:
                 self._attempt(*self._left[-1])

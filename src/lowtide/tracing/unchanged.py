@@ -34,7 +34,7 @@ from lowtide.workload import Workload
 
 @contextmanager
 def unchanged(work: Workload, *, fake: bool = False) -> Generator[None]:
-    """Put the model, its gradients and buffers, the optimizer and the generators back as they were.
+    """Restore the model, its gradients and buffers, the optimizer and the generators.
 
     Modules that the loss holds, such as a criterion, count as the model's, whether they are its own or its object's, in
     its closure, bound to it or global. A fake step cannot change values, so
@@ -73,7 +73,7 @@ def unchanged(work: Workload, *, fake: bool = False) -> Generator[None]:
 
 @contextmanager
 def steady(work: Workload) -> Generator[bool]:
-    """The model as a step leaves it, if that makes other tensors for it to keep; afterwards it is as it was.
+    """Run with the model as a step leaves it, if the step replaces held tensors; then restore it.
 
     Yields whether it was so before.
     """
@@ -90,7 +90,7 @@ def steady(work: Workload) -> Generator[bool]:
 
 
 class _Backup:
-    """A tensor's values, kept on the host, and its version.
+    """A tensor's values, copied to the host, and its version.
 
     Batch norm writes its running statistics without counting, a fused optimizer what it trains, and so does who writes
     through ``.data``: ``counts=False`` restores whatever the version says.
@@ -110,7 +110,7 @@ class _Backup:
 
 
 def _distinct(tensor: Tensor) -> Tensor:
-    """The tensor without what is there twice, as in one that was expanded."""
+    """The tensor without repeated elements, such as those of an expanded one."""
     tensor = tensor.detach()
     if tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor):
         for dim, stride in enumerate(tensor.stride()):
@@ -119,7 +119,7 @@ def _distinct(tensor: Tensor) -> Tensor:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Whether there are values to copy, which can be written back."""
+    """Whether a tensor has values that can be copied and restored."""
     return not tensor.is_meta and not tensor.is_inference() and not tensor.is_mkldnn
 
 
@@ -130,7 +130,7 @@ def _restore_data(tensor: Tensor, data: Tensor) -> None:
 
 
 def _stores(parameters: list[Tensor]) -> set[Any]:
-    """What keeps gradients elsewhere than in ``.grad`` until the step."""
+    """Objects that hold gradients elsewhere than in ``.grad`` until the step."""
     hooks = (hook for parameter in parameters for hook in gradient_hooks(parameter).values())
     return {hook for hook in hooks if hasattr(hook, "set_aside")}
 
