@@ -15,7 +15,7 @@ from torch import Tensor
 from lowtide.errors import LowtideError, MissingExtra
 from lowtide.optim.rounding import with_notes
 from lowtide.optim.single import PLAIN_STATES
-from lowtide.techniques.technique import Undo
+from lowtide.undo import Undo
 
 
 class Adam4bit:

@@ -13,7 +13,7 @@ from lowtide.kernels.reference.adamw8bit import round_by
 from lowtide.optim.exact import as_saved, keeps_parameter_dtype, load_exactly
 from lowtide.optim.hooks import StepPart, take_part
 from lowtide.optim.single import SingleStep
-from lowtide.techniques.technique import Undo
+from lowtide.undo import Undo
 
 How = Literal["stochastic", "kahan"]
 

@@ -16,10 +16,11 @@ from lowtide.planning.program import Program
 from lowtide.planning.recomputation import recomputations
 from lowtide.profiling import Comparison, Profile, profile
 from lowtide.techniques.registry import techniques
-from lowtide.techniques.technique import Applied, Kind, Option, Price, Technique, Undo
+from lowtide.techniques.technique import Kind, Option, Price, Technique
 from lowtide.tracing.abridged import abridged
 from lowtide.tracing.graph import Graph
 from lowtide.tracing.unchanged import unchanged
+from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
 

@@ -19,9 +19,10 @@ from lowtide.nn.chunked_loss import chunk_rows
 from lowtide.nn.lazy_logits import lazy_logits
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.forward import Forward, apply_at_sites, replace_forward
-from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price, Undo
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.graph import Graph, Op
 from lowtide.tracing.places import short_name
+from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
 

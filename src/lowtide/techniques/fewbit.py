@@ -24,8 +24,9 @@ from lowtide.nn.fewbit_tables import Density, Normal, table_of
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.forward import Forward, apply_at_sites, replace_forward
-from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price, Undo
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.graph import Graph, Op
+from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
 BITS = (8, 4, 3, 2, 1)

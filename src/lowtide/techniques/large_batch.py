@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from lowtide.errors import PlanError
 from lowtide.optim.large_batch import RULES, scale_rates
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.technique import Applied, Check, Fidelity, Kind, Option, Price
+from lowtide.techniques.technique import Check, Fidelity, Kind, Option, Price
+from lowtide.undo import Applied
 from lowtide.workload import Workload
 
 _FACTORS = (4, 16)

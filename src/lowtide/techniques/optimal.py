@@ -18,7 +18,8 @@ from lowtide.errors import LowtideError
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.segments import SegmentTechnique, apply_tree, sequential_units
 from lowtide.techniques.stages import BlockStages, in_blocks
-from lowtide.techniques.technique import Option, Undo
+from lowtide.techniques.technique import Option
+from lowtide.undo import Undo
 
 _BUDGETS = 28
 _WORK = 1e8  # of n³ · slots: half a second

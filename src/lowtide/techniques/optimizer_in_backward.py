@@ -8,7 +8,8 @@ from lowtide.errors import PlanError
 from lowtide.optim.in_backward import step_in_backward
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.in_backward import completed_gradients
-from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price
+from lowtide.undo import Applied
 from lowtide.workload import Workload
 
 

@@ -9,8 +9,9 @@ from lowtide.errors import PlanError
 from lowtide.optim.adamw8bit import LEAST
 from lowtide.optim.state import KINDS, lower_state
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.graph import Storage
+from lowtide.undo import Applied
 from lowtide.workload import Workload
 
 _MOMENTS, _MOMENTUM = ("exp_avg", "exp_avg_sq"), "momentum_buffer"

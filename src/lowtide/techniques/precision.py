@@ -14,8 +14,9 @@ from lowtide.optim.rounding import round_updates
 from lowtide.optim.scaling import LossScale
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.microbatch.loss import in_pieces
-from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Knob, Option, Price, Undo
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Knob, Option, Price
 from lowtide.tracing.graph import Graph
+from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload, autocast
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

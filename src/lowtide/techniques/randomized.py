@@ -19,8 +19,9 @@ from lowtide.nn.randomized import randomized_linear
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.forward import Forward, apply_at_sites, module_at, replace_forward
-from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price, Undo
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.graph import Graph, Op, Value
+from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
 RATIOS = (0.5, 0.2, 0.1)

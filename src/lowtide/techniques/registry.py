@@ -9,7 +9,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, get_args
 
 from lowtide.errors import LowtideError
-from lowtide.techniques.technique import Kind, Technique, Undo
+from lowtide.techniques.technique import Kind, Technique
+from lowtide.undo import Undo
 
 if TYPE_CHECKING:
     from lowtide.profiling.profile import Profile

@@ -13,7 +13,8 @@ from lowtide.profiling.profile import Profile
 from lowtide.techniques.chain import Chain, Chains, leaves
 from lowtide.techniques.forward import Forward, replace_forward
 from lowtide.techniques.recompute import recompute
-from lowtide.techniques.technique import Applied, Check, Fidelity, Kind, Option, Price, Undo
+from lowtide.techniques.technique import Check, Fidelity, Kind, Option, Price
+from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
 

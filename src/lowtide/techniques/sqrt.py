@@ -17,7 +17,8 @@ from lowtide.errors import LowtideError
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.chain import Chain, split
 from lowtide.techniques.segments import SegmentTechnique, apply_tree, chain_units, sequential_units
-from lowtide.techniques.technique import Knob, Option, Undo
+from lowtide.techniques.technique import Knob, Option
+from lowtide.undo import Undo
 
 
 def checkpoint_segments(

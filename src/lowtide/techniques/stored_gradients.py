@@ -8,8 +8,9 @@ from lowtide.errors import PlanError
 from lowtide.optim.gradients import PIECES, Bits, packed_bytes, store_gradients
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.in_backward import completed_gradients
-from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.graph import Storage
+from lowtide.undo import Applied
 from lowtide.workload import Workload
 
 _SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

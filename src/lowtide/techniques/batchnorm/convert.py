@@ -25,8 +25,8 @@ from lowtide.techniques.batchnorm.find import Left, Pair, below, find, is_chain
 from lowtide.techniques.batchnorm.forwards import SETTINGS, Call, Untraceable, describe, trace
 from lowtide.techniques.batchnorm.memory import Memory, predict
 from lowtide.techniques.forward import Forward, replace_forward
-from lowtide.techniques.technique import Undo
 from lowtide.tracing.internals import assume_constant_result
+from lowtide.undo import Undo
 from lowtide.workload import Workload
 
 _LAYERS = (BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, SyncBatchNormAct)

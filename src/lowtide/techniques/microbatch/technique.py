@@ -19,10 +19,11 @@ from lowtide.techniques.microbatch.loss import MicrobatchLoss
 from lowtide.techniques.microbatch.pieces import Batch
 from lowtide.techniques.microbatch.proof import Proof, prove
 from lowtide.techniques.microbatch.weights import REDUCTIONS, Proved
-from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Knob, Option, Price
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Knob, Option, Price
 from lowtide.tracing.graph import Graph, Op, Storage
 from lowtide.tracing.places import short_name
 from lowtide.tracing.unchanged import unchanged
+from lowtide.undo import Applied
 from lowtide.workload import Workload
 
 
