@@ -6,7 +6,7 @@ import json
 import pytest
 from torch import nn
 
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, PlanError
 from lowtide.techniques import Fidelity, Forward, Option, Price, Technique, replace_forward, techniques
 
 
@@ -24,6 +24,28 @@ def test_options_with_the_same_content_are_the_same() -> None:
     assert str(one) == "sqrt on layers (segments 2)"
     assert str(Option("batchnorm", ("a", "b", "c", "d"))) == "batchnorm on a, b, c, d"
     assert str(Option("batchnorm", tuple("abcdefg"))) == "batchnorm on a, b, c, 4 more"
+
+
+def test_knobs_of_another_type_or_range_are_refused() -> None:
+    option = Option(
+        "any", ("a", "b"), (("rows", 3), ("ratio", 0.5), ("state", "8bit"), ("bits", (2, 4)), ("all", True))
+    )
+    assert option.read("rows", 0, least=1) == 3
+    assert option.read("ratio", 1.0) == 0.5
+    assert option.read("absent", 7) == 7
+    assert option.one_of("state", ("4bit", "8bit")) == "8bit"
+    assert option.by_site("bits") == {"a": 2, "b": 4}
+    for refused in (
+        lambda: option.read("rows", 0, least=4),
+        lambda: option.read("rows", 0.0),
+        lambda: option.read("all", 0),
+        lambda: option.read("absent", 0, least=1),
+        lambda: option.one_of("state", ("4bit",)),
+        lambda: option.by_site("rows"),
+        lambda: Option("any", ("a",), option.knobs).by_site("bits"),
+    ):
+        with pytest.raises(PlanError):
+            refused()
 
 
 def test_a_price_adds_the_seconds_of_its_resources() -> None:

@@ -145,8 +145,7 @@ class FewBit:
         """
         if not _bits(option):
             return Check.EXACT
-        bound = option.knob("bound", 1.0)
-        return Check(Fidelity.APPROXIMATE, rtol=bound if isinstance(bound, float) else 1.0, atol=1e-6)
+        return Check(Fidelity.APPROXIMATE, rtol=option.read("bound", 1.0), atol=1e-6)
 
 
 _MARGIN = 3.0
@@ -202,10 +201,7 @@ def _activations(model: nn.Module) -> dict[str, nn.Module]:
 
 def _bits(option: Option) -> int:
     """0 for the option of gates alone."""
-    bits = option.knob("bits", 0)
-    if bits not in (0, *BITS) or not isinstance(bits, int):
-        raise PlanError(f"bits={bits!r} is not a number of bits", where=str(option))
-    return bits
+    return option.one_of("bits", (0, *BITS), default=0)
 
 
 # -- what activations keep in a traced step --------------------------------------------------------------

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lowtide.errors import LowtideError, PlanError
+from lowtide.kernels.reference.randomized import KINDS, Sketch
 from lowtide.kernels.reference.randomized import Kind as SketchKind
-from lowtide.kernels.reference.randomized import Sketch
 from lowtide.nn.randomized import randomized_linear
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
@@ -115,10 +115,7 @@ class RandomizedLinears:
 
 
 def _sketch(option: Option) -> Sketch:
-    ratio, kind = option.knob("ratio", 0.2), option.knob("sketch", "rademacher")
-    if not isinstance(ratio, float) or not isinstance(kind, str):
-        raise PlanError(f"ratio={ratio!r}, sketch={kind!r} are not for a sketch", where=str(option))
-    return Sketch(kind, ratio)  # pyright: ignore[reportArgumentType]
+    return Sketch(option.one_of("sketch", KINDS, default="rademacher"), option.read("ratio", 0.2))
 
 
 def _put(sketch: Sketch, module: nn.Module, path: str) -> Undo:

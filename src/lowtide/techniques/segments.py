@@ -201,7 +201,7 @@ def _is_tree(tree: object) -> bool:
 
 
 def _trees(option: Option) -> dict[str, Tree]:
-    trees = option.knob("trees", ())
-    if not isinstance(trees, tuple) or len(trees) != len(option.site) or not all(map(_is_tree, trees)):
+    trees = option.by_site("trees")
+    if not all(map(_is_tree, trees.values())):
         raise PlanError(f"{option} has no tree for each of its sites")
-    return {path: cast(Tree, tree) for path, tree in zip(option.site, trees, strict=True)}
+    return cast(dict[str, Tree], trees)

@@ -42,7 +42,7 @@ class StoredGradients:
 
     def price(self, option: Option, profile: Profile) -> Price:
         """A gradient is packed from when it is complete; the step has one of them whole, the largest at the most."""
-        bits, graph, end = _bits(option), profile.graph, len(profile.graph.ops)
+        bits, graph, end = option.one_of("bits", _BITS), profile.graph, len(profile.graph.ops)
         removed: list[Interval] = []
         added: list[Interval] = []
         for id, whole in completed_gradients(graph).items():
@@ -64,20 +64,12 @@ class StoredGradients:
         """Put the store between backward and the optimizer's step. Without an optimizer there is nothing to do."""
         if any(option.site != ("",) for option in options) or len(options) != 1:
             raise PlanError("Gradients are stored in one way, for the whole step", where=str(options[0]))
-        bits = _bits(options[0])
+        bits = options[0].one_of("bits", _BITS)
         return Applied(work) if work.optimizer is None else Applied(work, store_gradients(work.optimizer, bits))
 
     def check(self, option: Option) -> Check:
         """The step is one of rounded gradients; none are left to compare."""
         return Check(Fidelity.CHANGED, leaves_gradients=False)
-
-
-def _bits(option: Option) -> Bits:
-    bits = option.knob("bits")
-    for known in _BITS:
-        if bits == known:
-            return known
-    raise PlanError(f"bits={bits!r} is none of {', '.join(_BITS)}", where=str(option))
 
 
 def _packed(gradient: Storage, bits: Bits) -> int:

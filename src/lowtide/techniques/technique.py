@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
+
+from lowtide.errors import PlanError
 
 if TYPE_CHECKING:
     from lowtide.profiling.profile import Profile
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["module", "saved", "step"]
 Knob: TypeAlias = "bool | int | float | str | tuple[Knob, ...]"
+_Value = TypeVar("_Value")
 
 
 @runtime_checkable
@@ -98,6 +101,34 @@ class Option:
         4
         """
         return dict(self.knobs).get(name, default)
+
+    def read(self, name: str, default: _Value, *, least: float | None = None) -> _Value:
+        """The value of a knob, of its default's type and not below ``least``; else PlanError."""
+        value: Any = dict(self.knobs).get(name, default)
+        too_small = least is not None and isinstance(value, (int, float)) and value < least
+        if too_small or type(value) is not type(default):
+            limit = "" if least is None else f" of at least {least:g}"
+            raise PlanError(f"{name}={value!r} is not a {type(default).__name__}{limit}", where=str(self))
+        return value
+
+    def one_of(self, name: str, known: Iterable[_Value], default: Knob = "") -> _Value:
+        """The value of a knob that takes one of some values; else PlanError.
+
+        >>> Option("optimizer_state", ("",), (("state", "8bit"),)).one_of("state", ("8bit", "4bit"))
+        '8bit'
+        """
+        value: Any = self.knob(name, default)
+        known = tuple(known)
+        if value not in known:
+            raise PlanError(f"{name}={value!r} is none of {', '.join(map(str, known))}", where=str(self))
+        return known[known.index(value)]
+
+    def by_site(self, name: str) -> dict[str, Knob]:
+        """The values of a knob that has one for each site; else PlanError."""
+        values = self.knob(name, ())
+        if not isinstance(values, tuple) or len(values) != len(self.site):
+            raise PlanError(f"{name}={values!r} is not one value for each site", where=str(self))
+        return dict(zip(self.site, values, strict=True))
 
     def __str__(self) -> str:
         shown = [f"{name} {value}" for name, value in self.knobs if not isinstance(value, tuple) and value != ""]

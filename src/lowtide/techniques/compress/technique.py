@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from lowtide.errors import PlanError
 from lowtide.kernels.compress import BITS, DTYPES, GROUP, buffer_bytes, check
 from lowtide.kernels.reference.compress import groups_at_once
 from lowtide.nn.compress import LEAST_BYTES, compressed, exponentiates, is_sensitive
@@ -279,11 +278,9 @@ _FIRST_ALONE = frozenset((
 
 def _bits(option: Option) -> dict[str, int]:
     bits = option.knob("bits", ())
-    bits = (bits,) * len(option.site) if isinstance(bits, int) else bits
-    if not isinstance(bits, tuple) or len(bits) != len(option.site):
-        raise PlanError(f"{option} has no bits for each of its sites")
-    return {path: int(str(each)) for path, each in zip(option.site, bits, strict=True)}
+    each = dict.fromkeys(option.site, bits) if isinstance(bits, int) else option.by_site("bits")
+    return {path: int(str(value)) for path, value in each.items()}
 
 
 def _group(option: Option) -> int:
-    return int(str(option.knob("group", GROUP)))
+    return option.read("group", GROUP, least=1)

@@ -71,7 +71,7 @@ class Microbatch:
         Measured seconds never undercut the estimate, so that a price only rises once its option is a contender.
         """
         graph = profile.graph
-        size, samples = _number(option, "size"), _number(option, "batch")
+        size, samples = _size(option), option.read("batch", 0, least=1)
         pieces = math.ceil(samples / size)
         last = next((op.index for op in graph.ops if op.phase == "optimizer"), len(graph.ops))
         removed: list[Interval] = []
@@ -103,7 +103,7 @@ class Microbatch:
                 f"Microbatch acts once, on the whole step, and not on {', '.join(map(str, options)) or 'nothing'}",
                 hint="The plan is of another model, or has two sizes.",
             )
-        size, exact = _number(options[0], "size"), bool(options[0].knob("exact", False))
+        size, exact = _size(options[0]), options[0].read("exact", False)
         proved: Proved | None = next((kind for kind in REDUCTIONS if kind == options[0].knob("reduction", "")), None)
         return Applied(replace(work, loss=MicrobatchLoss(work, size, exact=exact, proved=proved)))
 
@@ -182,14 +182,11 @@ def _sizes(samples: int) -> list[int]:
 def _fidelity(option: Option) -> Fidelity:
     if option.knob("reduction", "") not in REDUCTIONS:
         return Fidelity.CHANGED
-    return Fidelity.UNBIASED if option.knob("random", True) else Fidelity.ROUNDOFF
+    return Fidelity.UNBIASED if option.read("random", True) else Fidelity.ROUNDOFF
 
 
-def _number(option: Option, name: str) -> int:
-    number = option.knob(name)
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise PlanError(f"{name}={number!r} is not a number of samples", where=str(option))
-    return number
+def _size(option: Option) -> int:
+    return option.read("size", 0, least=1)
 
 
 # By the profile of the plain step, which is all that options and prices see.
