@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.chains import Chain, Kind, Operation, Schedule, simulate
+from lowtide.chains import Action, Chain, Operation, Schedule, simulate
 from lowtide.errors import PlanError
 
 
@@ -12,7 +12,7 @@ def test_schedules_read_and_print_as_in_the_document():
     text = "F1c, F2n, F3e, B3, F1e, F2e, B2, B1"
     schedule = Schedule.parse(text)
     assert str(schedule) == text
-    assert schedule.operations[1] == Operation(Kind.NOTHING, 1)
+    assert schedule.operations[1] == Operation(Action.NOTHING, 1)
     assert schedule.runs == (2, 2, 1)
     for wrong in ("F1x", "B1e", "F0e", "", "Loss"):
         with pytest.raises(PlanError, match="is not an operation"):

@@ -30,7 +30,7 @@ from lowtide.tracing.graph import Category
 if TYPE_CHECKING:
     import altair as alt
 
-    from lowtide.profiling.sweep import Cell, Sweep
+    from lowtide.profiling.sweep import Sweep, SweepPoint
 
 MODULES = 15
 
@@ -154,7 +154,7 @@ def activations_chart(sweep: Sweep) -> alt.LayerChart:
     return _heatmap(sweep, "Activations", attrgetter("saved_bytes"))
 
 
-def _heatmap(sweep: Sweep, what: str, size: Callable[[Cell], int]) -> alt.LayerChart:
+def _heatmap(sweep: Sweep, what: str, size: Callable[[SweepPoint], int]) -> alt.LayerChart:
     alt = altair_module()
     layout = grid(sweep, size)
     rows: list[Row] = []

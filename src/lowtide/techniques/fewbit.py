@@ -83,7 +83,7 @@ def measure_inputs(model: nn.Module, run: Callable[[], object], *, limit: int = 
     return {path: torch.cat(parts) for path, parts in seen.items()}
 
 
-class FewBit:
+class FewBitActivations:
     """Codes in place of saved inputs, for the activations whose input or output nobody else keeps."""
 
     name = "fewbit"
@@ -220,7 +220,7 @@ class _Item:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _SavedByModule:
     kind: str  # the module's class
     items: tuple[_Item, ...]
 
@@ -240,7 +240,7 @@ _CLASSES: dict[str, Curve] = {
 } | {"Threshold": Curve.of("threshold")}
 
 
-def _sites(graph: Graph) -> dict[str, _Kept]:
+def _sites(graph: Graph) -> dict[str, _SavedByModule]:
     """The activations that would let something go, in the order of the model's modules."""
     kinds = {path: kind for path, kind in graph.modules if kind in _CLASSES}
     savers: dict[int, set[str]] = {}
@@ -265,7 +265,7 @@ def _sites(graph: Graph) -> dict[str, _Kept]:
             uses = last_use.get(saved.storage, forward[-1])
             item = _Item(storage.bytes, math.prod(saved.shape), forward[0], backward[-1], uses, storage.death)
             found.setdefault(path, []).append(item)
-    return {path: _Kept(kinds[path], tuple(found[path])) for path in kinds if path in found}
+    return {path: _SavedByModule(kinds[path], tuple(found[path])) for path in kinds if path in found}
 
 
 def _uses(graph: Graph) -> tuple[dict[tuple[str, int], list[Op]], dict[int, int]]:

@@ -31,7 +31,7 @@ BUILT_IN = (
     "lowtide.techniques.optimizer_in_backward:OptimizerInBackward",
     "lowtide.techniques.stored_gradients:StoredGradients",
     "lowtide.techniques.randomized:RandomizedLinears",
-    "lowtide.techniques.fewbit:FewBit",
+    "lowtide.techniques.fewbit:FewBitActivations",
 )
 
 _registered: dict[str, Technique] = {}

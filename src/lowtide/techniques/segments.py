@@ -10,7 +10,7 @@ from torch import nn
 from lowtide.chains import Tree
 from lowtide.errors import LowtideError, PlanError
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.chain import Chain, Chains, leaves
+from lowtide.techniques.chain import BlockChain, Chains, leaves
 from lowtide.techniques.forward import Forward, replace_forward
 from lowtide.techniques.recompute import recompute
 from lowtide.techniques.technique import Check, Fidelity, Kind, Option, Price
@@ -169,7 +169,7 @@ def sequential_units(sequential: nn.Sequential) -> list[tuple[int, ...]]:
     return units
 
 
-def chain_units(chain: Chain) -> list[tuple[int, ...]]:
+def chain_units(chain: BlockChain) -> list[tuple[int, ...]]:
     """The same of a profiled chain; without those that cannot start a segment where blocks are called one by one."""
     return _units([(block.position, block.glued) for block in chain.blocks], joined=chain.joined)
 

@@ -157,7 +157,7 @@ class _Saved:
 
 
 @dataclass(slots=True)
-class _Site:
+class _SavingModule:
     """A module that saves."""
 
     path: str
@@ -187,7 +187,7 @@ class _Saves:
         for op in graph.ops:
             self._visit(op)
         self.storages: dict[int, _Saved] = {}
-        self.by_site: dict[str, _Site] = {}
+        self.by_site: dict[str, _SavingModule] = {}
         self._collect()
 
     def _visit(self, op: Op) -> None:
@@ -241,10 +241,10 @@ class _Saves:
             covered[saved.storage] = after
             known.site = known.site or site
             known.saves += 1
-            self.by_site.setdefault(site, _Site(site))
+            self.by_site.setdefault(site, _SavingModule(site))
             known.numel = after // known.dtype.itemsize
             if after > before:
-                made = self.by_site.setdefault(known.site, _Site(known.site))
+                made = self.by_site.setdefault(known.site, _SavingModule(known.site))
                 made.kept_bytes += after - before
                 made.numel += (after - before) // known.dtype.itemsize
                 for i, bits in enumerate(BITS):

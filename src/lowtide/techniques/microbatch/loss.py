@@ -138,7 +138,7 @@ class MicrobatchLoss:
             self.endings.warn("Batch norms take statistics of each piece, which the planned step did not")
         if self.found is None and self.weight is None and not is_traced:
             self.found = find_reduction(self.__wrapped__, model, modules, whole, self.size)
-        return _Run(self, model, whole, is_traced=is_traced)()
+        return _PiecewiseRun(self, model, whole, is_traced=is_traced)()
 
     def modules(self, model: nn.Module) -> list[nn.Module]:
         """All that the loss may run."""
@@ -165,7 +165,7 @@ def in_pieces(loss: Any) -> MicrobatchLoss | None:
     return loss
 
 
-class _Run:
+class _PiecewiseRun:
     """One batch, piece by piece."""
 
     def __init__(self, loss: MicrobatchLoss, model: nn.Module, batch: Batch, *, is_traced: bool) -> None:
