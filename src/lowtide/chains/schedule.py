@@ -136,11 +136,6 @@ class ScheduleSimulation:
         """The most at any time."""
         return int(self.during_bytes.max())
 
-    @property
-    def peak_operation(self) -> int:
-        """The place in the schedule of the first operation that reaches the peak."""
-        return int(self.during_bytes.argmax())
-
 
 def simulate(chain: Chain, schedule: Schedule) -> ScheduleSimulation:
     """Run a schedule over byte sizes. Raises where an operation lacks an input or the gradient does not come out.

@@ -96,11 +96,6 @@ class Simulation(NamedTuple):
         """Of storages."""
         return max(self.live_bytes, default=0)
 
-    @property
-    def allocated_peak_bytes(self) -> int:
-        """With what ops allocate inside themselves."""
-        return max(self.during_bytes, default=0)
-
 
 class Cost(NamedTuple):
     """What an instruction takes."""
