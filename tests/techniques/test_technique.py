@@ -6,6 +6,7 @@ import json
 import pytest
 from torch import nn
 
+from lowtide import zoo
 from lowtide.errors import LowtideError, PlanError
 from lowtide.techniques import Fidelity, Forward, Option, Price, Technique, replace_forward, techniques
 
@@ -46,6 +47,14 @@ def test_knobs_of_another_type_or_range_are_refused() -> None:
     ):
         with pytest.raises(PlanError):
             refused()
+
+
+@pytest.mark.parametrize("name", [name for name, each in techniques().items() if each.kind == "step"])
+@pytest.mark.parametrize("sites", [[], [("layers",)], [("",), ("",)]], ids=["none", "a layer", "twice"])
+def test_a_technique_of_the_step_acts_once_and_on_all_of_it(name, sites) -> None:
+    technique, work = techniques()[name], zoo.small("lenet")
+    with pytest.raises(PlanError, match="once"):
+        technique.apply(work, [Option(name, site) for site in sites])
 
 
 def test_a_price_adds_the_seconds_of_its_resources() -> None:

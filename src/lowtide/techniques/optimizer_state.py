@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 
-from lowtide.errors import PlanError
 from lowtide.optim.adamw8bit import LEAST
 from lowtide.optim.state import KINDS, lower_state
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price, whole_step
 from lowtide.tracing.graph import Storage
 from lowtide.undo import Applied
 from lowtide.workload import Workload
@@ -58,9 +57,7 @@ class OptimizerState:
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Change the optimizer in place; refused where it has no such states. Without one there is nothing to do."""
-        if any(option.site != ("",) for option in options) or len(options) != 1:
-            raise PlanError("An optimizer's state is lowered once, for the whole step", where=str(options[0]))
-        kind = options[0].one_of("state", KINDS)
+        kind = whole_step(options).one_of("state", KINDS)
         return Applied(work) if work.optimizer is None else Applied(work, lower_state(work.optimizer, kind))
 
     def check(self, option: Option) -> Check:

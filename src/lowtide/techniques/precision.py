@@ -14,7 +14,7 @@ from lowtide.optim.rounding import ROUNDINGS, round_updates
 from lowtide.optim.scaling import LossScale
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.microbatch.loss import in_pieces
-from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Knob, Option, Price
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Knob, Option, Price, whole_step
 from lowtide.tracing.graph import Graph
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload, autocast
@@ -62,10 +62,8 @@ class Precision:
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Another autocast; for float16 another loss, for weights the model and the optimizer in place."""
-        option = options[0]
+        option = whole_step(options)
         dtype = _DTYPES[option.one_of("autocast", _DTYPES)]
-        if len(options) != 1 or option.site != ("",):
-            raise PlanError("Precision is chosen once, for the whole step", where=str(option))
         if isinstance(work.loss, LowerLoss):
             raise PlanError("The step already runs in lower precision", hint="Call undo() of the first one.")
         with Undo() as undo:

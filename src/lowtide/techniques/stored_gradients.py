@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lowtide.errors import PlanError
 from lowtide.optim.gradients import PIECES, Bits, packed_bytes, store_gradients
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.in_backward import completed_gradients
-from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price, whole_step
 from lowtide.tracing.graph import Storage
 from lowtide.undo import Applied
 from lowtide.workload import Workload
@@ -62,9 +61,7 @@ class StoredGradients:
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Put the store between backward and the optimizer's step. Without an optimizer there is nothing to do."""
-        if any(option.site != ("",) for option in options) or len(options) != 1:
-            raise PlanError("Gradients are stored in one way, for the whole step", where=str(options[0]))
-        bits = options[0].one_of("bits", _BITS)
+        bits = whole_step(options).one_of("bits", _BITS)
         return Applied(work) if work.optimizer is None else Applied(work, store_gradients(work.optimizer, bits))
 
     def check(self, option: Option) -> Check:

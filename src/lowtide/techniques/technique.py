@@ -138,6 +138,16 @@ class Option:
         return f"{self.technique} on {where}" + (f" ({', '.join(shown)})" if shown else "")
 
 
+def whole_step(options: Sequence[Option]) -> Option:
+    """The one option of a technique that acts once, on the whole step; PlanError for any other list."""
+    if len(options) != 1 or options[0].site != ("",):
+        raise PlanError(
+            f"The technique acts once, on the whole step, and not on {', '.join(map(str, options)) or 'nothing'}",
+            hint='Give one option whose site is ("",).',
+        )
+    return options[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Interval:
     """Bytes that are alive while ops ``birth`` to ``death - 1`` of the profiled step run."""

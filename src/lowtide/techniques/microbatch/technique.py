@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowtide.errors import PlanError
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
 from lowtide.profiling.timing import best_seconds
@@ -19,7 +18,7 @@ from lowtide.techniques.microbatch.loss import MicrobatchLoss
 from lowtide.techniques.microbatch.pieces import Batch
 from lowtide.techniques.microbatch.proof import Proof, prove
 from lowtide.techniques.microbatch.weights import REDUCTIONS, Proved
-from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Knob, Option, Price
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Knob, Option, Price, whole_step
 from lowtide.tracing.graph import Graph, Op, Storage
 from lowtide.tracing.places import short_name
 from lowtide.tracing.unchanged import unchanged
@@ -98,13 +97,9 @@ class Microbatch:
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """The same step with its loss in pieces; the model is not touched."""
-        if len(options) != 1 or options[0].site != ("",):
-            raise PlanError(
-                f"Microbatch acts once, on the whole step, and not on {', '.join(map(str, options)) or 'nothing'}",
-                hint="The plan is of another model, or has two sizes.",
-            )
-        size, exact = _size(options[0]), options[0].read("exact", False)
-        proved: Proved | None = next((kind for kind in REDUCTIONS if kind == options[0].knob("reduction", "")), None)
+        option = whole_step(options)
+        size, exact = _size(option), option.read("exact", False)
+        proved: Proved | None = next((kind for kind in REDUCTIONS if kind == option.knob("reduction", "")), None)
         return Applied(replace(work, loss=MicrobatchLoss(work, size, exact=exact, proved=proved)))
 
     def check(self, option: Option) -> Check:
