@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.data import Samples, cifar10
 from benchmarks.harness import Row, arguments, default_device, record, results_of, skip
 from lowtide import LowtideError, zoo
-from lowtide.data import Samples, cifar10
 
 NAME = "activation_swap"
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {

@@ -30,10 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.batchnorm_variants import VARIANTS, Convert
+from benchmarks.data import COMMANDS, Samples, mnist, speech_commands
 from benchmarks.drawing import color_by, say_drawn, side_by_side
 from benchmarks.harness import RESULTS, ROOT, Row, arguments, default_device, read, record, results_of, skip
 from lowtide import LowtideError, Workload, profile, zoo
-from lowtide.data import COMMANDS, Samples, mnist, speech_commands
 from lowtide.zoo.batches import classification_loss
 
 NAME = "batchnorm_report"

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.drawing import color_by, say_drawn
 from benchmarks.harness import RESULTS, ROOT, Row, arguments, read, record, seconds
-from lowtide.chains import Chain, Optimal, Schedule, keep_all, recursive, simulate, sqrt
+from lowtide.chains import Chain, OptimalSchedules, Schedule, keep_all, recursive, simulate, sqrt
 
 DEPTHS = [4, 8, 16, 32, 64, 128, 256, 512, 1024]
 DEEPEST_OPTIMAL = 256  # O(n³): 1024 stages take a minute
@@ -64,7 +64,7 @@ def growth(depth: int) -> list[Row]:
         result = simulate(chain, rule(chain))
         found[subject] = result.peak_bytes, result.seconds
     if depth <= DEEPEST_OPTIMAL:
-        planner = Optimal(chain, SLOTS)
+        planner = OptimalSchedules(chain, SLOTS)
         budgets = {f"{of}'s": int(found[rule][0]) for of, rule in SAME.items()}
         if (half := int(found["keep everything"][0]) // 2) > planner.smallest_bytes:
             budgets["half of all"] = half
@@ -95,7 +95,8 @@ def speed(repeats: int) -> list[Row]:
         budget = int(share * plain.peak_bytes)
         planned: list[Schedule] = []
         taken = [
-            seconds(lambda b=budget, p=planned: p.append(Optimal(chain, SLOTS).schedule(b))) for _ in range(repeats)
+            seconds(lambda b=budget, p=planned: p.append(OptimalSchedules(chain, SLOTS).schedule(b)))
+            for _ in range(repeats)
         ]
         result = simulate(chain, planned[-1])
         if result.peak_bytes > budget:

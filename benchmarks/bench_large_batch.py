@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.data import mnist
 from benchmarks.harness import RESULTS, Row, arguments, default_device, record, seconds, skip
 from lowtide import zoo
-from lowtide.data import mnist
 from lowtide.errors import LowtideError
 from lowtide.optim import lamb, lars, scale_batch
 

@@ -22,7 +22,7 @@ from benchmarks.harness import RESULTS, ROOT, Row, arguments, compare, read, rec
 from lowtide import Workload, zoo
 from lowtide.engines.graph import planned_loss
 from lowtide.planning.program import Program
-from lowtide.planning.strategies import Usage, compare_strategies, plain, sqrt_without_cheap, without_cheap
+from lowtide.planning.strategies import StrategyBytes, compare_strategies, plain, sqrt_without_cheap, without_cheap
 from lowtide.tracing.joint import Joint, capture_joint
 
 NAME, OVER_DEPTH = "liveness", "liveness_depth"
@@ -107,7 +107,7 @@ def main(repeats: int = 15, draw: bool = False) -> None:
     say_drawn(lambda: draw_curves(RESULTS / f"{OVER_DEPTH}.csv", ROOT / "docs" / "images" / "liveness.svg"))
 
 
-def rows_of(case: str, usage: Usage) -> list[Row]:
+def rows_of(case: str, usage: StrategyBytes) -> list[Row]:
     rows = [Row.of(case, usage.strategy, "bytes", [usage.bytes], "B")]
     if usage.strategy not in ("none", "in place"):
         rows += [

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.data import mnist
 from benchmarks.harness import RESULTS, Row, arguments, compare, default_device, record
 from benchmarks.steps import plain_step
 from lowtide import Workload, microbatch, profile, zoo
-from lowtide.data import mnist
 from lowtide.errors import LowtideError
 from lowtide.tracing.unchanged import unchanged
 

@@ -23,15 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.data import Pairs, mrpc
 from benchmarks.harness import RESULTS, Row, arguments, default_device, record
 from benchmarks.steps import peak_of, seconds_of
 from lowtide import LowtideError, Workload, profile, zoo
-from lowtide.data import Pairs, mrpc
-from lowtide.data.wordpiece import WordPiece
 from lowtide.planning.prediction import apply_options
 from lowtide.profiling import Profile
 from lowtide.techniques import Option, techniques
 from lowtide.zoo.minilm import load_minilm
+from lowtide.zoo.wordpiece import WordPiece
 
 NAME = "mrpc"
 BITS, RATIO = 3, 0.3

@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.data import mnist
 from benchmarks.gpu_time import timed
 from benchmarks.harness import RESULTS, Row, arguments, compare, default_device, record
 from lowtide import Workload, profile, zoo
-from lowtide.data import mnist
 from lowtide.errors import LowtideError
 from lowtide.optim import AdamW8bit, lower_state, round_updates, step_in_backward, store_gradients
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from lowtide.version import __version__
 
 if TYPE_CHECKING:
-    from lowtide import data, nn, optim, zoo
+    from lowtide import nn, optim, zoo
     from lowtide.engines import apply, fit, plan, verify
     from lowtide.errors import LowtideError
     from lowtide.profiling import profile, sweep
@@ -30,7 +30,6 @@ __all__ = [
     "__version__",
     "apply",
     "convert",
-    "data",
     "fit",
     "microbatch",
     "nn",
@@ -56,7 +55,7 @@ _HOMES = {
     "sweep": "profiling",
     "verify": "engines",
 }
-_MODULES = ("data", "nn", "optim", "zoo")
+_MODULES = ("nn", "optim", "zoo")
 
 
 def __getattr__(name: str) -> object:

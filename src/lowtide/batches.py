@@ -66,7 +66,7 @@ def _open(leaf: Any, depth: int) -> Any:
     if isinstance(leaf, _PLAIN):
         return leaf
     if isinstance(leaf, Mapping):
-        return _Node(leaf, dict(leaf), depth)
+        return _PytreeNode(leaf, dict(leaf), depth)
     if not depth or isinstance(leaf, (type, nn.Module)):
         return leaf
     if dataclasses.is_dataclass(leaf):
@@ -77,10 +77,10 @@ def _open(leaf: Any, depth: int) -> Any:
     if not attributes:
         return leaf
     inside = pytree.tree_leaves(_opened(list(attributes.values()), depth - 1))
-    return _Node(leaf, dict(attributes), depth - 1) if any(isinstance(each, Tensor) for each in inside) else leaf
+    return _PytreeNode(leaf, dict(attributes), depth - 1) if any(isinstance(each, Tensor) for each in inside) else leaf
 
 
-class _Node:
+class _PytreeNode:
     """A mapping or object as a node of a pytree."""
 
     def __init__(self, value: Any, parts: dict[Any, Any], depth: int) -> None:
@@ -124,8 +124,8 @@ class _Kind:
 
 
 pytree.register_pytree_node(
-    _Node,
-    _Node.flatten,
+    _PytreeNode,
+    _PytreeNode.flatten,
     lambda parts, kind: kind.with_parts(list(parts)),
-    flatten_with_keys_fn=_Node.flatten_with_keys,
+    flatten_with_keys_fn=_PytreeNode.flatten_with_keys,
 )

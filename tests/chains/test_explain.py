@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from lowtide.chains import Chain, Optimal, Schedule, explain, keep_all
+from lowtide.chains import Chain, OptimalSchedules, Schedule, explain, keep_all
 
 from .samples import peak, random_chain
 
@@ -27,7 +27,7 @@ def test_what_the_optimum_runs_again_would_not_have_fitted():
     rng = random.Random(7)
     for _ in range(200):
         chain = random_chain(rng, rng.randint(2, 12))
-        planner = Optimal(chain)
+        planner = OptimalSchedules(chain)
         budget = rng.randint(planner.smallest_bytes, peak(chain, keep_all(chain)))
         for choice in explain(chain, planner.schedule(budget)):
             if choice.kept or chain.forward_seconds[choice.stage] == 0:

@@ -9,7 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.chains import Chain, Kind, Operation, Optimal, Schedule, Tree, explain, keep_all, nested, recursive, sqrt
+from lowtide.chains import (
+    Action,
+    Chain,
+    Operation,
+    OptimalSchedules,
+    Schedule,
+    Tree,
+    explain,
+    keep_all,
+    nested,
+    recursive,
+    sqrt,
+)
 from lowtide.errors import LowtideError, PlanError
 
 from .samples import again, chains, peak, random_chain, without_light
@@ -21,11 +33,14 @@ def unnested(tree: Tree) -> list[Operation]:
     backward: list[Operation] = []
     for node in tree:
         if isinstance(node, int):
-            forward.append(Operation(Kind.EVERYTHING, node))
-            backward = [Operation(Kind.BACKWARD, node), *backward]
+            forward.append(Operation(Action.EVERYTHING, node))
+            backward = [Operation(Action.BACKWARD, node), *backward]
         else:
             first, *others = flat(node)
-            forward += [Operation(Kind.CHECKPOINT, first), *(Operation(Kind.NOTHING, stage) for stage in others)]
+            forward += [
+                Operation(Action.CHECKPOINT, first),
+                *(Operation(Action.NOTHING, stage) for stage in others),
+            ]
             backward = [*unnested(node), *backward]
     return [*forward, *backward]
 
@@ -48,7 +63,7 @@ def trees(first: int, last: int, ends: list[int]) -> list[Tree]:
 @settings(max_examples=100, deadline=None)
 def test_every_schedule_is_its_nested_checkpoints(chain: Chain, share: float):
     chain = without_light(chain)
-    plans = Optimal(chain, slots=60)
+    plans = OptimalSchedules(chain, slots=60)
     most = peak(chain, keep_all(chain))
     budget = plans.smallest_bytes + int(share * (most - plans.smallest_bytes))
     for schedule in (plans.schedule(budget), keep_all(chain), sqrt(chain), recursive(chain)):
@@ -82,7 +97,7 @@ def test_segments_end_where_they_may_and_tails_are_left_out_and_the_rest_is_the_
         chain = replace(small, tail_seconds=tails, gradient_bytes=small.value_bytes)
         ends = [rng.randint(stage, stages) for stage in range(stages)]
         known = [Schedule(tuple(unnested(tree))) for tree in trees(0, stages - 1, ends)]
-        plans = Optimal(chain, segment_ends=ends)
+        plans = OptimalSchedules(chain, segment_ends=ends)
         assert plans.smallest_bytes == min(peak(chain, schedule) for schedule in known)
         for budget in range(plans.smallest_bytes, peak(chain, keep_all(chain)) + 1):
             schedule = plans.schedule(budget)
@@ -108,4 +123,4 @@ def test_a_tail_is_left_out_by_the_last_stage_that_runs_again_and_by_no_other():
 @pytest.mark.parametrize("ends", [[1], [0, 0], [2, 2, 2]])
 def test_ends_of_segments_that_make_no_sense_are_refused(ends: list[int]):
     with pytest.raises(LowtideError, match="segment_ends of a chain of 2 stages"):
-        Optimal(Chain.uniform(2), segment_ends=ends)
+        OptimalSchedules(Chain.uniform(2), segment_ends=ends)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowtide.chains import Chain, Optimal, Schedule, keep_all, optimal, recursive, simulate, sqrt
+from lowtide.chains import Chain, OptimalSchedules, Schedule, keep_all, optimal, recursive, simulate, sqrt
 from lowtide.errors import BudgetError, LowtideError
 
 from ..soak import count
@@ -35,7 +35,7 @@ def test_the_optimum_is_that_of_a_search_over_all_states():
     rng = random.Random(4)
     for _ in range(count(300, soak=1000)):
         chain = random_chain(rng, rng.randint(1, 8))
-        planner = Optimal(chain)
+        planner = OptimalSchedules(chain)
         budget = rng.randint(planner.smallest_bytes, peak(chain, keep_all(chain)))
         schedule = planner.schedule(budget)
         assert peak(chain, schedule) <= budget
@@ -46,7 +46,7 @@ def test_no_state_of_memory_is_below_the_smallest_budget():
     rng = random.Random(5)
     for _ in range(count(100, soak=300)):
         chain = random_chain(rng, rng.randint(1, 6))
-        smallest = Optimal(chain).smallest_bytes
+        smallest = OptimalSchedules(chain).smallest_bytes
         assert fastest_of_all(chain, smallest - 1) == math.inf
         assert fastest_of_all(chain, smallest) < math.inf
 
@@ -61,7 +61,7 @@ def test_giving_up_what_was_kept_can_be_faster():
 @settings(max_examples=count(20, soak=500), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(chain=chains(), slots=st.integers(1, 100), data=st.data())
 def test_a_budget_is_kept_and_a_larger_one_is_never_slower(chain, slots, data):
-    planner = Optimal(chain, slots)
+    planner = OptimalSchedules(chain, slots)
     least, most = planner.smallest_bytes, peak(chain, keep_all(chain))
     outside = chain.value_bytes[0]
     edges = [(most - outside) // 4**k + outside + d for k in range(4) for d in (-1, 0, 1)]  # where grids change
@@ -89,7 +89,7 @@ def test_rules_are_never_better_than_the_optimum():
 
 def test_few_slots_come_close_to_many():
     chain = shrinking_chain(40)
-    fine, coarse = Optimal(chain, 4000), Optimal(chain, 250)
+    fine, coarse = OptimalSchedules(chain, 4000), OptimalSchedules(chain, 250)
     most = peak(chain, keep_all(chain))
     forward = sum(chain.forward_seconds)
     for share in (0.9, 0.7, 0.5, 0.3, 0.2, 0.15):

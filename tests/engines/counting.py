@@ -15,14 +15,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide import Workload
-from lowtide.chains import Optimal, Schedule, keep_all, recursive, sqrt
+from lowtide.chains import OptimalSchedules, Schedule, keep_all, recursive, sqrt
 from lowtide.chains import simulate as run_chain
 from lowtide.planning.program import Program
 from lowtide.planning.stages import Stages
 from lowtide.planning.writer import program_of
 from lowtide.tracing.joint import Joint, bytes_of
 
-PLANS: dict[str, Callable[[Optimal], Schedule]] = {
+PLANS: dict[str, Callable[[OptimalSchedules], Schedule]] = {
     "all": lambda plans: keep_all(plans.chain),
     "light": lambda plans: keep_all(plans.chain).lightly(),
     "sqrt": lambda plans: sqrt(plans.chain),
@@ -33,7 +33,7 @@ PLANS: dict[str, Callable[[Optimal], Schedule]] = {
 }
 
 
-def _whole(plans: Optimal) -> int:
+def _whole(plans: OptimalSchedules) -> int:
     return run_chain(plans.chain, keep_all(plans.chain)).peak_bytes
 
 
@@ -48,7 +48,7 @@ class Planner:
     def __call__(self, joint: Joint) -> Program:
         stages = Stages(joint)
         self.stages.append(stages)
-        plans = Optimal(stages.chain(lambda node: 1e-9 * (1 + bytes_of(node))))
+        plans = OptimalSchedules(stages.chain(lambda node: 1e-9 * (1 + bytes_of(node))))
         self.programs.append(program_of(stages, PLANS[self.way](plans)))
         return self.programs[-1]
 

@@ -17,7 +17,7 @@ from lowtide.engines.graph import planned_loss
 from lowtide.planning.liveness import is_elementwise, lives, lives_in_place, order_of, peak_bytes
 from lowtide.planning.program import Program, simulate
 from lowtide.planning.stages import Stages
-from lowtide.planning.strategies import Usage, compare_strategies, plain, sqrt_without_cheap, without_cheap
+from lowtide.planning.strategies import StrategyBytes, compare_strategies, plain, sqrt_without_cheap, without_cheap
 from lowtide.planning.writer import program_of
 from lowtide.tracing.effects import is_batch_norm
 from lowtide.tracing.joint import Joint, capture_joint, is_item
@@ -65,7 +65,7 @@ def outcome(work: Workload, loss: Callable[[Any], Tensor]) -> list[Tensor]:
 
 
 @cache
-def usages_of(name: str, depth: int | None = None) -> tuple[Usage, ...]:
+def usages_of(name: str, depth: int | None = None) -> tuple[StrategyBytes, ...]:
     return compare_strategies(capture_joint(STEPS[name]() if depth is None else mlp(depth)))
 
 

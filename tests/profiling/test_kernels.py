@@ -9,7 +9,7 @@ from torch import nn
 
 from lowtide import Workload, zoo
 from lowtide.profiling import profile
-from lowtide.profiling.kernels import known_kernels
+from lowtide.profiling.kernels import Workspaces, known_kernels
 
 
 def convolution():
@@ -23,6 +23,16 @@ def test_a_fake_step_with_measured_kernels_has_the_real_allocated_peak():
     assert real.peak_bytes > real.storage_peak_bytes  # the convolutions do allocate inside themselves
     assert fake.peak_bytes == real.peak_bytes
     assert fake.workspace_source == "measured"
+
+
+def test_a_seen_workspace_comes_before_a_measured_one_and_a_similar_one_last():
+    graph = profile(convolution(), fake=True, measure=True).graph
+    key, size = next((op.signature, op.workspace_bytes) for op in graph.ops if op.workspace_bytes)
+    assert Workspaces(graph).get(key) == size
+    assert Workspaces(graph, seen=[(key, 1), (key, 3), (key, 2)]).get(key) == 3
+    assert Workspaces(graph, seen=[("similar", 5)]).get(key, "similar") == size
+    assert Workspaces(graph, seen=[("similar", 5)], from_table=False).get(key, "similar") == 5
+    assert Workspaces(graph, from_table=False).get(key) is None
 
 
 def test_measurements_serve_the_next_profile():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from lowtide.profiling.profile import Outside, Profile
-from lowtide.profiling.sweep import Cell, Sweep
+from lowtide.profiling.sweep import Sweep, SweepPoint
 from lowtide.tracing.graph import Category, Graph, Op, Phase, Saved, Storage, Value
 
 MIB = 2**20
@@ -164,7 +164,7 @@ def sweep() -> Sweep:
     """Six points, peaks of 1 to 6 GB, of which one is above the limit."""
     points = [{"batch": b, "seq": s} for b in (1, 2, 3) for s in (128, 256)]
     cells = tuple(
-        Cell(point, (i + 1) * 10**9, i * 10**9, i * 5 * 10**8, {"parameter": 10**9, "activation": i * 10**9})
+        SweepPoint(point, (i + 1) * 10**9, i * 10**9, i * 5 * 10**8, {"parameter": 10**9, "activation": i * 10**9})
         for i, point in enumerate(points)
     )
     return Sweep("gpt", "NVIDIA H200", {"batch": (1, 2, 3), "seq": (128, 256)}, cells, 6, 5_500_000_000)

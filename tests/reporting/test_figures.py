@@ -7,7 +7,6 @@ import torch
 from lowtide import Workload, profile
 from lowtide.errors import LowtideError, MissingExtra
 from lowtide.reporting.figures import (
-    comparison_chart,
     heatmap_chart,
     module_chart,
     pie_chart,
@@ -50,11 +49,6 @@ def test_module_chart_shows_the_largest_first(profile):
     assert {row["module"] for row in drawn} == {f"{i}.relu" for i in range(4)}
 
 
-def test_comparison_tells_equal_names_apart(profile):
-    drawn = rows(comparison_chart(profile.compare(profile)))
-    assert {row["run"] for row in drawn} == {"chain before", "chain after"}
-
-
 def test_heatmap_outlines_cells_above_the_limit(sweep):
     drawn = rows(heatmap_chart(sweep))
     assert [row["label"] for row in drawn if row["stroke"] == OVER] == ["6.00"]
@@ -65,12 +59,11 @@ def test_figures_share_the_palette(profile):
     assert COLORS["activation"] in text
 
 
-def test_figures_are_saved_by_their_suffix(tmp_path, profile, planned, sweep):
+def test_figures_are_saved_by_their_suffix(tmp_path, profile, sweep):
     charts = {
         "timeline": timeline_chart(profile),
         "pie": pie_chart(profile),
         "modules": module_chart(profile),
-        "comparison": comparison_chart(profile.compare(planned)),
         "heatmap": heatmap_chart(sweep),
     }
     for name, chart in charts.items():

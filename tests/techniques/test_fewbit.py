@@ -15,7 +15,7 @@ from lowtide.planning import predict
 from lowtide.planning.prediction import estimate_peak
 from lowtide.profiling import profile
 from lowtide.techniques import Fidelity, techniques
-from lowtide.techniques.fewbit import FewBit, keep_few_bits, measure_inputs
+from lowtide.techniques.fewbit import FewBitActivations, keep_few_bits, measure_inputs
 from lowtide.workload import Workload
 from tests.contract.contract import SeveralModels
 from tests.contract.outcomes import run
@@ -67,7 +67,7 @@ class TestFewBit(SeveralModels):
 def test_the_price_of_a_layer_is_its_bytes(name):
     work = make(name)
     plain = profile(work, fake=True)
-    technique = FewBit()
+    technique = FewBitActivations()
     for option in technique.options(plain):
         price = technique.price(option, plain)
         after = predict(work, [option], plain)
@@ -82,8 +82,8 @@ def test_the_price_of_a_layer_is_its_bytes(name):
 def test_three_bits_keep_three_of_thirty_two():
     work = build(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 5)), 8, 16)
     plain = profile(work)
-    option = next(o for o in FewBit().options(plain) if o.knob("bits") == 3)
-    with FewBit().apply(work, [option]):
+    option = next(o for o in FewBitActivations().options(plain) if o.knob("bits") == 3)
+    with FewBitActivations().apply(work, [option]):
         after = profile(work)
     assert plain.saved_bytes - after.saved_bytes == 8 * 64 * 4 - 8 * 64 * 3 // 8
 
@@ -91,23 +91,23 @@ def test_three_bits_keep_three_of_thirty_two():
 def test_what_the_next_layer_keeps_anyway_is_not_offered():
     relu = build(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 5)), 8, 16)
     tanh = build(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 5)), 8, 16)
-    assert not FewBit().options(profile(relu))
-    assert not FewBit().options(profile(tanh))
+    assert not FewBitActivations().options(profile(relu))
+    assert not FewBitActivations().options(profile(tanh))
 
 
 def test_what_keeps_few_bits_already_is_not_offered():
     work = build(nn.Sequential(nn.Linear(16, 64), fewbit.GELU(), nn.Dropout(0.1), nn.Linear(64, 5)), 8, 16)
-    assert not FewBit().options(profile(work))
+    assert not FewBitActivations().options(profile(work))
 
 
 def test_exact_ones_are_an_option_of_their_own():
     work = make("smooth")
     plain = profile(work)
-    exact, *others = FewBit().options(plain)
+    exact, *others = FewBitActivations().options(plain)
     assert exact.site == ("14",)
-    assert FewBit().check(exact).fidelity is Fidelity.BITWISE
-    assert all(FewBit().check(option).fidelity is Fidelity.APPROXIMATE for option in others)
-    bounds = [FewBit().check(option).rtol for option in others]
+    assert FewBitActivations().check(exact).fidelity is Fidelity.BITWISE
+    assert all(FewBitActivations().check(option).fidelity is Fidelity.APPROXIMATE for option in others)
+    bounds = [FewBitActivations().check(option).rtol for option in others]
     assert bounds == sorted(bounds)
     assert bounds[0] < 0.05 < bounds[-1]
 
@@ -116,8 +116,8 @@ def test_fewer_bits_are_further_from_the_plain_gradients():
     work = make("smooth")
     expected = run(work)
     errors = []
-    for option in FewBit().options(profile(work))[1:]:
-        with FewBit().apply(work, [option]):
+    for option in FewBitActivations().options(profile(work))[1:]:
+        with FewBitActivations().apply(work, [option]):
             found = run(work)
         assert torch.equal(found["loss 0"], expected["loss 0"])
         difference = sum(float((found[n] - expected[n]).norm() ** 2) for n in expected if n.endswith(".grad"))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowtide import zoo
-from lowtide.chains import Chain, Kind, Optimal, Schedule, keep_all, recursive, simulate
+from lowtide.chains import Action, Chain, OptimalSchedules, Schedule, keep_all, recursive, simulate
 from lowtide.engines import plan
 from lowtide.errors import LowtideError, PlanError
 from lowtide.planning import apply_options, estimate_peak, predict
@@ -46,7 +46,7 @@ def schedules(draw: st.DrawFn, most: int = 7) -> Schedule:
     values = [1, *draw(numbers)]
     saved = [value + more for value, more in zip(values[1:], draw(numbers), strict=True)]
     made = Chain(draw(numbers), [1] * n, values, saved)
-    plans = Optimal(made)
+    plans = OptimalSchedules(made)
     return plans.schedule(draw(st.integers(plans.smallest_bytes, simulate(made, keep_all(made)).peak_bytes)))
 
 
@@ -86,7 +86,7 @@ def test_stages_run_in_the_order_of_the_schedule(schedule: Schedule) -> None:
     model = nn.Sequential(*(Stage(i, log) for i in range(len(schedule.runs))))
     with checkpoint_schedule(model, schedule):
         model(torch.zeros(3, requires_grad=True)).sum().backward()
-    assert log == [f"{'B' if op.kind is Kind.BACKWARD else 'F'}{op.stage + 1}" for op in schedule.operations]
+    assert log == [f"{'B' if op.kind is Action.BACKWARD else 'F'}{op.stage + 1}" for op in schedule.operations]
 
 
 @settings(max_examples=15, deadline=None)
@@ -228,7 +228,7 @@ def test_the_chain_says_of_its_schedules_what_their_price_says() -> None:
     whole = simulate(made, keep_all(made)).peak_bytes
     for schedule in (
         recursive(made, stages.segment_ends),
-        Optimal(made, 500, stages.segment_ends).schedule(whole // 2),
+        OptimalSchedules(made, 500, stages.segment_ends).schedule(whole // 2),
     ):
         option = Option("optimal", ("",), (("trees", tuple(stages.trees(schedule).values())),))
         price = technique().price(option, plain)

@@ -55,6 +55,11 @@ def test_a_broken_entry_point_is_named_and_passed_over(offer, point: str) -> Non
         assert "sqrt" in techniques()
 
 
+def test_built_in_techniques_that_are_gone_stay_gone_after_an_older_installation(offer) -> None:
+    offer("gone = lowtide.techniques.no_such_module:Gone")
+    assert len(techniques()) == len(registry.BUILT_IN)
+
+
 def test_two_techniques_of_one_name_are_an_error_that_names_both(offer) -> None:
     offer("again = lowtide.techniques.sqrt:Sqrt\nother = offered:Mine")
     assert len(techniques()) == len(registry.BUILT_IN) + 1  # the same technique under two entries is one

@@ -6,8 +6,9 @@ import json
 import pytest
 from torch import nn
 
-from lowtide.errors import LowtideError
-from lowtide.techniques import Fidelity, Forward, Option, Price, Technique, Undo, replace_forward, techniques
+from lowtide import zoo
+from lowtide.errors import LowtideError, PlanError
+from lowtide.techniques import Fidelity, Forward, Option, Price, Technique, replace_forward, techniques
 
 
 def test_fidelity_is_ordered_from_strict_to_loose() -> None:
@@ -26,48 +27,38 @@ def test_options_with_the_same_content_are_the_same() -> None:
     assert str(Option("batchnorm", tuple("abcdefg"))) == "batchnorm on a, b, c, 4 more"
 
 
+def test_knobs_of_another_type_or_range_are_refused() -> None:
+    option = Option(
+        "any", ("a", "b"), (("rows", 3), ("ratio", 0.5), ("state", "8bit"), ("bits", (2, 4)), ("all", True))
+    )
+    assert option.read("rows", 0, least=1) == 3
+    assert option.read("ratio", 1.0) == 0.5
+    assert option.read("absent", 7) == 7
+    assert option.one_of("state", ("4bit", "8bit")) == "8bit"
+    assert option.by_site("bits") == {"a": 2, "b": 4}
+    for refused in (
+        lambda: option.read("rows", 0, least=4),
+        lambda: option.read("rows", 0.0),
+        lambda: option.read("all", 0),
+        lambda: option.read("absent", 0, least=1),
+        lambda: option.one_of("state", ("4bit",)),
+        lambda: option.by_site("rows"),
+        lambda: Option("any", ("a",), option.knobs).by_site("bits"),
+    ):
+        with pytest.raises(PlanError):
+            refused()
+
+
+@pytest.mark.parametrize("name", [name for name, each in techniques().items() if each.kind == "step"])
+@pytest.mark.parametrize("sites", [[], [("layers",)], [("",), ("",)]], ids=["none", "a layer", "twice"])
+def test_a_technique_of_the_step_acts_once_and_on_all_of_it(name, sites) -> None:
+    technique, work = techniques()[name], zoo.small("lenet")
+    with pytest.raises(PlanError, match="once"):
+        technique.apply(work, [Option(name, site) for site in sites])
+
+
 def test_a_price_adds_the_seconds_of_its_resources() -> None:
     assert Price(Fidelity.BITWISE, compute_seconds=1.0, h2d_seconds=0.5, d2h_seconds=0.25).seconds == 1.75
-
-
-def test_undo_takes_back_in_reverse_order_and_only_once() -> None:
-    done: list[int] = []
-    undo = Undo(lambda: done.append(1), lambda: done.append(2))
-    undo.add(lambda: done.append(3))
-    undo()
-    undo()
-    assert done == [3, 2, 1]
-
-
-def test_undo_takes_back_the_rest_when_one_action_fails() -> None:
-    done: list[int] = []
-
-    def fail() -> None:
-        raise ValueError("no")
-
-    undo = Undo(lambda: done.append(1), fail, lambda: done.append(3))
-    with pytest.raises(ValueError, match="no"):
-        undo()
-    assert done == [3, 1]
-
-
-def test_a_failed_apply_takes_back_what_it_had_done() -> None:
-    done: list[int] = []
-
-    def apply(fail: bool) -> Undo:
-        with Undo() as undo:
-            undo.add(lambda: done.append(1))
-            if fail:
-                raise ValueError("half way")
-            return undo.keep()
-
-    with pytest.raises(ValueError, match="half way"):
-        apply(fail=True)
-    assert done == [1]
-    undo = apply(fail=False)
-    assert done == [1]
-    undo()
-    assert done == [1, 1]
 
 
 class Doubled(Forward):

@@ -30,7 +30,6 @@ CONFLICTS = {
     ("compress", "optimal"): "keeps nothing that could be compressed",
     ("compress", "batchnorm"): "has to be exact",
     ("optimizer_in_backward", "stored_gradients"): "leaves no gradients to store",
-    ("optimizer_in_backward", "large_batch"): "not the optimizer's",
 }
 REFUSED = {pair: f"cannot be in one plan: .*{why}" for names, why in CONFLICTS.items() for pair in (names, names[::-1])}
 REFUSED |= {

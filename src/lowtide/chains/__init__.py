@@ -3,17 +3,17 @@
 from lowtide.chains.chain import Chain
 from lowtide.chains.explain import StageChoice, explain
 from lowtide.chains.nested import Tree, nested
-from lowtide.chains.optimal import Optimal, optimal
-from lowtide.chains.schedule import Kind, Operation, Schedule, Simulation, simulate
+from lowtide.chains.optimal import OptimalSchedules, optimal
+from lowtide.chains.schedule import Action, Operation, Schedule, ScheduleSimulation, simulate
 from lowtide.chains.simple import keep_all, recursive, sqrt
 
 __all__ = [
+    "Action",
     "Chain",
-    "Kind",
     "Operation",
-    "Optimal",
+    "OptimalSchedules",
     "Schedule",
-    "Simulation",
+    "ScheduleSimulation",
     "StageChoice",
     "Tree",
     "explain",

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.chains.chain import Chain
-from lowtide.chains.schedule import Kind, Operation, Schedule, simulate
+from lowtide.chains.schedule import Action, Operation, Schedule, simulate
 from lowtide.sizes import format_seconds, format_size
 
 
@@ -62,7 +62,7 @@ def explain(chain: Chain, schedule: Schedule) -> tuple[StageChoice, ...]:
     during = simulate(chain, schedule).during_bytes
     peak = int(during.max())
     places = _Places(schedule)
-    light = {op.stage for op in schedule.operations if op.kind is Kind.LIGHT}
+    light = {op.stage for op in schedule.operations if op.kind is Action.LIGHT}
     choices: list[StageChoice] = []
     for stage, runs in enumerate(schedule.runs):
         seconds = (runs - 1) * chain.forward_seconds[stage] - (stage in schedule.stopped) * chain.tail_seconds[stage]
@@ -81,20 +81,20 @@ class _Places:
         for place, op in enumerate(schedule.operations):
             self._of.setdefault(op, []).append(place)
 
-    def of(self, stage: int, *kinds: Kind) -> list[int]:
+    def of(self, stage: int, *kinds: Action) -> list[int]:
         return sorted(place for kind in kinds for place in self._of.get(Operation(kind, stage), []))
 
     def copies(self, value: int) -> list[tuple[int, int]]:
         """From when to when a value is there by itself, apart from what a stage saved."""
-        gone = self.of(value, Kind.NOTHING, Kind.BACKWARD)
-        made = self.of(value - 1, Kind.CHECKPOINT, Kind.NOTHING)
+        gone = self.of(value, Action.NOTHING, Action.BACKWARD)
+        made = self.of(value - 1, Action.CHECKPOINT, Action.NOTHING)
         return [(place, gone[bisect(gone, place)]) for place in made]
 
 
 def _most_if_kept(chain: Chain, stage: int, places: _Places, during: NDArray[np.int64]) -> int:
     """The most bytes from the stage's first run to the one that keeps everything, had the first kept everything."""
-    start = places.of(stage, Kind.CHECKPOINT, Kind.NOTHING, Kind.EVERYTHING, Kind.LIGHT)[0]
-    end = places.of(stage, Kind.EVERYTHING, Kind.LIGHT)[0]
+    start = places.of(stage, Action.CHECKPOINT, Action.NOTHING, Action.EVERYTHING, Action.LIGHT)[0]
+    end = places.of(stage, Action.EVERYTHING, Action.LIGHT)[0]
     if start == end:
         return 0
     more = np.full(end - start, chain.saved_bytes[stage])
@@ -102,7 +102,7 @@ def _most_if_kept(chain: Chain, stage: int, places: _Places, during: NDArray[np.
         more[born - start : gone - start + 1] -= chain.value_bytes[stage + 1]
     if stage > 0:  # its input would stay too
         more += chain.value_bytes[stage]
-        inside = (places.of(stage - 1, Kind.EVERYTHING, Kind.LIGHT)[0], len(during))
+        inside = (places.of(stage - 1, Action.EVERYTHING, Action.LIGHT)[0], len(during))
         for born, gone in [*places.copies(stage), inside]:
             more[max(born - start, 0) : max(gone - start + 1, 0)] -= chain.value_bytes[stage]
     return int((during[start:end] + more).max())

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.chains.needs import Needs
-from lowtide.chains.schedule import Kind, Schedule, Way, simulate, unroll
+from lowtide.chains.schedule import Action, Schedule, Way, simulate, unroll
 
 
 class Grid:
@@ -136,7 +136,7 @@ class Grid:
         """What ``_fill`` took the minimum from, once more: choices would need a table as large as that of seconds."""
         if first == last:
             light = point < self.least_keeping[first, last] and self.needs.has_light
-            return Way(first, 0, Kind.LIGHT if light else Kind.EVERYTHING)
+            return Way(first, 0, Action.LIGHT if light else Action.EVERYTHING)
         start = int(self.pass_shift[first])
         end = min(last, self.needs.segment_ends[first])
         back = np.array([self.table[t][first, start + point] for t in range(first, end)], np.float32)
@@ -153,7 +153,7 @@ class Grid:
         ):
             return Way(first, point - int(self.keep_shift[first]))
         if light <= least and np.isfinite(light):
-            return Way(first, point - int(self.light_shift[first]), Kind.LIGHT)
+            return Way(first, point - int(self.light_shift[first]), Action.LIGHT)
         at = first + 1 + int(passed.argmin())
         return Way(at, point - int(self.pass_shift[at]))
 

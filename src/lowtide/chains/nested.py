@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from lowtide.chains.schedule import Kind, Operation, Schedule
+from lowtide.chains.schedule import Action, Operation, Schedule
 from lowtide.errors import PlanError
 
 Tree: TypeAlias = "tuple[int | Tree, ...]"
@@ -22,14 +22,14 @@ def nested(schedule: Schedule) -> Tree:
     >>> nested(Schedule.parse("F1c, F2n, F3e, F4e, B4, B3, F1c, F2e, B2, F1e, B1"))
     (((0,), 1), 2, 3)
     """
-    reader = _Reader(schedule.operations)
+    reader = _OperationReader(schedule.operations)
     tree = reader.nodes(0, len(schedule.runs) - 1)
     if reader.place != len(schedule.operations):
         raise reader.wrong()
     return tree
 
 
-class _Reader:
+class _OperationReader:
     """Reads operations from the first to the last."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
@@ -42,29 +42,29 @@ class _Reader:
         stage = first
         while stage <= last:
             end = stage + 1
-            kept = self.reads(Kind.EVERYTHING, stage)
+            kept = self.reads(Action.EVERYTHING, stage)
             if not kept:
-                self.expect(Kind.CHECKPOINT, stage)
-                while end <= last and self.reads(Kind.NOTHING, end):
+                self.expect(Action.CHECKPOINT, stage)
+                while end <= last and self.reads(Action.NOTHING, end):
                     end += 1
             found.append((stage, stage if kept else end))
             stage = end
         tree: list[int | Tree] = []
         for stage, end in reversed(found):
             if stage == end:
-                self.expect(Kind.BACKWARD, stage)
+                self.expect(Action.BACKWARD, stage)
                 tree.append(stage)
             else:
                 tree.append(self.nodes(stage, end - 1))
         return tuple(reversed(tree))
 
-    def reads(self, kind: Kind, stage: int) -> bool:
+    def reads(self, kind: Action, stage: int) -> bool:
         """Whether this is the next operation, which is then read."""
         there = self.operations[self.place : self.place + 1] == (Operation(kind, stage),)
         self.place += there
         return there
 
-    def expect(self, kind: Kind, stage: int) -> None:
+    def expect(self, kind: Action, stage: int) -> None:
         if not self.reads(kind, stage):
             raise self.wrong(f", where nested checkpoints have {Operation(kind, stage)}")
 

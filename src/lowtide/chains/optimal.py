@@ -27,10 +27,10 @@ def optimal(chain: Chain, budget_bytes: int, slots: int = 500) -> Schedule:
     >>> print(optimal(Chain.uniform(4), budget_bytes=6))
     F1e, F2c, F3n, F4e, B4, F2e, F3e, B3, B2, B1
     """
-    return Optimal(chain, slots).schedule(budget_bytes)
+    return OptimalSchedules(chain, slots).schedule(budget_bytes)
 
 
-class Optimal:
+class OptimalSchedules:
     """The optimal schedules of a chain, at any budget (Rotor: Beaumont et al., 2019).
 
     Memory is counted in slots, on grids that depend on the chain alone: one over all that keeping everything takes,

@@ -18,7 +18,7 @@ from lowtide.chains.chain import Chain
 from lowtide.errors import PlanError
 
 
-class Kind(StrEnum):
+class Action(StrEnum):
     """What an operation does with a stage, and what it keeps."""
 
     CHECKPOINT = "c"  # forward; its input is kept
@@ -35,11 +35,11 @@ class Operation(NamedTuple):
     ('F1c', 'B4')
     """
 
-    kind: Kind
+    kind: Action
     stage: int
 
     def __str__(self) -> str:
-        return f"B{self.stage + 1}" if self.kind is Kind.BACKWARD else f"F{self.stage + 1}{self.kind}"
+        return f"B{self.stage + 1}" if self.kind is Action.BACKWARD else f"F{self.stage + 1}{self.kind}"
 
 
 @dataclass(frozen=True)
@@ -63,25 +63,25 @@ class Schedule:
     @cached_property
     def runs(self) -> tuple[int, ...]:
         """How often each stage runs forward."""
-        count = Counter(op.stage for op in self.operations if op.kind is not Kind.BACKWARD)
+        count = Counter(op.stage for op in self.operations if op.kind is not Action.BACKWARD)
         return tuple(count[stage] for stage in range(max(count, default=-1) + 1))
 
     @cached_property
     def stopped(self) -> frozenset[int]:
         """Stages that are the last of some that run again: their backward is next, so that their tail is not needed."""
         pairs = zip(self.operations, self.operations[1:], strict=False)
-        ends = {op.stage for op, after in pairs if after == (Kind.BACKWARD, op.stage)}
+        ends = {op.stage for op, after in pairs if after == (Action.BACKWARD, op.stage)}
         return frozenset(stage for stage in ends if self.runs[stage] > 1)
 
     def forward_seconds(self, chain: Chain) -> float:
         """All forward runs, the first and those again, of a chain with this many stages, and of what is cheap."""
         runs = (count * seconds for count, seconds in zip(self.runs, chain.forward_seconds, strict=True))
-        cheap = (chain.light_seconds[op.stage] for op in self.operations if op.kind is Kind.LIGHT)
+        cheap = (chain.light_seconds[op.stage] for op in self.operations if op.kind is Action.LIGHT)
         return math.fsum([*runs, *cheap, *(-chain.tail_seconds[stage] for stage in self.stopped)])
 
     def lightly(self) -> Schedule:
         """The same, but what is kept is kept lightly."""
-        kinds = {Kind.EVERYTHING: Kind.LIGHT}
+        kinds = {Action.EVERYTHING: Action.LIGHT}
         return Schedule(tuple(op._replace(kind=kinds.get(op.kind, op.kind)) for op in self.operations))
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ class Way(NamedTuple):
 
     at: int
     room: int
-    kind: Kind = Kind.EVERYTHING
+    kind: Action = Action.EVERYTHING
 
 
 def unroll(stages: int, room: int, decide: Callable[[int, int, int], Way]) -> Schedule:
@@ -113,18 +113,18 @@ def unroll(stages: int, room: int, decide: Callable[[int, int, int], Way]) -> Sc
         at, left, kind = decide(first, last, room)
         if at == first:
             operations.append(Operation(kind, first))
-            todo.append(Operation(Kind.BACKWARD, first))
+            todo.append(Operation(Action.BACKWARD, first))
             if first < last:
                 todo.append((first + 1, last, left))
         else:
-            operations.append(Operation(Kind.CHECKPOINT, first))
-            operations += (Operation(Kind.NOTHING, stage) for stage in range(first + 1, at))
+            operations.append(Operation(Action.CHECKPOINT, first))
+            operations += (Operation(Action.NOTHING, stage) for stage in range(first + 1, at))
             todo += (first, at - 1, room), (at, last, left)
     return Schedule(tuple(operations))
 
 
 @dataclass(frozen=True, slots=True)
-class Simulation:
+class ScheduleSimulation:
     """What a schedule takes, operation by operation. Value 0 of the chain counts from the start to the end."""
 
     during_bytes: NDArray[np.int64]  # while each operation runs, its temporaries included
@@ -136,13 +136,8 @@ class Simulation:
         """The most at any time."""
         return int(self.during_bytes.max())
 
-    @property
-    def peak_operation(self) -> int:
-        """The place in the schedule of the first operation that reaches the peak."""
-        return int(self.during_bytes.argmax())
 
-
-def simulate(chain: Chain, schedule: Schedule) -> Simulation:
+def simulate(chain: Chain, schedule: Schedule) -> ScheduleSimulation:
     """Run a schedule over byte sizes. Raises where an operation lacks an input or the gradient does not come out.
 
     >>> found = simulate(Chain.uniform(2, saved_bytes=3), Schedule.parse("F1c, F2e, B2, F1e, B1"))
@@ -155,13 +150,13 @@ def simulate(chain: Chain, schedule: Schedule) -> Simulation:
     for place, op in enumerate(schedule.operations):
         if not 0 <= op.stage < chain.stages:
             raise _wrong(op, place, f"the chain has {chain.stages} stages")
-        run = memory.backward if op.kind is Kind.BACKWARD else memory.forward
+        run = memory.backward if op.kind is Action.BACKWARD else memory.forward
         during.append(run(op, place))
         after.append(memory.live)
     if memory.gradient != 0:
         raise PlanError(f"The schedule ends before the backward of stage {memory.gradient}")
     seconds = schedule.forward_seconds(chain) + math.fsum(chain.backward_seconds)
-    return Simulation(np.array(during, np.int64), np.array(after, np.int64), seconds)
+    return ScheduleSimulation(np.array(during, np.int64), np.array(after, np.int64), seconds)
 
 
 class _Memory:
@@ -170,7 +165,7 @@ class _Memory:
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self.values = {0}
-        self.saved: dict[int, Kind] = {}  # stages of which everything is kept, or lightly
+        self.saved: dict[int, Action] = {}  # stages of which everything is kept, or lightly
         self.gradient = chain.stages  # of which value it is, or will be
         self.live = chain.value_bytes[0]
 
@@ -180,9 +175,9 @@ class _Memory:
         self._need_input(op, place)
         if stage in self.saved or stage + 1 in self.values:
             raise _wrong(op, place, "its result is there already")
-        if op.kind is Kind.NOTHING and (stage == 0 or stage not in self.values):
+        if op.kind is Action.NOTHING and (stage == 0 or stage not in self.values):
             raise _wrong(op, place, "its input is not its own to let go")
-        if op.kind in (Kind.EVERYTHING, Kind.LIGHT):
+        if op.kind in (Action.EVERYTHING, Action.LIGHT):
             self.saved[stage] = op.kind
             self.live += self._saved_bytes(stage)
             during = self.live + chain.forward_temporary_bytes[stage]
@@ -190,7 +185,7 @@ class _Memory:
             self.values.add(stage + 1)
             self.live += chain.value_bytes[stage + 1]
             during = self.live + chain.passing_temporary_bytes[stage]
-        if op.kind is Kind.NOTHING:
+        if op.kind is Action.NOTHING:
             self._let_go(stage)
         return during
 
@@ -205,7 +200,7 @@ class _Memory:
         if self.gradient == chain.stages:
             self.live += chain.gradient_bytes[-1]
         self.live += chain.gradient_bytes[stage] + chain.left_bytes[stage]
-        light = self.saved[stage] is Kind.LIGHT
+        light = self.saved[stage] is Action.LIGHT
         during = self.live + (chain.light_temporary_bytes if light else chain.backward_temporary_bytes)[stage]
         self.live -= chain.gradient_bytes[stage + 1] + self._saved_bytes(stage)
         self.saved.pop(stage)
@@ -215,7 +210,7 @@ class _Memory:
         return during
 
     def _saved_bytes(self, stage: int) -> int:
-        return (self.chain.light_bytes if self.saved[stage] is Kind.LIGHT else self.chain.saved_bytes)[stage]
+        return (self.chain.light_bytes if self.saved[stage] is Action.LIGHT else self.chain.saved_bytes)[stage]
 
     def _let_go(self, value: int) -> None:
         self.values.remove(value)
@@ -234,4 +229,4 @@ def _operation(word: str) -> Operation:
     match = re.fullmatch(r"F([1-9]\d*)([cnel])|B([1-9]\d*)", word)
     if match is None:
         raise PlanError(f"{word!r} is not an operation", hint="Write F1c, F1n, F1e, F1l or B1, stages counted from 1.")
-    return Operation(Kind(match[2] or "b"), int(match[1] or match[3]) - 1)
+    return Operation(Action(match[2] or "b"), int(match[1] or match[3]) - 1)

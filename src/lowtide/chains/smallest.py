@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from lowtide.chains.chain import Chain
 from lowtide.chains.needs import Needs
-from lowtide.chains.schedule import Kind, Schedule, Way, unroll
+from lowtide.chains.schedule import Action, Schedule, Way, unroll
 
 
 class Smallest:
@@ -57,7 +57,7 @@ class Smallest:
         if way == 0:
             return Way(first, room - int(self.needs.saved[first]))
         if way == 1:
-            return Way(first, room - int(self.needs.light[first]), Kind.LIGHT)
+            return Way(first, room - int(self.needs.light[first]), Action.LIGHT)
         at = first + way - 1
         return Way(at, room - int(self.needs.values[at]))
 

@@ -22,10 +22,10 @@ from lowtide.planning.plan import Plan, check_plan
 from lowtide.planning.prediction import apply_options
 from lowtide.profiling import Profile, profile
 from lowtide.sizes import format_size
-from lowtide.techniques.technique import Applied
 from lowtide.tracing.held import static_bytes, watch_modules
 from lowtide.tracing.meter import CpuPeak
 from lowtide.tracing.others import beside
+from lowtide.undo import Applied
 from lowtide.workload import Workload, autocast
 
 _MEASURED_STEPS = 3

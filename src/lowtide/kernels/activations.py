@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.errors import LowtideError
+from lowtide.kernels.pointwise import POINTWISE, read
 
 _aten: Any = torch.ops.aten
 
@@ -37,19 +38,20 @@ class Activation:
         if activation is None:
             return cls("identity")
         if isinstance(activation, str):
-            if activation not in _DEFAULTS:
-                raise LowtideError(f"Unknown activation {activation!r}", hint=f"Known: {', '.join(_DEFAULTS)}.")
-            return cls(activation, _DEFAULTS[activation], nn.PReLU() if activation == "prelu" else None)
+            if activation == "prelu":
+                return cls(activation, (), nn.PReLU())
+            if activation not in _BACKWARDS:
+                raise LowtideError(f"Unknown activation {activation!r}", hint=f"Known: {', '.join(_KNOWN)}.")
+            return cls(activation, POINTWISE[activation].defaults)
         if not isinstance(activation, nn.Module):
             raise LowtideError(
                 f"{activation!r} is not an activation",
-                hint=f"Give a module, or one of {', '.join(_DEFAULTS)}.",
+                hint=f"Give a module, or one of {', '.join(_KNOWN)}.",
             )
-        read = _MODULES.get(type(activation))
-        if read is not None:
-            name, numbers = read(activation)
-            return cls(name, numbers, activation if name == "prelu" else None)
-        return cls("module", (), activation)
+        if type(activation) is nn.PReLU:
+            return cls("prelu", (), activation)
+        name, numbers = read(activation) or ("", ())
+        return cls(name, numbers) if name in _BACKWARDS else cls("module", (), activation)
 
     @property
     def invertible(self) -> bool:
@@ -73,15 +75,14 @@ class Activation:
 
     def __call__(self, y: Tensor) -> Tensor:
         """z, as torch computes it."""
-        return self.module(y) if self.module is not None else _FORWARDS[self.name](y, *self.numbers)
+        return self.module(y) if self.module is not None else POINTWISE[self.name].function(y, *self.numbers)
 
     def write(self, y: Tensor, slopes: Tensor | None = None) -> Tensor:
         """z, over y where torch can."""
-        if self.name in _IN_PLACE:
-            return _IN_PLACE[self.name](y, *self.numbers)
         if slopes is not None:
             return _aten._prelu_kernel(y, _per_channel(slopes, y))
-        return _FORWARDS[self.name](y, *self.numbers)
+        op = POINTWISE[self.name]
+        return (op.in_place or op.function)(y, *self.numbers)
 
     def backward(
         self, dz: Tensor, y: Tensor, slopes: Tensor | None = None, *, write: bool = False
@@ -109,10 +110,6 @@ class Activation:
 
 def _per_channel(slopes: Tensor, y: Tensor) -> Tensor:
     return slopes.view(1, -1, *[1] * (y.dim() - 2)).to(y.dtype)
-
-
-def _gelu(y: Tensor, tanh: float) -> Tensor:
-    return F.gelu(y, approximate="tanh" if tanh else "none")
 
 
 class _Ends(NamedTuple):
@@ -147,62 +144,6 @@ def _softplus_inverse(z: Tensor, ends: _Ends, beta: float, threshold: float) -> 
     return torch.where(scaled > threshold, z, torch.log(torch.expm1(scaled)) / beta)
 
 
-_DEFAULTS: dict[str, tuple[float, ...]] = {
-    "identity": (),
-    "relu": (),
-    "leaky_relu": (0.01,),
-    "elu": (1.0,),
-    "celu": (1.0,),
-    "silu": (),
-    "gelu": (0.0,),  # 1 for the approximation by tanh
-    "hardswish": (),
-    "tanh": (),
-    "sigmoid": (),
-    "softplus": (1.0, 20.0),
-    "prelu": (),
-}
-
-_MODULES: dict[type[nn.Module], Callable[[Any], tuple[str, tuple[float, ...]]]] = {
-    nn.Identity: lambda m: ("identity", ()),
-    nn.ReLU: lambda m: ("relu", ()),
-    nn.LeakyReLU: lambda m: ("leaky_relu", (m.negative_slope,)),
-    nn.ELU: lambda m: ("elu", (m.alpha,)),
-    nn.CELU: lambda m: ("celu", (m.alpha,)),
-    nn.SiLU: lambda m: ("silu", ()),
-    nn.GELU: lambda m: ("gelu", (float(m.approximate == "tanh"),)),
-    nn.Hardswish: lambda m: ("hardswish", ()),
-    nn.Tanh: lambda m: ("tanh", ()),
-    nn.Sigmoid: lambda m: ("sigmoid", ()),
-    nn.Softplus: lambda m: ("softplus", (m.beta, m.threshold)),
-    nn.PReLU: lambda m: ("prelu", ()),
-}
-
-_FORWARDS: dict[str, Callable[..., Tensor]] = {
-    "identity": lambda y: y,
-    "relu": torch.relu,
-    "leaky_relu": F.leaky_relu,
-    "elu": F.elu,
-    "celu": F.celu,
-    "silu": F.silu,
-    "gelu": _gelu,
-    "hardswish": F.hardswish,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "softplus": F.softplus,
-}
-
-_IN_PLACE: dict[str, Callable[..., Tensor]] = {
-    "identity": lambda y: y,
-    "relu": torch.relu_,
-    "leaky_relu": lambda y, slope: F.leaky_relu_(y, slope),
-    "elu": lambda y, alpha: F.elu_(y, alpha),
-    "celu": lambda y, alpha: torch.celu_(y, alpha),
-    "silu": lambda y: F.silu(y, inplace=True),
-    "hardswish": lambda y: F.hardswish(y, inplace=True),
-    "tanh": torch.tanh_,
-    "sigmoid": torch.sigmoid_,
-}
-
 _FROM_RESULT = ("identity", "relu", "leaky_relu", "elu", "celu", "tanh", "sigmoid")
 
 _BACKWARDS: dict[str, Callable[..., Tensor]] = {
@@ -218,6 +159,8 @@ _BACKWARDS: dict[str, Callable[..., Tensor]] = {
     "sigmoid": lambda dz, y: _aten.sigmoid_backward(dz, torch.sigmoid(y)),
     "softplus": lambda dz, y, beta, threshold: _aten.softplus_backward(dz, y, beta, threshold),
 }
+
+_KNOWN = (*_BACKWARDS, "prelu")
 
 _BACKWARDS_OVER: dict[str, Callable[..., Tensor]] = {
     "relu": lambda dz, y: _aten.threshold_backward(dz, y, 0, grad_input=y),

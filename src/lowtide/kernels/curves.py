@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.errors import LowtideError
+from lowtide.kernels.pointwise import POINTWISE, read
 
 _aten: Any = torch.ops.aten
 
@@ -41,9 +42,9 @@ class Curve:
         if isinstance(activation, Curve):
             return activation
         if isinstance(activation, str):
-            if activation not in _FUNCTIONS:
-                raise LowtideError(f"Unknown activation {activation!r}", hint=f"Known: {', '.join(_FUNCTIONS)}.")
-            return cls(activation, _DEFAULTS.get(activation, ()))
+            if activation not in _NAMES:
+                raise LowtideError(f"Unknown activation {activation!r}", hint=f"Known: {', '.join(_NAMES)}.")
+            return cls(activation, POINTWISE[activation].defaults)
         found = read_module(activation)
         if found is not None:
             return found
@@ -54,10 +55,12 @@ class Curve:
             )
         if not callable(activation) or isinstance(activation, type):
             raise LowtideError(f"{activation!r} is not an activation", hint="Give a module, a name or a function.")
-        for name, (function, _) in _FUNCTIONS.items():
-            if activation in (function, getattr(F, name, None), getattr(torch, name, None)):
-                return cls(name, _DEFAULTS.get(name, ()))
-        curve = cls(getattr(activation, "__name__", type(activation).__name__), (), cast(_In, activation))
+        for name in _NAMES:
+            if activation in (POINTWISE[name].function, getattr(F, name, None), getattr(torch, name, None)):
+                return cls(name, POINTWISE[name].defaults)
+        curve = cls(
+            getattr(activation, "__name__", type(activation).__name__), (), cast(Callable[[Tensor], Tensor], activation)
+        )
         if not curve._acts_on_each_element():
             raise LowtideError(
                 f"{curve} does not act on each element alone, so a slope for each is not its derivative",
@@ -70,11 +73,11 @@ class Curve:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Y, as torch computes it."""
-        return self.function(x) if self.function is not None else _FUNCTIONS[self.name][0](x, *self.numbers)
+        return self.function(x) if self.function is not None else POINTWISE[self.name].function(x, *self.numbers)
 
     def write(self, x: Tensor) -> Tensor:
         """Y over x, by torch's own op in place where it has one."""
-        in_place = None if self.function is not None else _FUNCTIONS[self.name][1]
+        in_place = None if self.function is not None else POINTWISE[self.name].in_place
         return x.copy_(self(x)) if in_place is None else in_place(x, *self.numbers)
 
     def slope(self, x: Tensor) -> Tensor:
@@ -140,81 +143,14 @@ def read_module(module: object, kind: type | None = None) -> Curve | None:
     >>> read_module(nn.Softplus(beta=2)), read_module(nn.PReLU())
     (softplus(2, 20), None)
     """
-    read = _MODULES.get(kind or type(module))
-    return None if read is None else Curve(read[0], tuple(float(number) for number in read[1](module)))
+    name, numbers = read(module, kind) or ("", ())
+    return Curve(name, numbers) if name in _NAMES else None
 
 
 def is_in_place(module: nn.Module) -> bool:
     """Whether a module writes its result over its input."""
     return bool(getattr(module, "inplace", False))
 
-
-def _gelu(x: Tensor, tanh: float = 0.0) -> Tensor:
-    return F.gelu(x, approximate="tanh" if tanh else "none")
-
-
-_In = Callable[..., Tensor]
-
-# The op, and the one in place where torch has one.
-_FUNCTIONS: dict[str, tuple[_In, _In | None]] = {
-    "gelu": (_gelu, None),
-    "silu": (F.silu, lambda x: F.silu(x, inplace=True)),
-    "mish": (F.mish, lambda x: F.mish(x, inplace=True)),
-    "elu": (F.elu, F.elu_),
-    "selu": (F.selu, F.selu_),
-    "celu": (F.celu, F.celu_),
-    "softplus": (F.softplus, None),
-    "tanh": (torch.tanh, torch.tanh_),
-    "sigmoid": (torch.sigmoid, torch.sigmoid_),
-    "logsigmoid": (F.logsigmoid, None),
-    "hardswish": (F.hardswish, lambda x: F.hardswish(x, inplace=True)),
-    "softsign": (F.softsign, None),
-    "tanhshrink": (F.tanhshrink, None),
-    "relu": (F.relu, F.relu_),
-    "leaky_relu": (F.leaky_relu, F.leaky_relu_),
-    "hardtanh": (F.hardtanh, F.hardtanh_),
-    "relu6": (F.relu6, lambda x: F.relu6(x, inplace=True)),
-    "hardsigmoid": (F.hardsigmoid, lambda x: F.hardsigmoid(x, inplace=True)),
-    "hardshrink": (F.hardshrink, None),
-    "softshrink": (F.softshrink, None),
-    "threshold": (F.threshold, lambda x, *numbers: F.threshold(x, *numbers, inplace=True)),
-}
-
-_DEFAULTS: dict[str, tuple[float, ...]] = {
-    "gelu": (0.0,),  # 1 for the approximation by tanh
-    "elu": (1.0,),
-    "celu": (1.0,),
-    "softplus": (1.0, 20.0),
-    "leaky_relu": (0.01,),
-    "hardtanh": (-1.0, 1.0),
-    "hardshrink": (0.5,),
-    "softshrink": (0.5,),
-    "threshold": (0.0, 0.0),
-}
-
-_MODULES: dict[type, tuple[str, Callable[[Any], tuple[float, ...]]]] = {
-    nn.GELU: ("gelu", lambda m: (m.approximate == "tanh",)),
-    nn.SiLU: ("silu", lambda m: ()),
-    nn.Mish: ("mish", lambda m: ()),
-    nn.ELU: ("elu", lambda m: (m.alpha,)),
-    nn.SELU: ("selu", lambda m: ()),
-    nn.CELU: ("celu", lambda m: (m.alpha,)),
-    nn.Softplus: ("softplus", lambda m: (m.beta, m.threshold)),
-    nn.Tanh: ("tanh", lambda m: ()),
-    nn.Sigmoid: ("sigmoid", lambda m: ()),
-    nn.LogSigmoid: ("logsigmoid", lambda m: ()),
-    nn.Hardswish: ("hardswish", lambda m: ()),
-    nn.Softsign: ("softsign", lambda m: ()),
-    nn.Tanhshrink: ("tanhshrink", lambda m: ()),
-    nn.ReLU: ("relu", lambda m: ()),
-    nn.LeakyReLU: ("leaky_relu", lambda m: (m.negative_slope,)),
-    nn.Hardtanh: ("hardtanh", lambda m: (m.min_val, m.max_val)),
-    nn.ReLU6: ("relu6", lambda m: ()),
-    nn.Hardsigmoid: ("hardsigmoid", lambda m: ()),
-    nn.Hardshrink: ("hardshrink", lambda m: (m.lambd,)),
-    nn.Softshrink: ("softshrink", lambda m: (m.lambd,)),
-    nn.Threshold: ("threshold", lambda m: (m.threshold, m.value)),
-}
 
 _BENDS: dict[str, Callable[..., tuple[float, ...]]] = {
     "elu": lambda alpha: (0.0,),
@@ -261,5 +197,6 @@ _GATES: dict[str, Callable[..., Gate]] = {
     "softshrink": _softshrink,
     "threshold": _threshold,
 }
-CURVES = tuple(name for name in _FUNCTIONS if name not in _GATES)
+_NAMES = tuple(name for name in POINTWISE if name != "identity")
+CURVES = tuple(name for name in _NAMES if name not in _GATES)
 GATES = tuple(_GATES)

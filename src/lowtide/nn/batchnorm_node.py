@@ -26,7 +26,7 @@ _NOTHING = nullcontext()
 _HAS_PROCESSES = dist.is_available()
 
 
-class _BatchNormAct(torch.autograd.Function):
+class _BatchNormActFunction(torch.autograd.Function):
     """One node for batch norm, residual and activation."""
 
     @staticmethod
@@ -49,7 +49,7 @@ class _BatchNormAct(torch.autograd.Function):
             copies = _copies_for_rebuild(weight, bias, learned)
             record = scope.register(z, lambda: _rebuild(ctx, copies), _owner(spec, weight))
         ctx.record = None if record is None else weakref.ref(record)  # the record holds the node
-        ctx.z = hidden_writes.Kept(z, hidden_writes.calls_of(_owner(spec, weight))) if ctx.keeps == "z" else None
+        ctx.z = hidden_writes.OwnedTensor(z, hidden_writes.calls_of(_owner(spec, weight))) if ctx.keeps == "z" else None
         return z
 
     @staticmethod
@@ -89,7 +89,7 @@ class _BatchNormAct(torch.autograd.Function):
 
 
 # Without the step that is for ``torch.func`` alone, where torch's own ops run.
-apply_node: Any = super(torch.autograd.Function, _BatchNormAct).apply  # pyright: ignore[reportAttributeAccessIssue]
+apply_node: Any = super(torch.autograd.Function, _BatchNormActFunction).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _forward(

@@ -64,7 +64,7 @@ def linear_cross_entropy(
             f"The input's rows are {list(input.shape[:-1])} and the targets {list(target.shape)}",
             hint="Pass one class index for each row of features.",
         )
-    precision = Precision.now(input, weight, bias)
+    precision = LossDtypes.now(input, weight, bias)
     if precision is None or not is_supported(input, weight, bias, target, class_weight):
         logits = F.linear(input, weight, bias).reshape(-1, weight.shape[0])
         loss = F.cross_entropy(
@@ -155,14 +155,14 @@ class Options(NamedTuple):
         return self
 
 
-class Precision(NamedTuple):
+class LossDtypes(NamedTuple):
     """The dtypes of the logits and of the loss, as plain PyTorch has them."""
 
     logits: torch.dtype
     loss: torch.dtype
 
     @classmethod
-    def now(cls, *tensors: Tensor | None) -> Precision | None:
+    def now(cls, *tensors: Tensor | None) -> LossDtypes | None:
         """Under the autocast of this moment; None where a linear layer would refuse these tensors."""
         given = [tensor for tensor in tensors if tensor is not None]
         device = given[0].device.type
@@ -207,7 +207,7 @@ def run(
     target: Tensor,
     class_weight: Tensor | None,
     options: Options,
-    precision: Precision,
+    precision: LossDtypes,
 ) -> Tensor:
     """The loss of rows that are supported."""
     rows = input.reshape(-1, input.shape[-1])
@@ -238,7 +238,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         target: Tensor,
         class_weight: Tensor | None,
         options: Options,
-        precision: Precision,
+        precision: LossDtypes,
     ) -> Tensor:
         ctx.options, ctx.precision, ctx.dtypes = options, precision, [_dtype(t) for t in (x, weight, bias)]
         rules = _rules(options, class_weight, precision)
@@ -352,7 +352,7 @@ def _scaled(made: Tensor, factor: Tensor | None, dtype: torch.dtype, *, in_place
     return (made.mul_(factor) if in_place else made * factor).to(dtype)
 
 
-def _rules(options: Options, class_weight: Tensor | None, precision: Precision) -> Rules:
+def _rules(options: Options, class_weight: Tensor | None, precision: LossDtypes) -> Rules:
     if class_weight is None:
         return Rules(options.ignore_index, options.label_smoothing)
     weight = class_weight.to(wide(precision.logits)).contiguous()

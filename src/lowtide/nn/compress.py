@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide.kernels.compress import DTYPES, GROUP, Draws, buffer_bytes, check, compress, decompress
 from lowtide.kernels.reference.compress import Noise
-from lowtide.nn.rebuild import Chained, Kept, may_open
+from lowtide.nn.rebuild import Chained, SavedTensor, may_open
 from lowtide.tracing.internals import autograd
 
 LEAST_BYTES = 1024  # smaller tensors are kept as they are: there is nothing to gain, and they are often statistics
@@ -131,10 +131,10 @@ class Hooks:
         if isinstance(packed, _Stored):
             packed.put_back(self._kept)
 
-    def _kept(self, tensor: Tensor) -> Kept | Chained:
+    def _kept(self, tensor: Tensor) -> SavedTensor | Chained:
         # An op's own output, packed as it is, would keep its node alive, and the node it.
         if self.outer is None:
-            return Kept(tensor.detach(), tensor._version)
+            return SavedTensor(tensor.detach(), tensor._version)
         return Chained(self.outer[1], self.outer[0](tensor))
 
     def _record(self, tensor: Tensor, place: _Place) -> _Record | None:
@@ -144,7 +144,11 @@ class Hooks:
         if isinstance(self.draws, _DrawsByValue):
             self.draws.see(flat)
         buffer = compress(flat, self.draws, bits=self.bits, group=self.group)
-        kept = Kept(buffer, buffer._version) if self.outer is None else Chained(self.outer[1], self.outer[0](buffer))
+        kept = (
+            SavedTensor(buffer, buffer._version)
+            if self.outer is None
+            else Chained(self.outer[1], self.outer[0](buffer))
+        )
         record = _records[place.key] = _Record(tensor, kept, place.numel, self.bits, self.group)
         return record
 
@@ -181,7 +185,7 @@ class _Record:
 
     __slots__ = ("__weakref__", "_bits", "_dtype", "_group", "_kept", "_numel", "_storage")
 
-    def __init__(self, tensor: Tensor, kept: Kept | Chained, numel: int, bits: int, group: int) -> None:
+    def __init__(self, tensor: Tensor, kept: SavedTensor | Chained, numel: int, bits: int, group: int) -> None:
         self._storage = weakref.ref(tensor.untyped_storage())
         self._kept, self._numel, self._bits, self._group, self._dtype = kept, numel, bits, group, tensor.dtype
 
@@ -200,11 +204,11 @@ class _Stored:
 
     def __init__(self, record: _Record, place: _Place, tensor: Tensor) -> None:
         self._record: _Record | None = record
-        self._kept: Kept | Chained | None = None
+        self._kept: SavedTensor | Chained | None = None
         self._tensor = weakref.ref(tensor)
         self._place = place
 
-    def put_back(self, keep: Callable[[Tensor], Kept | Chained]) -> None:
+    def put_back(self, keep: Callable[[Tensor], SavedTensor | Chained]) -> None:
         tensor = self._tensor()
         if tensor is not None and self._kept is None:
             self._kept, self._record = keep(tensor), None

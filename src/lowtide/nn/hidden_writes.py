@@ -53,7 +53,7 @@ def read(tensor: Tensor) -> Values:
         return int(torch.hash_tensor(tensor).item()), float(tensor.sum(dtype=wide).nan_to_num())
 
 
-class Kept:
+class OwnedTensor:
     """A tensor that is kept as it is, to be compared with what comes back. Hooks of others may keep something else."""
 
     def __init__(self, tensor: Tensor, calls: Calls) -> None:

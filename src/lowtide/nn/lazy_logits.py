@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import LowtideError
-from lowtide.nn.chunked_loss import Options, Precision, is_supported, run, wide
+from lowtide.nn.chunked_loss import LossDtypes, Options, is_supported, run, wide
 from lowtide.nn.second_order import refuse_create_graph
 
 
@@ -32,7 +32,7 @@ def lazy_logits(input: Tensor, head: nn.Linear, *, chunk: int | None = None, pat
     ``chunk`` is the number of rows at a time in cross entropy, ``path`` where the head is, for errors.
     """
     weight, bias = head.weight, head.bias
-    precision = Precision.now(input, weight, bias) if type(input) in (Tensor, nn.Parameter, FakeTensor) else None
+    precision = LossDtypes.now(input, weight, bias) if type(input) in (Tensor, nn.Parameter, FakeTensor) else None
     # Without gradients nothing is kept, and a graph that is compiled has no place for what is not there.
     traced = torch.compiler.is_compiling() or bool(torch._C._get_tracing_state())
     if precision is None or not torch.is_grad_enabled() or traced or not is_supported(input, weight, bias):
@@ -47,7 +47,7 @@ class _Source:
     input: Tensor
     weight: Tensor
     bias: Tensor | None
-    precision: Precision
+    precision: LossDtypes
     chunk: int | None
     path: str
     whole: Tensor | None = None
@@ -135,7 +135,7 @@ class _Lazy:
 
     def tensor(self) -> Tensor:
         with torch.set_grad_enabled(self.has_grad):
-            made = _Node.apply(self.source.input, self.source.weight, self.source.bias, self)
+            made = _LazyNode.apply(self.source.input, self.source.weight, self.source.bias, self)
         assert made is not None
         return made
 
@@ -197,7 +197,7 @@ class LazyLogits(Tensor):
         return func(*made[0], **made[1])
 
 
-class _Node(torch.autograd.Function):
+class _LazyNode(torch.autograd.Function):
     """Gives lazy logits their place in the graph, for the rare reader that asks autograd and not torch's functions."""
 
     @staticmethod
@@ -246,7 +246,7 @@ def _cross_entropy(
         return NotImplemented
     source.check()
     autocast = torch.is_autocast_enabled(lazy.rows.device.type)
-    precision = Precision(source.precision.logits, wide(lazy.dtype) if autocast else lazy.dtype)
+    precision = LossDtypes(source.precision.logits, wide(lazy.dtype) if autocast else lazy.dtype)
     options = Options(ignore_index, label_smoothing, reduction, source.chunk)
     with torch.set_grad_enabled(lazy.has_grad and torch.is_grad_enabled()):
         return run(lazy.rows, source.weight, source.bias, target, weight, options, precision)

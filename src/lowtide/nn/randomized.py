@@ -119,10 +119,10 @@ def _randomized(x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch) 
     if x.dtype != weight.dtype or x.device != weight.device:
         return F.linear(x, weight, bias)
 
-    def make() -> _Kept:
+    def make() -> _StoredSketch:
         with torch.no_grad():
             made, scale = kernels.project_scaled(x.reshape(-1, x.shape[-1]), seed, sketch)
-            return _Kept(made, seed, scale)
+            return _StoredSketch(made, seed, scale)
 
     latest = _latest.of_thread
     return _RandomizedLinear.apply(
@@ -142,7 +142,7 @@ class _RandomizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Any, kept: _Kept, sketch: Sketch, latest: _Latest
+        ctx: Any, x: Tensor, weight: Tensor, bias: Any, kept: _StoredSketch, sketch: Sketch, latest: _Latest
     ) -> Tensor:
         ctx.sketch, ctx.latest = sketch, latest
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *(t for t in kept if t is not None))
@@ -167,7 +167,7 @@ class _RandomizedLinear(torch.autograd.Function):
 # -- one sketch for all that read the same input -----------------------------------------------------------
 
 
-class _Kept(NamedTuple):
+class _StoredSketch(NamedTuple):
     sketch: Tensor
     seed: Tensor
     scale: Tensor | None = None  # of a sketch in float16
@@ -183,10 +183,10 @@ class _Latest:
     def __init__(self) -> None:
         self._input: weakref.ref[Tensor] | None = None
         self._key: object = None
-        self._kept: _Kept | None = None
+        self._kept: _StoredSketch | None = None
         self._values: Values | None = None
 
-    def sketch(self, x: Tensor, how: object, make: Callable[[], _Kept], calls: Calls) -> _Kept:
+    def sketch(self, x: Tensor, how: object, make: Callable[[], _StoredSketch], calls: Calls) -> _StoredSketch:
         """That of x, if it is the last one and still right. ``calls``: those of the layer that asks."""
         # Not across the border of a checkpoint: its second run begins without what was before it.
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]

@@ -27,7 +27,7 @@ from lowtide.nn.hidden_writes import Calls, calls_of, read
 from lowtide.tracing.internals import autograd, in_backward
 
 
-class Record:
+class Rebuildable:
     """A tensor that can be computed again by ``rebuild()``, and who waits for it.
 
     Handles count themselves: ``_alive`` is how many there are, ``_served`` how many of them had the tensor since it was
@@ -125,7 +125,7 @@ class Handle:
 
     __slots__ = ("_offset", "_record", "_shape", "_stride", "round")
 
-    def __init__(self, record: Record, tensor: Tensor) -> None:
+    def __init__(self, record: Rebuildable, tensor: Tensor) -> None:
         self._record = record
         self._shape = tensor.shape
         self._stride = tensor.stride()
@@ -145,7 +145,7 @@ class Handle:
             record.forget(self)
 
 
-class Kept(NamedTuple):
+class SavedTensor(NamedTuple):
     """A tensor that is saved as it is. torch does not look for in-place changes where there are hooks; we do."""
 
     tensor: Tensor
@@ -177,7 +177,7 @@ class Scope(threading.local):
     def __init__(self) -> None:
         self.owner: Any = None  # the frame that opened it, or "by hand"
         self.outer: Any = None  # the hooks that were there
-        self.records: dict[int, Record] = {}
+        self.records: dict[int, Rebuildable] = {}
         self.rebuilding = 0  # how deep: a join is rebuilt from the join before it
 
     @property
@@ -210,7 +210,7 @@ class Scope(threading.local):
         top = autograd._top_saved_tensors_default_hooks(True)
         return top is not None and top[0] == self._pack
 
-    def register(self, tensor: Tensor, rebuild: Callable[[], Tensor], owner: object) -> Record | None:
+    def register(self, tensor: Tensor, rebuild: Callable[[], Tensor], owner: object) -> Rebuildable | None:
         """Have saves of this tensor replaced from now on; None where no scope is open, or the owner's is written to.
 
         Nor where other hooks are on top, as in a user's checkpoint: what the layer keeps is theirs, and they may give
@@ -222,7 +222,7 @@ class Scope(threading.local):
         if calls.is_written:
             return None
         key, records = tensor.untyped_storage()._cdata, self.records
-        record = records[key] = Record(tensor, rebuild, lambda _: records.pop(key, None), calls)
+        record = records[key] = Rebuildable(tensor, rebuild, lambda _: records.pop(key, None), calls)
         return record
 
     def keep(self, tensor: Tensor) -> None:
@@ -237,7 +237,7 @@ class Scope(threading.local):
                 return record.handle(tensor)
         # An op's own output, packed as it is, would keep its node alive, and the node it.
         if self.outer is None:
-            return Kept(tensor.detach(), tensor._version)
+            return SavedTensor(tensor.detach(), tensor._version)
         pack, unpack = self.outer
         return Chained(unpack, pack(tensor))
 

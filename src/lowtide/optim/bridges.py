@@ -15,7 +15,7 @@ from torch import Tensor
 from lowtide.errors import LowtideError, MissingExtra
 from lowtide.optim.rounding import with_notes
 from lowtide.optim.single import PLAIN_STATES
-from lowtide.techniques.technique import Undo
+from lowtide.undo import Undo
 
 
 class Adam4bit:
@@ -167,22 +167,6 @@ class Bitsandbytes:
 def bridged(base: Any, bridge: Bitsandbytes) -> Any:
     """A class of bitsandbytes that reads torch's groups, and keeps its bound with 8-bit states too."""
 
-    @torch.no_grad()
-    def step(self: Any, closure: Any = None) -> Any:
-        """One step; bitsandbytes' own waits for the device after each parameter, for the sake of paged states."""
-        vars(self).pop(PLAIN_STATES, None)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for gindex, group in enumerate(self.param_groups):
-            for pindex, p in enumerate(group["params"]):
-                if p.grad is not None:
-                    if not self.state[p]:
-                        self.init_state(group, p, gindex, pindex)
-                    self.update_step(group, p, gindex, pindex)
-        return loss
-
     def get_config(self: Any, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
         _refuse_group(group)
         read = {"eps": 0.0, **group, "lr": float(group["lr"])}
@@ -230,13 +214,30 @@ def bridged(base: Any, bridge: Bitsandbytes) -> Any:
         vars(self).pop(PLAIN_STATES, None)
 
     methods = {
-        "step": step,
+        "step": _step,
         "get_config": get_config,
         "init_state": init_state,
         "update_step": torch.no_grad()(update_step),
         "load_state_dict": load_state_dict,
     }
     return type(base.__name__, (base,), {**methods, "__doc__": base.__doc__})
+
+
+@torch.no_grad()
+def _step(self: Any, closure: Any = None) -> Any:
+    """One step; bitsandbytes' own waits for the device after each parameter, for the sake of paged states."""
+    vars(self).pop(PLAIN_STATES, None)
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    for gindex, group in enumerate(self.param_groups):
+        for pindex, p in enumerate(group["params"]):
+            if p.grad is not None:
+                if not self.state[p]:
+                    self.init_state(group, p, gindex, pindex)
+                self.update_step(group, p, gindex, pindex)
+    return loss
 
 
 @contextmanager

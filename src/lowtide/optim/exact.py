@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lowtide.techniques.technique import Undo
+from lowtide.undo import Undo
 
 State = dict[str, Any]
 Receive = Callable[[Tensor, State, dict[str, Any]], State]

@@ -14,7 +14,7 @@ from lowtide.kernels.reference.adamw8bit import BLOCK, round_by
 from lowtide.optim.hooks import StepPart, refuse_clipping, refuse_ddp, refuse_where, take_part
 from lowtide.optim.in_backward import is_stepped_in_backward
 from lowtide.optim.single import SingleStep
-from lowtide.techniques.technique import Undo
+from lowtide.undo import Undo
 
 Bits = Literal["16bit", "8bit"]
 _Packed8 = tuple[Tensor, Tensor]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lowtide.errors import LowtideError
 from lowtide.optim.single import SingleStep
-from lowtide.techniques.technique import Undo
 from lowtide.tracing.internals import gradient_hooks, watch_clipping
+from lowtide.undo import Undo
 
 
 class StepPart(ABC):

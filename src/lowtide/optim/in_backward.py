@@ -10,8 +10,8 @@ from torch import Tensor
 from lowtide.errors import LowtideError
 from lowtide.optim.hooks import part_of, refuse_clipping, refuse_closure, refuse_ddp, refuse_where, tell_of_scalers
 from lowtide.optim.single import SingleStep
-from lowtide.techniques.technique import Undo
 from lowtide.tracing.internals import gradient_hooks
+from lowtide.undo import Undo
 
 
 def step_in_backward(optimizer: torch.optim.Optimizer) -> Undo:

@@ -12,7 +12,7 @@ from lowtide.errors import LowtideError
 from lowtide.optim.bridges import Bitsandbytes, import_bitsandbytes
 from lowtide.optim.in_backward import is_stepped_in_backward
 from lowtide.optim.state import convert
-from lowtide.techniques.technique import Undo
+from lowtide.undo import Undo
 
 Rule = Literal["linear", "sqrt"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowtide.optim.exact import as_saved, keeps_parameter_dtype, load_exactly
 from lowtide.optim.hooks import StepPart, part_of, take_part
 from lowtide.optim.single import SingleStep
-from lowtide.techniques.technique import Undo
+from lowtide.undo import Undo
 
 _Fetched = tuple[Tensor, dict[str, Tensor], Any]
 

@@ -13,9 +13,10 @@ from lowtide.kernels.reference.adamw8bit import round_by
 from lowtide.optim.exact import as_saved, keeps_parameter_dtype, load_exactly
 from lowtide.optim.hooks import StepPart, take_part
 from lowtide.optim.single import SingleStep
-from lowtide.techniques.technique import Undo
+from lowtide.undo import Undo
 
 How = Literal["stochastic", "kahan"]
+ROUNDINGS: tuple[How, ...] = ("stochastic", "kahan")
 
 COUNT, REST = "roundings", "rounded_away"  # in a parameter's state, and so in what is saved
 
@@ -36,7 +37,7 @@ def round_updates(optimizer: torch.optim.Optimizer, how: How = "stochastic", *, 
     >>> weight.unique().tolist()
     [0.99609375, 1.0]
     """
-    if how not in ("stochastic", "kahan"):
+    if how not in ROUNDINGS:
         raise LowtideError(f"Updates cannot be rounded by {how!r}", hint='Pass "stochastic" or "kahan".')
     dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
     if how == "stochastic" and torch.float16 in dtypes:

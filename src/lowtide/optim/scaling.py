@@ -13,7 +13,7 @@ from lowtide.errors import LowtideError
 from lowtide.optim.gradients import GradientStore
 from lowtide.optim.hooks import part_of
 from lowtide.optim.in_backward import is_stepped_in_backward
-from lowtide.techniques.technique import Undo
+from lowtide.undo import Undo
 
 SAVED = "loss_scale"  # in an optimizer's first group, where it is saved
 

@@ -17,7 +17,7 @@ from lowtide.optim.hooks import AMP_SCALING, refuse_closure
 from lowtide.optim.offload import is_offloaded, offload_state
 from lowtide.optim.rounding import with_notes
 from lowtide.optim.single import PLAIN_STATES
-from lowtide.techniques.technique import Undo
+from lowtide.undo import Undo
 
 KINDS = ("8bit", "4bit", "cpu")
 _State = dict[str, Any]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from lowtide.chains import Kind as Step
+from lowtide.chains import Action as Step
 from lowtide.chains import Operation
 from lowtide.planning.in_place import is_elementwise
 from lowtide.tracing.effects import inputs_of

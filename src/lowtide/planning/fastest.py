@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import fx
 
-from lowtide.chains import Chain, Optimal, Schedule, keep_all
+from lowtide.chains import Chain, OptimalSchedules, Schedule, keep_all
 from lowtide.chains import simulate as simulate_chain
 from lowtide.errors import BudgetError
 from lowtide.planning.program import Program, simulate
@@ -48,7 +48,7 @@ class Programs:
         found = {whole: None}
         heavy = replace(self.chain, light_bytes=self.chain.saved_bytes, light_seconds=(), light_temporary_bytes=())
         for chain in (self.chain, heavy) if self.chain.light_bytes != self.chain.saved_bytes else (self.chain,):
-            plans = Optimal(chain)
+            plans = OptimalSchedules(chain)
             low = plans.smallest_bytes
             sizes = [low + (high - low) * step**2 // _STEPS**2 for step in range(_STEPS)]  # close by where little helps
             found |= dict.fromkeys(map(plans.schedule, reversed(sizes)))

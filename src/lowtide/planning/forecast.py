@@ -17,7 +17,7 @@ from lowtide.planning.program import Cell, Instruction, Kind, Program
 from lowtide.planning.writer import STATE_BYTES
 from lowtide.profiling import Profile
 from lowtide.profiling.devices import find_device
-from lowtide.profiling.kernels import kernel_key, known_kernels, measure, modelled_workspace, seconds_alone
+from lowtide.profiling.kernels import Workspaces, modelled_workspace, seconds_alone
 from lowtide.profiling.roofline import op_seconds
 from lowtide.tracing.calls import Call
 from lowtide.tracing.graph import STATIC, Graph, Op, Storage, Value, handed_on, signature
@@ -146,29 +146,26 @@ class _Known:
     def __init__(self, plain: Profile) -> None:
         graph = plain.graph
         self.device = find_device(graph.device)
-        self.hardware = graph.device
         self.here = graph.tensor_device == "cpu" or torch.cuda.is_available()
         self.tensor_device = graph.tensor_device
         self._seconds: dict[str, list[float]] = {}
-        self._workspace: dict[str, int] = {}
         for op in graph.ops:
             for key in _keys(op):
                 self._seconds.setdefault(key, []).append(op.seconds)
-                self._workspace[key] = max(op.workspace_bytes, self._workspace.get(key, 0))
-        self._table = known_kernels(graph.device) if plain.workspace_source != "none" else {}
+        seen = ((key, op.workspace_bytes) for op in graph.ops for key in _keys(op))
+        self._workspaces = Workspaces(graph, seen=seen, from_table=plain.workspace_source != "none")
         self._is_timed = plain.seconds_source == "measured"
         modelled = sum(op_seconds(op, self.device) for op in graph.ops)
         self._scale = plain.seconds / modelled if modelled and math.isfinite(plain.seconds) else 1.0
 
     def knows(self, op: Op) -> bool:
         """Whether an op's workspace is known: the plain step ran the same, or a table has it."""
-        return op.signature in self._workspace or kernel_key(op.signature) in self._table
+        return self._workspaces.get(op.signature) is not None
 
     def measure(self, calls: Mapping[str, Call]) -> None:
         """Run ops alone, by signature, where they can run here."""
         if self.here:
-            alone = {key: call for key, call in calls.items() if call.runs_alone}
-            self._table = {**self._table, **measure(alone, torch.device(self.tensor_device), self.hardware)}
+            self._workspaces.measure(calls)
 
     def has_timed(self, op: Op) -> bool:
         """Whether the plain step ran the same, or almost."""
@@ -185,10 +182,9 @@ class _Known:
         return _Cost(op, self._seconds_of(op), self._workspace_of(op))
 
     def _workspace_of(self, op: Op) -> int:
-        exact, alike = _keys(op)
-        for found in (self._workspace.get(exact), self._table.get(kernel_key(exact)), self._workspace.get(alike)):
-            if found is not None:
-                return found
+        size = self._workspaces.get(*_keys(op))
+        if size is not None:
+            return size
         return 0 if self.tensor_device == "cpu" else modelled_workspace(op)
 
     def _seconds_of(self, op: Op) -> float:

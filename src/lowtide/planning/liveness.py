@@ -123,10 +123,10 @@ def peak_bytes(found: Sequence[Life]) -> int:
 
 def order_of(joint: Joint, program: Program) -> Order:
     """The order of a program's ops, each result in a storage of its own. The loss and the gradients stay at the end."""
-    return _Reader(joint, program).order()
+    return _StorageNumbers(joint, program).order()
 
 
-class _Reader:
+class _StorageNumbers:
     """Number storages as ops make them, and map each result to its storage: views share one."""
 
     def __init__(self, joint: Joint, program: Program) -> None:

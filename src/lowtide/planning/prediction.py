@@ -15,11 +15,13 @@ from lowtide.planning.plan import Plan
 from lowtide.planning.program import Program
 from lowtide.planning.recomputation import recomputations
 from lowtide.profiling import Comparison, Profile, profile
+from lowtide.profiling.kernels import Workspaces
 from lowtide.techniques.registry import techniques
-from lowtide.techniques.technique import Applied, Kind, Option, Price, Technique, Undo
+from lowtide.techniques.technique import Kind, Option, Price, Technique
 from lowtide.tracing.abridged import abridged
 from lowtide.tracing.graph import Graph
 from lowtide.tracing.unchanged import unchanged
+from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
 
@@ -125,10 +127,11 @@ def _by_technique(options: Sequence[Option]) -> list[tuple[Technique, list[Optio
 
 def _with_workspaces(graph: Graph, measured: Graph) -> Graph:
     """The graph with the workspaces that the same ops had in a real step."""
-    known: dict[str, int] = {}
-    for op in measured.ops:  # the largest: a budget is a promise
-        known[op.signature] = max(op.workspace_bytes, known.get(op.signature, 0))
-    ops = tuple(replace(op, workspace_bytes=known.get(op.signature, op.workspace_bytes)) for op in graph.ops)
+    known = Workspaces(measured, seen=((op.signature, op.workspace_bytes) for op in measured.ops), from_table=False)
+    sizes = (known.get(op.signature) for op in graph.ops)
+    ops = tuple(
+        op if size is None else replace(op, workspace_bytes=size) for op, size in zip(graph.ops, sizes, strict=True)
+    )
     seen = [s for s in graph.storages if s.category != "workspace"]
     kept = [replace(s, death=len(ops)) for s in measured.storages if s.category == "workspace"]
     storages = tuple(replace(s, id=i) for i, s in enumerate((*seen, *kept)))

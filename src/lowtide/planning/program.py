@@ -96,11 +96,6 @@ class Simulation(NamedTuple):
         """Storage peak."""
         return max(self.live_bytes, default=0)
 
-    @property
-    def allocated_peak_bytes(self) -> int:
-        """Storage peak with workspaces."""
-        return max(self.during_bytes, default=0)
-
 
 class Cost(NamedTuple):
     """Seconds and workspace of an instruction."""

@@ -21,7 +21,7 @@ from lowtide.tracing.joint import Joint
 
 
 @dataclass(frozen=True)
-class Usage:
+class StrategyBytes:
     """Bytes of one strategy: in an arena with static offsets, and under other allocators."""
 
     strategy: str
@@ -37,15 +37,15 @@ class Usage:
         return 1 - self.live_bytes / self.pooled_bytes if self.pooled_bytes else 0.0
 
 
-def compare_strategies(joint: Joint) -> tuple[Usage, ...]:
+def compare_strategies(joint: Joint) -> tuple[StrategyBytes, ...]:
     """Compare strategies: none, in place, sharing, both, both without cheap results, and with √n segments."""
     stages = Stages(joint)
     order = order_of(joint, plain(joint, stages)).without_kept()
     apart = sum(order.bytes)
     merged = sum(life.bytes for life in lives_in_place(order))
     usages = [
-        Usage("none", apart, apart, apart, apart, 0),
-        Usage("in place", merged, merged, merged, merged, 0),
+        StrategyBytes("none", apart, apart, apart, apart, 0),
+        StrategyBytes("in place", merged, merged, merged, merged, 0),
         _usage("sharing", [lives(order)], 0),
         _usage("in place and sharing", _both(order), 0),
     ]
@@ -85,10 +85,10 @@ def _both(order: Order) -> list[list[Life]]:
     return [lives_in_place(order), lives(order)]
 
 
-def _usage(name: str, ways: Sequence[Sequence[Life]], recomputed: int) -> Usage:
+def _usage(name: str, ways: Sequence[Sequence[Life]], recomputed: int) -> StrategyBytes:
     live = min(map(peak_bytes, ways))
     placed = arena(ways[0]).bytes
     if placed > live:
         placed = min(arena(way).bytes for way in ways)
     tagged, pooled = min(share(way).bytes for way in ways), min(pool(way).bytes for way in ways)
-    return Usage(name, placed, live, tagged, pooled, recomputed)
+    return StrategyBytes(name, placed, live, tagged, pooled, recomputed)

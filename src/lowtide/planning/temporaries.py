@@ -23,7 +23,7 @@ def complete_chain(stages: Stages, seconds: Callable[[fx.Node], float], workspac
     chain's own count while a stage runs, what it leaves behind, and which ops run again.
     """
     chain = stages.chain(seconds)
-    reader = _Reader(stages, chain, workspace)
+    reader = _StageBytes(stages, chain, workspace)
     whole, light = program_of(stages, keep_all(chain)), program_of(stages, keep_all(chain).lightly())
     again = np.zeros(len(stages))
     for stage, each in reader.backward(light):
@@ -43,7 +43,7 @@ def complete_chain(stages: Stages, seconds: Callable[[fx.Node], float], workspac
     )
 
 
-class _Reader:
+class _StageBytes:
     """Attribute a program's bytes to its stages."""
 
     def __init__(self, stages: Stages, chain: Chain, workspace: Callable[[fx.Node], int]) -> None:

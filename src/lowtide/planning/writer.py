@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from lowtide.chains import Kind as Step
+from lowtide.chains import Action as Step
 from lowtide.chains import Schedule
 from lowtide.planning.cheap import LightStages, sources_of
 from lowtide.planning.in_place import lies_like, written_over

@@ -2,6 +2,6 @@
 
 from lowtide.profiling.profile import Comparison, Profile
 from lowtide.profiling.profiler import profile
-from lowtide.profiling.sweep import Cell, Sweep, max_batch, sweep
+from lowtide.profiling.sweep import Sweep, SweepPoint, max_batch, sweep
 
-__all__ = ["Cell", "Comparison", "Profile", "Sweep", "max_batch", "profile", "sweep"]
+__all__ = ["Comparison", "Profile", "Sweep", "SweepPoint", "max_batch", "profile", "sweep"]

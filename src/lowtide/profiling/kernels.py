@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -35,16 +35,40 @@ _HOPPER = ("NVIDIA H200", "NVIDIA H100")  # one chip: their libraries choose ali
 _CUBLAS_BYTES = 32 * 2**20  # per thread that multiplies matrices, on Hopper; torch's default
 
 
+class Workspaces:
+    """Bytes that kernels allocate inside themselves, by signature: as ``seen`` in a step, else as a table has them.
+
+    Of several sizes that were seen, the largest counts: a budget is a promise.
+    """
+
+    def __init__(self, graph: Graph, *, seen: Iterable[tuple[str, int]] = (), from_table: bool = True) -> None:
+        self._device, self._hardware = torch.device(graph.tensor_device), graph.device
+        self._seen: dict[str, int] = {}
+        for key, size in seen:
+            self._seen[key] = max(size, self._seen.get(key, 0))
+        self._table = known_kernels(graph.device) if from_table else {}
+
+    def measure(self, calls: Mapping[str, Call]) -> None:
+        """Run the calls alone, by signature, of which nothing is known yet."""
+        fresh = {key: call for key, call in calls.items() if call.runs_alone and self.get(key) is None}
+        if fresh:
+            self._table = {**self._table, **measure(fresh, self._device, self._hardware)}
+
+    def get(self, signature: str, *alike: str) -> int | None:
+        """The bytes of a signature, else those seen under a similar key; None where nothing is known."""
+        similar = (self._seen.get(key) for key in alike)
+        sizes = (self._seen.get(signature), self._table.get(kernel_key(signature)), *similar)
+        return next((size for size in sizes if size is not None), None)
+
+
 def with_workspaces(graph: Graph, calls: Mapping[str, Call] | None = None) -> tuple[Graph, Source]:
     """A fake graph with its kernels' own allocations, and where they come from.
 
     ``calls`` are the calls to measure on this machine, by signature, where nothing is known of them yet.
     """
-    known = known_kernels(graph.device)
-    if calls:
-        fresh = {key: call for key, call in calls.items() if kernel_key(key) not in known and call.runs_alone}
-        known = {**known, **measure(fresh, torch.device(graph.tensor_device), graph.device)}
-    measured = [known.get(kernel_key(op.signature)) for op in graph.ops]
+    known = Workspaces(graph)
+    known.measure(calls or {})
+    measured = [known.get(op.signature) for op in graph.ops]
     source: Source = "measured" if any(size is not None for size in measured) else "none"
     ops: list[Op] = []
     for op, size in zip(graph.ops, measured, strict=True):

@@ -21,7 +21,7 @@ Point: TypeAlias = "tuple[int, ...]"
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class SweepPoint:
     """One point of a sweep."""
 
     point: dict[str, int]
@@ -38,7 +38,7 @@ class Sweep:
     name: str
     hardware: str
     axes: dict[str, tuple[int, ...]]
-    cells: tuple[Cell, ...]
+    cells: tuple[SweepPoint, ...]
     traced: int  # points that were traced; the others were worked out from them, and one traced to prove it
     limit_bytes: int | None = None
 
@@ -87,7 +87,9 @@ def sweep(
     found = profiles.all()
     first = next(iter(found.values()))
     cells = [
-        Cell(dict(zip(grid, point, strict=True)), p.peak_bytes, p.storage_peak_bytes, p.saved_bytes, p.by_category)
+        SweepPoint(
+            dict(zip(grid, point, strict=True)), p.peak_bytes, p.storage_peak_bytes, p.saved_bytes, p.by_category
+        )
         for point, p in found.items()
     ]
     limit_bytes = None if limit is None else parse_size(limit)

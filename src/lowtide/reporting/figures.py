@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import LowtideError, MissingExtra
-from lowtide.profiling.profile import Comparison, Profile
+from lowtide.profiling.profile import Profile
 from lowtide.reporting.charts import (
-    WIDTH,
     Row,
     altair_module,
     category_color,
@@ -22,7 +21,7 @@ from lowtide.reporting.charts import (
     styled,
     unit_of,
 )
-from lowtide.reporting.palette import AFTER, BEFORE, OVER, STACK, heat, ink
+from lowtide.reporting.palette import OVER, STACK, heat, ink
 from lowtide.reporting.tables import grid, holders, short_op
 from lowtide.sizes import format_size
 from lowtide.tracing.graph import Category
@@ -30,7 +29,7 @@ from lowtide.tracing.graph import Category
 if TYPE_CHECKING:
     import altair as alt
 
-    from lowtide.profiling.sweep import Cell, Sweep
+    from lowtide.profiling.sweep import Sweep, SweepPoint
 
 MODULES = 15
 
@@ -118,32 +117,6 @@ def module_chart(profile: Profile, limit: int = MODULES) -> alt.LayerChart:
     return styled(alt.layer(bars), title, height=max(60, 22 * len(held)))
 
 
-def comparison_chart(comparison: Comparison) -> alt.LayerChart:
-    """The allocated bytes before and after on one axis: the share of the step's ops against bytes."""
-    alt = altair_module()
-    before, after = comparison.before, comparison.after
-    names = _distinct(before.name or "before", after.name or "after")
-    unit, scale = unit_of(max(before.peak_bytes, after.peak_bytes))
-    rows: list[Row] = []
-    peaks: list[Row] = []
-    for name, profile in zip(names, (before, after), strict=True):
-        live = profile.timeline.allocated
-        rows += [{"step": x / len(live), "size": int(live[op]) / scale, "run": name} for x, op in steps_of(live)]
-        label = f"{name}: {format_size(profile.peak_bytes)}"
-        peaks.append({"size": profile.peak_bytes / scale, "run": name, "label": label})
-    color = alt.Color("run:N", title=None, scale=alt.Scale(domain=list(names), range=[BEFORE, AFTER]))
-    y = alt.Y("size:Q", title=f"allocated ({unit})")
-    x = alt.X("step:Q", title="share of the step's ops", axis=alt.Axis(format="%"))
-    areas = chart_of(alt, rows).mark_area(interpolate="step-after", fillOpacity=0.25, line={"strokeWidth": 1.5})
-    areas = areas.encode(x=x, y=y.stack(None), color=color)
-    rules = chart_of(alt, peaks).mark_rule(strokeDash=[4, 3]).encode(y="size:Q", color=color)
-    labels = chart_of(alt, peaks).mark_text(align="right", dx=-4, dy=-7, fontWeight=600)
-    labels = labels.encode(x=alt.value(WIDTH), y="size:Q", text="label:N", color=color)
-    change = comparison.saved_bytes / max(before.peak_bytes, 1)
-    subtitle = f"{after.hardware}, peak {abs(change):.0%} {'lower' if change >= 0 else 'higher'}"
-    return styled(alt.layer(areas, rules, labels), alt.TitleParams("Before and after", subtitle=subtitle))
-
-
 def heatmap_chart(sweep: Sweep) -> alt.LayerChart:
     """The allocated peak at every point of a sweep; cells above the limit are outlined in red."""
     return _heatmap(sweep, "Allocated peak", attrgetter("peak_bytes"))
@@ -154,7 +127,7 @@ def activations_chart(sweep: Sweep) -> alt.LayerChart:
     return _heatmap(sweep, "Activations", attrgetter("saved_bytes"))
 
 
-def _heatmap(sweep: Sweep, what: str, size: Callable[[Cell], int]) -> alt.LayerChart:
+def _heatmap(sweep: Sweep, what: str, size: Callable[[SweepPoint], int]) -> alt.LayerChart:
     alt = altair_module()
     layout = grid(sweep, size)
     rows: list[Row] = []
@@ -218,7 +191,3 @@ def save_figure(chart: alt.LayerChart, path: str | Path) -> Path:
 
 def _bare_axis(alt: Any, **options: Any) -> Any:
     return alt.Axis(domain=False, ticks=False, labelFontSize=12, labelPadding=8, **options)
-
-
-def _distinct(before: str, after: str) -> tuple[str, str]:
-    return (before, after) if before != after else (f"{before} before", f"{after} after")

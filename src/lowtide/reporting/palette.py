@@ -33,8 +33,7 @@ COLORS: dict[Category, str] = {
 
 PHASE_COLORS: dict[Phase, str] = {"forward": "#3f8fc4", "backward": "#c8713a", "optimizer": "#7d7ab8"}
 
-BEFORE, AFTER = "#8a8f98", "#0072b2"
-RUNS = (BEFORE, "#0072b2", "#d55e00", "#009e73", "#cc79a7")  # several steps over each other, the plain one first
+RUNS = ("#8a8f98", "#0072b2", "#d55e00", "#009e73", "#cc79a7")  # several steps over each other, the plain one first
 AGAIN = "#7b4bb3"  # made again in the backward pass
 OVER = "#d0342c"  # above the limit
 HEAT = ("#e3f1fa", "#0b4a75")  # least and most memory of a sweep

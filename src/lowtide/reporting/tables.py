@@ -15,7 +15,7 @@ from lowtide.profiling.profile import Comparison, Profile
 from lowtide.tracing.graph import Category, Graph, Phase, Saved
 
 if TYPE_CHECKING:
-    from lowtide.profiling.sweep import Cell, Sweep
+    from lowtide.profiling.sweep import Sweep, SweepPoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +163,14 @@ def saved_changes(comparison: Comparison, limit: int = 20) -> list[tuple[str, st
 
 
 @dataclass(frozen=True)
-class Grid:
+class SweepTable:
     """A sweep as a table: ``cells[row][column]``, labelled in ``unit`` (GB, or MB where all are small)."""
 
     row_axis: str  # "" for a sweep over one axis
     column_axis: str
     rows: tuple[int, ...]
     columns: tuple[int, ...]
-    cells: tuple[tuple[Cell | None, ...], ...]
+    cells: tuple[tuple[SweepPoint | None, ...], ...]
     unit: str
     scale: int
     limit_bytes: int | None
@@ -190,7 +190,7 @@ class Grid:
         return f"{size / self.scale:.{2 if size < 10 * self.scale else 1}f}"
 
 
-def grid(sweep: Sweep, size: Callable[[Cell], int] = attrgetter("peak_bytes")) -> Grid:
+def grid(sweep: Sweep, size: Callable[[SweepPoint], int] = attrgetter("peak_bytes")) -> SweepTable:
     """Lay out a sweep over one or two axes; the last axis runs along the columns."""
     *first, (column_axis, columns) = sweep.axes.items()
     row_axis, rows = first[0] if first else ("", (0,))
@@ -200,7 +200,7 @@ def grid(sweep: Sweep, size: Callable[[Cell], int] = attrgetter("peak_bytes")) -
     unit, scale = ("GB", 10**9) if max(peaks, default=0) >= 10**8 else ("MB", 10**6)
     cells = tuple(tuple(found.get((row, column)) for column in columns) for row in rows)
     smallest, largest = min(within, default=0), max(within, default=0)
-    return Grid(
+    return SweepTable(
         row_axis, column_axis, rows, columns, cells, unit, scale, sweep.limit_bytes, smallest, largest
     )  # fmt: skip
 

@@ -3,7 +3,8 @@
 from lowtide.techniques.forward import Forward, replace_forward
 from lowtide.techniques.recompute import recompute
 from lowtide.techniques.registry import register, techniques
-from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Option, Price, Technique, Undo
+from lowtide.techniques.technique import Check, Fidelity, Interval, Option, Price, Technique
+from lowtide.undo import Applied, Undo
 
 __all__ = [
     "Applied",

@@ -33,7 +33,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class BlockChain:
     """Neighbouring blocks of one container."""
 
     container: str
@@ -64,7 +64,7 @@ class Chains:
         self.block_of_op = [number.get(home[op.module], -1) for op in graph.ops]
         self._made = Made(graph, self.block_of_op)
         self.chains = tuple(
-            Chain(
+            BlockChain(
                 chain.container,
                 chain.joined,
                 tuple(self._block(p, i, number[p], ops.get(p, [])) for p, i in chain.children.items()),

@@ -19,9 +19,10 @@ from lowtide.nn.chunked_loss import chunk_rows
 from lowtide.nn.lazy_logits import lazy_logits
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.forward import Forward, apply_at_sites, replace_forward
-from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price, Undo
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.graph import Graph, Op
 from lowtide.tracing.places import short_name
+from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
 
@@ -76,7 +77,7 @@ class ChunkedLoss:
 
     def price(self, option: Option, profile: Profile) -> Price:
         """All logits and their gradients gone; the gradients of input and weight there since the forward pass."""
-        graph, size = profile.graph, _rows(option)
+        graph, size = profile.graph, option.read("rows", 0, least=1)
         heads = [head for head in _heads(graph) if head.path in option.site]
         removed = [interval for head in heads for interval in head.removed(graph)]
         added = [interval for head in heads for interval in head.added(graph, size)]
@@ -89,7 +90,7 @@ class ChunkedLoss:
         def chunk(head: nn.Module, path: str, option: Option) -> Undo:
             if not isinstance(head, nn.Linear):
                 raise PlanError(f"{type(head).__name__} is no nn.Linear", where=path)
-            return chunk_loss(head, _rows(option), path=path)
+            return chunk_loss(head, option.read("rows", 0, least=1), path=path)
 
         return apply_at_sites(work, options, chunk)
 
@@ -222,10 +223,3 @@ _PRODUCTS = ("mm", "addmm", "linear")
 _COPIES = ("_to_copy", "clone", "index", "_unsafe_view")
 _LOSSES = ("nll_loss_forward", "nll_loss2d_forward")
 _BACK = ("nll_loss_backward", "nll_loss2d_backward")
-
-
-def _rows(option: Option) -> int:
-    rows = option.knob("rows", 0)
-    if not isinstance(rows, int) or rows < 1:
-        raise PlanError(f"rows={rows!r} is not a number of rows", where=str(option))
-    return rows

@@ -24,8 +24,9 @@ from lowtide.nn.fewbit_tables import Density, Normal, table_of
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.forward import Forward, apply_at_sites, replace_forward
-from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price, Undo
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.graph import Graph, Op
+from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
 BITS = (8, 4, 3, 2, 1)
@@ -82,7 +83,7 @@ def measure_inputs(model: nn.Module, run: Callable[[], object], *, limit: int = 
     return {path: torch.cat(parts) for path, parts in seen.items()}
 
 
-class FewBit:
+class FewBitActivations:
     """Codes in place of saved inputs, for the activations whose input or output nobody else keeps."""
 
     name = "fewbit"
@@ -144,8 +145,7 @@ class FewBit:
         """
         if not _bits(option):
             return Check.EXACT
-        bound = option.knob("bound", 1.0)
-        return Check(Fidelity.APPROXIMATE, rtol=bound if isinstance(bound, float) else 1.0, atol=1e-6)
+        return Check(Fidelity.APPROXIMATE, rtol=option.read("bound", 1.0), atol=1e-6)
 
 
 _MARGIN = 3.0
@@ -201,10 +201,7 @@ def _activations(model: nn.Module) -> dict[str, nn.Module]:
 
 def _bits(option: Option) -> int:
     """0 for the option of gates alone."""
-    bits = option.knob("bits", 0)
-    if bits not in (0, *BITS) or not isinstance(bits, int):
-        raise PlanError(f"bits={bits!r} is not a number of bits", where=str(option))
-    return bits
+    return option.one_of("bits", (0, *BITS), default=0)
 
 
 # -- what activations keep in a traced step --------------------------------------------------------------
@@ -223,7 +220,7 @@ class _Item:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _SavedByModule:
     kind: str  # the module's class
     items: tuple[_Item, ...]
 
@@ -243,7 +240,7 @@ _CLASSES: dict[str, Curve] = {
 } | {"Threshold": Curve.of("threshold")}
 
 
-def _sites(graph: Graph) -> dict[str, _Kept]:
+def _sites(graph: Graph) -> dict[str, _SavedByModule]:
     """The activations that would let something go, in the order of the model's modules."""
     kinds = {path: kind for path, kind in graph.modules if kind in _CLASSES}
     savers: dict[int, set[str]] = {}
@@ -268,7 +265,7 @@ def _sites(graph: Graph) -> dict[str, _Kept]:
             uses = last_use.get(saved.storage, forward[-1])
             item = _Item(storage.bytes, math.prod(saved.shape), forward[0], backward[-1], uses, storage.death)
             found.setdefault(path, []).append(item)
-    return {path: _Kept(kinds[path], tuple(found[path])) for path in kinds if path in found}
+    return {path: _SavedByModule(kinds[path], tuple(found[path])) for path in kinds if path in found}
 
 
 def _uses(graph: Graph) -> tuple[dict[tuple[str, int], list[Op]], dict[int, int]]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lowtide.errors import LowtideError, PlanError
-from lowtide.techniques.technique import Applied, Option, Undo
+from lowtide.techniques.technique import Option
+from lowtide.undo import Applied, Undo
 
 if TYPE_CHECKING:
     from lowtide.workload import Workload

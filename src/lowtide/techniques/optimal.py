@@ -18,7 +18,8 @@ from lowtide.errors import LowtideError
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.segments import SegmentTechnique, apply_tree, sequential_units
 from lowtide.techniques.stages import BlockStages, in_blocks
-from lowtide.techniques.technique import Option, Undo
+from lowtide.techniques.technique import Option
+from lowtide.undo import Undo
 
 _BUDGETS = 28
 _WORK = 1e8  # of n³ · slots: half a second
@@ -84,7 +85,7 @@ def _schedules(chain: chains.Chain, ends: list[int]) -> list[Schedule]:
     The least of all may take O(n²) runs to save a last few bytes; what runs more than O(n log n) is left out.
     """
     slots = int(min(500, max(100, _WORK / chain.stages**3)))
-    plans = chains.Optimal(chain, slots, ends)
+    plans = chains.OptimalSchedules(chain, slots, ends)
     halves = recursive(chain, ends)
     most = max(sum(halves.runs), chain.stages * (1 + math.log2(chain.stages)))
     low, high = plans.smallest_bytes, simulate(chain, keep_all(chain)).peak_bytes

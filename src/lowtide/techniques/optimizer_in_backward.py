@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lowtide.errors import PlanError
 from lowtide.optim.in_backward import step_in_backward
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.in_backward import completed_gradients
-from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price, whole_step
+from lowtide.undo import Applied
 from lowtide.workload import Workload
 
 
@@ -42,8 +42,7 @@ class OptimizerInBackward:
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Put the step on the parameters; the optimizer stays the same object. Without one there is nothing to do."""
-        if any(option.site != ("",) for option in options):
-            raise PlanError("The optimizer steps in backward for the whole step or not at all", where=str(options[0]))
+        whole_step(options)
         if work.optimizer is None:
             return Applied(work)
         return Applied(work, step_in_backward(work.optimizer))

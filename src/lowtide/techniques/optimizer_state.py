@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 
-from lowtide.errors import PlanError
 from lowtide.optim.adamw8bit import LEAST
 from lowtide.optim.state import KINDS, lower_state
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price, whole_step
 from lowtide.tracing.graph import Storage
+from lowtide.undo import Applied
 from lowtide.workload import Workload
 
 _MOMENTS, _MOMENTUM = ("exp_avg", "exp_avg_sq"), "momentum_buffer"
@@ -36,7 +36,7 @@ class OptimizerState:
 
     def price(self, option: Option, profile: Profile) -> Price:
         """What the states take less, over the whole step; on the host they are copied to the device and back."""
-        kind, end = _kind(option), len(profile.graph.ops)
+        kind, end = option.one_of("state", KINDS), len(profile.graph.ops)
         removed = tuple(
             Interval(storage.bytes - kept, 0, end, f"{storage.label} in {kind}")
             for storage, kept in _lowered(profile, kind)
@@ -57,21 +57,12 @@ class OptimizerState:
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Change the optimizer in place; refused where it has no such states. Without one there is nothing to do."""
-        if any(option.site != ("",) for option in options) or len(options) != 1:
-            raise PlanError("An optimizer's state is lowered once, for the whole step", where=str(options[0]))
-        kind = _kind(options[0])
+        kind = whole_step(options).one_of("state", KINDS)
         return Applied(work) if work.optimizer is None else Applied(work, lower_state(work.optimizer, kind))
 
     def check(self, option: Option) -> Check:
         """The gradients are the plain step's; on the host the parameters after the step too."""
-        return Check(Fidelity.BITWISE if _kind(option) == "cpu" else Fidelity.CHANGED)
-
-
-def _kind(option: Option) -> str:
-    kind = option.knob("state")
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise PlanError(f"state={kind!r} is none of {', '.join(KINDS)}", where=str(option))
-    return kind
+        return Check(Fidelity.BITWISE if option.one_of("state", KINDS) == "cpu" else Fidelity.CHANGED)
 
 
 def _lowered(profile: Profile, kind: str) -> Iterator[tuple[Storage, int]]:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import PlanError
-from lowtide.optim.rounding import round_updates
+from lowtide.optim.rounding import ROUNDINGS, round_updates
 from lowtide.optim.scaling import LossScale
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.microbatch.loss import in_pieces
-from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Knob, Option, Price, Undo
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Knob, Option, Price, whole_step
 from lowtide.tracing.graph import Graph
+from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload, autocast
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,7 +54,7 @@ class Precision:
             if storage.dtype != "float32" or storage.category not in ("parameter", "gradient"):
                 continue
             half = Interval(storage.bytes // 2, storage.birth, storage.death, f"{storage.label} in 16 bits")
-            if option.knob("weights", False):
+            if option.read("weights", False):
                 removed.append(half)
             elif storage.category == "parameter":
                 added.append(replace(half, death=max(backward, 1), why=f"a 16-bit copy of {storage.label}"))
@@ -61,10 +62,8 @@ class Precision:
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Another autocast; for float16 another loss, for weights the model and the optimizer in place."""
-        option = options[0]
-        dtype = _DTYPES.get(str(option.knob("autocast")))
-        if len(options) != 1 or option.site != ("",) or dtype is None:
-            raise PlanError("Precision is chosen once, for the whole step", where=str(option))
+        option = whole_step(options)
+        dtype = _DTYPES[option.one_of("autocast", _DTYPES)]
         if isinstance(work.loss, LowerLoss):
             raise PlanError("The step already runs in lower precision", hint="Call undo() of the first one.")
         with Undo() as undo:
@@ -74,9 +73,9 @@ class Precision:
                 undo.add(scale.remove)
                 if work.optimizer is not None:
                     undo.add(scale.guard(work.optimizer))
-            if option.knob("weights", False):
+            if option.read("weights", False):
                 if work.optimizer is not None:  # first, so that it is undone last: states then follow the weights
-                    how = "kahan" if option.knob("rounding", "stochastic") == "kahan" else "stochastic"
+                    how = option.one_of("rounding", ROUNDINGS, default="stochastic")
                     undo.add(round_updates(work.optimizer, how))
                 undo.add(lower_weights(work.model))
             loss = LowerLoss(work.loss, work.device.type, dtype, scale)
@@ -84,7 +83,7 @@ class Precision:
 
     def check(self, option: Option) -> Check:
         """Other numbers; with ``weights`` the state dict has other dtypes."""
-        return Check(Fidelity.CHANGED, same_state_dict=not option.knob("weights", False))
+        return Check(Fidelity.CHANGED, same_state_dict=not option.read("weights", False))
 
 
 class LowerLoss:

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lowtide.errors import LowtideError, PlanError
+from lowtide.kernels.reference.randomized import KINDS, Sketch
 from lowtide.kernels.reference.randomized import Kind as SketchKind
-from lowtide.kernels.reference.randomized import Sketch
 from lowtide.nn.randomized import randomized_linear
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.forward import Forward, apply_at_sites, module_at, replace_forward
-from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price, Undo
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.graph import Graph, Op, Value
+from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
 RATIOS = (0.5, 0.2, 0.1)
@@ -114,10 +115,7 @@ class RandomizedLinears:
 
 
 def _sketch(option: Option) -> Sketch:
-    ratio, kind = option.knob("ratio", 0.2), option.knob("sketch", "rademacher")
-    if not isinstance(ratio, float) or not isinstance(kind, str):
-        raise PlanError(f"ratio={ratio!r}, sketch={kind!r} are not for a sketch", where=str(option))
-    return Sketch(kind, ratio)  # pyright: ignore[reportArgumentType]
+    return Sketch(option.one_of("sketch", KINDS, default="rademacher"), option.read("ratio", 0.2))
 
 
 def _put(sketch: Sketch, module: nn.Module, path: str) -> Undo:

@@ -9,7 +9,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, get_args
 
 from lowtide.errors import LowtideError
-from lowtide.techniques.technique import Kind, Technique, Undo
+from lowtide.techniques.technique import Kind, Technique
+from lowtide.undo import Undo
 
 if TYPE_CHECKING:
     from lowtide.profiling.profile import Profile
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 GROUP = "lowtide.techniques"
 
-# Listed here too, so that they are found in a source tree that was never installed.
+# Not entry points: a source tree that was never installed has none.
 BUILT_IN = (
     "lowtide.techniques.sqrt:Sqrt",
     "lowtide.techniques.optimal:Optimal",
@@ -29,9 +30,8 @@ BUILT_IN = (
     "lowtide.techniques.optimizer_state:OptimizerState",
     "lowtide.techniques.optimizer_in_backward:OptimizerInBackward",
     "lowtide.techniques.stored_gradients:StoredGradients",
-    "lowtide.techniques.large_batch:LargeBatch",
     "lowtide.techniques.randomized:RandomizedLinears",
-    "lowtide.techniques.fewbit:FewBit",
+    "lowtide.techniques.fewbit:FewBitActivations",
 )
 
 _registered: dict[str, Technique] = {}
@@ -71,7 +71,7 @@ def _installed() -> dict[str, Technique]:
     for place in BUILT_IN:
         _add(found, _load(EntryPoint(place, place, GROUP)))
     for point in entry_points(group=GROUP):
-        if point.value in BUILT_IN:
+        if point.value.startswith("lowtide."):  # listed by an older installation
             continue
         try:
             technique = _load(point)

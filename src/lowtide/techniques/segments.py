@@ -10,10 +10,11 @@ from torch import nn
 from lowtide.chains import Tree
 from lowtide.errors import LowtideError, PlanError
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.chain import Chain, Chains, leaves
+from lowtide.techniques.chain import BlockChain, Chains, leaves
 from lowtide.techniques.forward import Forward, replace_forward
 from lowtide.techniques.recompute import recompute
-from lowtide.techniques.technique import Applied, Check, Fidelity, Kind, Option, Price, Undo
+from lowtide.techniques.technique import Check, Fidelity, Kind, Option, Price
+from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
 
@@ -168,7 +169,7 @@ def sequential_units(sequential: nn.Sequential) -> list[tuple[int, ...]]:
     return units
 
 
-def chain_units(chain: Chain) -> list[tuple[int, ...]]:
+def chain_units(chain: BlockChain) -> list[tuple[int, ...]]:
     """The same of a profiled chain; without those that cannot start a segment where blocks are called one by one."""
     return _units([(block.position, block.glued) for block in chain.blocks], joined=chain.joined)
 
@@ -200,7 +201,7 @@ def _is_tree(tree: object) -> bool:
 
 
 def _trees(option: Option) -> dict[str, Tree]:
-    trees = option.knob("trees", ())
-    if not isinstance(trees, tuple) or len(trees) != len(option.site) or not all(map(_is_tree, trees)):
+    trees = option.by_site("trees")
+    if not all(map(_is_tree, trees.values())):
         raise PlanError(f"{option} has no tree for each of its sites")
-    return {path: cast(Tree, tree) for path, tree in zip(option.site, trees, strict=True)}
+    return cast(dict[str, Tree], trees)

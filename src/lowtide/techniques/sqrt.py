@@ -15,9 +15,10 @@ from torch import nn
 from lowtide.chains import Tree
 from lowtide.errors import LowtideError
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.chain import Chain, split
+from lowtide.techniques.chain import BlockChain, split
 from lowtide.techniques.segments import SegmentTechnique, apply_tree, chain_units, sequential_units
-from lowtide.techniques.technique import Knob, Option, Undo
+from lowtide.techniques.technique import Knob, Option
+from lowtide.undo import Undo
 
 
 def checkpoint_segments(
@@ -84,7 +85,7 @@ class _Link:
     weights: list[int]
 
     @classmethod
-    def of(cls, chain: Chain) -> _Link:
+    def of(cls, chain: BlockChain) -> _Link:
         units = chain_units(chain)
         saved = {block.position: block.saved_bytes for block in chain.blocks}
         return cls(chain.container, chain.joined, units, [sum(saved[i] for i in unit) for unit in units])

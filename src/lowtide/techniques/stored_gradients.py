@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lowtide.errors import PlanError
 from lowtide.optim.gradients import PIECES, Bits, packed_bytes, store_gradients
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.in_backward import completed_gradients
-from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price, whole_step
 from lowtide.tracing.graph import Storage
+from lowtide.undo import Applied
 from lowtide.workload import Workload
 
 _SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -41,7 +41,7 @@ class StoredGradients:
 
     def price(self, option: Option, profile: Profile) -> Price:
         """A gradient is packed from when it is complete; the step has one of them whole, the largest at the most."""
-        bits, graph, end = _bits(option), profile.graph, len(profile.graph.ops)
+        bits, graph, end = option.one_of("bits", _BITS), profile.graph, len(profile.graph.ops)
         removed: list[Interval] = []
         added: list[Interval] = []
         for id, whole in completed_gradients(graph).items():
@@ -61,22 +61,12 @@ class StoredGradients:
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Put the store between backward and the optimizer's step. Without an optimizer there is nothing to do."""
-        if any(option.site != ("",) for option in options) or len(options) != 1:
-            raise PlanError("Gradients are stored in one way, for the whole step", where=str(options[0]))
-        bits = _bits(options[0])
+        bits = whole_step(options).one_of("bits", _BITS)
         return Applied(work) if work.optimizer is None else Applied(work, store_gradients(work.optimizer, bits))
 
     def check(self, option: Option) -> Check:
         """The step is one of rounded gradients; none are left to compare."""
         return Check(Fidelity.CHANGED, leaves_gradients=False)
-
-
-def _bits(option: Option) -> Bits:
-    bits = option.knob("bits")
-    for known in _BITS:
-        if bits == known:
-            return known
-    raise PlanError(f"bits={bits!r} is none of {', '.join(_BITS)}", where=str(option))
 
 
 def _packed(gradient: Storage, bits: Bits) -> int:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
+
+from lowtide.errors import PlanError
 
 if TYPE_CHECKING:
     from lowtide.profiling.profile import Profile
+    from lowtide.undo import Applied
     from lowtide.workload import Workload
 
 Kind = Literal["module", "saved", "step"]
 Knob: TypeAlias = "bool | int | float | str | tuple[Knob, ...]"
+_Value = TypeVar("_Value")
 
 
 @runtime_checkable
@@ -99,12 +102,50 @@ class Option:
         """
         return dict(self.knobs).get(name, default)
 
+    def read(self, name: str, default: _Value, *, least: float | None = None) -> _Value:
+        """The value of a knob, of its default's type and not below ``least``; else PlanError."""
+        value: Any = dict(self.knobs).get(name, default)
+        too_small = least is not None and isinstance(value, (int, float)) and value < least
+        if too_small or type(value) is not type(default):
+            limit = "" if least is None else f" of at least {least:g}"
+            raise PlanError(f"{name}={value!r} is not a {type(default).__name__}{limit}", where=str(self))
+        return value
+
+    def one_of(self, name: str, known: Iterable[_Value], default: Knob = "") -> _Value:
+        """The value of a knob that takes one of some values; else PlanError.
+
+        >>> Option("optimizer_state", ("",), (("state", "8bit"),)).one_of("state", ("8bit", "4bit"))
+        '8bit'
+        """
+        value: Any = self.knob(name, default)
+        known = tuple(known)
+        if value not in known:
+            raise PlanError(f"{name}={value!r} is none of {', '.join(map(str, known))}", where=str(self))
+        return known[known.index(value)]
+
+    def by_site(self, name: str) -> dict[str, Knob]:
+        """The values of a knob that has one for each site; else PlanError."""
+        values = self.knob(name, ())
+        if not isinstance(values, tuple) or len(values) != len(self.site):
+            raise PlanError(f"{name}={values!r} is not one value for each site", where=str(self))
+        return dict(zip(self.site, values, strict=True))
+
     def __str__(self) -> str:
         shown = [f"{name} {value}" for name, value in self.knobs if not isinstance(value, tuple) and value != ""]
         places = [path or "the model" for path in self.site]
         places[3:] = [f"{len(places) - 3} more"] if len(places) > 4 else places[3:]
         where = ", ".join(places)
         return f"{self.technique} on {where}" + (f" ({', '.join(shown)})" if shown else "")
+
+
+def whole_step(options: Sequence[Option]) -> Option:
+    """The one option of a technique that acts once, on the whole step; PlanError for any other list."""
+    if len(options) != 1 or options[0].site != ("",):
+        raise PlanError(
+            f"The technique acts once, on the whole step, and not on {', '.join(map(str, options)) or 'nothing'}",
+            hint='Give one option whose site is ("",).',
+        )
+    return options[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,49 +200,3 @@ class Check:
 
 
 Check.EXACT = Check(Fidelity.BITWISE)
-
-
-class Undo:
-    """Takes back what was done, last thing first; a second call does nothing. Works as a context manager too.
-
-    >>> undo = Undo(lambda: print("restored"))
-    >>> undo()
-    restored
-    >>> undo()
-    """
-
-    def __init__(self, *actions: Callable[[], object]) -> None:
-        self._stack = ExitStack()
-        for action in actions:
-            self.add(action)
-
-    def add(self, action: Callable[[], object]) -> None:
-        """Have this taken back too, before all that was added earlier."""
-        self._stack.callback(action)
-
-    def keep(self) -> Undo:
-        """Hand the actions on, so that leaving this undo's ``with`` block takes nothing back."""
-        kept = Undo()
-        kept._stack = self._stack.pop_all()
-        return kept
-
-    def __call__(self) -> None:
-        self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self()
-
-
-class Applied(Undo):
-    """An undo that also has the step to run until it is called.
-
-    What acts inside the model gives back the workload it was given; what acts on the step gives another one over the
-    same model: with another loss around the first, another autocast or another optimizer.
-    """
-
-    def __init__(self, work: Workload, *actions: Callable[[], object]) -> None:
-        super().__init__(*actions)
-        self.work = work

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _TensorShape:
     """Placeholder for a tensor in a call."""
 
     size: tuple[int, ...]
@@ -37,8 +37,8 @@ class Call:
     def of(function: Any, args: Any, kwargs: Any) -> Call:
         """Record a call without its tensors."""
 
-        def shape(tensor: Tensor) -> _Shape:
-            return _Shape(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device.type)
+        def shape(tensor: Tensor) -> _TensorShape:
+            return _TensorShape(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device.type)
 
         args, kwargs = pytree.tree_map_only(Tensor, shape, (args, kwargs))
         return Call(function, args, kwargs)
@@ -46,7 +46,7 @@ class Call:
     @property
     def runs_alone(self) -> bool:
         """Whether made-up values are safe: a library's own records (bytes, seeds) must not be made up."""
-        tensors = [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, _Shape)]
+        tensors = [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, _TensorShape)]
         name = self.function.__name__
         if self.function.namespace == "bitsandbytes":  # its codes are places in a table of 256: any will do
             return True
@@ -56,4 +56,4 @@ class Call:
 
     def tensors(self, device: torch.device) -> tuple[Any, Any]:
         """Arguments for a call: floats are random, integers zero."""
-        return pytree.tree_map_only(_Shape, lambda s: s.make(device), (self.args, self.kwargs))
+        return pytree.tree_map_only(_TensorShape, lambda s: s.make(device), (self.args, self.kwargs))

@@ -298,15 +298,7 @@ def _own_everything(
             if parameter is not None:
                 recorder.own(parameter, "buffer", f"{type(module).__name__}.{name} of the loss")
     if work.optimizer is not None:
-        for group in work.optimizer.param_groups:
-            for parameter in group["params"]:
-                owners.setdefault(parameter, ("parameter outside of the model", ""))
-                recorder.own(parameter, "parameter", *owners[parameter])
-        for parameter, state in work.optimizer.state.items():
-            name, module = owners.get(parameter, ("", ""))
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    recorder.own(value, "optimizer state", f"{name}.{key}", module)
+        _own_optimizer(recorder, work.optimizer, owners)
     for name, tensor in kept_tensors(work, depth=1):
         if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
             recorder.own(tensor, "buffer", name)
@@ -315,6 +307,19 @@ def _own_everything(
     for tensor in work.tensors():
         recorder.own(tensor, "input", f"batch {list(tensor.shape)}")
     return owners
+
+
+def _own_optimizer(recorder: Recorder, optimizer: torch.optim.Optimizer, owners: dict[Tensor, tuple[str, str]]) -> None:
+    """Register an optimizer's state and parameters; those outside of the model join ``owners``."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            owners.setdefault(parameter, ("parameter outside of the model", ""))
+            recorder.own(parameter, "parameter", *owners[parameter])
+    for parameter, state in optimizer.state.items():
+        name, module = owners.get(parameter, ("", ""))
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                recorder.own(value, "optimizer state", f"{name}.{key}", module)
 
 
 def _init_optimizer_state(work: Workload) -> list[Tensor]:

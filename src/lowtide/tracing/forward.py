@@ -17,7 +17,7 @@ from lowtide.workload import Workload
 
 
 @dataclass(frozen=True)
-class Forward:
+class CapturedLoss:
     """A captured loss. The graph's inputs have origins; its loss is one of its outputs."""
 
     graph: fx.Graph
@@ -26,7 +26,7 @@ class Forward:
     loss: fx.Node
 
 
-def capture_forward(work: Workload) -> Forward:
+def capture_forward(work: Workload) -> CapturedLoss:
     """Capture the loss of a step, forward alone. Nothing runs, and nothing is changed.
 
     Raises ``TraceError`` where Dynamo finds no one graph, and where a gradient is not that of the captured ops: a
@@ -35,7 +35,7 @@ def capture_forward(work: Workload) -> Forward:
     from torch._dynamo.backends.common import aot_autograd
 
     refuse_uncapturable(work)
-    found: list[Forward] = []
+    found: list[CapturedLoss] = []
 
     def backend(captured: fx.GraphModule, inputs: Any) -> Any:
         _refuse_own_gradients(captured)
@@ -44,18 +44,18 @@ def capture_forward(work: Workload) -> Forward:
 
         def compiler(module: fx.GraphModule, _: Any) -> Any:
             found.append(_read(module, origins))
-            raise _CapturedError
+            raise _LossCapturedError
 
         with torch.no_grad():  # without a backward pass
             return aot_autograd(fw_compiler=compiler)(captured, inputs)
 
     compiled = CompiledLoss(work, backend)
-    with compiled as loss, unchanged(work, fake=True), silenced(FAKE_KERNELS), contextlib.suppress(_CapturedError):
+    with compiled as loss, unchanged(work, fake=True), silenced(FAKE_KERNELS), contextlib.suppress(_LossCapturedError):
         try:
             loss(work.batch)
         except Exception as error:
             cause = getattr(error, "inner_exception", error)
-            if not isinstance(cause, _CapturedError):
+            if not isinstance(cause, _LossCapturedError):
                 what = next(iter(str(cause).splitlines()), type(cause).__name__)
                 raise TraceError(f"The loss is not captured as one graph ({what})") from error
     if not found:
@@ -63,7 +63,7 @@ def capture_forward(work: Workload) -> Forward:
     return found.pop()
 
 
-class _CapturedError(Exception):
+class _LossCapturedError(Exception):
     """The graph is captured: the loss need not run."""
 
 
@@ -74,7 +74,7 @@ def _refuse_own_gradients(captured: fx.GraphModule) -> None:
                 raise TraceError("The loss has a backward pass of its own, in an autograd.Function or a hook")
 
 
-def _read(module: fx.GraphModule, origins: list[Origin]) -> Forward:
+def _read(module: fx.GraphModule, origins: list[Origin]) -> CapturedLoss:
     inputs = module.graph.find_nodes(op="placeholder")
     (output,) = module.graph.find_nodes(op="output")
     if len(inputs) != len(origins):
@@ -84,4 +84,4 @@ def _read(module: fx.GraphModule, origins: list[Origin]) -> Forward:
     loss = results[described.index(0) if 0 in described else -1]
     if not isinstance(loss, fx.Node) or loss.meta["val"].numel() != 1:
         raise TraceError("The captured loss is not one number that is computed")
-    return Forward(module.graph, module, dict(zip(inputs, origins, strict=True)), loss)
+    return CapturedLoss(module.graph, module, dict(zip(inputs, origins, strict=True)), loss)

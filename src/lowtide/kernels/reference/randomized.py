@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lowtide.errors import LowtideError
 
 Kind = Literal["rademacher", "gaussian", "rows", "dct"]
-KINDS: tuple[str, ...] = get_args(Kind)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 BITS = 128  # that one call of Philox gives
 
 # The last word of Philox's counter: what the numbers are for.

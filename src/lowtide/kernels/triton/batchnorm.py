@@ -29,7 +29,7 @@ _KEEPS = {"x": 0, "xhat": 1, "z": 2}
 _STAGES = 3  # loads that a program that sums has in flight
 
 
-class _Shape(NamedTuple):
+class _Tile(NamedTuple):
     """What a program works on at a time, found by measuring on an H200."""
 
     block_bytes: int
@@ -38,9 +38,9 @@ class _Shape(NamedTuple):
     streams: int = 0  # programs for each processor, each of which takes many blocks
 
 
-_SUMS = {"NCHW": _Shape(2**13, 0, 4, 4), "NHWC": _Shape(2**14, 128, 8, 2)}
-_MAP = _Shape(2**12, 256, 4)
-_WHOLE = _Shape(2**15, 64, 8)  # the largest tile that one program holds, in float32
+_SUMS = {"NCHW": _Tile(2**13, 0, 4, 4), "NHWC": _Tile(2**14, 128, 8, 2)}
+_MAP = _Tile(2**12, 256, 4)
+_WHOLE = _Tile(2**15, 64, 8)  # the largest tile that one program holds, in float32
 _REGISTERS = 128  # of a thread that sums, so that all streams run at once
 
 
@@ -54,7 +54,7 @@ class Blocks(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)  # one object for each layout, compared by identity: it is looked up in every call
-class Grid:
+class LaunchGrid:
     """How a tensor lies in memory, and how its values are shared out over programs."""
 
     channels: int
@@ -70,7 +70,7 @@ class Grid:
 @lru_cache(maxsize=4096)
 def grid_of(
     shape: torch.Size, nhwc: bool, dtype: torch.dtype, device: torch.device, streams: int | None = None
-) -> Grid:
+) -> LaunchGrid:
     """``streams``, for tests: as many parts over all tiles, also where a tile would fit one program."""
     channels = shape[1]
     rows = shape.numel() // channels
@@ -91,7 +91,7 @@ def grid_of(
     at_once = min(_power(parts), max(1, 4096 // sums.constants[-1]))
     whole_fits = streams is None and whole.blocks == 1
     by_value = cut(_MAP.block_bytes // dtype.itemsize, _MAP.width_bytes, _MAP.warps)
-    return Grid(channels, rows, device.index, whole if whole_fits else None, sums, parts, at_once, by_value)
+    return LaunchGrid(channels, rows, device.index, whole if whole_fits else None, sums, parts, at_once, by_value)
 
 
 def _power(number: int) -> int:
@@ -99,7 +99,7 @@ def _power(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _grid(x: Tensor, streams: int | None = None) -> Grid:
+def _grid(x: Tensor, streams: int | None = None) -> LaunchGrid:
     return grid_of(x.shape, is_nhwc(x), x.dtype, x.device, streams)
 
 
@@ -121,7 +121,7 @@ class _Scratch(NamedTuple):
 _scratches: dict[tuple[int | None, int], list[_Scratch]] = {}
 
 
-def _scratch(grid: Grid, x: Tensor) -> _Scratch:
+def _scratch(grid: LaunchGrid, x: Tensor) -> _Scratch:
     """One for each stream, on which launches do not overlap; one that became too small may be in a captured graph."""
     if isinstance(x, FakeTensor):
         return _Scratch(x.new_empty(0), x.new_empty(0))  # it stays from step to step, and is small
@@ -212,7 +212,7 @@ def measure(x: Tensor, running: Running, *, eps: float, streams: int | None = No
     return _measure(_grid(x, streams), x, running, eps)
 
 
-def _measure(grid: Grid, x: Tensor, running: Running, eps: float) -> tuple[Tensor, Tensor]:
+def _measure(grid: LaunchGrid, x: Tensor, running: Running, eps: float) -> tuple[Tensor, Tensor]:
     mean, invstd = _per_channel(grid, x), _per_channel(grid, x)
     scratch = _scratch(grid, x)
     held, var, momentum, batches = running
@@ -243,7 +243,7 @@ def normalize(
 
 
 def _normalize(
-    grid: Grid,
+    grid: LaunchGrid,
     kept: Tensor,
     keeps: Keeps,
     affine: Affine,
@@ -324,7 +324,7 @@ def backward(
     return dx, dweight, dbias, dslopes, dy
 
 
-def _per_channel(grid: Grid, x: Tensor) -> Tensor:
+def _per_channel(grid: LaunchGrid, x: Tensor) -> Tensor:
     return torch.empty(grid.channels, dtype=torch.float32, device=x.device)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
-from lowtide.techniques.batchnorm.forwards import IN_PLACE, Call, Untraceable, is_torchs, trace
+from lowtide.techniques.batchnorm.forwards import IN_PLACE, ForwardCall, Untraceable, is_torchs, trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def _is_pointwise(module: nn.Module) -> bool:
     if is_torchs(module) or not _is_bare(module):
         return type(module) in _POINTWISE_MODULES
     try:
-        graph = trace(module, Call.tensors(1))
+        graph = trace(module, ForwardCall.tensors(1))
     except Untraceable:
         return False
     *inner, output = [node for node in graph.nodes if node.op != "placeholder"]

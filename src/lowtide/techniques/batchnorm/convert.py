@@ -22,11 +22,11 @@ from lowtide.nn.pooling import can_pool, max_pool
 from lowtide.nn.strategies import Strategy, resolve
 from lowtide.techniques.batchnorm.behind import behind
 from lowtide.techniques.batchnorm.find import Left, Pair, below, find, is_chain
-from lowtide.techniques.batchnorm.forwards import SETTINGS, Call, Untraceable, describe, trace
+from lowtide.techniques.batchnorm.forwards import SETTINGS, ForwardCall, Untraceable, describe, trace
 from lowtide.techniques.batchnorm.memory import Memory, predict
 from lowtide.techniques.forward import Forward, replace_forward
-from lowtide.techniques.technique import Undo
 from lowtide.tracing.internals import assume_constant_result
+from lowtide.undo import Undo
 from lowtide.workload import Workload
 
 _LAYERS = (BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, SyncBatchNormAct)
@@ -275,7 +275,7 @@ class Fused(Forward):
     def __init__(self, module: nn.Module, path: str, pairs: Sequence[Pair]) -> None:
         super().__init__(module)
         self.path = path
-        self.sites = [_Site.of(pair) for pair in pairs]
+        self.sites = [_ConvertedPair.of(pair) for pair in pairs]
         self.settings = [name for name, value in vars(module).items() if type(value) in SETTINGS]  # the mode is one
         self._names: dict[Any, str] = {}  # of the attributes that hold code
         self._learned = 0
@@ -312,18 +312,18 @@ class Fused(Forward):
 
         Dynamo runs this while it traces and takes the name as a constant: no dict is guarded, no graph breaks.
         """
-        key = (call if isinstance(call, int) else Call.of(*call), grad, self._read_settings())
+        key = (call if isinstance(call, int) else ForwardCall.of(*call), grad, self._read_settings())
         name = self._names.get(key)
         if name is None:
             if len(self._names) >= _MOST_CODES:
                 delattr(self, self._names.pop(next(iter(self._names))))
-            code = self._code(Call.tensors(key[0]) if isinstance(key[0], int) else key[0])
+            code = self._code(ForwardCall.tensors(key[0]) if isinstance(key[0], int) else key[0])
             self._learned += 1
             name = self._names[key] = f"_code_{self._learned}"
             setattr(self, name, code)
         return name
 
-    def _code(self, call: Call) -> Callable[..., Any] | None:
+    def _code(self, call: ForwardCall) -> Callable[..., Any] | None:
         try:
             graph = trace(self.module, call)
         except Untraceable as error:
@@ -349,7 +349,7 @@ _MOST_CODES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Site:
+class _ConvertedPair:
     """A pair, as its owner's forward is to have it; names are from the owner."""
 
     norm: str
@@ -357,7 +357,7 @@ class _Site:
     signature: tuple[str, str, bool, bool]
 
     @classmethod
-    def of(cls, pair: Pair) -> _Site:
+    def of(cls, pair: Pair) -> _ConvertedPair:
         return cls(pair.path[len(pair.owner) :].lstrip("."), pair.call, pair.behind.signature)
 
     def rewrite(self, root: nn.Module, node: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.utils.parametrize import is_parametrized
 
 from lowtide.techniques.batchnorm.behind import Behind, behind, may_be_written
-from lowtide.techniques.batchnorm.forwards import Call, Untraceable, is_torchs, parameters_of, trace
+from lowtide.techniques.batchnorm.forwards import ForwardCall, Untraceable, is_torchs, parameters_of, trace
 
 NOTHING_TO_SAVE = "no activation follows; nothing to save"
 
@@ -220,7 +220,7 @@ class _Forwards:
         was = module.training
         module.training = self.training
         try:
-            for call in Call.guesses(module):
+            for call in ForwardCall.guesses(module):
                 try:
                     return trace(module, call)
                 except Untraceable as error:

@@ -41,26 +41,26 @@ SETTINGS = frozenset((bool, int, float, str, type(None), torch.dtype, torch.devi
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ForwardCall:
     """How a forward is called: the arguments, with tensors left open."""
 
     structure: pytree.TreeSpec
     leaves: tuple[_Slot | tuple[type, Any], ...]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardCall:
         """Read a call from its description."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         return cls(structure, tuple([leaf if isinstance(leaf, _Slot) else (type(leaf), leaf) for leaf in leaves]))
 
     @classmethod
-    def tensors(cls, count: int) -> Call:
+    def tensors(cls, count: int) -> ForwardCall:
         """A call with this many tensors and nothing else."""
         _, structure = pytree.tree_flatten(((None,) * count, {}))
         return cls(structure, (_Slot.TENSOR,) * count)
 
     @classmethod
-    def guesses(cls, module: nn.Module) -> Generator[Call]:
+    def guesses(cls, module: nn.Module) -> Generator[ForwardCall]:
         """How a forward may be called, as far as its signature tells: with tensors, or with lists of them."""
         choices: list[list[tuple[Any, ...]]] = []
         keywords: dict[str, Any] = {}
@@ -101,7 +101,7 @@ def parameters_of(module: nn.Module) -> list[inspect.Parameter]:
     return parameters[1:] if is_self else parameters
 
 
-def trace(module: nn.Module, call: Call) -> fx.Graph:
+def trace(module: nn.Module, call: ForwardCall) -> fx.Graph:
     """The module's own forward as a graph: a placeholder for each open argument, a node for each child's call.
 
     Refused, as the graph would not do the same: control flow by values, random numbers drawn in Python, attributes
@@ -117,7 +117,7 @@ def trace(module: nn.Module, call: Call) -> fx.Graph:
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: ForwardCall) -> None:
         super().__init__()
         self.call = call
         self.modes = _modes()

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from lowtide.errors import PlanError
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.batchnorm.convert import convert
-from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Option, Price
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.graph import Graph, Op
 from lowtide.tracing.places import short_name
+from lowtide.undo import Applied
 from lowtide.workload import Workload
 
 
@@ -42,7 +43,7 @@ class BatchNorm:
     def price(self, option: Option, profile: Profile) -> Price:
         """What is let go, from its last use forward until it is made again; its batch norm and activation once more."""
         steps = _Pairs(profile.graph)
-        spacing, sites = _spacing(option), set(option.site)
+        spacing, sites = option.read("joins", 1, least=1), set(option.site)
         pairs = [pair for pair in steps.pairs if pair.path in sites]
         needs = steps.first_needs(pairs, spacing)
         removed = [
@@ -68,7 +69,7 @@ class BatchNorm:
         missing = [path for path in sites if path not in known]
         if missing:
             raise PlanError(f"The model has no module {missing[0]!r}", hint="The plan is of another model.")
-        done = convert(work.model, joins=max((_spacing(option) for option in options), default=1))
+        done = convert(work.model, joins=max((option.read("joins", 1, least=1) for option in options), default=1))
         if not {change.path for change in done.changed} & set(sites):
             done.undo()
             why = next((left for left in done.left if left.path in sites), None)
@@ -326,10 +327,3 @@ def _other(addition: Op, storage: int) -> int | None:
 def _spacings(joins: int) -> list[int]:
     """1, 2, 4 and so on, as far as there are joins between those that are kept."""
     return [2**i for i in range(max(joins, 1).bit_length())]
-
-
-def _spacing(option: Option) -> int:
-    spacing = option.knob("joins", 1)
-    if not isinstance(spacing, int) or spacing < 1:
-        raise PlanError(f"joins={spacing!r} is not a number of blocks", where=str(option))
-    return spacing

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lowtide.errors import LowtideError
 from lowtide.kernels.compress import BITS, GROUP, buffer_bytes, check
 from lowtide.nn.compress import Hooks, sensitive
-from lowtide.nn.rebuild import Kept, may_open
+from lowtide.nn.rebuild import SavedTensor, may_open
 from lowtide.sizes import format_size
 from lowtide.workload import Workload
 
@@ -186,7 +186,7 @@ class _Watching(Hooks):
         return True
 
     def put_back(self, packed: Any) -> None:
-        if isinstance(packed, Kept) and id(packed) not in self._put_back:
+        if isinstance(packed, SavedTensor) and id(packed) not in self._put_back:
             self._put_back.add(id(packed))
             self._measured.saw_not(packed.tensor)
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from lowtide.errors import PlanError
 from lowtide.kernels.compress import BITS, DTYPES, GROUP, buffer_bytes, check
 from lowtide.kernels.reference.compress import groups_at_once
 from lowtide.nn.compress import LEAST_BYTES, compressed, exponentiates, is_sensitive
@@ -19,9 +18,10 @@ from lowtide.profiling.profile import Profile
 from lowtide.techniques.chain import Chains
 from lowtide.techniques.compress.allocation import KEPT, Layer, allocate_bits
 from lowtide.techniques.forward import Forward, module_at, replace_forward
-from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Knob, Option, Price, Undo
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Knob, Option, Price
 from lowtide.tracing.graph import Op
 from lowtide.tracing.places import short_name
+from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
 
@@ -157,7 +157,7 @@ class _Saved:
 
 
 @dataclass(slots=True)
-class _Site:
+class _SavingModule:
     """A module that saves."""
 
     path: str
@@ -187,7 +187,7 @@ class _Saves:
         for op in graph.ops:
             self._visit(op)
         self.storages: dict[int, _Saved] = {}
-        self.by_site: dict[str, _Site] = {}
+        self.by_site: dict[str, _SavingModule] = {}
         self._collect()
 
     def _visit(self, op: Op) -> None:
@@ -241,10 +241,10 @@ class _Saves:
             covered[saved.storage] = after
             known.site = known.site or site
             known.saves += 1
-            self.by_site.setdefault(site, _Site(site))
+            self.by_site.setdefault(site, _SavingModule(site))
             known.numel = after // known.dtype.itemsize
             if after > before:
-                made = self.by_site.setdefault(known.site, _Site(known.site))
+                made = self.by_site.setdefault(known.site, _SavingModule(known.site))
                 made.kept_bytes += after - before
                 made.numel += (after - before) // known.dtype.itemsize
                 for i, bits in enumerate(BITS):
@@ -278,11 +278,9 @@ _FIRST_ALONE = frozenset((
 
 def _bits(option: Option) -> dict[str, int]:
     bits = option.knob("bits", ())
-    bits = (bits,) * len(option.site) if isinstance(bits, int) else bits
-    if not isinstance(bits, tuple) or len(bits) != len(option.site):
-        raise PlanError(f"{option} has no bits for each of its sites")
-    return {path: int(str(each)) for path, each in zip(option.site, bits, strict=True)}
+    each = dict.fromkeys(option.site, bits) if isinstance(bits, int) else option.by_site("bits")
+    return {path: int(str(value)) for path, value in each.items()}
 
 
 def _group(option: Option) -> int:
-    return int(str(option.knob("group", GROUP)))
+    return option.read("group", GROUP, least=1)

@@ -13,7 +13,7 @@ from lowtide.techniques.microbatch.facts import Fact, Shape, Sizes
 
 
 @dataclass(frozen=True)
-class Call:
+class PairedCall:
     """One op in both captures: its arguments by name, and the facts about those that are tensors or numbers."""
 
     name: str  # of the op, without its overload
@@ -57,7 +57,7 @@ class Call:
         )
 
 
-Rule = Callable[[Call], Fact | None]
+Rule = Callable[[PairedCall], Fact | None]
 
 
 def has_nodes(value: Any) -> bool:

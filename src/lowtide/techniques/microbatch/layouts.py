@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lowtide.techniques.microbatch.calls import Call, shape_of
+from lowtide.techniques.microbatch.calls import PairedCall, shape_of
 from lowtide.techniques.microbatch.facts import (
     FIXED,
     Fact,
@@ -22,14 +22,14 @@ from lowtide.techniques.microbatch.facts import (
 # -- views and layouts ---------------------------------------------------------------------------------------
 
 
-def view(call: Call) -> Fact | None:
+def view(call: PairedCall) -> Fact | None:
     fact, (after, _) = call.of("self"), call.shapes
     if fact is None or fact.kind not in ("rows", "place"):
         return fact
     return reshaped(fact, call.shape("self"), after, call.sizes.whole)
 
 
-def expand(call: Call) -> Fact | None:
+def expand(call: PairedCall) -> Fact | None:
     """Broadcast to a shape; a constant that is expanded to all samples is the same for each."""
     fact, more = call.of("self"), len(call.shapes[0]) - len(call.shape("self"))
     if fact is None or fact.kind in ("rows", "place"):
@@ -40,7 +40,7 @@ def expand(call: Call) -> Fact | None:
     return Fact("rows", fact.power, dim) if dim < more or call.shape("self")[dim - more] == 1 else None
 
 
-def repeat(call: Call) -> Fact | None:
+def repeat(call: PairedCall) -> Fact | None:
     fact, times = call.of("self"), call.whole["repeats"]
     if fact is None or fact.kind not in ("fixed", "rows"):
         return None
@@ -53,7 +53,7 @@ def repeat(call: Call) -> Fact | None:
     return Fact("rows", fact.power, dim) if times[dim] % call.sizes.whole == 0 else None
 
 
-def permute(call: Call) -> Fact | None:
+def permute(call: PairedCall) -> Fact | None:
     ndim = len(call.shape("self"))
     order = list(range(ndim))
     if "dims" in call.whole:
@@ -65,14 +65,14 @@ def permute(call: Call) -> Fact | None:
     return fact.at(order.index(fact.dim)) if fact is not None and fact.kind in ("rows", "place") else fact
 
 
-def unsqueeze(call: Call) -> Fact | None:
+def unsqueeze(call: PairedCall) -> Fact | None:
     fact, (after, _) = call.of("self"), call.shapes
     if fact is None or fact.kind not in ("rows", "place"):
         return fact
     return fact.at(fact.dim + (call.whole["dim"] % len(after) <= fact.dim))
 
 
-def squeeze(call: Call) -> Fact | None:
+def squeeze(call: PairedCall) -> Fact | None:
     fact, shape = call.of("self"), call.shape("self")
     if fact is None or fact.kind not in ("rows", "place"):
         return fact
@@ -80,7 +80,7 @@ def squeeze(call: Call) -> Fact | None:
     return fact.at(fact.dim - sum(dim < fact.dim for dim in gone))
 
 
-def sliced(call: Call) -> Fact | None:
+def sliced(call: PairedCall) -> Fact | None:
     """A part of a dimension that has no samples, or all of one that has."""
     fact = call.of("self")
     if fact is None or fact.kind not in ("rows", "place") or call.dims() != [fact.dim]:
@@ -88,20 +88,20 @@ def sliced(call: Call) -> Fact | None:
     return fact if _is_all(call) else None
 
 
-def _is_all(call: Call) -> bool:
+def _is_all(call: PairedCall) -> bool:
     """Whether a slice takes all; its end is then the result's, whose length is compared."""
     both = (call.whole, call.part)
     return call.shapes[0] == call.shape("self") and all(not a.get("start") and a.get("step", 1) == 1 for a in both)
 
 
-def select(call: Call) -> Fact | None:
+def select(call: PairedCall) -> Fact | None:
     fact, (dim,) = call.of("self"), call.dims()
     if fact is None or not call.is_same() or (is_rows(fact) and dim == fact.dim) or fact.kind == "place":
         return None
     return fact.at(fact.dim - (dim < fact.dim)) if is_rows(fact) else fact
 
 
-def split(call: Call) -> Fact | None:
+def split(call: PairedCall) -> Fact | None:
     """Parts of a dimension that has no samples; all results alike. For ``unbind`` that dimension is gone."""
     fact, (dim,) = call.of("self"), call.dims()
     if fact is None or not call.is_same() or fact.kind == "place" or (is_rows(fact) and dim == fact.dim):
@@ -110,7 +110,7 @@ def split(call: Call) -> Fact | None:
     return fact.at(fact.dim - gone) if is_rows(fact) else fact
 
 
-def concatenate(call: Call) -> Fact | None:
+def concatenate(call: PairedCall) -> Fact | None:
     """Along another dimension than the samples', or copies of all samples one after the other."""
     # An empty vector is left out by torch, whatever the others' shapes: an empty cache of keys begins so.
     nodes = [node for node in call.whole["tensors"] if shape_of(node) != (0,)]
@@ -132,7 +132,7 @@ def concatenate(call: Call) -> Fact | None:
     return first.at(dim, sum(fact.outer for fact in rows)) if len(inner) == 1 else None
 
 
-def padded(call: Call) -> Fact | None:
+def padded(call: PairedCall) -> Fact | None:
     fact = call.of("self")
     if fact is None or not call.is_same() or not are_plain([fact]):
         return None
@@ -144,14 +144,14 @@ def padded(call: Call) -> Fact | None:
 # -- tables and indices --------------------------------------------------------------------------------------
 
 
-def embedding(call: Call) -> Fact | None:
+def embedding(call: PairedCall) -> Fact | None:
     weight, indices = call.of("weight"), call.of("indices")
     if call.whole.get("scale_grad_by_freq"):  # its gradients count how often the whole batch has an index
         return None
     return indices if weight == FIXED and indices is not None and are_plain([indices]) and call.is_same() else None
 
 
-def gather(call: Call) -> Fact | None:
+def gather(call: PairedCall) -> Fact | None:
     """From the same sample along another dimension, or from a constant along the samples'."""
     fact, indices, (dim,) = call.of("self"), call.of("index"), call.dims()
     if fact is None or indices is None or not is_rows(indices) or not are_plain([fact, indices]):
@@ -161,13 +161,13 @@ def gather(call: Call) -> Fact | None:
     return indices if dim == indices.dim else None
 
 
-def _lie_alike(call: Call, fact: Fact, *names: str) -> bool:
+def _lie_alike(call: PairedCall, fact: Fact, *names: str) -> bool:
     """Whether these arguments have the same rows, of the same length."""
     lengths = {call.shape(name)[fact.dim] for name in names if call.of(name) == fact}
     return len(lengths) == 1 and all(call.of(name) == fact for name in names)
 
 
-def index_select(call: Call) -> Fact | None:
+def index_select(call: PairedCall) -> Fact | None:
     """A constant at the places that samples say, or samples at constant places."""
     fact, index, (dim,) = call.of("self"), call.of("index"), call.dims()
     if fact is None or index is None or not are_plain([fact, index]) or not call.is_same():
@@ -177,7 +177,7 @@ def index_select(call: Call) -> Fact | None:
     return fact if is_rows(fact) and fact.dim != dim else None
 
 
-def scatter(call: Call) -> Fact | None:
+def scatter(call: PairedCall) -> Fact | None:
     """Into the same sample, along another dimension."""
     fact, (dim,) = call.of("self"), call.dims()
     if fact is None or not is_rows(fact) or fact.power or fact.dim == dim or not call.is_same():
@@ -185,7 +185,7 @@ def scatter(call: Call) -> Fact | None:
     return fact if _lie_alike(call, fact, *call.tensors()) else None
 
 
-def slice_scatter(call: Call) -> Fact | None:
+def slice_scatter(call: PairedCall) -> Fact | None:
     """Into a part of a dimension that has no samples."""
     fact, source, dim = call.of("self"), call.of("src"), call.whole.get("dim", 0) % len(call.shape("self"))
     if fact is None or source is None or not is_rows(fact) or not are_plain([fact, source]):
@@ -197,7 +197,7 @@ def slice_scatter(call: Call) -> Fact | None:
     return fact if source in (fact, FIXED) and call.is_same() else None
 
 
-def indexed(call: Call) -> Fact | None:
+def indexed(call: PairedCall) -> Fact | None:
     """A constant at the places that samples say, samples at constant places, or each sample at its own places."""
     indices: list[Any] = list(call.whole["indices"])
     used = [(dim, node) for dim, node in enumerate(indices) if node is not None]
@@ -231,7 +231,7 @@ def indexed(call: Call) -> Fact | None:
     return fact.at(fact.dim - before + (width if start <= fact.dim - before else 0))
 
 
-def index_put(call: Call) -> Fact | None:
+def index_put(call: PairedCall) -> Fact | None:
     """A constant where a mask of each sample says so."""
     fact, value = call.of("self"), call.of("values")
     nodes: list[Any] = call.whole["indices"]
@@ -247,7 +247,7 @@ def index_put(call: Call) -> Fact | None:
 _FILLS = ("fill_value", "value", "s")
 
 
-def filled(call: Call) -> Fact | None:
+def filled(call: PairedCall) -> Fact | None:
     """The same number everywhere, or random ones: with a dimension of samples, a row for each."""
     given = [name for name in _FILLS if name in call.whole]
     fill = call.of(given[0]) if given else FIXED
@@ -257,7 +257,7 @@ def filled(call: Call) -> Fact | None:
     return fill if dim < 0 else Fact("rows", fill.power, dim)
 
 
-def counted_up(call: Call) -> Fact | None:
+def counted_up(call: PairedCall) -> Fact | None:
     """The numbers of the samples, or of anything else."""
     if call.is_same():
         return FIXED

@@ -138,7 +138,7 @@ class MicrobatchLoss:
             self.endings.warn("Batch norms take statistics of each piece, which the planned step did not")
         if self.found is None and self.weight is None and not is_traced:
             self.found = find_reduction(self.__wrapped__, model, modules, whole, self.size)
-        return _Run(self, model, whole, is_traced=is_traced)()
+        return _PiecewiseRun(self, model, whole, is_traced=is_traced)()
 
     def modules(self, model: nn.Module) -> list[nn.Module]:
         """All that the loss may run."""
@@ -165,7 +165,7 @@ def in_pieces(loss: Any) -> MicrobatchLoss | None:
     return loss
 
 
-class _Run:
+class _PiecewiseRun:
     """One batch, piece by piece."""
 
     def __init__(self, loss: MicrobatchLoss, model: nn.Module, batch: Batch, *, is_traced: bool) -> None:
@@ -208,9 +208,7 @@ class _Run:
                     recording.start_piece()
                 with ExitStack() as around:
                     if number < len(pieces) - 1:  # the last one tells DDP to expect gradients
-                        for module in self.modules:
-                            if isinstance(module, DistributedDataParallel):
-                                around.enter_context(module.no_sync())
+                        self._enter_no_sync(around)
                     counting = Counting() if shares[number] is None else None
                     if counting is not None and sees:
                         around.enter_context(counting)
@@ -234,6 +232,11 @@ class _Run:
             if divisors and (loss.proved is None or loss.steps <= _COMPARED_STEPS):
                 loss.endings.compare(divisors, shares)
         return self._attach(values, shares)
+
+    def _enter_no_sync(self, around: ExitStack) -> None:
+        for module in self.modules:
+            if isinstance(module, DistributedDataParallel):
+                around.enter_context(module.no_sync())
 
     def _pieces(self) -> tuple[list[tuple[int, int]], list[Any]]:
         """The pieces in which something counts, and what each counts where that is known before it runs."""

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from lowtide.errors import LowtideError, TraceError
-from lowtide.techniques.microbatch.calls import Call, constant_of, shape_of
+from lowtide.techniques.microbatch.calls import PairedCall, constant_of, shape_of
 from lowtide.techniques.microbatch.facts import FIXED, SAMPLES, Fact, Sizes
 from lowtide.techniques.microbatch.pieces import Batch
 from lowtide.techniques.microbatch.rules import find_rule
 from lowtide.techniques.microbatch.weights import Proved
 from lowtide.tracing.effects import ancestors
-from lowtide.tracing.forward import Forward, capture_forward
+from lowtide.tracing.forward import CapturedLoss, capture_forward
 from lowtide.tracing.held import modules_of
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
@@ -93,7 +93,7 @@ def _plain_values(value: Any, depth: int = 3) -> Any:
 class _Analysis:
     """The facts about every value of a captured loss."""
 
-    def __init__(self, whole: Forward, part: Forward, sizes: Sizes) -> None:
+    def __init__(self, whole: CapturedLoss, part: CapturedLoss, sizes: Sizes) -> None:
         self.loss = whole.loss
         self.sizes = sizes
         self.facts: dict[fx.Node, Fact] = {}
@@ -127,7 +127,7 @@ class _Analysis:
             return Proof(None, "the loss divides by a count that no cross entropy has")
         return Proof("counted" if len(fact.keys) == 1 else "several")
 
-    def _find(self, node: fx.Node, twin: fx.Node, whole: Forward) -> Fact | None:
+    def _find(self, node: fx.Node, twin: fx.Node, whole: CapturedLoss) -> Fact | None:
         if node.op == "placeholder":
             dim = self.sizes.scaled(shape_of(node), shape_of(twin))
             if dim == 0 and whole.origins[node] == "batch":
@@ -144,7 +144,7 @@ class _Analysis:
         op: Any = node.target
         whole, part = _bound(op, node), _bound(op, twin)
         shapes = shape_of(node), shape_of(twin)
-        call = Call(op._schema.name.removeprefix("aten::"), whole, part, shapes, self.facts, self.sizes)
+        call = PairedCall(op._schema.name.removeprefix("aten::"), whole, part, shapes, self.facts, self.sizes)
         if op._schema.is_mutable:
             if op is not torch.ops.aten.copy_.default or node.args[0].op != "placeholder":  # pyright: ignore
                 raise TraceError(f"The captured loss writes in place ({op})")
@@ -185,7 +185,7 @@ class _Analysis:
         return "the loss is not followed"
 
 
-def _paired(whole: Forward, part: Forward) -> Iterator[tuple[fx.Node, fx.Node]]:
+def _paired(whole: CapturedLoss, part: CapturedLoss) -> Iterator[tuple[fx.Node, fx.Node]]:
     """The nodes of both captures side by side; an error where they are not the same ops."""
     nodes, twins = list(whole.graph.nodes), list(part.graph.nodes)
     places = {node: i for i, node in enumerate(nodes)}, {node: i for i, node in enumerate(twins)}

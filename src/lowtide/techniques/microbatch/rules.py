@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from lowtide.techniques.microbatch import layouts
-from lowtide.techniques.microbatch.calls import Call, Rule, constant_of
+from lowtide.techniques.microbatch.calls import PairedCall, Rule, constant_of
 from lowtide.techniques.microbatch.facts import (
     FIXED,
     TOTAL,
@@ -41,7 +41,7 @@ def find_rule(op: Any) -> Rule | None:
 # -- one element at a time -----------------------------------------------------------------------------------
 
 
-def pointwise(call: Call) -> Fact | None:
+def pointwise(call: PairedCall) -> Fact | None:
     """Any function of elements at the same place."""
     names = call.tensors()
     found = [call.of(name) for name in names]
@@ -51,7 +51,7 @@ def pointwise(call: Call) -> Fact | None:
     return broadcast(facts, [call.shape(name) for name in names])
 
 
-def add(call: Call) -> Fact | None:
+def add(call: PairedCall) -> Fact | None:
     if call.whole.get("alpha", 1) != call.part.get("alpha", 1):
         return None
     for one, other in (("self", "other"), ("other", "self")):
@@ -66,28 +66,28 @@ def add(call: Call) -> Fact | None:
     return _joined(call, added)
 
 
-def multiply(call: Call) -> Fact | None:
+def multiply(call: PairedCall) -> Fact | None:
     return _joined(call, multiplied)
 
 
-def divide(call: Call) -> Fact | None:
+def divide(call: PairedCall) -> Fact | None:
     return _joined(call, divided) if call.whole.get("rounding_mode") is None else pointwise(call)
 
 
-def _joined(call: Call, join: Callable[[Fact, Fact, Fact | None], Fact | None]) -> Fact | None:
+def _joined(call: PairedCall, join: Callable[[Fact, Fact, Fact | None], Fact | None]) -> Fact | None:
     a, b = call.of("self"), call.of("other")
     if a is None or b is None:
         return None
     return join(a, b, broadcast([a, b], [call.shape("self"), call.shape("other")]))
 
 
-def linear(call: Call) -> Fact | None:
+def linear(call: PairedCall) -> Fact | None:
     """A negative, a copy, another dtype."""
     fact = call.of("self")
     return None if fact is None else replace(fact, keys=fact.keys if fact.kind == "counted" else frozenset())
 
 
-def copied(call: Call) -> Fact | None:
+def copied(call: PairedCall) -> Fact | None:
     """The same value, so that a count stays one."""
     return call.of("self")
 
@@ -104,7 +104,7 @@ def is_zero(value: Any) -> bool:
     return name == "zeros" or (name == "full" and is_zero(value.args[1]))
 
 
-def dropout(call: Call) -> Fact | None:
+def dropout(call: PairedCall) -> Fact | None:
     """Random masks are drawn for each element."""
     fact = call.of(call.tensors()[0])
     return fact if fact is not None and call.is_same() and are_plain([fact]) else None
@@ -113,7 +113,7 @@ def dropout(call: Call) -> Fact | None:
 # -- along dimensions ----------------------------------------------------------------------------------------
 
 
-def summed(call: Call) -> Fact | None:
+def summed(call: PairedCall) -> Fact | None:
     """A sum or a mean: over the samples it gives a total."""
     fact, dims = call.of("self"), call.dims()
     if fact is None or not call.is_same() or fact.kind == "place":
@@ -128,7 +128,7 @@ def summed(call: Call) -> Fact | None:
     return Fact("total", fact.power, keys=counted_by(call.whole["self"]) if is_count else frozenset())
 
 
-def reduced(call: Call) -> Fact | None:
+def reduced(call: PairedCall) -> Fact | None:
     """Any function of whole dimensions without samples."""
     name = call.tensors()[0]
     fact, dims = call.of(name), call.dims()
@@ -137,7 +137,7 @@ def reduced(call: Call) -> Fact | None:
     return None if is_rows(fact) and fact.dim in dims else _without(call, fact, dims)
 
 
-def along(call: Call) -> Fact | None:
+def along(call: PairedCall) -> Fact | None:
     """Any function along dimensions without samples that keeps them."""
     name = call.tensors()[0]
     fact, dims = call.of(name), call.dims("dims" if "dims" in call.whole else "dim")
@@ -146,7 +146,7 @@ def along(call: Call) -> Fact | None:
     return None if is_rows(fact) and fact.dim in dims else fact
 
 
-def _without(call: Call, fact: Fact, dims: list[int]) -> Fact:
+def _without(call: PairedCall, fact: Fact, dims: list[int]) -> Fact:
     gone = 0 if call.whole.get("keepdim") else sum(dim < fact.dim for dim in dims)
     return fact.at(fact.dim - gone)
 
@@ -170,7 +170,7 @@ def counted_by(node: fx.Node) -> frozenset[Any]:
 def product(*labels: str) -> Rule:
     """A matrix product, as ``einsum`` writes it: over the samples it gives a total."""
 
-    def rule(call: Call) -> Fact | None:
+    def rule(call: PairedCall) -> Fact | None:
         names = [
             name for name in call.whole if name in ("self", "mat1", "mat2", "batch1", "batch2", "mat", "vec", "tensor")
         ][-2:]
@@ -201,14 +201,14 @@ def _contracted(a: Fact, b: Fact, first: str, second: str, out: str) -> Fact | N
     return replace(TOTAL, power=power) if len(rows) == 2 else None
 
 
-def convolution(call: Call) -> Fact | None:
+def convolution(call: PairedCall) -> Fact | None:
     fact, weights = call.of("input"), [call.of(name) for name in ("weight", "bias") if call.whole.get(name) is not None]
     if fact is None or not call.is_same() or any(weight != FIXED for weight in weights):
         return None
     return fact if is_rows(fact) and fact.dim == 0 and not fact.power else None
 
 
-def attention(call: Call) -> Fact | None:
+def attention(call: PairedCall) -> Fact | None:
     """Each sample attends to itself alone."""
     names = call.tensors()
     facts = [call.of(name) for name in names]
@@ -226,7 +226,7 @@ def attention(call: Call) -> Fact | None:
 # -- layers --------------------------------------------------------------------------------------------------
 
 
-def normalised(call: Call) -> Fact | None:
+def normalised(call: PairedCall) -> Fact | None:
     """Layer norm and RMS norm, over the last dimensions."""
     names = call.tensors()
     fact = call.of(names[0])
@@ -236,14 +236,14 @@ def normalised(call: Call) -> Fact | None:
     return None if is_rows(fact) and fact.dim >= ndim - len(call.whole["normalized_shape"]) else fact
 
 
-def group_norm(call: Call) -> Fact | None:
+def group_norm(call: PairedCall) -> Fact | None:
     fact, weights = call.of("input"), [call.of(name) for name in call.tensors()[1:]]
     if fact is None or not is_rows(fact) or fact.power or fact.dim != 0:
         return None
     return fact if all(weight == FIXED for weight in weights) and call.is_same("N") else None
 
 
-def batch_norm(call: Call) -> Fact | None:
+def batch_norm(call: PairedCall) -> Fact | None:
     """In evaluation; in training where samples are channels, as instance norm has them."""
     names = call.tensors()
     fact, others = call.of(names[0]), [call.of(name) for name in names[1:]]
@@ -257,7 +257,7 @@ def batch_norm(call: Call) -> Fact | None:
 def spatial(dims: int) -> Rule:
     """Pooling, resampling and padding over the last dimensions."""
 
-    def rule(call: Call) -> Fact | None:
+    def rule(call: PairedCall) -> Fact | None:
         names = call.tensors()
         fact = call.of(names[0])
         if fact is None or len(names) > 1 or not call.is_same() or not are_plain([fact]):
@@ -272,7 +272,7 @@ def spatial(dims: int) -> Rule:
 _NONE, _MEAN, _SUM = 0, 1, 2
 
 
-def negative_log_likelihood(call: Call) -> Fact | None:
+def negative_log_likelihood(call: PairedCall) -> Fact | None:
     """A mean over the targets that are not ignored, by their class weights."""
     fact, target, weight = call.of("self"), call.of("target"), call.whole.get("weight")
     ndim = 4 if "2d" in call.name else 2
@@ -286,7 +286,7 @@ def negative_log_likelihood(call: Call) -> Fact | None:
     return Fact("counted", keys=frozenset({key})) if call.whole["reduction"] == _MEAN else TOTAL
 
 
-def elementwise_loss(call: Call) -> Fact | None:
+def elementwise_loss(call: PairedCall) -> Fact | None:
     """A loss of each element, reduced or not."""
     fact = pointwise(call)
     reduction = call.whole.get("reduction", _MEAN)

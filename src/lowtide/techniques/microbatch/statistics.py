@@ -26,8 +26,8 @@ from lowtide.nn.functional import batch_norm_act
 from lowtide.nn.renorm import _BatchRenormAct
 from lowtide.nn.second_order import refuse_create_graph
 from lowtide.nn.statistics import Statistics
-from lowtide.techniques.technique import Undo
 from lowtide.tracing.internals import in_backward
+from lowtide.undo import Undo
 
 _torch: Any = torch  # which has no types for its functions of many tensors
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")

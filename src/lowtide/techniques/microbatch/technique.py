@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowtide.errors import PlanError
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
 from lowtide.profiling.timing import best_seconds
@@ -19,10 +18,11 @@ from lowtide.techniques.microbatch.loss import MicrobatchLoss
 from lowtide.techniques.microbatch.pieces import Batch
 from lowtide.techniques.microbatch.proof import Proof, prove
 from lowtide.techniques.microbatch.weights import REDUCTIONS, Proved
-from lowtide.techniques.technique import Applied, Check, Fidelity, Interval, Kind, Knob, Option, Price
+from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Knob, Option, Price, whole_step
 from lowtide.tracing.graph import Graph, Op, Storage
 from lowtide.tracing.places import short_name
 from lowtide.tracing.unchanged import unchanged
+from lowtide.undo import Applied
 from lowtide.workload import Workload
 
 
@@ -70,7 +70,7 @@ class Microbatch:
         Measured seconds never undercut the estimate, so that a price only rises once its option is a contender.
         """
         graph = profile.graph
-        size, samples = _number(option, "size"), _number(option, "batch")
+        size, samples = _size(option), option.read("batch", 0, least=1)
         pieces = math.ceil(samples / size)
         last = next((op.index for op in graph.ops if op.phase == "optimizer"), len(graph.ops))
         removed: list[Interval] = []
@@ -97,13 +97,9 @@ class Microbatch:
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """The same step with its loss in pieces; the model is not touched."""
-        if len(options) != 1 or options[0].site != ("",):
-            raise PlanError(
-                f"Microbatch acts once, on the whole step, and not on {', '.join(map(str, options)) or 'nothing'}",
-                hint="The plan is of another model, or has two sizes.",
-            )
-        size, exact = _number(options[0], "size"), bool(options[0].knob("exact", False))
-        proved: Proved | None = next((kind for kind in REDUCTIONS if kind == options[0].knob("reduction", "")), None)
+        option = whole_step(options)
+        size, exact = _size(option), option.read("exact", False)
+        proved: Proved | None = next((kind for kind in REDUCTIONS if kind == option.knob("reduction", "")), None)
         return Applied(replace(work, loss=MicrobatchLoss(work, size, exact=exact, proved=proved)))
 
     def check(self, option: Option) -> Check:
@@ -181,14 +177,11 @@ def _sizes(samples: int) -> list[int]:
 def _fidelity(option: Option) -> Fidelity:
     if option.knob("reduction", "") not in REDUCTIONS:
         return Fidelity.CHANGED
-    return Fidelity.UNBIASED if option.knob("random", True) else Fidelity.ROUNDOFF
+    return Fidelity.UNBIASED if option.read("random", True) else Fidelity.ROUNDOFF
 
 
-def _number(option: Option, name: str) -> int:
-    number = option.knob(name)
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise PlanError(f"{name}={number!r} is not a number of samples", where=str(option))
-    return number
+def _size(option: Option) -> int:
+    return option.read("size", 0, least=1)
 
 
 # By the profile of the plain step, which is all that options and prices see.

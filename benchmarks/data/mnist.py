@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.data.samples import Samples, Source, images, labels
+from benchmarks.data.samples import Samples, Source, images, labels
 
 MNIST = Source(
     "MNIST",

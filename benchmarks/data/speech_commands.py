@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lowtide.data.samples import Samples, Source, labels
+from benchmarks.data.samples import Samples, Source, labels
 from lowtide.errors import LowtideError
 
 SPEECH_COMMANDS = Source(

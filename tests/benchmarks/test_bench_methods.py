@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import bench_methods
 from benchmarks.bench_methods import best_options, flops
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import bench_methods
 from lowtide import profile, zoo
 from lowtide.planning.prediction import apply_options
 from lowtide.techniques import techniques

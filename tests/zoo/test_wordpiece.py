@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.data.wordpiece import WordPiece
 from lowtide.errors import LowtideError
+from lowtide.zoo.wordpiece import WordPiece
 
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "un", "##aff", "##able", "creme", "a", "b", "##b", "'", "$", "京", "ab"]
 

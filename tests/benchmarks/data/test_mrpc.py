@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.data import mrpc
+from benchmarks.data import mrpc
 from lowtide.errors import LowtideError
 
 HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String"

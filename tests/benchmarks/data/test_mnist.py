@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowtide.data import mnist
+from benchmarks.data import mnist
 from lowtide.errors import LowtideError
 
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")

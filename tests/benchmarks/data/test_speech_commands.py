@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowtide.data import COMMANDS, speech_commands
+from benchmarks.data import COMMANDS, speech_commands
 from lowtide.errors import LowtideError
 
 WORDS = ("yes", "no")

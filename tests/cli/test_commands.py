@@ -20,7 +20,7 @@ from lowtide.planning import Plan
 from lowtide.profiling import profile
 from lowtide.zoo import workload
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DEEP = """
 import torch
 from torch import nn

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.data.samples import Samples, Source, images, labels
+from benchmarks.data.samples import Samples, Source, images, labels
 
 CIFAR10 = Source(
     "CIFAR-10",

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from lowtide.data.samples import Source, labels
+from benchmarks.data.samples import Source, labels
 
 MRPC = Source(
     "MRPC",

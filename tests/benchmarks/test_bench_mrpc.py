@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import bench_mrpc
 
-from lowtide.data.wordpiece import WordPiece
+from benchmarks import bench_mrpc
 from lowtide.zoo.minilm import MiniLM
+from lowtide.zoo.wordpiece import WordPiece
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowtide.data import cifar10
+from benchmarks.data import cifar10
 from lowtide.errors import LowtideError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 3, 32, 32), dtype=np.uint8)

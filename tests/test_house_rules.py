@@ -1,0 +1,177 @@
+"""The rules of the house: imports to the left, one name a class, short functions, a test file for each module."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "lowtide"
+DOORS = ("__init__.py", "__main__.py")  # of the package itself: they may import everything
+
+MOST_LINES = 60
+MOST_COMPLEX = 15
+
+# Modules without a test file of their own. Only ever shorten this.
+UNTESTED = {
+    "chains/grid.py", "chains/needs.py", "chains/smallest.py", "cli/checkout.py", "cli/options.py", "engines/code.py",
+    "engines/fit.py", "engines/replan.py", "errors.py", "kernels/curves.py", "kernels/triton/batchnorm_programs.py",
+    "kernels/triton/launcher.py", "loading/arguments.py", "loading/installed.py", "nn/batchnorm_node.py",
+    "nn/batchnorm_plain.py", "nn/fewbit_tables.py", "nn/functional.py", "nn/fx_leaf.py", "nn/guard.py",
+    "nn/hidden_writes.py", "nn/lazy_logits.py", "nn/second_order.py", "nn/statistics.py", "nn/strategies.py",
+    "optim/hooks.py", "optim/single.py", "planning/baseline.py", "planning/cheap.py", "planning/fastest.py",
+    "planning/prediction.py", "planning/program.py", "planning/rounding.py", "planning/search.py",
+    "planning/stages.py", "planning/temporaries.py", "planning/writer.py", "profiling/devices.py",
+    "profiling/profiler.py", "profiling/roofline.py", "profiling/timing.py", "reporting/blocks.py",
+    "reporting/charts.py", "reporting/embed.py", "reporting/inline.py", "sizes.py", "techniques/batchnorm/behind.py",
+    "techniques/batchnorm/find.py", "techniques/batchnorm/forwards.py", "techniques/batchnorm/memory.py",
+    "techniques/compress/allocation.py", "techniques/forward.py", "techniques/in_backward.py",
+    "techniques/microbatch/calls.py", "techniques/microbatch/counts.py", "techniques/microbatch/facts.py",
+    "techniques/microbatch/gradients.py", "techniques/microbatch/layouts.py", "techniques/microbatch/rules.py",
+    "techniques/segments.py", "techniques/stages.py", "tracing/abridged.py", "tracing/answers.py", "tracing/calls.py",
+    "tracing/fake.py", "tracing/formulas.py", "tracing/forward.py", "tracing/generators.py", "tracing/graph.py",
+    "tracing/held.py", "tracing/parts.py", "tracing/places.py", "tracing/record.py", "tracing/recorder.py",
+    "version.py", "zoo/batches.py", "zoo/catalog.py", "zoo/densenet.py", "zoo/gpt2.py", "zoo/lenet.py", "zoo/lstm.py",
+    "zoo/resnet.py", "zoo/roberta.py", "zoo/unet.py", "zoo/wideresnet.py",
+}  # fmt: skip
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module by its path below ``src/lowtide``."""
+    paths = sorted(SOURCE.rglob("*.py"))
+    return {path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
+# -- imports -------------------------------------------------------------------------------------------
+
+
+def order() -> list[str]:
+    """The rooms from left to right, as docs/design.md has them."""
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    match = re.search(r"<!-- import order -->\n+((?:    .+\n)+)", page)
+    assert match, "docs/design.md has no import order"
+    return re.findall(r"\w+", match[1])
+
+
+def room(path: str) -> str:
+    return path.partition("/")[0].removesuffix(".py")
+
+
+def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """The rooms that a module imports, with the lines; those for types alone too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "lowtide":
+            names = [f"lowtide.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        else:
+            continue
+        yield from ((node.lineno, name.split(".")[1]) for name in names if name.startswith("lowtide."))
+
+
+def imports_to_the_right(path: str, tree: ast.Module, rooms: list[str]) -> list[str]:
+    here = rooms.index(room(path))
+    return [f"{path}:{line} imports {name}" for line, name in imported(tree) if rooms.index(name) > here]
+
+
+def test_every_import_goes_to_the_left():
+    rooms = order()
+    wrong = [
+        each
+        for path, tree in modules().items()
+        if path not in DOORS
+        for each in imports_to_the_right(path, tree, rooms)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("line", ["from lowtide.planning.plan import Plan", "from lowtide import planning"])
+def test_an_import_to_the_right_is_found(line):
+    assert imports_to_the_right("tracing/graph.py", ast.parse(line), order()) == ["tracing/graph.py:1 imports planning"]
+    assert imports_to_the_right("reporting/html.py", ast.parse(line), order()) == []
+
+
+# -- names ---------------------------------------------------------------------------------------------
+
+
+def shared_names(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path)
+    return {name: paths for name, paths in places.items() if len(paths) > 1}
+
+
+def test_no_two_classes_share_a_name():
+    assert shared_names({path: tree for path, tree in modules().items() if room(path) != "zoo"}) == {}
+
+
+def test_a_shared_name_is_found():
+    trees = {"a.py": ast.parse("class Grid: ..."), "b.py": ast.parse("if True:\n    class Grid: ...")}
+    assert shared_names(trees) == {"Grid": ["a.py", "b.py"]}
+
+
+# -- functions -----------------------------------------------------------------------------------------
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+_DECISIONS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
+
+
+def complexity(function: Function) -> int:
+    """McCabe's number: one more than the statements that branch, those of inner functions included."""
+    inside = [node for node in ast.walk(function) if node is not function]
+    return 1 + sum(isinstance(node, (*_DECISIONS, ast.FunctionDef, ast.AsyncFunctionDef)) for node in inside)
+
+
+def too_large(path: str, tree: ast.Module) -> list[str]:
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, Function) and not any("triton.jit" in ast.unparse(each) for each in node.decorator_list):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > MOST_LINES or complexity(node) > MOST_COMPLEX:
+                found.append(f"{path}:{node.lineno} {node.name}: {lines} lines, complexity {complexity(node)}")
+    return found
+
+
+def test_no_function_is_too_long_or_too_complex():
+    assert [each for path, tree in modules().items() for each in too_large(path, tree)] == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["    x = 1\n" * 60, "    if x: pass\n" * 15, "    if x: pass\n    elif y: pass\n    for _ in x: pass\n" * 5],
+)
+def test_a_function_over_the_limits_is_found(body):
+    assert len(too_large("a.py", ast.parse(f"def long(x, y):\n{body}"))) == 1
+    assert too_large("a.py", ast.parse(f"@triton.jit\ndef long(x, y):\n{body}")) == []
+
+
+# -- tests ---------------------------------------------------------------------------------------------
+
+
+def mirrored(path: str) -> Path:
+    """The mirrored place. A kernel is one contract: its reference and Triton's version are tested together."""
+    folder, _, name = re.sub(r"^kernels/(reference|triton)/", "kernels/", path).rpartition("/")
+    return ROOT / "tests" / folder / f"test_{name}"
+
+
+def untested() -> set[str]:
+    return {path for path in modules() if not path.endswith(DOORS) and not mirrored(path).exists()}
+
+
+def test_every_module_has_its_test_file():
+    assert sorted(untested() - UNTESTED) == []
+
+
+def test_the_list_of_modules_without_a_test_file_only_shrinks():
+    assert sorted(UNTESTED - untested()) == [], "they have one now, or are gone: take them off the list"
