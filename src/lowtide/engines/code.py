@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.graph import _BoxedCodeGen
-from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.compat.dispatch import without_modes
+from lowtide.compat.dynamo import box_arguments, mark_boxed
+from lowtide.compat.operators import bound_op, schema_of
 from lowtide.planning.in_place import in_place_form
 from lowtide.planning.program import Cell, Instruction, Kind, Program
 from lowtide.tracing.effects import inputs_of, is_batch_norm, without_statistics
@@ -159,14 +160,14 @@ class _Graph:
 
     def _write_over(self, node: fx.Node, args: Any, kwargs: Any, into: fx.Node) -> fx.Node:
         form = in_place_form(node)
-        if form._overloadname == "grad_input":
+        if schema_of(form).overload_name == "grad_input":
             return self.graph.call_function(form, args, {**kwargs, "grad_input": into})
         first, *rest = args
         args = (first, *rest) if first is into else (into, first)  # a sum or a product of two
         return self.graph.call_function(form, args, kwargs)
 
     def _fake_state(self) -> Any:
-        with _disable_current_modes():
+        with without_modes():
             state = torch.get_rng_state()
         return self._fake.from_tensor(state) if self._fake is not None else state
 
@@ -223,7 +224,7 @@ def boxed(module: fx.GraphModule, *, keeps_graph: bool = True) -> Callable[[list
 
     Code that runs needs no graph, whose nodes hold a fake tensor each.
     """
-    module.graph.set_codegen(_BoxedCodeGen())
+    box_arguments(module.graph)
     forward = _forward_of(module)
     if not keeps_graph:
         module.graph = fx.Graph()
@@ -231,7 +232,7 @@ def boxed(module: fx.GraphModule, *, keeps_graph: bool = True) -> Callable[[list
     def run(args: list[Any]) -> Any:
         return forward(module, args)
 
-    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    mark_boxed(run)
     return run
 
 
@@ -242,7 +243,7 @@ def _forward_of(module: fx.GraphModule) -> Callable[..., Any]:
 
     def bind(found: re.Match[str]) -> str:
         name = f"_op_{found[1]}_{found[2]}"
-        bound[name] = getattr(getattr(_aten, found[1]), found[2])._op
+        bound[name] = bound_op(getattr(getattr(_aten, found[1]), found[2]))
         return name
 
     source = re.sub(r"torch\.ops\.aten\.(\w+)\.(\w+)(?=\()", bind, code.src)
