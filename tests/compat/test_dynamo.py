@@ -109,15 +109,6 @@ def test_a_node_that_dynamo_did_not_make_has_no_source() -> None:
     assert dynamo.source_of(fx.Graph().placeholder("x")) is None
 
 
-def test_boxed_code_takes_a_list_and_empties_it() -> None:
-    module = fx.symbolic_trace(lambda x, y: x + y)
-    dynamo.box_arguments(module.graph)
-    module.recompile()
-    args = [torch.ones(2), torch.ones(2)]
-    assert torch.equal(module.forward(args), torch.full((2,), 2.0))
-    assert args == []
-
-
 def test_a_function_is_marked_as_boxed_as_aot_autograd_marks_its_own() -> None:
     def run(args: list[Any]) -> Any:
         return args

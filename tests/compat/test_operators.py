@@ -26,12 +26,6 @@ def test_a_schema_has_names_and_arguments() -> None:
     assert operators.schema_of(aten.exp.default).overload_name == ""
 
 
-def test_an_op_runs_without_its_wrapper() -> None:
-    x = torch.ones(2)
-    assert torch.equal(operators.bound_op(aten.exp.default)(x), x.exp())
-    assert operators.bound_op(aten.exp.default) is not aten.exp.default
-
-
 def test_memory_formats_and_strides_are_those_of_kernels() -> None:
     x = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
     assert operators.suggest_memory_format(x) is torch.channels_last

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import _compile, fx, nn
-from torch.fx import graph as fx_graph
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -68,11 +67,6 @@ def make_boxed(function: Callable[..., Any]) -> Any:
 def mark_boxed(function: Any) -> None:
     """Tell AOTAutograd that a function takes its arguments in one list, and empties it."""
     function._boxed_call = True
-
-
-def box_arguments(graph: fx.Graph) -> None:
-    """Have a graph's code take its arguments in one list, and empty it."""
-    graph.set_codegen(fx_graph._BoxedCodeGen())
 
 
 def dynamo_config() -> Any:

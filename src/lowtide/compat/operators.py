@@ -22,9 +22,6 @@ HigherOrderOperator = _ops.HigherOrderOperator
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """Return an overload's schema: name, arguments, results."""
 
-bound_op: Callable[[Any], Callable[..., Any]] = attrgetter("_op")
-"""Return an overload's function in C++, without the wrapper in Python around it."""
-
 suggest_memory_format: Callable[[Tensor], torch.memory_format] = _prims_common.suggest_memory_format
 """Return the memory format that a kernel takes from its input."""
 

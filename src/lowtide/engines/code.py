@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from lowtide.compat.dispatch import without_modes
-from lowtide.compat.dynamo import box_arguments, mark_boxed
-from lowtide.compat.operators import bound_op, schema_of
+from lowtide.compat.dynamo import mark_boxed
+from lowtide.compat.fx import bound_forward, box_arguments
+from lowtide.compat.operators import schema_of
 from lowtide.planning.in_place import in_place_form
 from lowtide.planning.program import Cell, Instruction, Kind, Program
 from lowtide.tracing.effects import inputs_of, is_batch_norm, without_statistics
@@ -225,7 +225,7 @@ def boxed(module: fx.GraphModule, *, keeps_graph: bool = True) -> Callable[[list
     Code that runs needs no graph, whose nodes hold a fake tensor each.
     """
     box_arguments(module.graph)
-    forward = _forward_of(module)
+    forward = bound_forward(module.graph)
     if not keeps_graph:
         module.graph = fx.Graph()
 
@@ -234,19 +234,3 @@ def boxed(module: fx.GraphModule, *, keeps_graph: bool = True) -> Callable[[list
 
     mark_boxed(run)
     return run
-
-
-def _forward_of(module: fx.GraphModule) -> Callable[..., Any]:
-    """Code of a graph with ops bound once, since looking one up costs as much as running a small one."""
-    code = module.graph.python_code("self")
-    bound: dict[str, Any] = {}
-
-    def bind(found: re.Match[str]) -> str:
-        name = f"_op_{found[1]}_{found[2]}"
-        bound[name] = bound_op(getattr(getattr(_aten, found[1]), found[2]))
-        return name
-
-    source = re.sub(r"torch\.ops\.aten\.(\w+)\.(\w+)(?=\()", bind, code.src)
-    scope = {**code.globals, **bound}
-    exec(compile(source, "<a planned step>", "exec"), scope)
-    return scope["forward"]
