@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from lowtide.compat.frames import evaluate_frames_by_default
 from lowtide.errors import TraceError
 from lowtide.techniques import registry
-from lowtide.tracing.internals import evaluate_frames_by_default
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined

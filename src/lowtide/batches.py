@@ -15,7 +15,8 @@ from operator import is_not
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from lowtide.compat import pytree
 
 Structure = pytree.TreeSpec
 unflatten = pytree.tree_unflatten

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.graph import _BoxedCodeGen
-from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.compat.dispatch import without_modes
+from lowtide.compat.dynamo import mark_boxed
+from lowtide.compat.fx import bound_forward, box_arguments
+from lowtide.compat.operators import schema_of
 from lowtide.planning.in_place import in_place_form
 from lowtide.planning.program import Cell, Instruction, Kind, Program
 from lowtide.tracing.effects import inputs_of, is_batch_norm, without_statistics
@@ -159,14 +160,14 @@ class _Graph:
 
     def _write_over(self, node: fx.Node, args: Any, kwargs: Any, into: fx.Node) -> fx.Node:
         form = in_place_form(node)
-        if form._overloadname == "grad_input":
+        if schema_of(form).overload_name == "grad_input":
             return self.graph.call_function(form, args, {**kwargs, "grad_input": into})
         first, *rest = args
         args = (first, *rest) if first is into else (into, first)  # a sum or a product of two
         return self.graph.call_function(form, args, kwargs)
 
     def _fake_state(self) -> Any:
-        with _disable_current_modes():
+        with without_modes():
             state = torch.get_rng_state()
         return self._fake.from_tensor(state) if self._fake is not None else state
 
@@ -223,29 +224,13 @@ def boxed(module: fx.GraphModule, *, keeps_graph: bool = True) -> Callable[[list
 
     Code that runs needs no graph, whose nodes hold a fake tensor each.
     """
-    module.graph.set_codegen(_BoxedCodeGen())
-    forward = _forward_of(module)
+    box_arguments(module.graph)
+    forward = bound_forward(module.graph)
     if not keeps_graph:
         module.graph = fx.Graph()
 
     def run(args: list[Any]) -> Any:
         return forward(module, args)
 
-    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    mark_boxed(run)
     return run
-
-
-def _forward_of(module: fx.GraphModule) -> Callable[..., Any]:
-    """Code of a graph with ops bound once, since looking one up costs as much as running a small one."""
-    code = module.graph.python_code("self")
-    bound: dict[str, Any] = {}
-
-    def bind(found: re.Match[str]) -> str:
-        name = f"_op_{found[1]}_{found[2]}"
-        bound[name] = getattr(getattr(_aten, found[1]), found[2])._op
-        return name
-
-    source = re.sub(r"torch\.ops\.aten\.(\w+)\.(\w+)(?=\()", bind, code.src)
-    scope = {**code.globals, **bound}
-    exec(compile(source, "<a planned step>", "exec"), scope)
-    return scope["forward"]

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowtide.batches import tensors
+from lowtide.compat.dispatch import active_modes, without_autocast
+from lowtide.compat.dynamo import aot_autograd, traced_metadata
+from lowtide.compat.tensors import is_view, version_of
 from lowtide.engines.code import Piece, boxed, forward_graph, graphs_of, pieces_of
 from lowtide.engines.watch import unwatched
 from lowtide.errors import LowtideError
@@ -59,7 +61,7 @@ class PlannedLoss:
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of the step's own model; ``model`` is there since this takes the place of a loss function."""
-        if any(not mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()):
+        if any(not mode.is_infra_mode() for mode in active_modes()):
             if not self._watched:
                 self._watched = True
                 warnings.warn(
@@ -172,9 +174,6 @@ class _Backend:
         self.planner = weakref.ref(planner)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        from torch._dynamo.backends.common import aot_autograd
-        from torch._guards import TracingContext
-
         found: list[tuple[Joint, Program]] = []
         written: list[Any] = []
 
@@ -186,7 +185,7 @@ class _Backend:
             return graphs_of(*found[-1])
 
         def compiler(graph: fx.GraphModule, _: Any) -> Callable[[list[Any]], Any]:
-            written.append(TracingContext.get().fw_metadata)
+            written.append(traced_metadata())
             return boxed(graph)
 
         whole = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(module, inputs)
@@ -211,12 +210,12 @@ class _Runner:
         self.pieces = pieces_of(joint, program)
 
     def __call__(self, *inputs: Any) -> tuple[Tensor]:
-        with torch.no_grad(), torch._C._DisableAutocast():  # the graph has its casts
+        with torch.no_grad(), without_autocast():  # the graph has its casts
             *results, loss = self._run_forward(list(inputs))
             self._move(inputs, results)
         cells = dict(zip(self.kept, results[self.mutated :], strict=True))
         cells.update({cell: cells[cell].detach() for cell in self.shown})  # the loss itself will hold the run
-        run = _Run(loss, cells, {cell: cells[cell]._version for cell in self.shown})
+        run = _Run(loss, cells, {cell: version_of(cells[cell]) for cell in self.shown})
         before: Any = None
         for piece in reversed(self.pieces):
             read = [inputs[place] for place in (*piece.inputs_read, *piece.inputs_seen)]
@@ -237,7 +236,7 @@ class _Runner:
         """New values of buffers, what is kept, and the loss."""
         results = list(self.forward(inputs))
         loss = results.pop(self.mutated)
-        return [*results, loss.clone() if loss._is_view() else loss]
+        return [*results, loss.clone() if is_view(loss) else loss]
 
 
 @dataclass
@@ -258,7 +257,7 @@ class _Run:
         """Raise autograd's error if the loss was written to, and a piece reads it."""
         for cell, _ in piece.cells:
             expected = self.versions.get(cell)
-            if expected is not None and (found := self.cells[cell]._version) != expected:
+            if expected is not None and (found := version_of(self.cells[cell])) != expected:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"the planned loss is at version {found}; expected version {expected} instead"
@@ -295,7 +294,7 @@ class _Node(torch.autograd.Function):
         values += ctx.saved_tensors[: len(piece.inputs_read)]
         if piece.index == 0:
             values += gradients
-        with torch._C._DisableAutocast():
+        with without_autocast():
             *complete, made = piece.run(values)
         run.cells.update(zip(piece.made, made, strict=True))
         return None, None, None, None if ctx.is_last else gradients[0].new_empty(0), *complete

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from lowtide.chains import Schedule
+from lowtide.compat.modules import hooks_of
 from lowtide.engines.graph import Planner
 from lowtide.engines.watch import ForwardWatch, Signature, is_within, modes_of, signature
 from lowtide.errors import PlanError, TraceError
@@ -176,6 +177,4 @@ def _first_unlike(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _hooks(module: nn.Module) -> int:
-    own = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    own += [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
-    return sum(not isinstance(hook, ForwardWatch) for hook in own)
+    return sum(not isinstance(hook, ForwardWatch) for hook in hooks_of(module))

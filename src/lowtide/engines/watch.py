@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.batches import tensors
+from lowtide.compat.autograd import graph_task_id
+from lowtide.compat.frames import frame_at
+from lowtide.compat.modules import forward_pre_hooks, own_parameters
+from lowtide.compat.tensors import local_part, sparse_parts
 from lowtide.fingerprint import batch_shapes
 from lowtide.planning.plan import Plan
 from lowtide.profiling import profile
@@ -118,7 +121,8 @@ class ParameterWatch:
         self.plan, self.work, self.batches = plan, work, batches
         self._room = plan.budget_bytes - plan.peak_bytes
         # By their places: parameters may be loaded, or sharded, into others.
-        places = [(m._parameters, name) for m in modules_of(work) for name, p in m._parameters.items() if p is not None]
+        held = map(own_parameters, modules_of(work))
+        places = [(own, name) for own in held for name, p in own.items() if p is not None]
         size = sum(_bytes(parameter) for parameter in _at(places))
         self._with_gradients = places if size > self._room else []
         # The graph engine has other programs for other parameters to train, and says so itself.
@@ -172,9 +176,9 @@ class ForwardWatch:
         """Warn of a forward pass in training mode, with gradients, that no planned loss asked for."""
         if torch.compiler.is_compiling() or not (self.active and module.training and torch.is_grad_enabled()):
             return
-        if torch._C._current_graph_task_id() != -1:  # recomputed in backward
+        if graph_task_id() != -1:  # recomputed in backward
             return
-        level, frame = 1, sys._getframe(1)
+        level, frame = 1, frame_at(1)
         inner: FrameType | None = frame
         while inner is not None:
             if inner.f_code is Workload.compute_loss.__code__:
@@ -197,7 +201,7 @@ class ForwardWatch:
 @contextmanager
 def unwatched(model: nn.Module) -> Generator[None]:
     """Remove the watch on a model's forward for a while: a hook changes Dynamo's order of graph inputs."""
-    hooks = model._forward_pre_hooks
+    hooks = forward_pre_hooks(model)
     aside = {key: hook for key, hook in hooks.items() if isinstance(hook, ForwardWatch)}
     for key in aside:
         del hooks[key]
@@ -215,7 +219,7 @@ def signature(batch: Any) -> Signature:
 def modes_of(work: Workload) -> int:
     """Hash of modules' modes and trained parameters, which change a step's memory beside its batch."""
     modules = modules_of(work)
-    trained = (p is not None and p.requires_grad for module in modules for p in module._parameters.values())
+    trained = (p is not None and p.requires_grad for module in modules for p in own_parameters(module).values())
     return hash((*(module.training for module in modules), *trained))
 
 
@@ -235,7 +239,7 @@ def _at(places: list[_Place]) -> Iterator[Tensor]:
 
 
 def _bytes(tensor: Any) -> int:
-    tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, what is here
+    tensor = local_part(tensor)
     if tensor.layout is torch.strided:
         return tensor.nbytes
-    return tensor._values().nbytes + tensor._indices().nbytes
+    return sum(part.nbytes for part in sparse_parts(tensor))

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lowtide.compat.fake import FakeTensor
 from lowtide.kernels import launches
 from lowtide.kernels.reference import adamw8bit as reference
 from lowtide.kernels.reference.adamw8bit import Hyper, Moments

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lowtide.compat.dispatch import without_dispatch
 from lowtide.kernels import launches
 from lowtide.kernels.reference import chunked_loss as reference
 from lowtide.kernels.reference.chunked_loss import Rules, wide
@@ -75,7 +76,7 @@ def _adds_in_float32(device: torch.device) -> bool:
     """Whether torch adds a product of 16-bit matrices to a 32-bit one; of a GPU that is not here, it is assumed."""
     if not torch.cuda.is_available():
         return True
-    with torch._C._DisableTorchDispatch():
+    with without_dispatch():
         try:
             total, a = torch.zeros(8, 8, device=device), torch.zeros(8, 8, dtype=torch.bfloat16, device=device)
             torch.mm(a, a, out_dtype=torch.float32)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lowtide.compat.fake import FakeTensor
 from lowtide.errors import LowtideError
 from lowtide.kernels import launches
 from lowtide.kernels.reference import compress as reference

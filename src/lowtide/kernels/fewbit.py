@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lowtide.compat.fake import FakeTensor
 from lowtide.kernels import launches
 from lowtide.kernels.reference import fewbit as reference
 from lowtide.kernels.reference.fewbit import BOOKS, Codebook, packed_bytes

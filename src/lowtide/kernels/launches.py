@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from lowtide.compat.fake import FakeTensor
 
 Watcher = Callable[[str, Sequence[Tensor | None], Callable[[], None]], None]
 

@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from lowtide.compat import pytree
 from lowtide.errors import MissingExtra, WorkloadError
 from lowtide.workload import Workload
 from lowtide.zoo import OPTIMIZERS

@@ -8,8 +8,16 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lowtide.compat.autograd import in_backward
+from lowtide.compat.modules import (
+    BatchNormBase,
+    TellsOfLoading,
+    check_input,
+    is_persistent,
+    own_buffers,
+    own_parameters,
+)
 from lowtide.errors import LowtideError
 from lowtide.kernels.activations import Activation
 from lowtide.nn.functional import batch_norm_act
@@ -17,10 +25,9 @@ from lowtide.nn.fx_leaf import is_symbolic, leaf
 from lowtide.nn.guard import forget
 from lowtide.nn.rebuild import watch
 from lowtide.nn.strategies import Strategy, resolve
-from lowtide.tracing.internals import in_backward
 
 
-class _BatchNormAct(_BatchNorm):
+class _BatchNormAct(TellsOfLoading, BatchNormBase):
     """Shared by the layers of all dimensions. To ``state_dict`` it is a plain batch norm.
 
     With a residual, the layer is the end of a residual block: z = φ(batch_norm(x) + residual). There z is rebuilt from
@@ -28,7 +35,7 @@ class _BatchNormAct(_BatchNorm):
     ``rebuild_joins=False`` keeps this one's.
     """
 
-    plain: ClassVar[type[_BatchNorm]]  # the class of torch.nn with the same dimensions
+    plain: ClassVar[type[BatchNormBase]]  # the class of torch.nn with the same dimensions
 
     def __init__(
         self,
@@ -58,7 +65,7 @@ class _BatchNormAct(_BatchNorm):
     @classmethod
     def from_batch_norm(
         cls,
-        norm: _BatchNorm,
+        norm: BatchNormBase,
         activation: str | nn.Module | Activation | None,
         strategy: Strategy = "auto",
         *,
@@ -74,10 +81,10 @@ class _BatchNormAct(_BatchNorm):
         nn.Module.__init__(layer)
         layer.num_features, layer.eps, layer.momentum = norm.num_features, norm.eps, norm.momentum
         layer.affine, layer.track_running_stats = norm.affine, norm.track_running_stats
-        for name, parameter in norm._parameters.items():
+        for name, parameter in own_parameters(norm).items():
             layer.register_parameter(name, parameter)
-        for name, buffer in norm._buffers.items():
-            layer.register_buffer(name, buffer, persistent=name not in norm._non_persistent_buffers_set)
+        for name, buffer in own_buffers(norm).items():
+            layer.register_buffer(name, buffer, persistent=is_persistent(norm, name))
         layer.training = norm.training
         layer._set(Activation.of(activation), strategy, getattr(norm, "process_group", None), rebuild_joins)
         return layer
@@ -101,7 +108,7 @@ class _BatchNormAct(_BatchNorm):
         return self._run(input, None, Activation("identity"), "standard")
 
     def _run(self, input: Tensor, residual: Tensor | None, activation: Activation, strategy: Strategy) -> Tensor:
-        self._check_input_dim(input)
+        check_input(self, input)
         mean, var = self.running_mean, self.running_var
         momentum: Any = self.momentum
         batches = self.num_batches_tracked if self.training and self.track_running_stats else None
@@ -142,8 +149,7 @@ class _BatchNormAct(_BatchNorm):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def after_loading(self) -> None:
         forget(self.weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lowtide.compat.fake import FakeTensor
+from lowtide.compat.tensors import version_of
 from lowtide.errors import LowtideError
 from lowtide.kernels import batchnorm as kernels
 from lowtide.kernels.activations import Activation
@@ -137,7 +138,7 @@ def _owner(spec: Spec, weight: Tensor | None) -> object:
 def _versions(affine: Affine) -> tuple[int, int]:
     """Of γ and β: whether somebody wrote to them since."""
     weight, bias = affine.weight, affine.bias
-    return 0 if weight is None else weight._version, 0 if bias is None else bias._version
+    return 0 if weight is None else version_of(weight), 0 if bias is None else version_of(bias)
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:

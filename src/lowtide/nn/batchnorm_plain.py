@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from lowtide.compat.transforms import is_exporting, is_transformed
 from lowtide.kernels.reference.batchnorm import Running
 from lowtide.nn.statistics import compiled_statistics
 from lowtide.nn.strategies import Spec
@@ -20,9 +20,7 @@ def runs_plain(x: Tensor, residual: Tensor | None, spec: Spec, needs_grad: bool)
     """Where there is nothing to gain, or nothing of ours can run: torch's own ops do."""
     if spec.group is not None and spec.training:
         return False
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return True
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state():
+    if torch.compiler.is_compiling() or is_transformed():
         return True
     if residual is not None and torch.promote_types(x.dtype, residual.dtype) is not x.dtype:
         return True  # z is wider than x
@@ -75,5 +73,4 @@ def _marks_for_recompute(residual: Tensor | None, spec: Spec) -> bool:
     """
     if not (torch.compiler.is_compiling() and spec.rebuild) or residual is not None:
         return False
-    exporting = torch.compiler._is_exporting_flag  # is_exporting() is true in all that torch 2.11 compiles
-    return not exporting and spec.activation.name != "module"
+    return not is_exporting() and spec.activation.name != "module"

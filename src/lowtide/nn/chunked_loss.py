@@ -12,14 +12,16 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 
+from lowtide.compat.autograd import keeps_graph
+from lowtide.compat.dynamo import disable_dynamo
+from lowtide.compat.modules import own_parameters
+from lowtide.compat.transforms import functorch_is_active, in_forward_mode
 from lowtide.errors import LowtideError
 from lowtide.kernels import chunked_loss as kernels
 from lowtide.kernels.chunked_loss import Rules, wide
 from lowtide.nn.second_order import refuse_create_graph
-from lowtide.tracing.internals import autograd
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -109,7 +111,7 @@ class LinearCrossEntropy(nn.Linear):
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
         """One that shares the parameters of a linear layer; ``options`` are the constructor's."""
-        bias = linear._parameters.get("bias") is not None
+        bias = own_parameters(linear).get("bias") is not None
         layer = cls(linear.in_features, linear.out_features, bias, device="meta", **options)
         layer.weight, layer.bias = linear.weight, linear.bias
         return layer.train(linear.training)
@@ -194,12 +196,12 @@ def is_supported(
     return (
         fits
         and len({tensor.device for tensor in tensors}) == 1
-        and not torch._C._are_functorch_transforms_active()
+        and not functorch_is_active()
         and not _has_tangent(*tensors)
     )
 
 
-@_disable_dynamo  # a compiled model runs this part eagerly, with the logits in chunks
+@disable_dynamo  # a compiled model runs this part eagerly, with the logits in chunks
 def run(
     input: Tensor,
     weight: Tensor,
@@ -275,7 +277,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.early:
             *gradients, later = ctx.saved_tensors
             factor = gradient if later is None else gradient * later
-            once = not autograd._get_current_graph_task_keep_graph()
+            once = not keeps_graph()
         else:
             x, weight, bias, target, class_weight = ctx.saved_tensors
             rules, once, factor = _rules(ctx.options, class_weight, ctx.precision), True, None
@@ -373,6 +375,6 @@ def _dtype(tensor: Tensor | None) -> torch.dtype | None:
 
 def _has_tangent(*tensors: Tensor) -> bool:
     """Whether forward-mode differentiation runs, which knows nothing of chunks."""
-    if forward_ad._current_level < 0:
+    if not in_forward_mode():
         return False
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)

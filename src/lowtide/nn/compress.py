@@ -7,21 +7,23 @@ as soon as the forward pass no longer needs it; each op that saved it has it dec
 from __future__ import annotations
 
 import re
-import sys
 import weakref
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lowtide.compat.autograd import packed_tensors, top_saved_hooks
+from lowtide.compat.dynamo import AOT_AUTOGRAD
+from lowtide.compat.fake import FakeTensor
+from lowtide.compat.frames import frame_at
+from lowtide.compat.tensors import base_of, storage_id, version_of
 from lowtide.kernels.compress import DTYPES, GROUP, Draws, buffer_bytes, check, compress, decompress
 from lowtide.kernels.reference.compress import Noise
 from lowtide.nn.rebuild import Chained, SavedTensor, may_open
-from lowtide.tracing.internals import autograd
 
 LEAST_BYTES = 1024  # smaller tensors are kept as they are: there is nothing to gain, and they are often statistics
 
@@ -36,7 +38,7 @@ _SENSITIVE = re.compile(f"softmax|ndtri|(?<!r)sqrt|{_EXPONENTIATING.pattern}")
 
 def sensitive(tensor: Tensor) -> bool:
     """What ``compressed`` keeps by itself, of what it could compress: the results of softmax, attention, sqrt, ..."""
-    node = _base(tensor).grad_fn
+    node = base_of(tensor).grad_fn
     return node is not None and is_sensitive(node.name())
 
 
@@ -100,7 +102,7 @@ class Hooks:
     def __init__(self, bits: int, group: int, keep: Callable[[Tensor], bool], seed: int | None = None) -> None:
         self.bits, self.group, self.keep = bits, group, keep
         self.draws = _DrawsByValue() if seed is None else Draws(seed)
-        outer = autograd._top_saved_tensors_default_hooks(True)
+        outer = top_saved_hooks(True)
         owner = getattr(outer[0], "__self__", None) if outer is not None else None
         self.outer = owner.outer if isinstance(owner, Hooks) else outer  # of two of ours, the inner one decides
 
@@ -110,9 +112,9 @@ class Hooks:
     def pack(self, tensor: Tensor) -> Any:
         # Nobody says which op saves a tensor. Its result, which it saves last, knows; what it read is then still there.
         if tensor.grad_fn is not None and exponentiates(tensor.grad_fn.name()):
-            for packed in list(_packed(tensor.grad_fn)):
+            for packed in list(packed_tensors(tensor.grad_fn)):
                 self.put_back(packed)
-        if compressible(tensor) and not _is_opaque(sys._getframe(1)) and not self.keep(tensor):
+        if compressible(tensor) and not _is_opaque(frame_at(1)) and not self.keep(tensor):
             place = _Place.of(tensor)
             if place is not None:
                 record = _records.get(place.key)
@@ -134,7 +136,7 @@ class Hooks:
     def _kept(self, tensor: Tensor) -> SavedTensor | Chained:
         # An op's own output, packed as it is, would keep its node alive, and the node it.
         if self.outer is None:
-            return SavedTensor(tensor.detach(), tensor._version)
+            return SavedTensor(tensor.detach(), version_of(tensor))
         return Chained(self.outer[1], self.outer[0](tensor))
 
     def _record(self, tensor: Tensor, place: _Place) -> _Record | None:
@@ -145,7 +147,7 @@ class Hooks:
             self.draws.see(flat)
         buffer = compress(flat, self.draws, bits=self.bits, group=self.group)
         kept = (
-            SavedTensor(buffer, buffer._version)
+            SavedTensor(buffer, version_of(buffer))
             if self.outer is None
             else Chained(self.outer[1], self.outer[0](buffer))
         )
@@ -162,7 +164,7 @@ class _Place:
         self.dense, self.numel = dense, numel
         self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
         geometry = (self.offset, numel) if dense else (self.offset, self.shape, self.stride)
-        self.key = (tensor.untyped_storage()._cdata, tensor._version, tensor.dtype, geometry)
+        self.key = (storage_id(tensor.untyped_storage()), version_of(tensor), tensor.dtype, geometry)
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Place | None:
@@ -265,24 +267,10 @@ _VIEWS = frozenset((
 
 def _origin(tensor: Tensor) -> Any:
     """The node that made the values: that before all views, copies and casts. None for a view of a leaf."""
-    node = _base(tensor).grad_fn  # whatever kind of view it is; what a copy was made of, the nodes alone know
+    node = base_of(tensor).grad_fn  # whatever kind of view it is; what a copy was made of, the nodes alone know
     while node is not None and node.name().rstrip("0123456789") in _VIEWS:
         node = node.next_functions[0][0]
     return node
-
-
-def _base(tensor: Tensor) -> Tensor:
-    """The tensor that it is a view of, or itself."""
-    return tensor if tensor._base is None else tensor._base
-
-
-def _packed(node: Any) -> Iterator[Any]:
-    """What hooks made of the tensors that a node has saved so far; nothing once its backward let them go."""
-    with suppress(RuntimeError):
-        for name in dir(node):
-            if name.startswith("_raw_saved_"):
-                saved = getattr(node, name)
-                yield from (each.data for each in (saved if isinstance(saved, tuple) else (saved,)))
 
 
 def _stretch(tensor: Tensor) -> int | None:
@@ -298,7 +286,7 @@ def _stretch(tensor: Tensor) -> int | None:
     return numel
 
 
-_OPAQUE = ("torch.utils.checkpoint", "torch._functorch._aot_autograd")
+_OPAQUE = ("torch.utils.checkpoint", AOT_AUTOGRAD)
 
 
 def _is_opaque(frame: FrameType | None) -> bool:

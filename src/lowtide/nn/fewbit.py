@@ -16,9 +16,9 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
-from torch.autograd import forward_ad
 
+from lowtide.compat.tensors import is_view
+from lowtide.compat.transforms import is_batched, is_exporting, is_transformed
 from lowtide.kernels import fewbit as kernels
 from lowtide.kernels.curves import Curve, is_in_place, read_module
 from lowtide.kernels.reference.fewbit import BOOKS, Codebook, codebook, packed_bytes
@@ -43,7 +43,7 @@ def few_bit(x: Tensor, book: Codebook, *, inplace: bool = False) -> Tensor:
     if torch.compiler.is_compiling():
         y = _ops.fewbit(x, book.key)[0]
         return x.copy_(y) if inplace else y
-    if inplace and (x.is_leaf or x._is_view()):
+    if inplace and (x.is_leaf or is_view(x)):
         # What may not be written to is for torch to say, before it is.
         return book.curve.write(x) if x.is_leaf else x.copy_(_apply(x, book, False))
     return _apply(x, book, inplace)
@@ -217,7 +217,7 @@ class _Scale(torch.autograd.Function):
 def _scale(dy: Tensor, codes: Tensor, book: Codebook, strides: tuple[int, ...]) -> Tensor:
     if dy.stride() != strides:
         dy = dy.new_empty_strided(dy.shape, strides).copy_(dy)
-    if is_legacy_batchedtensor(dy) or is_batchedtensor(dy):
+    if is_batched(dy):
         return _ops.fewbit_decode(dy, codes, book.key)  # as an op: torch gives it one gradient of a batch at a time
     return kernels.decode(dy, codes, book)
 
@@ -236,9 +236,8 @@ def _runs_plain(x: Tensor) -> bool:
     if x.layout is not torch.strided or x.is_nested or x.is_quantized:
         return True
     if torch.compiler.is_compiling():
-        return torch.compiler._is_exporting_flag  # is_exporting() is true in all that torch 2.11 compiles
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return transformed or bool(torch._C._get_tracing_state())
+        return is_exporting()
+    return is_transformed()
 
 
 # -- under torch.compile ---------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.compat.autograd import in_backward
 from lowtide.kernels.activations import Activation
 from lowtide.kernels.reference.batchnorm import Running
 from lowtide.nn.batchnorm_node import apply_node
@@ -14,7 +15,6 @@ from lowtide.nn.batchnorm_plain import plain, runs_plain
 from lowtide.nn.guard import inverse_is_safe
 from lowtide.nn.statistics import Statistics, copied, count_batch
 from lowtide.nn.strategies import KEEPS, Spec, Strategy, resolve
-from lowtide.tracing.internals import in_backward
 
 
 def batch_norm_act(

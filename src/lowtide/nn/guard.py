@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lowtide.compat.fake import FakeTensor
 from lowtide.kernels.activations import Activation
 
 # The largest |β/γ| at which z still gives x̂ back: its error there is the unit roundoff of z times this.

@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+from lowtide.compat.dispatch import count_modes
+from lowtide.compat.fake import FakeTensor
+from lowtide.compat.tensors import storage_id
 
 CHECKED_CALLS = 2
 
@@ -63,7 +66,7 @@ class OwnedTensor:
     def is_written(self, tensor: Tensor) -> bool:
         """Whether values in the same storage differ."""
         storage = self._storage()
-        if self._values is None or storage is None or storage._cdata != tensor.untyped_storage()._cdata:
+        if self._values is None or storage is None or storage_id(storage) != storage_id(tensor.untyped_storage()):
             return False
         return read(tensor) != self._values
 
@@ -74,6 +77,6 @@ _calls: Any = WeakIdKeyDictionary()  # owner -> Calls
 
 def _can_read(tensor: Tensor) -> bool:
     """Not where a trace would record it, nor where a CUDA graph is captured."""
-    if isinstance(tensor, FakeTensor) or torch._C._len_torch_dispatch_stack() or not tensor.numel():
+    if isinstance(tensor, FakeTensor) or count_modes() or not tensor.numel():
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -17,10 +17,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils import _pytree as pytree
 
+from lowtide.compat import pytree
+from lowtide.compat.dispatch import without_subclass_function
+from lowtide.compat.fake import FakeTensor
+from lowtide.compat.tensors import make_wrapper, version_of
+from lowtide.compat.transforms import jit_state
 from lowtide.errors import LowtideError
 from lowtide.nn.chunked_loss import LossDtypes, Options, is_supported, run, wide
 from lowtide.nn.second_order import refuse_create_graph
@@ -34,7 +37,7 @@ def lazy_logits(input: Tensor, head: nn.Linear, *, chunk: int | None = None, pat
     weight, bias = head.weight, head.bias
     precision = LossDtypes.now(input, weight, bias) if type(input) in (Tensor, nn.Parameter, FakeTensor) else None
     # Without gradients nothing is kept, and a graph that is compiled has no place for what is not there.
-    traced = torch.compiler.is_compiling() or bool(torch._C._get_tracing_state())
+    traced = torch.compiler.is_compiling() or jit_state() is not None
     if precision is None or not torch.is_grad_enabled() or traced or not is_supported(input, weight, bias):
         return F.linear(input, weight, bias)
     return _Lazy(_Source(input, weight, bias, precision, chunk, path), input, precision.logits).tensor()
@@ -91,7 +94,7 @@ class _Source:
             return F.linear(input, weight, bias)
 
     def _versions(self) -> list[int]:
-        return [t._version for t in (self.input, self.weight, self.bias) if t is not None]
+        return [version_of(t) for t in (self.input, self.weight, self.bias) if t is not None]
 
 
 _living: weakref.WeakSet[_Source] = weakref.WeakSet()
@@ -176,7 +179,7 @@ class LazyLogits(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclass_function():
                 return func(*args, **kwargs)
         symbolic = _SYMBOLIC.get(func)
         given = args[0] if args else kwargs.get("input")
@@ -202,7 +205,7 @@ class _LazyNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, lazy: _Lazy) -> Tensor:
-        made: Any = Tensor._make_wrapper_subclass(LazyLogits, lazy.shape, dtype=lazy.dtype, device=input.device)
+        made: Any = make_wrapper(LazyLogits, lazy.shape, dtype=lazy.dtype, device=input.device)
         made.lazy = ctx.lazy = lazy
         return made
 

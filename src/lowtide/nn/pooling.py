@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
+
+from lowtide.compat.transforms import is_transformed
 
 _aten: Any = torch.ops.aten
 _OPS: dict[type[nn.Module], tuple[Any, Any, Any]] = {
@@ -33,9 +34,7 @@ def max_pool(module: nn.MaxPool2d | nn.MaxPool3d, x: Tensor) -> Tensor:
     True
     """
     settings = (module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode)
-    traced = torch.compiler.is_compiling() or torch._C._get_tracing_state()
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    if traced or transformed or not (torch.is_grad_enabled() and x.requires_grad):
+    if torch.compiler.is_compiling() or is_transformed() or not (torch.is_grad_enabled() and x.requires_grad):
         return _OPS[type(module)][0](x, *settings)
     return _MaxPool.apply(x, type(module), settings)  # pyright: ignore[reportReturnType]
 

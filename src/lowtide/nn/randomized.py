@@ -10,9 +10,12 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.autograd import forward_ad
 
+from lowtide.compat.autograd import top_saved_hooks
+from lowtide.compat.dynamo import disable_dynamo
+from lowtide.compat.modules import own_parameters
+from lowtide.compat.tensors import version_of
+from lowtide.compat.transforms import is_exporting, is_transformed
 from lowtide.errors import LowtideError
 from lowtide.kernels import randomized as kernels
 from lowtide.kernels.reference.randomized import Kind, Sketch
@@ -62,7 +65,7 @@ class RandomizedLinear(nn.Linear):
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.in_features, layer.out_features = linear.in_features, linear.out_features
-        for name, parameter in linear._parameters.items():
+        for name, parameter in own_parameters(linear).items():
             layer.register_parameter(name, parameter)
         layer.training = linear.training
         layer.sketch = Sketch(sketch, ratio, block)
@@ -83,7 +86,7 @@ def randomized_linear(
 
     Plain where nothing would be saved: in evaluation mode, for a weight without gradient, for inputs of too few rows.
     """
-    if not training or not weight.requires_grad or torch.compiler._is_exporting_flag:
+    if not training or not weight.requires_grad or is_exporting():
         return F.linear(x, weight, bias)
     return _randomized(x, weight, bias, sketch)
 
@@ -95,12 +98,10 @@ def _runs_plain(x: Tensor, weight: Tensor, sketch: Sketch) -> bool:
     rows = x.shape[:-1].numel()
     if sketch.kept(rows) >= rows or not x.numel() or not weight.numel():
         return True
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return True
-    return bool(torch._C._get_tracing_state())
+    return is_transformed()
 
 
-@_disable_dynamo  # a seed and a shared sketch are nothing for a compiled graph: it breaks here
+@disable_dynamo  # a seed and a shared sketch are nothing for a compiled graph: it breaks here
 def _randomized(x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch) -> Tensor:
     if _runs_plain(x, weight, sketch):
         return F.linear(x, weight, bias)
@@ -189,8 +190,8 @@ class _Latest:
     def sketch(self, x: Tensor, how: object, make: Callable[[], _StoredSketch], calls: Calls) -> _StoredSketch:
         """That of x, if it is the last one and still right. ``calls``: those of the layer that asks."""
         # Not across the border of a checkpoint: its second run begins without what was before it.
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
-        key = (x._version, hooks, how)
+        hooks = top_saved_hooks(True)
+        key = (version_of(x), hooks, how)
         kept = self._kept
         is_known = kept is not None and self._input is not None and self._input() is x and self._key == key
         if is_known and self._values is not None and not calls.is_written:

@@ -10,7 +10,6 @@ one by hand.
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 import weakref
@@ -23,8 +22,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
+from lowtide.compat.autograd import (
+    in_backward,
+    pop_saved_hooks,
+    push_saved_hooks,
+    top_saved_hooks,
+    why_saved_hooks_are_disabled,
+)
+from lowtide.compat.frames import frame_at
+from lowtide.compat.modules import CALL, runs_compiled
+from lowtide.compat.tensors import storage_id, version_of
+from lowtide.compat.transforms import functorch_is_active, jit_state
 from lowtide.nn.hidden_writes import Calls, calls_of, read
-from lowtide.tracing.internals import autograd, in_backward
 
 
 class Rebuildable:
@@ -43,7 +52,7 @@ class Rebuildable:
         self, tensor: Tensor, rebuild: Callable[[], Tensor], forget: Callable[[Any], object], calls: Calls
     ) -> None:
         self._storage = weakref.ref(tensor.untyped_storage(), forget)
-        self._version = tensor._version
+        self._version = version_of(tensor)
         self._dtype = tensor.dtype
         self._offset = tensor.storage_offset()
         self._shape, self._stride = tensor.shape, tensor.stride()
@@ -55,7 +64,7 @@ class Rebuildable:
     def covers(self, tensor: Tensor) -> bool:
         """Whether a tensor shows this one's values: the same storage, not written since."""
         alive = self._storage() is not None
-        as_it_is = tensor._version == self._version and tensor.dtype == self._dtype
+        as_it_is = version_of(tensor) == self._version and tensor.dtype == self._dtype
         return (
             alive and as_it_is and not tensor.is_neg() and not tensor.is_conj() and not self._has_hidden_write(tensor)
         )
@@ -152,11 +161,11 @@ class SavedTensor(NamedTuple):
     version: int
 
     def unpack(self) -> Tensor:
-        if self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"a {self.tensor.dtype} tensor of shape {list(self.tensor.shape)} is at version "
-                f"{self.tensor._version}; expected version {self.version} instead"
+                f"{version_of(self.tensor)}; expected version {self.version} instead"
             )
         return self.tensor
 
@@ -194,20 +203,20 @@ class Scope(threading.local):
 
     def open(self, owner: Any) -> None:
         while self._is_on_top:  # left there by a scope that ended below other hooks
-            autograd._pop_saved_tensors_default_hooks()
-        self.outer = autograd._top_saved_tensors_default_hooks(True)
+            pop_saved_hooks()
+        self.outer = top_saved_hooks(True)
         self.owner = owner
-        autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        push_saved_hooks(self._pack, self._unpack)
 
     def close(self) -> None:
         self.owner = self.outer = None
         self.records.clear()
         if self._is_on_top:
-            autograd._pop_saved_tensors_default_hooks()
+            pop_saved_hooks()
 
     @property
     def _is_on_top(self) -> bool:
-        top = autograd._top_saved_tensors_default_hooks(True)
+        top = top_saved_hooks(True)
         return top is not None and top[0] == self._pack
 
     def register(self, tensor: Tensor, rebuild: Callable[[], Tensor], owner: object) -> Rebuildable | None:
@@ -221,23 +230,23 @@ class Scope(threading.local):
         calls = calls_of(owner)
         if calls.is_written:
             return None
-        key, records = tensor.untyped_storage()._cdata, self.records
+        key, records = storage_id(tensor.untyped_storage()), self.records
         record = records[key] = Rebuildable(tensor, rebuild, lambda _: records.pop(key, None), calls)
         return record
 
     def keep(self, tensor: Tensor) -> None:
         """Have this tensor kept after all, where it is the output of a layer: another one rebuilds from it."""
         if self.records:
-            self.records.pop(tensor.untyped_storage()._cdata, None)
+            self.records.pop(storage_id(tensor.untyped_storage()), None)
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.layout is torch.strided:
-            record = self.records.get(tensor.untyped_storage()._cdata)
+            record = self.records.get(storage_id(tensor.untyped_storage()))
             if record is not None and record.covers(tensor):
                 return record.handle(tensor)
         # An op's own output, packed as it is, would keep its node alive, and the node it.
         if self.outer is None:
-            return SavedTensor(tensor.detach(), tensor._version)
+            return SavedTensor(tensor.detach(), version_of(tensor))
         pack, unpack = self.outer
         return Chained(unpack, pack(tensor))
 
@@ -267,14 +276,14 @@ def keep_one_buffer() -> Generator[None]:
 
 def may_open() -> bool:
     """Not while something else owns what is saved: a checkpoint, ``torch.func``, a compiler, a ban on hooks."""
-    top = autograd._top_saved_tensors_default_hooks(True)
+    top = top_saved_hooks(True)
     return (
         torch.is_grad_enabled()
         and not in_backward()
         and (top is None or getattr(top[0], "__module__", "") != "torch.utils.checkpoint")
-        and autograd._saved_tensors_hooks_get_disabled_error_message() is None
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._get_tracing_state()
+        and why_saved_hooks_are_disabled() is None
+        and not functorch_is_active()
+        and not jit_state()
         and not torch.compiler.is_compiling()
     )
 
@@ -285,7 +294,6 @@ _layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _kinds: set[type[nn.Module]] = set()  # of layers: replicas of nn.DataParallel are made without a constructor
 _holders: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 _hooks: list[Any] = []
-_CALL = nn.Module._call_impl.__code__
 
 
 def watch(layer: nn.Module) -> None:
@@ -307,16 +315,16 @@ def _before(module: nn.Module, args: Any) -> None:
     if not _layers:
         while _hooks:
             _hooks.pop().remove()
-    elif may_open() and not _is_compiled(module) and _holds_layer(module) and not _is_nested(sys._getframe(1)):
-        scope.open(sys._getframe(1))
+    elif may_open() and not runs_compiled(module) and _holds_layer(module) and not _is_nested(frame_at(1)):
+        scope.open(frame_at(1))
 
 
 def _after(module: nn.Module, args: Any, out: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    if scope.owner is sys._getframe(1):
+    if scope.owner is frame_at(1):
         scope.close()
-    elif scope.owner is not None and sys._getframe(1).f_code is _CALL:
+    elif scope.owner is not None and frame_at(1).f_code is CALL:
         _ = scope.is_open  # after an exception: closed, if the frame that ended is the scope's
 
 
@@ -327,15 +335,10 @@ def _holds_layer(module: nn.Module) -> bool:
     return _holders[module]
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether a call of the module runs compiled: what is saved there is the compiler's own choice."""
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
-
-
 def _is_nested(frame: FrameType | None) -> bool:
     """Whether the module that is being called was called by another module's forward."""
     calls = 0
     while frame is not None and calls < 2:
-        calls += frame.f_code is _CALL
+        calls += frame.f_code is CALL
         frame = frame.f_back
     return calls > 1

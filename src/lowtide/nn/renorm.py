@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide.compat.autograd import in_backward
+from lowtide.compat.modules import check_input
 from lowtide.errors import LowtideError
 from lowtide.kernels.activations import Activation
 from lowtide.kernels.reference.batchnorm import Running
@@ -23,9 +25,10 @@ from lowtide.nn.functional import batch_norm_act
 from lowtide.nn.fx_leaf import is_symbolic
 from lowtide.nn.statistics import Statistics, batch_statistics
 from lowtide.nn.strategies import Strategy
-from lowtide.tracing.internals import RESTORED, in_backward
 
 Limit = float | Callable[[Tensor], float | Tensor]
+
+RESTORED = "_lowtide_restored"  # of a buffer's copy: it holds what the first run of a recomputed part found
 
 
 class _BatchRenormAct(_BatchNormAct):
@@ -79,7 +82,7 @@ class _BatchRenormAct(_BatchNormAct):
         """φ(batch_renorm(input) + residual). Without a residual, φ(batch_renorm(input))."""
         if is_symbolic(input) or not self.training or (not input.numel() and self.process_group is None):
             return super().forward(input, residual)
-        self._check_input_dim(input)
+        check_input(self, input)
         with torch.no_grad():
             statistics, r, d = self._correction(input)
         weight: Any = self.weight  # None where affine=False

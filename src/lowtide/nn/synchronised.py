@@ -57,7 +57,9 @@ def process_group(group: Any) -> dist.ProcessGroup:
     if not (dist.is_available() and dist.is_initialized()):
         raise LowtideError("Statistics over a process group need one, and none is initialised", hint=hint)
     if group == "world":
-        return dist.distributed_c10d._get_default_group()
+        world = dist.group.WORLD
+        assert world is not None
+        return world
     if isinstance(group, dist.ProcessGroup):
         return group
     if group is dist.GroupMember.NON_GROUP_MEMBER:

@@ -9,9 +9,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import ParamsT
 
+from lowtide.compat.fake import FakeTensor
+from lowtide.compat.operators import foreach_add_
 from lowtide.errors import LowtideError
 from lowtide.kernels import adamw8bit as kernels
 from lowtide.kernels.adamw8bit import Entry
@@ -81,7 +82,7 @@ class AdamW8bit(torch.optim.Optimizer):
             found = [(n, p, self._state(p)) for n, p in enumerate(group["params"], first) if p.grad is not None]
             if found:
                 counts = [state["step"] for _, _, state in found]
-                torch._foreach_add_(counts, torch.tensor(1.0))  # pyright: ignore[reportPrivateImportUsage]
+                foreach_add_(counts, torch.tensor(1.0))
             for count, number, members in _runs(found, of_neighbours=rounds):
                 # The kernels add a parameter's place in the run: its noise is its own, whoever is stepped with it.
                 seed = (group["seed"] * 2654435761 + count * 97003) % 2**30 + number

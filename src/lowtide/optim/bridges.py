@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.compat.optimizers import load_post_hooks, load_pre_hooks
 from lowtide.errors import LowtideError, MissingExtra
 from lowtide.optim.rounding import with_notes
 from lowtide.optim.single import PLAIN_STATES
@@ -206,10 +207,10 @@ def bridged(base: Any, bridge: Bitsandbytes) -> Any:
                 if state:
                     states[number] = with_notes(bridge.lowered(p, state), state) if is_plain else state
         found = {**state_dict, "state": states}
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():  # which bitsandbytes leaves out
+        for hook in load_pre_hooks(self).values():  # which bitsandbytes leaves out
             found = hook(self, found) or found
         base.load_state_dict(self, found, move_to_device)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
+        for hook in load_post_hooks(self).values():
             hook(self)
         vars(self).pop(PLAIN_STATES, None)
 

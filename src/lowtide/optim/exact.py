@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from lowtide.compat import pytree
+from lowtide.compat.optimizers import load_pre_hooks
 from lowtide.undo import Undo
 
 State = dict[str, Any]
@@ -95,7 +96,7 @@ class _Loading:
 
 
 def _loading_of(optimizer: Any) -> _Loading | None:
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+    for hook in load_pre_hooks(optimizer).values():
         if isinstance(owner := getattr(hook, "__self__", None), _Loading):
             return owner
     return None

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowtide.compat.autograd import gradient_hooks
+from lowtide.compat.optimizers import AMP_SCALING, step_pre_hooks, watch_clipping
 from lowtide.errors import LowtideError
 from lowtide.optim.single import SingleStep
-from lowtide.tracing.internals import gradient_hooks, watch_clipping
 from lowtide.undo import Undo
 
 
@@ -78,9 +79,6 @@ def take_part(optimizer: torch.optim.Optimizer, part: StepPart) -> Undo:
     return Undo(*(handle.remove for handle in handles), leave_scaling_to_scalers(optimizer))
 
 
-AMP_SCALING = "_step_supports_amp_scaling"  # of fused optimizers: a GradScaler hands its scale to their own step
-
-
 def leave_scaling_to_scalers(optimizer: torch.optim.Optimizer) -> Undo:
     """Let a ``GradScaler`` unscale gradients and leave out steps that overflow: steps but fused ones do neither."""
     return Undo() if AMP_SCALING not in vars(optimizer) else _set_scaling(optimizer, False)
@@ -133,7 +131,7 @@ def _see_clipped(parameters: Iterable[Tensor]) -> None:
 
 def refuse_where(optimizer: Any, needs: Literal["needs_gradients", "needs_step"], what: str) -> None:
     """Refuse ``what`` where something that acts before the step says that it ``needs`` what would not be there."""
-    for hook in optimizer._optimizer_step_pre_hooks.values():
+    for hook in step_pre_hooks(optimizer).values():
         reason = getattr(getattr(hook, "__self__", None), needs, None)
         if reason is not None:
             raise LowtideError(f"{reason}, and {what} leave nothing for it", hint="Undo one of the two.")
@@ -155,7 +153,7 @@ def refuse_ddp(parameters: Iterable[Tensor]) -> None:
 
 def part_of(optimizer: Any) -> StepPart | None:
     """The part that does the steps of this optimizer, if there is one."""
-    for hook in optimizer._optimizer_step_pre_hooks.values():
+    for hook in step_pre_hooks(optimizer).values():
         if isinstance(owner := getattr(hook, "__self__", None), StepPart):
             return owner
     return None

@@ -8,6 +8,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import ParamsT
 
+from lowtide.compat.optimizers import register_first_step_pre_hook, step_pre_hooks
 from lowtide.errors import LowtideError
 from lowtide.optim.bridges import Bitsandbytes, import_bitsandbytes
 from lowtide.optim.in_backward import is_stepped_in_backward
@@ -55,7 +56,7 @@ def scale_rates(
     SGD as LARS, and Adam or AdamW as LAMB: an update's norm is at most that share of the weight's.
     """
     top = _top(factor, warmup_steps, rule)
-    if any(isinstance(_owner(hook), _ScaledStep) for hook in optimizer._optimizer_step_pre_hooks.values()):
+    if any(isinstance(_owner(hook), _ScaledStep) for hook in step_pre_hooks(optimizer).values()):
         raise LowtideError("The rates are scaled already", hint="Call undo() of the first one before applying it.")
     if any(is_stepped_in_backward(p) for group in optimizer.param_groups for p in group["params"]):
         raise LowtideError("Parameters that are stepped in backward have no step to scale the rates of")
@@ -65,10 +66,8 @@ def scale_rates(
         step = _ScaledStep(WarmUp(top, warmup_steps))
         undo.add(lambda: optimizer.param_groups[0].pop(COUNT, None))  # loading a state replaces the group
         undo.add(step.restore)
-        before = optimizer.register_step_pre_hook(step.before)
-        undo.add(before.remove)
-        hooks: Any = optimizer._optimizer_step_pre_hooks
-        hooks.move_to_end(before.id, last=False)  # before those that step parameters themselves
+        # Before those that step parameters themselves.
+        undo.add(register_first_step_pre_hook(optimizer, step.before).remove)
         undo.add(optimizer.register_step_post_hook(step.after).remove)
         return undo.keep()
 

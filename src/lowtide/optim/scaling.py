@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lowtide.compat.autograd import call_after_backward, graph_task_id
+from lowtide.compat.operators import foreach_norm
+from lowtide.compat.optimizers import register_first_step_pre_hook
 from lowtide.errors import LowtideError
 from lowtide.optim.gradients import GradientStore
 from lowtide.optim.hooks import part_of
@@ -62,11 +65,9 @@ class LossScale:
                 "A scaled loss needs its gradients until the step, and this optimizer has none by then",
                 hint="Use bfloat16, which needs no scale, or undo the stored gradients or the steps in backward.",
             )
-        handle = optimizer.register_step_pre_hook(self._before)
-        hooks: Any = optimizer._optimizer_step_pre_hooks
-        hooks.move_to_end(handle.id, last=False)  # before those that step parameters themselves
         return Undo(
-            handle.remove,
+            # Before those that step parameters themselves.
+            register_first_step_pre_hook(optimizer, self._before).remove,
             optimizer.register_state_dict_post_hook(self._save).remove,
             optimizer.register_load_state_dict_post_hook(self._load).remove,
         )
@@ -98,9 +99,9 @@ class LossScale:
         if scale is not None:
             return scale
         self._stepped.clear()
-        if torch._C._current_graph_task_id() != -1:  # a prediction has a backward pass in Python, without these hooks
+        if graph_task_id() != -1:  # a prediction has a backward pass in Python, without these hooks
             begun = _Pass(self.value)
-            torch.autograd.Variable._execution_engine.queue_callback(begun)  # pyright: ignore[reportAttributeAccessIssue]
+            call_after_backward(begun)
             self._pass = weakref.ref(begun)
         return self.value
 
@@ -140,7 +141,7 @@ def _are_finite(gradients: list[Tensor]) -> bool:
     """Whether nothing is infinite or nan, by the largest value: other norms overflow where all values are finite."""
     largest: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     gradients = [gradient for gradient in gradients if gradient.numel()]
-    norms = torch._foreach_norm(gradients, ord=torch.inf) if gradients else []  # pyright: ignore[reportPrivateImportUsage]
+    norms = foreach_norm(gradients, ord=torch.inf) if gradients else []
     for norm in norms:
         largest.setdefault((norm.device, norm.dtype), []).append(norm)
     found: dict[torch.device, list[Tensor]] = {}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lowtide.compat.optimizers import remove_step_hooks
 
 PLAIN_STATES = "_lowtide_plain_states"  # of an optimizer: what its states were, until its first step
 FIRST = "first_number"  # in a group of one parameter alone: the parameter's number in the whole optimizer
@@ -55,6 +57,5 @@ def _shadow(optimizer: torch.optim.Optimizer) -> Any:
     shadow = copy.copy(optimizer)
     shadow.__dict__ = dict(optimizer.__dict__)
     shadow.__dict__.pop("step", None)
-    shadow._optimizer_step_pre_hooks = OrderedDict()
-    shadow._optimizer_step_post_hooks = OrderedDict()
+    remove_step_hooks(shadow)
     return shadow

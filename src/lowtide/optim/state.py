@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.compat.optimizers import AMP_SCALING, STEP_CALLED, call_hooks_in_step, mark_step, mark_wrapped
 from lowtide.errors import LowtideError
 from lowtide.optim.adamw8bit import AdamW8bit, lowered, raised
 from lowtide.optim.bridges import Adam4bit, Bitsandbytes, has_bridge
 from lowtide.optim.exact import as_saved, load_exactly
-from lowtide.optim.hooks import AMP_SCALING, refuse_closure
+from lowtide.optim.hooks import refuse_closure
 from lowtide.optim.offload import is_offloaded, offload_state
 from lowtide.optim.rounding import with_notes
 from lowtide.optim.single import PLAIN_STATES
@@ -147,17 +148,17 @@ def become(optimizer: Any, other: torch.optim.Optimizer) -> Undo:
     """
     kind, before = type(optimizer), dict(vars(optimizer))
     kept = {key: value for key, value in before.items() if key in ("param_groups", "state") or "hooks" in key}
-    marks = {key: value for key, value in before.items() if key.startswith("_opt_called")}
+    marks = {key: value for key, value in before.items() if key.startswith(STEP_CALLED)}
     optimizer.__class__ = type(other)
     optimizer.__dict__.pop(AMP_SCALING, None)
     optimizer.__dict__.update({**vars(other), **kept, **marks})
-    optimizer._patch_step_function()
+    call_hooks_in_step(optimizer)
     optimizer.__dict__.update(kept)
     if "step" in before:
         optimizer.__dict__["step"] = _counted(optimizer, type(other).step)
 
     def restore() -> None:
-        now = {key: vars(optimizer)[key] for key in (*kept, "_opt_called") if key in vars(optimizer)}
+        now = {key: vars(optimizer)[key] for key in (*kept, STEP_CALLED) if key in vars(optimizer)}
         optimizer.__class__ = kind
         optimizer.__dict__.clear()
         optimizer.__dict__.update({**before, **now})
@@ -170,8 +171,8 @@ def _counted(optimizer: Any, step: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(step)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True
+        mark_step(optimizer)
         return step(optimizer, *args, **kwargs)
 
-    vars(counted)["_wrapped_by_lr_sched"] = True
+    mark_wrapped(counted)
     return counted

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide.compat.dispatch import without_autocast
 from lowtide.errors import TraceError
 from lowtide.planning.rounding import (
     Parts,
@@ -109,7 +110,7 @@ def _run(work: Workload, joint: Joint, inputs: Sequence[Any]) -> list[Parts]:
     one = joint.tangents[0].meta["val"]
     tangent = torch.ones(one.shape, dtype=one.dtype, device=one.device)
     try:
-        with torch.no_grad(), torch._C._DisableAutocast():  # the graph has its casts
+        with torch.no_grad(), without_autocast():  # the graph has its casts
             made: Any = fx.Interpreter(joint.module).run(*inputs, tangent, enable_io_processing=False)
         outputs, gradients = made[: len(joint.outputs)], made[len(joint.outputs) :]
         written = {

@@ -12,6 +12,7 @@ from torch import fx
 
 from lowtide.chains import Action as Step
 from lowtide.chains import Operation
+from lowtide.compat.operators import name_of
 from lowtide.planning.in_place import is_elementwise
 from lowtide.tracing.effects import inputs_of
 from lowtide.tracing.joint import Joint, bytes_of, is_item, is_random
@@ -78,16 +79,12 @@ class CheapResults:
             return False
         if is_item(node) or self.joint.storages[node] is not node:
             return all(value in self.until for value in node.all_input_nodes)
-        return bool(node.all_input_nodes) and (is_elementwise(node) or _name(node) in _CHEAP)
+        return bool(node.all_input_nodes) and (is_elementwise(node) or name_of(node.target) in _CHEAP)
 
 
 def sources_of(joint: Joint, node: fx.Node) -> list[fx.Node]:
     """Results of forward ops that an op reads when it is recomputed."""
     return [value for value in inputs_of(node, again=True) if joint.is_forward(value)]
-
-
-def _name(node: fx.Node) -> str:
-    return getattr(getattr(node.target, "_schema", None), "name", "")
 
 
 class LightStages:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lowtide.compat.operators import schema_of
+
 _aten: Any = torch.ops.aten
 
 
@@ -25,7 +27,8 @@ def in_place_form(node: fx.Node) -> Any:
         return None
     if node.target is _aten.mul.Scalar:  # whose own form in place rounds the number to half precision first
         return _aten.mul_.Tensor
-    packet, overload = node.target._schema.name.removeprefix("aten::"), node.target._overloadname  # pyright: ignore
+    schema = schema_of(node.target)
+    packet, overload = schema.name.removeprefix("aten::"), schema.overload_name or "default"
     into = getattr(getattr(_aten, f"{packet}_", None), overload, None)
     return into if into is not None else getattr(getattr(_aten, packet, None), "grad_input", None)
 

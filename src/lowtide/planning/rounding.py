@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lowtide.batches import with_own_containers
+from lowtide.compat.autograd import gradient_hooks, tensor_hooks
 from lowtide.tracing.held import parameters_of
-from lowtide.tracing.internals import gradient_hooks
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
@@ -53,7 +53,7 @@ def named(work: Workload) -> dict[str, Tensor]:
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in work.model.named_parameters()}
     found = {names.get(parameter, str(i)): parameter for i, parameter in enumerate(parameters_of(work))}
-    return {name: p for name, p in found.items() if not p._backward_hooks and not gradient_hooks(p)}
+    return {name: p for name, p in found.items() if not tensor_hooks(p) and not gradient_hooks(p)}
 
 
 def generators(work: Workload) -> dict[str, Tensor]:

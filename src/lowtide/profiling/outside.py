@@ -29,8 +29,7 @@ def _process_bytes(device: torch.device) -> int | None:
     try:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
-        index = torch.cuda._utils._get_device_index(device, optional=True)
-        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
         for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
             if process.pid == os.getpid() and process.usedGpuMemory is not None:
                 return int(process.usedGpuMemory)

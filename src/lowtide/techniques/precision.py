@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide.compat.tensors import version_of
 from lowtide.errors import PlanError
 from lowtide.optim.rounding import ROUNDINGS, round_updates
 from lowtide.optim.scaling import LossScale
@@ -117,14 +118,14 @@ def lower_weights(model: nn.Module) -> Undo:
     gradients = {p: p.grad for p in lowered}
     for parameter in lowered:
         _cast(parameter, torch.bfloat16)
-    now = {p: (p.grad, 0 if p.grad is None else p.grad._version) for p in lowered}
+    now = {p: (p.grad, 0 if p.grad is None else version_of(p.grad)) for p in lowered}
 
     def restore() -> None:
         for parameter, original in before.items():
             original = original.to(parameter.device)
             untouched = parameter.detach() == original.bfloat16()
             gradient, version = now[parameter]
-            is_same = parameter.grad is gradient and (gradient is None or gradient._version == version)
+            is_same = parameter.grad is gradient and (gradient is None or version_of(gradient) == version)
             _cast(parameter, torch.float32)
             with torch.no_grad():
                 parameter.copy_(torch.where(untouched, original, parameter))

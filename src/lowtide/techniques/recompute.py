@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from lowtide.compat import pytree
+from lowtide.compat.autograd import gradient_hooks
+from lowtide.compat.dynamo import disable_dynamo
+from lowtide.compat.modules import NormBase, own_buffers, own_parameters
+from lowtide.compat.tensors import version_of
 from lowtide.errors import LowtideError, ModifiedError
-from lowtide.nn.renorm import _BatchRenormAct
+from lowtide.nn.renorm import RESTORED, _BatchRenormAct
 from lowtide.tracing.held import holders_within
-from lowtide.tracing.internals import RESTORED, gradient_hooks
 from lowtide.tracing.unchanged import content_of, holds, restore_content
 
 _DEPTH = 5  # of objects in one another that an argument is made of, such as a cache of keys and values
@@ -24,7 +25,7 @@ _Content = tuple[Any, dict[Any, Any] | list[Any]]  # a container, and what it he
 _Versioned = tuple[nn.Module, str, Tensor, int]  # a parameter, with its module and name
 
 
-@_disable_dynamo  # checkpoint's contexts cannot be compiled: a compiled model runs these parts eagerly
+@disable_dynamo  # checkpoint's contexts cannot be compiled: a compiled model runs these parts eagerly
 def recompute(
     function: Callable[..., Any], *args: Any, modules: Sequence[nn.Module], path: str = "", **kwargs: Any
 ) -> Any:
@@ -47,7 +48,7 @@ def recompute(
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors: list[Tensor] = [leaves[i] for i in places]
     others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    versions = [tensor._version for tensor in tensors]
+    versions = [version_of(tensor) for tensor in tensors]
 
     def run(*inputs: Tensor) -> Any:
         values = list(others)
@@ -66,7 +67,7 @@ def recompute(
         # A checkpoint stops once it has all saved tensors, and this layer saves its noise before it is drawn.
         early_stop=not any(isinstance(module, nn.RReLU) for module in state.modules),
     )
-    if versions != [tensor._version for tensor in tensors]:
+    if versions != [version_of(tensor) for tensor in tensors]:
         raise LowtideError(
             "A recomputed part writes into its own input, which is then no longer there to start again from",
             where=path,
@@ -99,17 +100,17 @@ class _First:
         self.state.contents = [(holder, content_of(holder)) for holder in self.state.holders]
         self.state.training = [module.training for module in self.state.modules]
         self.before = [
-            (module, name, buffer, buffer._version, buffer.clone())
+            (module, name, buffer, version_of(buffer), buffer.clone())
             for module in self.state.modules
             if not _ignores_statistics(module)
-            for name, buffer in module._buffers.items()
+            for name, buffer in own_buffers(module).items()
             if buffer is not None
         ]
         # Whoever steps in backward may do so before this: what is behind such a parameter is then differentiated.
         self.state.parameters = [
-            (module, name, parameter, parameter._version)
+            (module, name, parameter, version_of(parameter))
             for module in self.state.modules
-            for name, parameter in module._parameters.items()
+            for name, parameter in own_parameters(module).items()
             if parameter is not None and not parameter.is_inference() and not gradient_hooks(parameter)
         ]
 
@@ -119,13 +120,13 @@ class _First:
         self.state.buffers = [
             (module, name, was)
             for module, name, buffer, version, was in self.before
-            if module._buffers.get(name) is not buffer
-            or buffer._version != version
-            or isinstance(module, _NormBase)  # kernels write statistics without counting versions
+            if own_buffers(module).get(name) is not buffer
+            or version_of(buffer) != version
+            or isinstance(module, NormBase)  # kernels write statistics without counting versions
         ]
         self.before = []
         # What writes into its own weights, as an embedding with max_norm, will do so again.
-        self.state.parameters = [held for held in self.state.parameters if held[2]._version == held[3]]
+        self.state.parameters = [held for held in self.state.parameters if version_of(held[2]) == held[3]]
 
 
 class _Again:
@@ -140,7 +141,7 @@ class _Again:
     def __enter__(self) -> None:
         state = self.state
         for module, name, parameter, version in state.parameters:
-            if parameter._version != version:
+            if version_of(parameter) != version:
                 raise _modified(module, name, parameter, version, state.path)
         copies = [(module, name, was.clone()) for module, name, was in state.buffers]
         for _, _, copy in copies:
@@ -152,19 +153,19 @@ class _Again:
             # Normalising by the batch reads no statistics, so any copy will do; autograd saves them, so None
             # would not.
             if training and _ignores_statistics(module):
-                copies += [(module, name, b.clone()) for name, b in module._buffers.items() if b is not None]
+                copies += [(module, name, b.clone()) for name, b in own_buffers(module).items() if b is not None]
         for holder, content in state.contents:
             self.contents.append((holder, content_of(holder)))
             restore_content(holder, content)
         for module, name, copy in copies:
-            self.replaced.append((module, name, module._buffers[name]))
-            module._buffers[name] = copy
+            self.replaced.append((module, name, own_buffers(module)[name]))
+            own_buffers(module)[name] = copy
 
     def __exit__(self, *exception: object) -> None:
         for module, training in self.modes:
             module.training = training
         for module, name, buffer in self.replaced:
-            module._buffers[name] = buffer
+            own_buffers(module)[name] = buffer
         for holder, content in self.contents:
             restore_content(holder, content)
         self.modes, self.replaced, self.contents = [], [], []
@@ -172,14 +173,14 @@ class _Again:
 
 def _ignores_statistics(module: nn.Module) -> bool:
     """Whether a module normalises by its batch in training: its statistics move, and nothing depends on them."""
-    return isinstance(module, _NormBase) and not isinstance(module, _BatchRenormAct)
+    return isinstance(module, NormBase) and not isinstance(module, _BatchRenormAct)
 
 
 def _modified(module: nn.Module, name: str, parameter: Tensor, version: int, path: str) -> ModifiedError:
     return ModifiedError(
         f"{type(module).__name__}.{name} {list(parameter.shape)} was changed between the forward and the backward pass "
-        f"of a recomputed part, which would run again with other weights: it is at version {parameter._version}; "
-        f"expected version {version} instead",
+        "of a recomputed part, which would run again with other weights: it is at "
+        f"version {version_of(parameter)}; expected version {version} instead",
         where=path,
         hint="Call backward() before the optimizer's step, or whatever else writes into the parameters.",
     )

@@ -8,6 +8,7 @@ from typing import Any, cast
 from torch import nn
 
 from lowtide.chains import Tree
+from lowtide.compat.modules import own_children
 from lowtide.errors import LowtideError, PlanError
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.chain import BlockChain, Chains, leaves
@@ -131,7 +132,7 @@ def apply_tree(container: nn.Module, tree: Tree, *, path: str) -> Undo:
 
 def children(container: nn.Module) -> list[nn.Module]:
     """The blocks in their order; one that is there twice counts twice."""
-    return [block for block in container._modules.values() if block is not None]
+    return [block for block in own_children(container).values() if block is not None]
 
 
 def _check_tree(container: nn.Module, tree: Tree, path: str) -> None:

@@ -6,7 +6,6 @@ makes a third tensor. A trace must do what a plain step does, so the recorder as
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable
 from functools import cache
@@ -15,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-_WRAPPERS = tuple(os.path.join(os.path.dirname(torch.__file__), name) for name in ("_compile.py", "_dynamo"))
+from lowtide.compat.autograd import engine_called
+from lowtide.compat.dispatch import TorchDispatchMode, without_modes
+from lowtide.compat.tensors import storage_holders, tensor_holders
+
 ADD = torch.ops.aten.add.Tensor
 ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 
@@ -30,9 +31,7 @@ def engine_adds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller
     """
     if func is not ADD or kwargs or torch.is_grad_enabled():
         return False
-    while caller is not None and caller.f_code.co_filename.startswith(_WRAPPERS):  # of every dispatch mode
-        caller = caller.f_back
-    if caller is not None and caller.f_code.co_name != "_engine_run_backward":
+    if not engine_called(caller):
         return False
     return isinstance(args[1], Tensor) and fits(args[0], args[1]) and _held_by(args) == engine_counts()
 
@@ -54,12 +53,11 @@ def fits(old: Tensor, new: Tensor) -> bool:
 
 def held_once(tensor: Tensor, references: int) -> bool:
     """Whether a tensor, its storage too, is held by ``references`` Python names and nothing else."""
-    held: Any = tensor
-    # The argument of this function, the name above and getrefcount's own are three more.
+    # The argument of this function and getrefcount's own are two more.
     return (
-        sys.getrefcount(tensor) == references + 3 + held_by_call()
-        and held._use_count() == 1
-        and _storage_holders(tensor) == 2
+        sys.getrefcount(tensor) == references + 2 + held_by_call()
+        and tensor_holders(tensor) == 1
+        and storage_holders(tensor) == 2
     )
 
 
@@ -75,15 +73,9 @@ def _references(value: object) -> int:
     return sys.getrefcount(value)
 
 
-def _storage_holders(tensor: Any) -> int:
-    """Reference count of a tensor's storage; the name here is one."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata)
-
-
 def _held_by(args: tuple[Any, ...]) -> tuple[int, int, int]:
     """Reference counts of the first argument: in C++, of its storage, and in Python, where a hook may hold it."""
-    return args[0]._use_count(), _storage_holders(args[0]), sys.getrefcount(args[0])
+    return tensor_holders(args[0]), storage_holders(args[0]), sys.getrefcount(args[0])
 
 
 class _Watch(TorchDispatchMode):
@@ -101,7 +93,7 @@ class _Watch(TorchDispatchMode):
 def engine_counts() -> tuple[int, int, int]:
     """Reference counts of a gradient that only the engine holds, measured on a tiny step."""
     watch = _Watch()
-    with _disable_current_modes(), torch.enable_grad():
+    with without_modes(), torch.enable_grad():
         x = torch.ones(2, device="cpu", requires_grad=True)
         y = x.exp()
         loss = y.sin().dot(y.cos())

@@ -7,13 +7,14 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from lowtide.compat.dispatch import UncompiledMode
+from lowtide.compat.fake import FakeTensorMode, fake_dispatch, replace_dispatch
+from lowtide.compat.operators import schema_of
 
 Answer = Callable[..., Any]
 
 
-class Answers(TorchDispatchMode):
+class Answers(UncompiledMode):
     """``answers`` maps an op to a function called instead of it, ``fixes`` to one that corrects its outputs.
 
     Updates of whole lists of tensors in place (``_foreach_add_``, ``_fused_adamw_``) make nothing and are left out:
@@ -25,15 +26,11 @@ class Answers(TorchDispatchMode):
         self._answers = answers
         self._fixes = fixes
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # a fake step compiles nothing, so that nothing has to be kept from being compiled
-
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not func._schema.returns and func._schema.name.startswith(("aten::_foreach", "aten::_fused")):
+        if not schema_of(func).returns and schema_of(func).name.startswith(("aten::_foreach", "aten::_fused")):
             return None
         answer: Any = self._answers.get(func, func)
         out = answer(*args, **kwargs)
@@ -52,7 +49,6 @@ class _Asking(threading.local):
 _asking = _Asking()
 _lock = threading.Lock()
 _installed = 0  # how many threads are asking
-_dispatch: Any = FakeTensorMode.dispatch
 
 
 @contextmanager
@@ -64,8 +60,8 @@ def answering(answers: dict[Any, Answer], fixes: dict[Any, Answer]) -> Generator
     global _installed
     before = _asking.answers, _asking.fixes
     with _lock:
+        replace_dispatch(_answer)
         _installed += 1
-        FakeTensorMode.dispatch = _answer  # pyright: ignore[reportAttributeAccessIssue]
     _asking.answers, _asking.fixes = answers, fixes
     try:
         yield
@@ -74,7 +70,7 @@ def answering(answers: dict[Any, Answer], fixes: dict[Any, Answer]) -> Generator
         with _lock:
             _installed -= 1
             if not _installed:
-                FakeTensorMode.dispatch = _dispatch
+                replace_dispatch(fake_dispatch)
 
 
 def _answer(
@@ -84,7 +80,7 @@ def _answer(
     answer = None if _asking.answers is None or func in _asking.answered else _asking.answers.get(func)
     fix = None if _asking.fixes is None or func in _asking.answered else _asking.fixes.get(func)
     if answer is None:
-        out = _dispatch(mode, func, types, args, kwargs)
+        out = fake_dispatch(mode, func, types, args, kwargs)
     else:
         _asking.answered = (*_asking.answered, func)
         try:

@@ -18,8 +18,9 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from lowtide.compat.autograd import backward_in_python, gradient_hooks, input_metadata, sequence_number
+from lowtide.compat.tensors import tensor_holders
 from lowtide.tracing.accumulation import fits, held_by_call, held_once
-from lowtide.tracing.internals import backward_in_python, gradient_hooks
 
 _LEAF = -1  # leaves come first: torch gives them the highest sequence number
 
@@ -52,8 +53,8 @@ def backward(loss: Tensor, visit: Callable[[Any], None]) -> None:
                 gradient = gradients[index]
                 gradients[index] = None
                 if gradient is not None:
-                    gradient = _fitted(gradient, target._input_metadata[slot])
-                    slots = inputs.setdefault(target, [None] * len(target._input_metadata))
+                    gradient = _fitted(gradient, input_metadata(target)[slot])
+                    slots = inputs.setdefault(target, [None] * len(input_metadata(target)))
                     held = slots[slot]
                     if held is None:
                         slots[slot] = gradient
@@ -96,7 +97,7 @@ def _dependencies(root: Any) -> dict[Any, int]:
 
 
 def _priority(node: Any) -> int:
-    return _LEAF if hasattr(node, "variable") else 2**62 - node._sequence_nr()
+    return _LEAF if hasattr(node, "variable") else 2**62 - sequence_number(node)
 
 
 def _call(node: Any, gradients: list[Tensor | None]) -> list[Tensor | None]:
@@ -112,7 +113,7 @@ def _call(node: Any, gradients: list[Tensor | None]) -> list[Tensor | None]:
         if getattr(node, "materialize_grads", True):
             gradients = [
                 torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g
-                for g, m in zip(gradients, node._input_metadata, strict=True)
+                for g, m in zip(gradients, input_metadata(node), strict=True)
             ]
         out = node.apply(*gradients)
     else:
@@ -127,9 +128,8 @@ def _accumulate(variable: Tensor, gradient: Tensor) -> None:
         return
     dense = variable.is_contiguous() or variable.is_contiguous(memory_format=torch.channels_last)
     fits = gradient.stride() == variable.stride() if dense else gradient.is_contiguous()
-    # Two names here, the caller's and getrefcount's own: more means that another node holds it.
-    held: Any = gradient
-    if fits and sys.getrefcount(gradient) <= 4 + held_by_call() and held._use_count() <= 1:
+    # The name here, the caller's and getrefcount's own: more means that another node holds it.
+    if fits and sys.getrefcount(gradient) <= 3 + held_by_call() and tensor_holders(gradient) <= 1:
         variable.grad = gradient.detach()
     elif dense:
         variable.grad = gradient.new_empty_strided(variable.shape, variable.stride()).copy_(gradient)

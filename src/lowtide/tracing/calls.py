@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from lowtide.compat import pytree
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
+
+from lowtide.batches import with_own_containers
+from lowtide.compat.autograd import gradient_hooks
+from lowtide.compat.dynamo import silenced
+from lowtide.compat.fake import (
+    FAKE_KERNELS,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-
-from lowtide.batches import with_own_containers
+from lowtide.compat.modules import own_parameters
+from lowtide.compat.optimizers import all_step_hooks
 from lowtide.errors import LowtideError, TraceError, WorkloadError
 from lowtide.kernels.launches import watched
 from lowtide.tracing.answers import Answers
@@ -38,7 +42,6 @@ from lowtide.tracing.held import (
     state_tensors,
     watch_modules,
 )
-from lowtide.tracing.internals import FAKE_KERNELS, gradient_hooks, silenced
 from lowtide.tracing.meter import CpuMeter, CudaMeter, Meter, NoMeter, profiler_is_free
 from lowtide.tracing.others import OtherTensors
 from lowtide.tracing.places import module_hooks
@@ -294,7 +297,7 @@ def _own_everything(
     for name, buffer in work.model.named_buffers():
         recorder.own(buffer, "buffer", name, name.rpartition(".")[0])
     for module in modules_of(work):  # those that the loss holds: a teacher, a criterion
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter is not None:
                 recorder.own(parameter, "buffer", f"{type(module).__name__}.{name} of the loss")
     if work.optimizer is not None:
@@ -358,11 +361,7 @@ def _zero_gradient(parameter: Tensor, optimizer: torch.optim.Optimizer) -> Tenso
 @contextmanager
 def _without_step_hooks(optimizer: torch.optim.Optimizer) -> Generator[None]:
     """Disable the user's optimizer hooks for a step that is not the user's; keep lowtide's own."""
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # a wrapper need not have its own
-    own = [vars(each)[name] for each in optimizers_of(optimizer) for name in names if name in vars(each)]
-    hooks: list[tuple[dict[int, Any], dict[int, Any]]] = [
-        (held, dict(held)) for held in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-    ]
+    hooks = [(held, dict(held)) for held in all_step_hooks(optimizers_of(optimizer))]
     for held, content in hooks:
         held.clear()
         held.update({key: hook for key, hook in content.items() if _is_part_of_step(hook)})

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import nn
 
+from lowtide.compat.dynamo import compiled_module, inductor_graph
+from lowtide.compat.modules import COMPILED_CALL, runs_compiled
 from lowtide.tracing.recorder import Recorder
 from lowtide.workload import Workload
 
@@ -22,10 +21,9 @@ def compiled_modules(work: Workload) -> set[int]:
     if is_compiled(work.loss):
         inside.update(map(id, work.model.modules()))
     for module in work.model.modules():
-        if isinstance(module, torch._dynamo.OptimizedModule):
-            inside.update(id(child) for child in module._orig_mod.modules())
-        elif module._compiled_call_impl is not None:
-            inside.update(id(child) for child in module.modules())
+        if runs_compiled(module):
+            original = compiled_module(module)
+            inside.update(map(id, (module if original is None else original).modules()))
     return inside
 
 
@@ -40,10 +38,10 @@ def opaque_compiled_graphs(recorder: Recorder, model: nn.Module, *, expected: bo
 
     Inductor allocates behind the dispatcher, so its buffers cannot be followed one by one.
     """
-    if not expected and "torch._inductor.output_code" not in sys.modules:
+    compiled_graph = inductor_graph(imports=expected)
+    if compiled_graph is None:
         yield
         return
-    compiled_graph: Any = importlib.import_module("torch._inductor.output_code").CompiledFxGraph
     original = compiled_graph.__call__
 
     def call(self: Any, inputs: Any) -> Any:
@@ -53,9 +51,9 @@ def opaque_compiled_graphs(recorder: Recorder, model: nn.Module, *, expected: bo
         stack.enter_context(mock.patch.object(compiled_graph, "__call__", call))
         for module in model.modules():
             # Both live in the module's own __dict__, next to what torch.compile put there.
-            for name in ("_compiled_call_impl", "forward"):
+            for name in (COMPILED_CALL, "forward"):
                 compiled = module.__dict__.get(name)
-                if compiled is not None and (name != "forward" or isinstance(module, torch._dynamo.OptimizedModule)):
+                if compiled is not None and (name != "forward" or compiled_module(module) is not None):
                     stack.enter_context(mock.patch.dict(module.__dict__, {name: _unhooked(recorder, compiled)}))
         yield
 

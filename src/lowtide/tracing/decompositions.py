@@ -9,14 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowtide.compat.operators import COMPOSITE_KEYS, forget_kernels, load_decompositions
+
 _aten: Any = torch.ops.aten
-_KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
 _REPLACED = ("upsample_", "_upsample_", "multi_margin_loss", "multilabel_margin_loss_forward")
 _lock = threading.Lock()
 _users = 0
@@ -41,27 +41,27 @@ def plain_composites() -> Generator[None]:
 
 
 def _remove() -> None:
-    import_module("torch._decomp")  # registers what is removed here
+    load_decompositions()  # registers what is removed here
     names = [name for name in dir(_aten) if name.startswith(_REPLACED)]
     ops = [getattr(getattr(_aten, name), overload) for name in names for overload in getattr(_aten, name).overloads()]
     for op in ops:
-        for key in _KEYS:
+        for key in COMPOSITE_KEYS:
             if key in op.py_kernels:
                 _removed.append((op, key, op.py_kernels.pop(key)))
-                op._dispatch_cache.clear()
+                forget_kernels(op)
     dropout = _aten.dropout.default
-    for key in _KEYS:
+    for key in COMPOSITE_KEYS:
         fused = dropout.py_kernels[key]
         _removed.append((dropout, key, fused))
         dropout.py_kernels[key] = _dropout_by(fused)
-        dropout._dispatch_cache.clear()
+        forget_kernels(dropout)
 
 
 def _restore() -> None:
     while _removed:
         op, key, kernel = _removed.pop()
         op.py_kernels[key] = kernel
-        op._dispatch_cache.clear()
+        forget_kernels(op)
 
 
 def _dropout_by(fused: Callable[..., Any]) -> Callable[..., Any]:

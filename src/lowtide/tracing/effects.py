@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._prims_common import suggest_memory_format
+
+from lowtide.compat.cuda import batchnorm_reserve_bytes, takes_cudnn_batchnorm
+from lowtide.compat.operators import suggest_memory_format
 
 _aten: Any = torch.ops.aten
-_c: Any = torch._C
 _FUNCTIONAL = _aten._native_batch_norm_legit_functional.default
 _OWN, _OWN_AGAIN = _aten._native_batch_norm_legit.default, _aten._native_batch_norm_legit.no_stats
 _CUDNN = _aten.cudnn_batch_norm.default
@@ -169,7 +170,7 @@ def _restore(graph: fx.Graph, node: fx.Node) -> None:
         return
     node.target = _CUDNN
     x = args[0].meta["val"]
-    size = _c._get_cudnn_batch_norm_reserve_space_size(x, True)
+    size = batchnorm_reserve_bytes(x)
     with x.fake_mode:
         reserve = torch.empty(size, dtype=torch.uint8, device=x.device)
     node.meta["val"] = (*node.meta["val"], reserve)
@@ -185,7 +186,7 @@ def _is_cudnns(args: Any) -> bool:
     if any(value is None for value in args[:5]):
         return False  # cuDNN's wants them all
     values = [value.meta["val"] for value in args[:5]]
-    return _c._select_batch_norm_backend(*values, True, args[7]) == _c._BatchNormBackend.Cudnn
+    return takes_cudnn_batchnorm(values, args[7])
 
 
 def _restore_backward(graph: fx.Graph, node: fx.Node, reserve: fx.Node) -> None:

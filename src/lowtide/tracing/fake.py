@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.optim.optimizer import _foreach_supported_types
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide.batches import map_tensors
+from lowtide.compat.autograd import gradient_hooks
+from lowtide.compat.dispatch import is_wrapper
+from lowtide.compat.fake import FakeTensor, FakeTensorMode
+from lowtide.compat.modules import flat_weights, own_buffers, own_parameters, set_flat_weights
+from lowtide.compat.optimizers import FOREACH_TYPES
+from lowtide.compat.tensors import storage_id
 from lowtide.errors import TraceError
 from lowtide.tracing.held import modules_of
-from lowtide.tracing.internals import gradient_hooks
 from lowtide.tracing.restoring import Restoring
 from lowtide.workload import Workload
 
@@ -30,27 +32,24 @@ def fake_workload(work: Workload, mode: FakeTensorMode, device: torch.device) ->
     every hook, override and patched ``forward`` on it takes part. Tied weights stay tied.
     """
     twins = _Twins(mode, device)
-    foreach_types: list[type] = _foreach_supported_types
     with Restoring() as restoring:
         for module in modules_of(work):
             held: dict[str, Any]
-            for held in (module._parameters, module._buffers):
+            for held in (own_parameters(module), own_buffers(module)):
                 restoring.add(f"the tensors of {type(module).__name__}", held.update, dict(held))
                 held.update({name: twins(tensor) for name, tensor in held.items() if tensor is not None})
             if isinstance(module, nn.RNNBase):  # it keeps its weights a second time
-                weights = {"_flat_weights": module._flat_weights}
-                restoring.add("a recurrent layer's weights", module.__dict__.update, weights)
-                module.__dict__["_flat_weights"] = [
-                    None if weight is None else twins(weight) for weight in module._flat_weights
-                ]
+                weights = flat_weights(module)
+                restoring.add("a recurrent layer's weights", set_flat_weights, module, weights)
+                set_flat_weights(module, [None if weight is None else twins(weight) for weight in weights])
         batch = map_tensors(twins, work.batch)
         optimizer = None
         if work.optimizer is not None:
             _make_code_tables(work.optimizer)
             optimizer = _fake_optimizer(work.optimizer, twins)
             _carry_hooks(work.optimizer, optimizer)
-        foreach_types.append(FakeTensor)  # else optimizers would leave their foreach path
-        restoring.add("torch's list of types", foreach_types.remove, FakeTensor)
+        FOREACH_TYPES.append(FakeTensor)  # else optimizers would leave their foreach path
+        restoring.add("torch's list of types", FOREACH_TYPES.remove, FakeTensor)
         yield replace(work, batch=batch, optimizer=optimizer)
 
 
@@ -75,13 +74,13 @@ class _Twins:
         return self._tensors[id(tensor)]
 
     def _make(self, tensor: Tensor, device: torch.device) -> Tensor:
-        if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+        if tensor.layout is not torch.strided or is_wrapper(tensor):
             raise TraceError(
                 f"A {type(tensor).__name__} with layout {tensor.layout} cannot be faked",
                 hint="Profile a real step: leave out fake=True.",
             )
         storage = tensor.untyped_storage()
-        key = (storage._cdata, device.type)
+        key = (storage_id(storage), device.type)
         with self._mode, torch.no_grad():
             if key not in self._bases:
                 self._bases[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+
+from lowtide.compat.operators import elementwise_strides, suggest_memory_format
+from lowtide.compat.tensors import sparse_parts
 
 aten = torch.ops.aten
 
@@ -143,7 +145,7 @@ def _clone(out: Tensor, tensor: Tensor, **_kwargs: Any) -> Tensor:
     """A copy of a sparse tensor has its entries; the fake one has none."""
     if tensor.layout is not torch.sparse_coo:
         return out
-    return _sparse(tensor, tensor._indices().clone(), tensor._values().clone())
+    return _sparse(tensor, *(part.clone() for part in sparse_parts(tensor)))
 
 
 def _sparse(like: Tensor, indices: Tensor, values: Tensor) -> Tensor:
@@ -249,7 +251,7 @@ def _pointwise(first: int = 0, second: int = 1) -> Fix:
         if out.device.type == "cpu":  # there, a type that differs is converted before
             common = torch.result_type(*operands)
             operands = tuple(t.to(common) if isinstance(t, Tensor) else t for t in operands)
-        stride = compute_elementwise_output_strides(*(t.expand(out.shape) for t in operands if isinstance(t, Tensor)))
+        stride = elementwise_strides(*(t.expand(out.shape) for t in operands if isinstance(t, Tensor)))
         return out if out.stride() == stride else out.new_empty_strided(out.shape, stride)
 
     return fix

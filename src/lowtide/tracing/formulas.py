@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.compat.autograd import input_metadata, saved_value
+
 aten = torch.ops.aten
 
 PRODUCTS = frozenset({aten.prod.default, aten.prod.dim_int, aten.cumprod.default})  # whose zeros decide the formula
@@ -22,7 +24,7 @@ Run = Callable[..., Any]  # an op and its arguments: runs and records it
 def formula_of(node: Any, *, fake: bool) -> Callable[[Any, Run], None] | None:
     """The formula of a plain step for an autograd node, where another runs under a mode."""
     found = _FORMULAS.get(node.name())
-    if found is _share_evenly and node._input_metadata[0].device.type != "cpu":
+    if found is _share_evenly and input_metadata(node)[0].device.type != "cpu":
         return None
     if found is _masked_fill and (fake or node.next_functions[1][0] is None):  # a fake mask does not tell how many
         return None
@@ -73,7 +75,7 @@ def _cumprod(node: Any, run: Run) -> None:
 
 def _masked_fill(node: Any, run: Run) -> None:
     """``x.masked_fill(mask, value)`` with a gradient of the value: the sum over the mask."""
-    grad, mask = _gradient(node), node._saved_mask
+    grad, mask = _gradient(node), saved_value(node, "mask")
     _of_input = run(aten.masked_fill.Scalar, grad, mask, 0) if node.next_functions[0][0] is not None else None
     run(aten.sum.default, run(aten.masked_select.default, grad, mask))
 
@@ -85,12 +87,12 @@ def _reversed_sum(product: Tensor, dim: int, run: Run) -> Tensor:
 
 
 def _gradient(node: Any) -> Tensor:
-    return _stand_in(node._input_metadata[0])
+    return _stand_in(input_metadata(node)[0])
 
 
 def _input(node: Any) -> Tensor:
     target, slot = node.next_functions[0]
-    return _stand_in(target._input_metadata[slot])
+    return _stand_in(input_metadata(target)[slot])
 
 
 def _stand_in(metadata: Any) -> Tensor:
@@ -99,7 +101,7 @@ def _stand_in(metadata: Any) -> Tensor:
 
 
 def _dim(node: Any) -> int:
-    dim: int = node._saved_dim
+    dim: int = saved_value(node, "dim")
     return dim - 2**64 if dim >= 2**63 else dim  # autograd shows it without a sign
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide.compat.dynamo import aot_autograd, silenced, source_of
+from lowtide.compat.fake import FAKE_KERNELS
 from lowtide.errors import TraceError
-from lowtide.tracing.internals import FAKE_KERNELS, silenced
 from lowtide.tracing.joint import CompiledLoss, Origin, origin_of, refuse_uncapturable
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
@@ -32,14 +33,12 @@ def capture_forward(work: Workload) -> CapturedLoss:
     Raises ``TraceError`` where Dynamo finds no one graph, and where a gradient is not that of the captured ops: a
     custom ``autograd.Function`` or a hook inside of the loss.
     """
-    from torch._dynamo.backends.common import aot_autograd
-
     refuse_uncapturable(work)
     found: list[CapturedLoss] = []
 
     def backend(captured: fx.GraphModule, inputs: Any) -> Any:
         _refuse_own_gradients(captured)
-        sources = [getattr(node, "_dynamo_source", None) for node in captured.graph.find_nodes(op="placeholder")]
+        sources = [source_of(node) for node in captured.graph.find_nodes(op="placeholder")]
         origins: list[Origin] = [origin_of(*each) for each in zip(sources, inputs, strict=True)]
 
         def compiler(module: fx.GraphModule, _: Any) -> Any:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lowtide.compat.tensors import generator_id
+
 
 def has_own_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an op has a generator argument other than torch's default ones."""
@@ -15,8 +17,7 @@ def has_own_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if not given:
         return False
     defaults: list[Any] = [torch.default_generator, *torch.cuda.default_generators]
-    known = {generator._cdata for generator in defaults}  # an op is handed another object around the same generator
-    return any(generator._cdata not in known for generator in given)
+    return not set(map(generator_id, defaults)).issuperset(map(generator_id, given))
 
 
 def host_states() -> tuple[Any, ...]:

@@ -7,9 +7,6 @@ the choices that torch makes by looking at the GPU (attention, recurrent layers)
 
 from __future__ import annotations
 
-import ctypes
-import os
-import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,12 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lowtide.compat.cuda import device_guard
 from lowtide.errors import TraceError
 
 aten = torch.ops.aten
 
-_GUARDS = "_ZN3c104impl26device_guard_impl_registryE"  # c10::impl::device_guard_impl_registry
-_CUDA, _META = 1, 14  # c10::DeviceType
 _DROPOUT_STATE_BYTES = 132 * 2048 * 24  # a generator for each thread of a Hopper GPU: cuDNN's dropout keeps it
 
 
@@ -39,38 +35,11 @@ def emulated_gpu() -> Generator[None]:
             stack.enter_context(_CudaChoices(_RECURRENT))
             yield
             return
-        stack.enter_context(_device_guard())
+        stack.enter_context(device_guard())
         stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False))
         stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", return_value=True))
         stack.enter_context(_CudaChoices({**_RECURRENT, F.scaled_dot_product_attention: _attention}))
         yield
-
-
-@contextmanager
-def _device_guard() -> Generator[None]:
-    """Register torch's own do-nothing guard (the meta device's) for CUDA, and remove it after.
-
-    A CUDA build of torch does just that for machines without a GPU (``torch._C._ensureCUDADeviceGuardSet``); a CPU
-    build has no guard to replace, and autograd ends the process when it finds none.
-    """
-    name = {"linux": "libc10.so", "darwin": "libc10.dylib"}.get(sys.platform, "")
-    try:
-        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", name))
-        guards = (ctypes.c_void_p * (_META + 1)).in_dll(library, _GUARDS)
-    except (OSError, ValueError) as error:
-        raise TraceError(
-            f"This build of torch ({torch.__version__}) cannot predict a GPU's step without a GPU",
-            hint="Profile on the CPU (device='cpu'), or on a machine with the GPU.",
-        ) from error
-    before = guards[_CUDA]
-    if before is None:
-        if guards[_META] is None:
-            raise TraceError("This build of torch has no meta device", hint="Profile on the CPU: device='cpu'.")
-        guards[_CUDA] = guards[_META]
-    try:
-        yield
-    finally:
-        guards[_CUDA] = before
 
 
 class _CudaChoices(TorchFunctionMode):

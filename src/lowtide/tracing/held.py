@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lowtide.compat.modules import own_attributes, own_parameters
 from lowtide.tracing.parts import address, parts
 from lowtide.workload import Workload
 
@@ -45,10 +46,9 @@ def kept_tensors(work: Workload, depth: int = _DEPTH) -> Iterator[tuple[str, Ten
     """
     seen: _Seen = {}
     for module in modules_of(work):
-        for name, value in list(module.__dict__.items()):
-            if name not in ("_parameters", "_modules"):
-                found, _ = _reach([value], depth, seen)
-                yield from ((f"{type(module).__name__}.{name}", each) for each in found if isinstance(each, Tensor))
+        for name, value in own_attributes(module).items():
+            found, _ = _reach([value], depth, seen)
+            yield from ((f"{type(module).__name__}.{name}", each) for each in found if isinstance(each, Tensor))
 
 
 def tensors_of(work: Workload) -> list[Tensor]:
@@ -162,7 +162,7 @@ def parameters_of(work: Workload) -> list[Tensor]:
     """The parameters of those modules and of the optimizer."""
     found: dict[Tensor, None] = {}
     for module in modules_of(work):
-        found.update(dict.fromkeys(p for p in module._parameters.values() if p is not None))
+        found.update(dict.fromkeys(p for p in own_parameters(module).values() if p is not None))
     if work.optimizer is not None:
         found.update(dict.fromkeys(p for group in work.optimizer.param_groups for p in group["params"]))
     return list(found)

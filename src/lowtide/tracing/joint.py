@@ -20,10 +20,26 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import HigherOrderOperator
-from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.batches import flatten
+from lowtide.compat.dynamo import (
+    METRICS,
+    aot_autograd,
+    default_partition,
+    dynamo_config,
+    forget_compiled,
+    forget_failed,
+    make_boxed,
+    patched_config,
+    silenced,
+    source_of,
+    traced_inputs,
+    traced_metadata,
+)
+from lowtide.compat.frames import evaluate_frames_by_default
+from lowtide.compat.modules import GLOBAL_HOOKS, in_ddp_forward
+from lowtide.compat.operators import HigherOrderOperator
+from lowtide.compat.tensors import is_zero_tensor
 from lowtide.errors import TraceError
 from lowtide.tracing.accumulation import held_by_call
 from lowtide.tracing.answers import answering
@@ -38,14 +54,6 @@ from lowtide.tracing.effects import (
     take_counters,
 )
 from lowtide.tracing.fixes import FIXES, SUBSTITUTES
-from lowtide.tracing.internals import (
-    METRICS,
-    evaluate_frames_by_default,
-    forget_compiled,
-    forget_failed,
-    silenced,
-    traced_inputs,
-)
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
@@ -179,16 +187,10 @@ class _Backend:
         self._runs, self._stops = [] if run is None else [run], stops
 
     def __call__(self, captured: fx.GraphModule, inputs: Any) -> Any:
-        # Dynamo takes a second to import, and brings much along.
-        from torch._dynamo.backends.common import aot_autograd
-        from torch._functorch._aot_autograd.utils import make_boxed_func
-        from torch._functorch.partitioners import default_partition
-        from torch._guards import TracingContext
-
         if self.recapture is not None:
             self.is_recaptured = True
             return self.recapture(captured, inputs)
-        sources = [getattr(node, "_dynamo_source", None) for node in captured.graph.find_nodes(op="placeholder")]
+        sources = [source_of(node) for node in captured.graph.find_nodes(op="placeholder")]
         origins: list[Origin] = [origin_of(*each) for each in zip(sources, inputs, strict=False)]
         joints: list[Joint] = []
         metadata: list[Any] = []
@@ -199,8 +201,8 @@ class _Backend:
             return graphs
 
         def compiler(graph: fx.GraphModule, _: Any) -> Any:
-            metadata.append(TracingContext.get().fw_metadata)
-            return make_boxed_func(self._stop if self._stops else graph)
+            metadata.append(traced_metadata())
+            return make_boxed(self._stop if self._stops else graph)
 
         whole = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(captured, inputs)
         if not joints:
@@ -254,7 +256,7 @@ class CompiledLoss:
             with (
                 answering(SUBSTITUTES, FIXES),
                 plain_composites(),
-                torch._dynamo.config.patch(_settings()),
+                patched_config(_settings()),
                 silenced(METRICS),
             ):
                 return self._compiled(batch)
@@ -286,20 +288,14 @@ def _settings() -> dict[str, Any]:
     forward it would cut graphs at DDP's buckets; gradients leave early without that. It would not capture logging.
     """
     settings: dict[str, Any] = {"skip_nnmodule_hook_guards": False}
-    if DistributedDataParallel._get_active_ddp_module() is not None:
+    if in_ddp_forward():
         settings["optimize_ddp"] = False
     words = {"debug", "info", "warn", "warning", "error", "exception", "critical", "fatal", "log", "isEnabledFor"}
     methods = (each for name, each in vars(logging.Logger).items() if name.split("_")[0] in words)  # warning_once too
     functions = (vars(logging)[name] for name in words & vars(logging).keys())
-    now = torch._dynamo.config
+    now = dynamo_config()
     name = "ignore_logging_functions" if hasattr(now, "ignore_logging_functions") else "ignore_logger_methods"
     return {**settings, name: {*methods, *functions, *getattr(now, name)}}
-
-
-_HOOKS: list[dict[int, Any]] = [
-    getattr(nn.modules.module, f"_global_{when}_hooks")  # of all modules; Dynamo does not look whether there is one
-    for when in ("forward_pre", "forward", "backward_pre", "backward")
-]
 
 
 def call_key(batch: Any) -> Any:
@@ -309,7 +305,7 @@ def call_key(batch: Any) -> Any:
     """
     leaves, structure = flatten(batch)
     shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
-    return (str(structure), shapes, *map(len, _HOOKS))
+    return (str(structure), shapes, *map(len, GLOBAL_HOOKS))
 
 
 Origin = Literal["parameter", "batch", "array", "kept"]  # an array is numpy's; kept are buffers and all else
@@ -410,7 +406,7 @@ def bytes_of(node: fx.Node) -> int:
 
 def size_of(value: Any) -> int:
     """The bytes of a tensor's storage; of anything else, and of zeros that nothing holds, none."""
-    return value.untyped_storage().nbytes() if isinstance(value, Tensor) and not value._is_zerotensor() else 0
+    return value.untyped_storage().nbytes() if isinstance(value, Tensor) and not is_zero_tensor(value) else 0
 
 
 def module_of(node: fx.Node) -> str:

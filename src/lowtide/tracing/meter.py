@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Generator, Hashable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lowtide.compat import profiler
+from lowtide.compat.cuda import sleep
 from lowtide.errors import TraceError
-from lowtide.tracing.internals import autograd
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +130,12 @@ class CpuPeak:
     def __enter__(self) -> Self:
         self._measures = profiler_is_free()
         if self._measures:
-            autograd._enable_profiler_legacy(_profiler_config())
+            profiler.start()
         return self
 
     def __exit__(self, kind: object, *exception: object) -> None:
         if self._measures:
-            peak, _ = _peak_and_level(autograd._disable_profiler_legacy())
+            peak, _ = _peak_and_level(profiler.stop())
             self.bytes = peak if kind is None else None
 
 
@@ -159,12 +159,12 @@ class _MeteredOp:
                     "The step starts a profiler of its own, and torch allows one at a time",
                     hint="Trace the step without it.",
                 )
-            autograd._enable_profiler_legacy(_profiler_config())
+            profiler.start()
         self._start = time.perf_counter()
 
     def __exit__(self, kind: object, *exception: object) -> None:
         seconds = time.perf_counter() - self._start
-        threads = autograd._disable_profiler_legacy() if self._learns else None
+        threads = profiler.stop() if self._learns else None
         if kind is None:
             self._meter.put(self._key, seconds, threads)
 
@@ -181,7 +181,7 @@ class CudaMeter:
     granularity = 512
 
     def __init__(self, device: torch.device, *, ignored_bytes: int = 0) -> None:
-        self._device = torch.cuda._utils._get_device_index(device, optional=True)
+        self._device = device
         self._ignored_bytes = ignored_bytes
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._levels: list[tuple[int, int, int]] = []  # allocated before, at the peak of, and after each op
@@ -198,8 +198,8 @@ class CudaMeter:
     def op(self, key: Hashable = None) -> Generator[None]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before = self._allocated()["current"]
-        torch._C._cuda_resetPeakMemoryStats(self._device)
-        torch.cuda._sleep(_AHEAD_CYCLES)  # the op is queued by its end: what is timed is the GPU alone
+        torch.cuda.reset_peak_memory_stats(self._device)
+        sleep(_AHEAD_CYCLES)  # the op is queued by its end: what is timed is the GPU alone
         start.record()
         yield
         end.record()
@@ -226,7 +226,7 @@ class CudaMeter:
         return Readings(seconds, workspaces, max(0, held), others)
 
     def _allocated(self) -> dict[str, int]:
-        return torch._C._cuda_memoryStats(self._device)["allocated_bytes"]["all"]
+        return torch.cuda.memory.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
 
 
 def measure_cpu_call(call: Callable[[], object]) -> int:
@@ -240,11 +240,4 @@ def measure_cpu_call(call: Callable[[], object]) -> int:
 
 def profiler_is_free() -> bool:
     """Whether the CPU meter can start: torch allows one profiler at a time."""
-    return not autograd._profiler_enabled()
-
-
-@cache
-def _profiler_config() -> Any:
-    from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
-
-    return ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig(), "")
+    return not profiler.is_running()

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lowtide.compat.autograd import saved_value, sequence_number
 from lowtide.tracing.record import LiveStorage, Record
 
 _DTYPES = {float: ("float64", 8), int: ("int64", 8), bool: ("bool", 1), complex: ("complex128", 16)}
@@ -41,7 +42,7 @@ class KeptNumbers:
         (reference, kind, module, source), self._last = self._last, None
         out = reference()
         node: Any = None if out is None else out.grad_fn
-        if not isinstance(getattr(node, "_saved_other", None), Tensor):  # a scalar overload keeps no tensor
+        if not isinstance(saved_value(node, "other", None), Tensor):  # a scalar overload keeps no tensor
             return
         dtype, size = _DTYPES[kind]
         index = len(self._record.storages)
@@ -51,7 +52,7 @@ class KeptNumbers:
         owner = _Owner()
         node.metadata["lowtide.number"] = owner  # which dies with the node
         self._owners[index] = weakref.ref(owner, lambda _: self._end(index))
-        self._kept[node._sequence_nr()] = index
+        self._kept[sequence_number(node)] = index
 
     def run(self, number: int) -> None:
         """Tell that the node with this sequence number runs: its formula reads the number."""

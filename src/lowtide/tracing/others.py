@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide.compat.tensors import storage_id
 from lowtide.tracing.held import tensors_of
 from lowtide.tracing.parts import address, parts
 from lowtide.workload import Workload
@@ -31,8 +32,8 @@ class OtherTensors:
         self._found: dict[int, tuple[weakref.ref[Any], int]] = {}
         for tensor in gc.get_objects():
             storage = _storage_on(tensor, device) if type(tensor) in _PLAIN else None
-            if storage is not None and storage._cdata not in mine:
-                self._found[storage._cdata] = weakref.ref(storage), storage.nbytes()
+            if storage is not None and storage_id(storage) not in mine:
+                self._found[storage_id(storage)] = weakref.ref(storage), storage.nbytes()
 
     def exclude(self, storage: int) -> None:
         """Count the storage at an address as the step's, which has come to use it."""

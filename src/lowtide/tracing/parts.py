@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lowtide.compat.dispatch import is_wrapper
+from lowtide.compat.fake import FakeTensor
+from lowtide.compat.tensors import sparse_parts, storage_id
 from lowtide.errors import TraceError
 
 
@@ -48,18 +49,18 @@ def leaves(out: Any) -> list[Tensor]:
 def parts(tensor: Tensor) -> list[Tensor]:
     """The dense tensors that hold a tensor's bytes."""
     if tensor.layout is torch.strided:
-        if is_traceable_wrapper_subclass(tensor):
+        if is_wrapper(tensor):
             names, _ = tensor.__tensor_flatten__()
             return [part for name in names for part in parts(getattr(tensor, name))]
         return [tensor]
     if tensor.layout is torch.sparse_coo:
-        values = tensor._values()
+        indices, values = sparse_parts(tensor)
         if isinstance(tensor, FakeTensor) and not values.shape[0]:  # fake kernels forget the entries
             raise TraceError(
                 "How many entries a sparse tensor has is not known without its values",
                 hint="Profile a real step: leave out fake=True.",
             )
-        return [tensor._indices(), values]
+        return [indices, values]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -68,7 +69,7 @@ def parts(tensor: Tensor) -> list[Tensor]:
 
 
 def address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+    return storage_id(tensor.untyped_storage()) if tensor.layout is torch.strided else 0
 
 
 def dtype_name(tensor: Tensor) -> str:

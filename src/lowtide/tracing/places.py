@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+
+from lowtide.compat.frames import frame_at
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LOWTIDE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -47,7 +48,7 @@ def short_name(op: str) -> str:
 
 def source_line() -> str:
     """The innermost line of user code on the stack."""
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = frame_at(2)
     while frame is not None:
         name = frame.f_code.co_filename
         if not is_library(name):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, MutableMapping
 from contextlib import contextmanager
@@ -12,12 +11,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lowtide.compat import pytree
+from lowtide.compat.autograd import (
+    current_node,
+    next_sequence_number,
+    pop_saved_hooks,
+    push_saved_hooks,
+    sequence_number,
+    top_saved_hooks,
+)
+from lowtide.compat.dispatch import TorchDispatchMode, is_wrapper, without_torch_function
+from lowtide.compat.fake import FakeTensor, current_fake_mode
+from lowtide.compat.frames import frame_at
+from lowtide.compat.operators import HigherOrderOperator
+from lowtide.compat.tensors import storage_id
 from lowtide.errors import TraceError
 from lowtide.tracing.accumulation import ADD_IN_PLACE, engine_adds, engine_counts, is_named_in_python
 from lowtide.tracing.calls import Call
@@ -25,7 +34,6 @@ from lowtide.tracing.formulas import PRODUCTS, formula_of
 from lowtide.tracing.generators import has_own_generator, host_states
 from lowtide.tracing.graph import Category, Graph, Phase, Value, signature
 from lowtide.tracing.in_place import DIFFERING, form_after_product, form_in_formula
-from lowtide.tracing.internals import autograd
 from lowtide.tracing.meter import Meter
 from lowtide.tracing.numbers import KeptNumbers
 from lowtide.tracing.others import OtherTensors
@@ -69,7 +77,7 @@ class Recorder(TorchDispatchMode):
         self._host_states = host_states()
         self._drawing_module: str | None = None  # that of the last op in forward
         engine_counts()  # before the step: it runs a tiny one of its own
-        self._outer_hooks = autograd._top_saved_tensors_default_hooks(True)
+        self._outer_hooks = top_saved_hooks(True)
         self.saved_tensor_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     @classmethod
@@ -140,9 +148,9 @@ class Recorder(TorchDispatchMode):
             return self.run_opaque(str(func), leaves((*args, *kwargs.values())), partial(func, *args, **kwargs))
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for many times an op: the way through all modes would be long
-        with torch._C.DisableTorchFunction():  # what a function mode had to say, it said before autograd
+        with without_torch_function():  # what a function mode had to say, it said before autograd
             if func in DIFFERING and not self._opaque:
-                func = self._plain_form(func, args, kwargs, sys._getframe().f_back)
+                func = self._plain_form(func, args, kwargs, frame_at(0).f_back)
             return self._dispatch(func, args, kwargs)
 
     def _plain_form(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType | None) -> Any:
@@ -153,22 +161,22 @@ class Recorder(TorchDispatchMode):
         if index is None or is_named_in_python(args):
             return func
         storage = self._record.storages[index]
-        node: Any = self._node if self._node is not None else torch._C._current_autograd_node()
+        node: Any = self._node if self._node is not None else current_node()
         if self.phase == "backward" and node is not None and not torch.is_grad_enabled():
             number, first = self._last_node
-            is_fresh = number == node._sequence_nr() and storage.birth >= first
+            is_fresh = number == sequence_number(node) and storage.birth >= first
             return form_in_formula(func, node.name(), storage.made_by) if is_fresh else func
         is_last = any(value.storage == index for op in self._record.ops[-1:] for value in op.outputs)
         return form_after_product(func, args, storage.made_by) if is_last else func
 
     def _runs_other_formula(self) -> bool:
         """Whether the formula that runs is not the plain step's. That one is recorded in its place."""
-        node: Any = self._node if self._node is not None else torch._C._current_autograd_node()
+        node: Any = self._node if self._node is not None else current_node()
         if self._stands_in or node is None or torch.is_grad_enabled():
             return False
-        formula = None if node._sequence_nr() in self._with_zeros else formula_of(node, fake=self._fake)
-        if formula is not None and node._sequence_nr() != self._replaced:
-            self._replaced, self._stands_in = node._sequence_nr(), True
+        formula = None if sequence_number(node) in self._with_zeros else formula_of(node, fake=self._fake)
+        if formula is not None and sequence_number(node) != self._replaced:
+            self._replaced, self._stands_in = sequence_number(node), True
             known = len(self._record.storages)
             try:
                 formula(node, lambda func, *args: self._dispatch(func, args, {}))
@@ -181,18 +189,18 @@ class Recorder(TorchDispatchMode):
 
     def _meets_in_buffer(self, gradient: Tensor) -> bool:
         """Whether a gradient waits in the engine's buffer: another node made it, or this one has two for one place."""
-        node: Any = torch._C._current_autograd_node()
+        node: Any = current_node()
         if node is None:
             return False
         number, first = self._last_node
         born = self._record.storages[self._alive[address(gradient)]].birth if address(gradient) in self._alive else 0
         edges = [edge for edge in node.next_functions if edge[0] is not None]
-        return node._sequence_nr() != number or born < first or len(set(edges)) < len(edges)
+        return sequence_number(node) != number or born < first or len(set(edges)) < len(edges)
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace in ("prim", "profiler") or self._opaque:
             return func(*args, **kwargs)
-        if any(type(arg) not in _PLAIN and is_traceable_wrapper_subclass(arg) for arg in args):
+        if any(type(arg) not in _PLAIN and is_wrapper(arg) for arg in args):
             return NotImplemented  # let the subclass unwrap: we count what it is made of
         if self._fake and any(map(_is_real, (*args, *kwargs.values()))):
             args, kwargs = pytree.tree_map_only(Tensor, self._twin, (args, kwargs))
@@ -213,7 +221,7 @@ class Recorder(TorchDispatchMode):
         self._finish(_name(func), inputs, leaves(out), arguments, own_generator=has_own_generator(args, kwargs))
         self._numbers.note(args, out)
         if func in PRODUCTS and not self._fake and bool((args[0] == 0).any()):
-            self._with_zeros.add(autograd._get_sequence_nr() - 1)
+            self._with_zeros.add(next_sequence_number() - 1)
         if self._calls is not None and (key := signature(_name(func), inputs, arguments)) not in self._calls:
             self._calls[key] = Call.of(func, args, kwargs)
         return out
@@ -277,13 +285,13 @@ class Recorder(TorchDispatchMode):
 
         In the backward pass only recomputation builds a graph.
         """
-        node = self._node if self._node is not None else torch._C._current_autograd_node()
-        if node is not None and node._sequence_nr() != self._last_node[0]:
-            self._last_node = (node._sequence_nr(), len(self._record.ops))
-            self._numbers.run(node._sequence_nr())
+        node = self._node if self._node is not None else current_node()
+        if node is not None and sequence_number(node) != self._last_node[0]:
+            self._last_node = (sequence_number(node), len(self._record.ops))
+            self._numbers.run(sequence_number(node))
         builds_graph = torch.is_grad_enabled()
         if self.phase == "backward" and not (builds_graph and node is not None):
-            forward = self._record.places.get(node._sequence_nr()) if node is not None else None
+            forward = self._record.places.get(sequence_number(node)) if node is not None else None
             if forward is not None:
                 return Place(name, forward.module, forward.source), False
             variable = getattr(node, "variable", None)
@@ -291,7 +299,7 @@ class Recorder(TorchDispatchMode):
             return Place(name, self._record.storages[owner].module if owner is not None else "", ""), False
         place = Place(name, self.modules[-1] if self.modules else "", source_line())
         if builds_graph:
-            self._record.places.setdefault(autograd._get_sequence_nr() - 1, place)
+            self._record.places.setdefault(next_sequence_number() - 1, place)
         return place, self.phase == "backward"
 
     def _twin(self, tensor: Tensor) -> Tensor:
@@ -299,8 +307,7 @@ class Recorder(TorchDispatchMode):
         if not self._fake or not _is_real(tensor):
             return tensor
         if tensor not in self._twins:
-            mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-            self._twins[tensor] = mode.from_tensor(tensor)
+            self._twins[tensor] = current_fake_mode().from_tensor(tensor)
         return self._twins[tensor]
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -315,7 +322,7 @@ class Recorder(TorchDispatchMode):
                     tuple(part.shape),
                     dtype_name(part),
                     part.numel() * part.element_size(),
-                    autograd._get_sequence_nr() - 1,
+                    next_sequence_number() - 1,
                     source_line(),
                 )
             )
@@ -325,15 +332,15 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def without_hooks(self) -> Generator[None]:
         """Take the saved-tensor hooks off, where they are the ones on top."""
-        top = autograd._top_saved_tensors_default_hooks(True)
+        top = top_saved_hooks(True)
         if top is None or top[0] != self._pack:
             yield
             return
-        autograd._pop_saved_tensors_default_hooks()
+        pop_saved_hooks()
         try:
             yield
         finally:
-            autograd._push_saved_tensors_default_hooks(*top)
+            push_saved_hooks(*top)
 
     def _unpack(self, packed: Any) -> Any:
         return self._outer_hooks[1](packed) if self._outer_hooks else packed
@@ -345,7 +352,7 @@ class Recorder(TorchDispatchMode):
     def _see(self, tensor: Tensor, *, birth: int, label: str, place: Place | None = None) -> int:
         """Index of the tensor's storage; one that is new, or was resized, starts a lifetime here."""
         untyped = tensor.untyped_storage()
-        address = untyped._cdata
+        address = storage_id(untyped)
         size = untyped.nbytes()
         index = self._alive.get(address)
         if index is not None:

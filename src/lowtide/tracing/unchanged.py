@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide.batches import with_own_containers
+from lowtide.compat.autograd import gradient_hooks, set_version_counters
+from lowtide.compat.dispatch import is_wrapper
+from lowtide.compat.tensors import version_of
 from lowtide.tracing.held import (
     clear_gradients,
     holders,
@@ -27,7 +29,6 @@ from lowtide.tracing.held import (
     trainable,
     watch_modules,
 )
-from lowtide.tracing.internals import autograd, gradient_hooks
 from lowtide.tracing.restoring import Restoring
 from lowtide.workload import Workload
 
@@ -99,20 +100,20 @@ class _Backup:
     def __init__(self, tensor: Tensor, *, counts: bool = True) -> None:
         self.tensor = tensor
         self.counts = counts
-        self.version = tensor._version
+        self.version = version_of(tensor)
         self.values = _distinct(tensor).to("cpu", copy=True)
 
     def restore(self) -> None:
-        if self.counts and self.tensor._version == self.version:
+        if self.counts and version_of(self.tensor) == self.version:
             return
         _distinct(self.tensor).copy_(self.values)
-        autograd._unsafe_set_version_counter((self.tensor,), (self.version,))
+        set_version_counters((self.tensor,), (self.version,))
 
 
 def _distinct(tensor: Tensor) -> Tensor:
     """The tensor without repeated elements, such as those of an expanded one."""
     tensor = tensor.detach()
-    if tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor):
+    if tensor.layout is torch.strided and not is_wrapper(tensor):
         for dim, stride in enumerate(tensor.stride()):
             tensor = tensor.narrow(dim, 0, 1) if stride == 0 and tensor.shape[dim] > 1 else tensor
     return tensor

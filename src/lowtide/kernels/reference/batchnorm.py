@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.compat.tensors import storage_id
 from lowtide.kernels.activations import Activation
 
 Keeps = Literal["x", "xhat", "z"]
@@ -129,7 +130,7 @@ def _in_pieces(
 
 def _put(target: Tensor, values: Tensor) -> None:
     """Copy values to where they should be, unless they are there."""
-    if values.untyped_storage()._cdata != target.untyped_storage()._cdata:
+    if storage_id(values.untyped_storage()) != storage_id(target.untyped_storage()):
         target.copy_(values)
 
 

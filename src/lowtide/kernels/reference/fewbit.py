@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.compat.dispatch import without_modes
 from lowtide.kernels.curves import Curve
 
 _LEAST, _MOST_PIECES = 2**16, 8  # what is coded at a time: what that takes beside the codes stays small
@@ -168,7 +168,7 @@ def _scaled(dy: Tensor, which: Tensor, book: Codebook) -> Tensor:
 @lru_cache(maxsize=1024)
 def constants(book: Codebook, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The boundaries and the levels as tensors: float32 in value whatever the dtype, so that all dtypes code alike."""
-    with _disable_current_modes():  # they outlive a trace, and are none of its tensors
+    with without_modes():  # they outlive a trace, and are none of its tensors
         boundaries, levels = (
             torch.tensor(values, dtype=torch.float32, device=device) for values in (book.boundaries, book.levels)
         )

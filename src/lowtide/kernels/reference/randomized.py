@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lowtide.compat.fake import FakeTensor
 from lowtide.errors import LowtideError
 
 Kind = Literal["rademacher", "gaussian", "rows", "dct"]

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lowtide.compat.fake import FakeTensor
 from lowtide.kernels.activations import Activation
 from lowtide.kernels.reference.batchnorm import Affine, Keeps, Running, Sums
 from lowtide.kernels.triton import batchnorm_programs as programs

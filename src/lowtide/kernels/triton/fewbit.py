@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.compat.dispatch import without_modes
+from lowtide.compat.fake import FakeTensor, FakeTensorMode
 from lowtide.kernels.curves import Curve
 from lowtide.kernels.reference.fewbit import Codebook, constants, packed_bytes
 from lowtide.kernels.triton.activations import CODES, GELU_CUDA13, GELU_TANH, phi
@@ -90,7 +90,7 @@ def _table(book: Codebook, x: Tensor, which: int) -> Tensor | None:
         return constants(book, x.device, torch.float32)[which]
     known = _fake_tables.setdefault(x.fake_mode, {})
     if (book, x.device) not in known:
-        with _disable_current_modes():
+        with without_modes():
             sizes = [torch.empty(len(values), device="meta") for values in (book.boundaries, book.levels)]
             known[book, x.device] = [FakeTensor(x.fake_mode, size, x.device) for size in sizes]
     return known[book, x.device][which]

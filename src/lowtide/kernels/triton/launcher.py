@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.compat.cuda import current_device, current_stream
 from lowtide.kernels import launches
 
 
@@ -38,7 +39,7 @@ class Launcher:
         first = tensors[0]
         assert first is not None
         device = first.device.index
-        if device is not None and device != _current_device():
+        if device is not None and device != current_device():
             with torch.cuda.device(device):
                 self(count, tensors, numbers, constants, **options)
             return
@@ -75,7 +76,3 @@ def _specialised(number: float) -> int:
     if isinstance(number, float):
         return -1
     return 1 if number == 1 else 2 * (number & 15 == 0) + 4 * (not -(2**31) <= number < 2**31)
-
-
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # none where torch has no CUDA
-current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)

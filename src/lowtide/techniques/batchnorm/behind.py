@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from torch.nn.modules.conv import _ConvNd
 
+from lowtide.compat.modules import ConvBase
 from lowtide.techniques.batchnorm.forwards import IN_PLACE, ForwardCall, Untraceable, is_torchs, trace
 
 
@@ -79,7 +79,7 @@ def _keeps(root: nn.Module, reader: fx.Node, value: fx.Node) -> bool:
     if not reader.args or reader.args[0] is not value:
         return False
     if reader.op == "call_module":
-        return isinstance(root.get_submodule(str(reader.target)), _ConvNd | nn.Linear)
+        return isinstance(root.get_submodule(str(reader.target)), ConvBase | nn.Linear)
     return reader.op == "call_function" and reader.target in _CONVOLUTIONS
 
 

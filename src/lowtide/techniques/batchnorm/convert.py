@@ -12,8 +12,9 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lowtide.compat.dynamo import assume_constant_result
+from lowtide.compat.modules import BatchNormBase, own_buffers, own_children, own_parameters, runs_compiled
 from lowtide.errors import LowtideError
 from lowtide.kernels.activations import Activation
 from lowtide.nn.batchnorm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, SyncBatchNormAct, _BatchNormAct
@@ -25,7 +26,6 @@ from lowtide.techniques.batchnorm.find import Left, Pair, below, find, is_chain
 from lowtide.techniques.batchnorm.forwards import SETTINGS, ForwardCall, Untraceable, describe, trace
 from lowtide.techniques.batchnorm.memory import Memory, predict
 from lowtide.techniques.forward import Forward, replace_forward
-from lowtide.tracing.internals import assume_constant_result
 from lowtide.undo import Undo
 from lowtide.workload import Workload
 
@@ -166,7 +166,7 @@ def _fuse(model: nn.Module, pair: Pair, strategy: Strategy, *, rebuild_joins: bo
             activation = _twin(activation)
         parent, _, name = pair.path.rpartition(".")
         norm = model.get_submodule(pair.path)
-        assert isinstance(norm, _BatchNorm)
+        assert isinstance(norm, BatchNormBase)
         kind = next(layer for layer in _LAYERS if isinstance(norm, layer.plain))
         layer = kind.from_batch_norm(norm, activation, strategy, rebuild_joins=rebuild_joins)
         undo.add(_swap(model.get_submodule(parent), name, layer, path=pair.path))
@@ -177,20 +177,20 @@ def _fuse(model: nn.Module, pair: Pair, strategy: Strategy, *, rebuild_joins: bo
         return undo.keep()
 
 
-def _swap(parent: nn.Module, name: str, layer: _BatchNorm, *, path: str) -> Undo:
-    norm = parent._modules[name]
-    assert isinstance(norm, _BatchNorm)
-    parent._modules[name] = layer
+def _swap(parent: nn.Module, name: str, layer: BatchNormBase, *, path: str) -> Undo:
+    norm = own_children(parent)[name]
+    assert isinstance(norm, BatchNormBase)
+    own_children(parent)[name] = layer
 
     def restore() -> None:
-        if parent._modules.get(name) is not layer:
+        if own_children(parent).get(name) is not layer:
             raise LowtideError("The converted layer was replaced", where=path, hint="Undo before replacing it.")
-        for key in norm._parameters:  # .to() may have made other tensors by then, and a schedule another momentum
-            norm._parameters[key] = layer._parameters[key]
-        for key in norm._buffers:
-            norm._buffers[key] = layer._buffers[key]
+        for key in own_parameters(norm):  # .to() may have made other tensors by then, and a schedule another momentum
+            own_parameters(norm)[key] = own_parameters(layer)[key]
+        for key in own_buffers(norm):
+            own_buffers(norm)[key] = own_buffers(layer)[key]
         norm.training, norm.momentum, norm.eps = layer.training, layer.momentum, layer.eps
-        parent._modules[name] = norm
+        own_children(parent)[name] = norm
 
     return Undo(restore)
 
@@ -199,14 +199,14 @@ def _pass_through(model: nn.Module, chain: nn.Module, pair: Pair) -> Undo:
     """Have one place of a ``nn.Sequential`` do nothing, and leave the same module elsewhere alone."""
     name = pair.behind.label
     path = below(pair.owner, name)
-    activation = chain._modules[name]
+    activation = own_children(chain)[name]
     assert activation is not None
     places = [place for place, module in model.named_modules(remove_duplicate=False) if module is activation]
     with Undo() as undo:
         if len(places) > 1:
             activation, shared = _twin(activation), activation
-            chain._modules[name] = activation
-            undo.add(lambda: chain._modules.update({name: shared}))
+            own_children(chain)[name] = activation
+            undo.add(lambda: own_children(chain).update({name: shared}))
         undo.add(replace_forward(Passed(activation), path=path))
         return undo.keep()
 
@@ -395,7 +395,7 @@ def _apart(layers: Sequence[_BatchNormAct]) -> Generator[None]:
 
 def _refuse_compiled(model: nn.Module) -> None:
     for path, module in model.named_modules():
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        if runs_compiled(module):
             raise LowtideError(
                 f"{type(module).__name__} is compiled already", where=path, hint="Convert first, then compile."
             )

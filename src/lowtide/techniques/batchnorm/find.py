@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.utils.parametrize import is_parametrized
 
+from lowtide.compat.modules import BatchNormBase, LazyNormBase, hooks_of, own_children
 from lowtide.techniques.batchnorm.behind import Behind, behind, may_be_written
 from lowtide.techniques.batchnorm.forwards import ForwardCall, Untraceable, is_torchs, parameters_of, trace
 
@@ -98,7 +98,7 @@ def is_chain(module: nn.Module) -> bool:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+    return bool(hooks_of(module))
 
 
 class _Modules:
@@ -109,7 +109,7 @@ class _Modules:
         self.places: dict[nn.Module, list[str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             self.places.setdefault(module, []).append(path)
-        self.norms = {places[0]: m for m, places in self.places.items() if isinstance(m, _BatchNorm)}
+        self.norms = {places[0]: m for m, places in self.places.items() if isinstance(m, BatchNormBase)}
         self.scripted = [
             places[0]
             for module, places in self.places.items()
@@ -122,8 +122,8 @@ class _Modules:
             return ""
         path = below(owner, str(node.target))
         module = self.at(path)
-        while is_chain(module) and module._modules and len(self.places[module]) == 1:
-            path = below(path, list(module._modules)[-1])
+        while is_chain(module) and own_children(module) and len(self.places[module]) == 1:
+            path = below(path, list(own_children(module))[-1])
             module = self.at(path)
         return path if path in self.norms and not self.refusal(path) else ""
 
@@ -133,12 +133,12 @@ class _Modules:
         places = self.places[norm]
         if hasattr(norm, "from_batch_norm"):
             return "it is converted already"
-        if isinstance(norm, _LazyNormBase):
+        if isinstance(norm, LazyNormBase):
             return "it is lazy, and has not seen a batch yet"
         if is_parametrized(norm):
             return "its parameters are parametrized"
         known = isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm)
-        if not known or type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        if not known or type(norm).forward not in (BatchNormBase.forward, nn.SyncBatchNorm.forward):
             return f"{type(norm).__name__} has a forward of its own"
         if "forward" in vars(norm):
             return "its forward was replaced"
@@ -277,13 +277,13 @@ def _is_of_interest(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule) or type(module).forward is nn.Module.forward:
         return False
     is_ours = is_chain(module) or isinstance(module, fx.GraphModule) or not is_torchs(module)
-    return is_ours and any(isinstance(part, _BatchNorm) for part in module.modules() if part is not module)
+    return is_ours and any(isinstance(part, BatchNormBase) for part in module.modules() if part is not module)
 
 
 def _chain_graph(module: nn.Module) -> fx.Graph:
     graph = fx.Graph()
     value = graph.placeholder("input")
-    for name in module._modules:
+    for name in own_children(module):
         value = graph.call_module(name, (value,))
     graph.output(value)
     return graph

@@ -7,7 +7,6 @@ import inspect
 import itertools
 import operator
 import random
-import sys
 import traceback
 import warnings
 from collections.abc import Generator, Sequence
@@ -20,10 +19,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.tracing.internals import autograd
+from lowtide.compat import pytree
+from lowtide.compat.autograd import top_saved_hooks
+from lowtide.compat.dispatch import TorchDispatchMode
+from lowtide.compat.frames import frame_at
 
 
 class Untraceable(Exception):
@@ -166,7 +166,7 @@ class _Value(fx.Proxy):
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+        if frame_at(1).f_globals.get("__name__", "").startswith("torch."):
             return _Value
         if not self.is_tensor:
             raise TypeError("it decides by the type of a value")
@@ -197,7 +197,7 @@ class _NothingComputed(TorchDispatchMode):
 
 def _modes() -> tuple[Any, ...]:
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    hooks = autograd._top_saved_tensors_default_hooks(True)
+    hooks = top_saved_hooks(True)
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, hooks
 
 

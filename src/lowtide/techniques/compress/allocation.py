@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from lowtide.compat.tensors import storage_id
 from lowtide.errors import LowtideError
 from lowtide.kernels.compress import BITS, GROUP, buffer_bytes, check
 from lowtide.nn.compress import Hooks, sensitive
@@ -206,4 +207,4 @@ _Key = tuple[int, int, int]
 
 
 def _key(tensor: Tensor) -> _Key:
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()
+    return storage_id(tensor.untyped_storage()), int(tensor.storage_offset()), tensor.numel()

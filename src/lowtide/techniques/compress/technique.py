@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
+from lowtide.compat.dynamo import disable_dynamo
 from lowtide.kernels.compress import BITS, DTYPES, GROUP, buffer_bytes, check
 from lowtide.kernels.reference.compress import groups_at_once
 from lowtide.nn.compress import LEAST_BYTES, compressed, exponentiates, is_sensitive
@@ -118,7 +118,7 @@ class Compressed(Forward):
         super().__init__(module)
         self.bits, self.group = bits, group
 
-    @_disable_dynamo  # hooks cannot be compiled: a compiled model runs these parts eagerly
+    @disable_dynamo  # hooks cannot be compiled: a compiled model runs these parts eagerly
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with compressed(self.bits, group=self.group):
             return self.plain(*args, **kwargs)

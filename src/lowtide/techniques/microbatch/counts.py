@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.compat.autograd import input_metadata, next_sequence_number, raw_saved, saved_value, sequence_number
+from lowtide.compat.dispatch import TorchDispatchMode
+from lowtide.compat.dynamo import skip_code
 from lowtide.errors import WorkloadError
 
 
@@ -33,8 +35,6 @@ class Counting(TorchFunctionMode):
         super().__init__()
         self.needed = False  # hooks stand before what a node keeps
         self._seen: dict[int, tuple[Tensor, int]] = {}  # by the number of the node in the graph
-        from torch._dynamo.eval_frame import skip_code  # slow to import; a loss in pieces has done so already
-
         # Compiled functions take this one in; for what they leave to Python, it is not compiled on its own.
         skip_code(Counting.__torch_function__.__code__)
 
@@ -57,16 +57,16 @@ class Counting(TorchFunctionMode):
         for node in near:
             if (counted := getattr(node, "counted", None)) is not None:
                 found.append(Mean(node, *counted))
-            elif node.name().startswith("NllLoss") and node._saved_reduction == 1:
+            elif node.name().startswith("NllLoss") and saved_value(node, "reduction") == 1:
                 found.append(Mean(node, *self._count(node)))
-            elif min((math.prod(each.shape) for each in node._input_metadata), default=0) <= _FEW:
+            elif min((math.prod(each.shape) for each in input_metadata(node)), default=0) <= _FEW:
                 behind = [edge for edge, _ in node.next_functions if edge is not None and edge not in known]
                 known.update(behind)
                 near += behind
         return found
 
     def _count(self, node: Any) -> tuple[Tensor, int]:
-        seen = self._seen.get(node._sequence_nr())
+        seen = self._seen.get(sequence_number(node))
         try:
             return _saved(node)
         except WorkloadError:
@@ -80,7 +80,6 @@ class Counting(TorchFunctionMode):
 _FEW = 1024
 
 _CROSS_ENTROPIES = frozenset({F.cross_entropy, F.nll_loss})
-_next_node: Any = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
 _NLL_LOSSES = frozenset({torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default})
 
 
@@ -97,7 +96,7 @@ class _Totals(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in _NLL_LOSSES:
             # The newest node is this op's. Without a graph it is an older one, which has its count already.
-            self._seen.setdefault(_next_node() - 1, (result[1], args[1].numel()))
+            self._seen.setdefault(next_sequence_number() - 1, (result[1], args[1].numel()))
         return result
 
 
@@ -131,7 +130,7 @@ def _saved(node: Any) -> tuple[Tensor, int]:
         return tensor
 
     try:
-        for raw in (node._raw_saved_total_weight, node._raw_saved_target):
+        for raw in (raw_saved(node, "total_weight"), raw_saved(node, "target")):
             raw.register_hooks(see, lambda tensor: tensor)
     except RuntimeError as error:  # there are hooks
         raise WorkloadError(

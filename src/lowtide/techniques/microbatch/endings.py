@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.compat.autograd import input_metadata, raw_saved
+
 _MOST_NODES = 64
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}
 _CLOSE_IN_16_BITS = 2e-2
@@ -74,7 +76,7 @@ def _last_nodes(loss: Tensor) -> list[Any]:
         if len(near) >= _MOST_NODES:
             break
         for edge, _ in node.next_functions:
-            if edge is not None and edge not in known and not any(each.shape for each in edge._input_metadata):
+            if edge is not None and edge not in known and not any(each.shape for each in input_metadata(edge)):
                 known.add(edge)
                 near.append(edge)
     return near
@@ -89,7 +91,7 @@ def _divisor(node: Any) -> list[Tensor]:
         return tensor
 
     try:
-        node._raw_saved_other.register_hooks(see, lambda tensor: tensor)
+        raw_saved(node, "other").register_hooks(see, lambda tensor: tensor)
     except (AttributeError, RuntimeError):
         return []
     return [tensor for tensor in seen if tensor.ndim == 0]

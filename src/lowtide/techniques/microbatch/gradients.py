@@ -13,6 +13,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from lowtide.compat.autograd import tensor_hooks
+from lowtide.compat.dispatch import without_autocast
 from lowtide.errors import LowtideError
 from lowtide.tracing.backward import backward
 
@@ -49,7 +51,7 @@ class Gradients:
         Autocast is off meanwhile, as it is where people call ``backward()``.
         """
         mine = list(own)
-        with torch._C._DisableAutocast():
+        with without_autocast():
             if losses[0].device.type == "cuda" and not torch.cuda.is_available():
                 return self._add_predicted(losses, share, mine)
             with self._summing():
@@ -79,7 +81,7 @@ class Gradients:
         for tensor, each in self._sums.items():
             if each.handle is None:
                 each.handle = tensor.register_hook(each)
-            hooks: Any = tensor._backward_hooks
+            hooks = tensor_hooks(tensor)
             if len(hooks) > 1:
                 put_aside.append((hooks, dict(hooks)))
                 for key in [

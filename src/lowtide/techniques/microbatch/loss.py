@@ -11,11 +11,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowtide.batches import flatten
+from lowtide.compat.dispatch import count_modes
+from lowtide.compat.dynamo import disable_dynamo
+from lowtide.compat.modules import own_parameters
 from lowtide.errors import LowtideError, WorkloadError
 from lowtide.techniques.microbatch.counts import Counting, is_mixed
 from lowtide.techniques.microbatch.endings import Endings
@@ -121,7 +122,7 @@ class MicrobatchLoss:
         own = set(work.model.modules())
         self._held = [module for module in modules_of(work) if module not in own]  # a criterion of the loss's own
 
-    @_disable_dynamo
+    @disable_dynamo
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of a batch, with a graph that ends in the parameters."""
         if not torch.is_grad_enabled():
@@ -131,7 +132,7 @@ class MicrobatchLoss:
             return self.__wrapped__(model, batch)
         modules = self.modules(model)
         _refuse_sharded(modules)
-        is_traced = _get_current_dispatch_mode() is not None
+        is_traced = count_modes() > 0
         if self.proved is not None and not is_traced and _structure(batch) != self._planned:
             self.endings.warn("The batch has other parts than the planned one, for which the loss was proved")
         if self.proved is not None and not is_traced and any(map(takes_statistics, modules)):
@@ -146,7 +147,7 @@ class MicrobatchLoss:
 
     def parameters(self, modules: Iterable[nn.Module]) -> Iterator[Tensor]:
         """All that the loss may train."""
-        found = dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None)
+        found = dict.fromkeys(p for module in modules for p in own_parameters(module).values() if p is not None)
         if self._optimizer is not None:
             found |= dict.fromkeys(p for group in self._optimizer.param_groups for p in group["params"])
         found |= dict.fromkeys(self.extra or ())

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lowtide.batches import Structure, flatten_with_path, unflatten
+from lowtide.compat import pytree
 from lowtide.errors import WorkloadError
 
 Split: TypeAlias = "Collection[str | int] | None"

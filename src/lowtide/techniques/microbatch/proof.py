@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from lowtide.compat.operators import OpOverload, schema_of
 from lowtide.errors import LowtideError, TraceError
 from lowtide.techniques.microbatch.calls import PairedCall, constant_of, shape_of
 from lowtide.techniques.microbatch.facts import FIXED, SAMPLES, Fact, Sizes
@@ -138,14 +139,14 @@ class _Analysis:
         if node.target is operator.getitem:
             source: Any = node.args[0]
             return None if "nll_loss" in str(source.target) and node.args[1] else self.facts.get(source)
-        return self._op(node, twin) if isinstance(node.target, torch._ops.OpOverload) else None
+        return self._op(node, twin) if isinstance(node.target, OpOverload) else None
 
     def _op(self, node: fx.Node, twin: fx.Node) -> Fact | None:
         op: Any = node.target
         whole, part = _bound(op, node), _bound(op, twin)
         shapes = shape_of(node), shape_of(twin)
-        call = PairedCall(op._schema.name.removeprefix("aten::"), whole, part, shapes, self.facts, self.sizes)
-        if op._schema.is_mutable:
+        call = PairedCall(schema_of(op).name.removeprefix("aten::"), whole, part, shapes, self.facts, self.sizes)
+        if schema_of(op).is_mutable:
             if op is not torch.ops.aten.copy_.default or node.args[0].op != "placeholder":  # pyright: ignore
                 raise TraceError(f"The captured loss writes in place ({op})")
             return None  # a buffer's new value, at the end
@@ -203,7 +204,7 @@ def _paired(whole: CapturedLoss, part: CapturedLoss) -> Iterator[tuple[fx.Node, 
 
 def _bound(op: Any, node: fx.Node) -> dict[str, Any]:
     """The arguments of an op by name, defaults included."""
-    arguments = op._schema.arguments
+    arguments = schema_of(op).arguments
     found = {each.name: each.default_value for each in arguments if each.has_default_value()}
     found |= {each.name: value for each, value in zip(arguments, node.args, strict=False)}
     found |= node.kwargs

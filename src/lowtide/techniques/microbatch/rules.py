@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide.compat.operators import schema_of
 from lowtide.techniques.microbatch import layouts
 from lowtide.techniques.microbatch.calls import PairedCall, Rule, constant_of
 from lowtide.techniques.microbatch.facts import (
@@ -30,7 +31,7 @@ from lowtide.techniques.microbatch.facts import (
 
 def find_rule(op: Any) -> Rule | None:
     """The rule of an op; None where nothing is known of it."""
-    name = op._schema.name.removeprefix("aten::")
+    name = schema_of(op).name.removeprefix("aten::")
     if op.namespace != "aten":
         return None
     if name in RULES:

@@ -17,25 +17,24 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
 
+from lowtide.compat.autograd import in_backward
+from lowtide.compat.modules import BatchNormBase, InstanceNormBase, NormBase, check_input, own_buffers
+from lowtide.compat.operators import foreach_add_, foreach_addcmul_, foreach_lerp_, foreach_mul, foreach_sub
 from lowtide.errors import LowtideError
 from lowtide.nn.batchnorm import _BatchNormAct
 from lowtide.nn.functional import batch_norm_act
 from lowtide.nn.renorm import _BatchRenormAct
 from lowtide.nn.second_order import refuse_create_graph
 from lowtide.nn.statistics import Statistics
-from lowtide.tracing.internals import in_backward
 from lowtide.undo import Undo
 
-_torch: Any = torch  # which has no types for its functions of many tensors
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def takes_statistics(module: nn.Module) -> bool:
     """Whether a layer normalises by the statistics of its batch."""
-    return isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm) and module.training
+    return isinstance(module, NormBase) and not isinstance(module, InstanceNormBase) and module.training
 
 
 @dataclass
@@ -51,7 +50,7 @@ class _Found:
 class _Layer:
     """A layer while pieces run: its calls in each piece, and how it was before the call under way."""
 
-    norm: _NormBase
+    norm: NormBase
     tracked: dict[str, Tensor | None]  # the buffers of the layer itself
     pieces: list[list[_Found]] = field(default_factory=list[list[_Found]])
     copies: tuple[Tensor, Tensor] | None = None  # of the running statistics, for the next call to move
@@ -62,7 +61,7 @@ class _Layer:
         norm, plain = self.norm, self.plain
         assert plain is not None
         x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        held = dict(norm._buffers)
+        held = dict(own_buffers(norm))
         mine = all(held.get(name) is self.tracked[name] for name in _BUFFERS)  # in a recomputation they are copies
         if not (norm.training and mine and x is not None):
             return plain(*args, **kwargs)
@@ -71,13 +70,13 @@ class _Layer:
         counts = isinstance(norm, (nn.SyncBatchNorm, _BatchRenormAct)) and batches is not None
         copy = batches.clone() if counts and batches is not None else None
         tracks, momentum = norm.track_running_stats, norm.momentum
-        norm._buffers.update(zip(_BUFFERS, (mean, var, copy), strict=True))
+        own_buffers(norm).update(zip(_BUFFERS, (mean, var, copy), strict=True))
         norm.track_running_stats, norm.momentum = True, 1.0
         try:
             out = plain(*args, **kwargs)
         finally:
             norm.track_running_stats, norm.momentum = tracks, momentum
-            norm._buffers.update(held)
+            own_buffers(norm).update(held)
         # A converted layer at the end of a block is called twice, and passes its input on in the first call.
         if out is not None and out is not x and self.pieces and x.numel():
             values = x.numel() // (x.shape[1] if x.ndim > 1 else len(x)) * _processes(norm)
@@ -113,7 +112,7 @@ class _Layer:
     @property
     def counter(self) -> Tensor | None:
         """The number of batches so far, where the layer counts them."""
-        return None if isinstance(self.norm, _InstanceNorm) else self.tracked["num_batches_tracked"]
+        return None if isinstance(self.norm, InstanceNormBase) else self.tracked["num_batches_tracked"]
 
     @property
     def moves(self) -> bool:
@@ -130,9 +129,9 @@ class Recording:
 
     def __init__(self, modules: Iterable[nn.Module], *, skip: set[int] | None = None, every: bool = False) -> None:
         self.layers = [
-            _Layer(module, {name: module._buffers.get(name) for name in _BUFFERS})
+            _Layer(module, {name: own_buffers(module).get(name) for name in _BUFFERS})
             for module in modules
-            if isinstance(module, _NormBase) and module.training and id(module) not in (skip or set[int]())
+            if isinstance(module, NormBase) and module.training and id(module) not in (skip or set[int]())
             if every or (module.track_running_stats and module.running_mean is not None)
         ]
         self._undo = Undo()
@@ -149,7 +148,7 @@ class Recording:
     def start_piece(self) -> None:
         """What comes is of another piece."""
         running = [each for layer in self.layers for each in layer.running or ()]
-        copies: Iterator[Tensor] = iter(_torch._foreach_mul(running, 1.0) if running else ())  # all in a few kernels
+        copies: Iterator[Tensor] = iter(foreach_mul(running, 1.0) if running else ())  # all in a few kernels
         for layer in self.layers:
             layer.copies = None if layer.running is None else (next(copies), next(copies))
             layer.pieces.append([])
@@ -167,8 +166,8 @@ def _move(layers: list[_Layer], found: list[list[_Found]]) -> None:
     """Move the statistics of many layers in a few kernels, without waiting for a GPU."""
     counters = [layer.counter for layer in layers if layer.counter is not None]
     if counters:
-        _torch._foreach_add_(counters, 1)
-    between = [not isinstance(layer.norm, _InstanceNorm) for layer in layers]
+        foreach_add_(counters, 1)
+    between = [not isinstance(layer.norm, InstanceNormBase) for layer in layers]
     moves: dict[float, list[tuple[Tensor, Tensor]]] = {}
     for layer, *now in zip(layers, *combined(found, between), strict=True):
         momentum: Any = layer.norm.momentum
@@ -180,7 +179,7 @@ def _move(layers: list[_Layer], found: list[list[_Found]]) -> None:
             moves.setdefault(momentum or 0.0, []).extend(pairs)
     for momentum, pairs in moves.items():
         running, new = zip(*pairs, strict=True)
-        _torch._foreach_lerp_(running, new, momentum)
+        foreach_lerp_(running, new, momentum)
 
 
 def combined(found: list[list[_Found]], between: list[bool]) -> tuple[list[Tensor], list[Tensor]]:
@@ -192,7 +191,7 @@ def combined(found: list[list[_Found]], between: list[bool]) -> tuple[list[Tenso
     means: list[Tensor] = []
     for here, calls in _pieces(found):
         shares = [call.count / totals[i] for i, call in zip(here, calls, strict=True)]
-        _add(means, here, _torch._foreach_mul([call.mean for call in calls], shares))
+        _add(means, here, foreach_mul([call.mean for call in calls], shares))
     variances: list[Tensor] = []
     for here, calls in _pieces(found):
         free = [max(totals[i] - 1, 1) for i in here]  # degrees of freedom
@@ -200,10 +199,10 @@ def combined(found: list[list[_Found]], between: list[bool]) -> tuple[list[Tenso
             (call.count - 1) / n if between[i] else call.count / totals[i]
             for i, n, call in zip(here, free, calls, strict=True)
         ]
-        _add(variances, here, _torch._foreach_mul([call.var for call in calls], inside))
-        off = _torch._foreach_sub([call.mean for call in calls], [means[i] for i in here])
+        _add(variances, here, foreach_mul([call.var for call in calls], inside))
+        off = foreach_sub([call.mean for call in calls], [means[i] for i in here])
         apart = [call.count / n if between[i] else 0.0 for i, n, call in zip(here, free, calls, strict=True)]
-        _torch._foreach_addcmul_([variances[i] for i in here], off, off, apart)
+        foreach_addcmul_([variances[i] for i in here], off, off, apart)
     return means, variances
 
 
@@ -216,7 +215,7 @@ def _pieces(found: list[list[_Found]]) -> Iterator[tuple[list[int], list[_Found]
 
 def _add(sums: list[Tensor], here: list[int], parts: Sequence[Tensor]) -> None:
     if sums:
-        _torch._foreach_add_([sums[i] for i in here], parts)
+        foreach_add_([sums[i] for i in here], parts)
     else:
         sums.extend(parts)
 
@@ -240,8 +239,8 @@ class WholeStatistics:
     def __init__(self, recording: Recording) -> None:
         called = [layer for layer in recording.layers if layer.pieces and layer.pieces[0]]
         # An instance norm has no statistics of its batch; those that it tracks have moved already.
-        self._alone = [layer for layer in called if isinstance(layer.norm, _InstanceNorm)]
-        self._layers = [layer for layer in called if not isinstance(layer.norm, _InstanceNorm)]
+        self._alone = [layer for layer in called if isinstance(layer.norm, InstanceNormBase)]
+        self._layers = [layer for layer in called if not isinstance(layer.norm, InstanceNormBase)]
         for layer in self._layers:
             _check(layer.norm)
         self._undo = Undo()
@@ -259,10 +258,10 @@ class WholeStatistics:
         self._undo()
 
 
-def _check(norm: _NormBase) -> None:
+def _check(norm: NormBase) -> None:
     """Refuse a layer whose forward is not known."""
     ours = isinstance(norm, _BatchNormAct) and not isinstance(norm, _BatchRenormAct) and norm._group() is None
-    plain = type(norm).forward is _BatchNorm.forward and "forward" not in vars(norm)
+    plain = type(norm).forward is BatchNormBase.forward and "forward" not in vars(norm)
     alone = isinstance(norm, nn.SyncBatchNorm) and _processes(norm) == 1
     if not (ours or plain or alone):
         raise LowtideError(
@@ -294,7 +293,7 @@ class _ForwardByWhole(_ByWhole):
     """The forward of torch's batch norms."""
 
     def __call__(self, input: Tensor) -> Tensor:
-        self.norm._check_input_dim(input)
+        check_input(self.norm, input)
         return _Normalize.apply(input, self.norm.weight, self.norm.bias, *self.statistics(), self.norm.eps)
 
 

@@ -12,9 +12,8 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 
+from lowtide.compat.modules import BatchNormBase, DropoutBase, NormBase, own_buffers, own_parameters
 from lowtide.errors import WorkloadError
 from lowtide.techniques.microbatch.counts import Counting, is_mixed
 from lowtide.techniques.microbatch.pieces import Batch
@@ -142,7 +141,7 @@ def _closeness(loss: Tensor) -> float:
 
 
 def _is_random(module: nn.Module) -> bool:
-    return isinstance(module, (_DropoutNd, _NormBase))
+    return isinstance(module, (DropoutBase, NormBase))
 
 
 def _generators(batch: Batch) -> list[Tensor]:
@@ -150,12 +149,12 @@ def _generators(batch: Batch) -> list[Tensor]:
     return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
-def _give_statistics(norm: _BatchNorm, modules: list[nn.Module]) -> None:
+def _give_statistics(norm: BatchNormBase, modules: list[nn.Module]) -> None:
     """Some, so that in evaluation a layer that keeps none does not take its batch's."""
-    tensors = (p for module in (norm, *modules) for p in module._parameters.values() if p is not None)
+    tensors = (p for module in (norm, *modules) for p in own_parameters(module).values() if p is not None)
     like = next((p.detach() for p in tensors if p.is_floating_point()), torch.empty(0))
-    norm._buffers["running_mean"] = like.new_zeros(norm.num_features)
-    norm._buffers["running_var"] = like.new_ones(norm.num_features)
+    own_buffers(norm)["running_mean"] = like.new_zeros(norm.num_features)
+    own_buffers(norm)["running_var"] = like.new_ones(norm.num_features)
 
 
 @contextmanager
@@ -163,9 +162,9 @@ def _quiet(modules: list[nn.Module], which: Callable[[nn.Module], bool]) -> Gene
     """Some modules in evaluation mode, every buffer a copy, generators put back: a trial leaves nothing behind."""
     modes = [(module, module.training) for module in modules]
     # Those of TorchScript cannot be replaced, and stay as they are in evaluation mode.
-    buffers = [(m._buffers, dict(m._buffers)) for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+    buffers = [(own_buffers(m), dict(own_buffers(m))) for m in modules if not isinstance(m, torch.jit.ScriptModule)]
     devices = {b.device for _, held in buffers for b in held.values() if b is not None and b.is_cuda}
-    devices |= {p.device for module in modules for p in module._parameters.values() if p is not None and p.is_cuda}
+    devices |= {p.device for module in modules for p in own_parameters(module).values() if p is not None and p.is_cuda}
     try:
         with torch.random.fork_rng(devices=list(devices)):
             for module, _ in modes:
@@ -173,7 +172,7 @@ def _quiet(modules: list[nn.Module], which: Callable[[nn.Module], bool]) -> Gene
             for now, held in buffers:
                 now.update({name: None if b is None else b.clone() for name, b in held.items()})
             for module in modules:
-                if isinstance(module, _BatchNorm) and which(module) and module.running_mean is None:
+                if isinstance(module, BatchNormBase) and which(module) and module.running_mean is None:
                     _give_statistics(module, modules)
             yield
     finally:

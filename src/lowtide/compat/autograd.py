@@ -1,0 +1,119 @@
+"""Autograd's graph, its nodes and its engine, and the hooks on saved tensors and gradients."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from operator import attrgetter, methodcaller
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_c: Any = torch._C
+_autograd: Any = vars(torch._C)["_autograd"]
+
+top_saved_hooks: Callable[[bool], tuple[Any, Any] | None] = _autograd._top_saved_tensors_default_hooks
+"""Return the innermost pair of saved-tensor hooks, or None. Pass True, which also asks where hooks are disabled."""
+
+push_saved_hooks: Callable[[Any, Any], None] = _autograd._push_saved_tensors_default_hooks
+"""Put a pair of saved-tensor hooks on top, without a ``with`` block."""
+
+pop_saved_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
+"""Remove the innermost pair of saved-tensor hooks."""
+
+why_saved_hooks_are_disabled: Callable[[], str | None] = _autograd._saved_tensors_hooks_get_disabled_error_message
+"""Return the message for those who push saved-tensor hooks where they are disabled, or None."""
+
+graph_task_id: Callable[[], int] = _c._current_graph_task_id
+"""Return the number of the backward pass that runs in this thread, or -1."""
+
+keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
+"""Tell whether the backward pass that runs was asked to retain its graph."""
+
+current_node: Callable[[], Any] = _c._current_autograd_node
+"""Return the node whose backward formula runs in this thread, or None."""
+
+next_sequence_number: Callable[[], int] = _autograd._get_sequence_nr
+"""Return the number that the next node of this thread's graph gets."""
+
+sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""Return a node's number, by which the engine orders nodes."""
+
+input_metadata: Callable[[Any], Any] = attrgetter("_input_metadata")
+"""Return shape, dtype and device of each gradient that a node takes."""
+
+set_version_counters: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = _autograd._unsafe_set_version_counter
+"""Set the version counters of tensors whose values were restored."""
+
+
+class _Thread(threading.local):
+    runs_backward = False  # by ``backward_in_python``
+
+
+_thread = _Thread()
+
+
+def in_backward() -> bool:
+    """Tell whether a backward pass runs in this thread: a module's forward is then a checkpoint's recomputation."""
+    if torch.compiler.is_compiling():
+        return False
+    return _thread.runs_backward or graph_task_id() != -1
+
+
+@contextmanager
+def backward_in_python() -> Generator[None]:
+    """Have ``in_backward`` know of a backward pass that is not the engine's."""
+    _thread.runs_backward = True
+    try:
+        yield
+    finally:
+        _thread.runs_backward = False
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Have the engine call a function at the end of the backward pass that runs."""
+    engine: Any = vars(torch.autograd.Variable)["_execution_engine"]
+    engine.queue_callback(callback)
+
+
+def saved_value(node: Any, name: str, *default: Any) -> Any:
+    """Return a value that a node saved for its formula, unpacked; the default where it saves none of that name."""
+    return getattr(node, f"_saved_{name}", *default)
+
+
+def raw_saved(node: Any, name: str) -> Any:
+    """Return a saved tensor's slot in a node, which takes hooks of its own."""
+    return getattr(node, f"_raw_saved_{name}")
+
+
+def packed_tensors(node: Any) -> Iterator[Any]:
+    """Yield what saved-tensor hooks returned for a node's saves; nothing once its backward freed them."""
+    with suppress(RuntimeError):
+        for name in dir(node):
+            if name.startswith("_raw_saved_"):
+                slot = getattr(node, name)
+                yield from (each.data for each in (slot if isinstance(slot, tuple) else (slot,)))
+
+
+def tensor_hooks(tensor: Tensor) -> dict[int, Any]:
+    """Return the hooks on a tensor's gradient: the tensor's own dictionary, or an empty one."""
+    return getattr(tensor, "_backward_hooks", None) or {}
+
+
+def gradient_hooks(parameter: Tensor) -> dict[int, Any]:
+    """Return the hooks that run after a parameter's gradient was accumulated, in their order."""
+    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
+_WRAPPERS = tuple(os.path.join(os.path.dirname(torch.__file__), name) for name in ("_compile.py", "_dynamo"))
+
+
+def engine_called(caller: FrameType | None) -> bool:
+    """Tell whether an op seen by a dispatch mode comes from the engine: no Python but ``backward`` is below it."""
+    while caller is not None and caller.f_code.co_filename.startswith(_WRAPPERS):  # of every dispatch mode
+        caller = caller.f_back
+    return caller is None or caller.f_code.co_name == "_engine_run_backward"

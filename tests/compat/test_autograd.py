@@ -1,0 +1,125 @@
+"""Autograd's private parts do what their docstrings say."""
+
+from __future__ import annotations
+
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide.compat import autograd
+from lowtide.compat.dispatch import TorchDispatchMode
+from lowtide.compat.frames import frame_at
+
+
+def keep(value: Any) -> Any:
+    return value
+
+
+def test_saved_hooks_are_pushed_seen_and_popped() -> None:
+    assert autograd.top_saved_hooks(True) is None
+    autograd.push_saved_hooks(keep, keep)
+    assert autograd.top_saved_hooks(True) == (keep, keep)
+    autograd.pop_saved_hooks()
+    assert autograd.top_saved_hooks(True) is None
+
+
+def test_disabled_saved_hooks_say_why() -> None:
+    assert autograd.why_saved_hooks_are_disabled() is None
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        assert autograd.why_saved_hooks_are_disabled() == "not here"
+
+
+def test_a_backward_pass_has_a_number_a_node_and_its_own_end() -> None:
+    events: list[Any] = []
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            autograd.call_after_backward(lambda: events.append("end"))
+            events.append((autograd.graph_task_id() >= 0, autograd.in_backward(), autograd.keeps_graph()))
+            assert autograd.sequence_number(autograd.current_node()) == number
+            return gradients[0]
+
+    number = autograd.next_sequence_number()
+    y: Any = Square.apply(torch.ones(2, requires_grad=True))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert events == [(True, True, True), "end", (True, True, False), "end"]
+    assert (autograd.graph_task_id(), autograd.in_backward(), autograd.current_node()) == (-1, False, None)
+
+
+def test_a_backward_pass_in_python_is_one_too() -> None:
+    with autograd.backward_in_python():
+        assert autograd.in_backward()
+    assert not autograd.in_backward()
+
+
+def test_nodes_tell_what_they_take_and_save() -> None:
+    x = torch.rand(2, 3, requires_grad=True)
+    node: Any = (x.exp() * 2).prod(dim=1).grad_fn
+    metadata = autograd.input_metadata(node)
+    assert [(tuple(each.shape), each.dtype) for each in metadata] == [((2,), torch.float32)]
+    assert autograd.saved_value(node, "dim") == 1
+    assert torch.equal(autograd.saved_value(node, "self"), x.exp() * 2)
+    assert autograd.saved_value(node, "nothing", None) is None
+    with pytest.raises(AttributeError):
+        autograd.saved_value(node, "nothing")
+
+
+def test_saved_slots_take_hooks_and_show_what_those_packed() -> None:
+    node: Any = torch.rand(2, requires_grad=True).exp().grad_fn
+    seen: list[Tensor] = []
+    autograd.raw_saved(node, "result").register_hooks(lambda t: seen.append(t) or t, keep)
+    assert len(seen) == 1
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: "packed", keep):
+        node = torch.rand(2, requires_grad=True).sin().grad_fn
+    assert list(autograd.packed_tensors(node)) == ["packed"]
+
+
+def test_nothing_is_packed_once_backward_freed_it() -> None:
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: "packed", lambda _: torch.ones(2)):
+        y = torch.rand(2, requires_grad=True).sin()
+    y.sum().backward()
+    assert "packed" not in autograd.packed_tensors(y.grad_fn)
+
+
+def test_hooks_of_tensors_are_found() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert (autograd.tensor_hooks(x), autograd.gradient_hooks(x)) == ({}, {})
+    x.register_hook(keep)
+    x.register_post_accumulate_grad_hook(keep)
+    assert [*autograd.tensor_hooks(x).values()] == [*autograd.gradient_hooks(x).values()] == [keep]
+    autograd.tensor_hooks(x).clear()
+    assert not autograd.tensor_hooks(x)
+
+
+def test_version_counters_are_set() -> None:
+    x = torch.ones(2)
+    x += 1
+    autograd.set_version_counters((x,), (7,))
+    assert x._version == 7
+
+
+def test_ops_of_the_engine_are_told_from_ops_of_python() -> None:
+    seen: list[tuple[str, bool]] = []
+
+    class See(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            caller: FrameType | None = frame_at(0).f_back
+            seen.append((func.__name__, autograd.engine_called(caller)))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    with See():
+        y = x.exp()
+        loss = (y.sin() * y.cos()).sum()
+        loss.backward()
+    assert ("exp.default", False) in seen
+    assert ("add.Tensor", True) in seen

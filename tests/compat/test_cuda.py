@@ -1,0 +1,51 @@
+"""CUDA's private parts; most need a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowtide.compat import cuda
+from lowtide.errors import TraceError
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_the_current_device_and_stream_are_those_of_torch() -> None:
+    assert cuda.current_device() == torch.cuda.current_device()
+    assert cuda.current_stream(0) == torch.cuda.current_stream(0).cuda_stream
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_a_gpu_sleeps_for_some_cycles() -> None:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    cuda.sleep(10_000_000)
+    end.record()
+    torch.cuda.synchronize()
+    assert start.elapsed_time(end) > 1
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_cudnn_keeps_bytes_for_backward_where_torch_takes_it() -> None:
+    x, vector = torch.ones(4, 8, 5, 5, device="cuda"), torch.ones(8, device="cuda")
+    out = torch.ops.aten.cudnn_batch_norm.default(x, vector, vector, vector.clone(), vector.clone(), True, 0.1, 1e-5)
+    assert cuda.takes_cudnn_batchnorm([x, vector, vector, vector, vector], 1e-5)
+    assert cuda.batchnorm_reserve_bytes(x) == out[3].numel()
+
+
+def test_torch_takes_no_cudnn_on_a_cpu() -> None:
+    x, vector = torch.ones(4, 8, 5, 5), torch.ones(8)
+    assert not cuda.takes_cudnn_batchnorm([x, vector, vector, vector, vector], 1e-5)
+
+
+def test_a_device_guard_is_refused_on_other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cuda.device_guard():
+        pass
+    monkeypatch.setattr(torch, "__version__", "3.0.0")
+    with pytest.raises(TraceError), cuda.device_guard():
+        pass

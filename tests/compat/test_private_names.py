@@ -1,0 +1,173 @@
+"""Private names of torch are used in ``lowtide.compat`` alone, where each has a docstring and a test."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx, nn
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "lowtide"
+COMPAT = sorted(path for path in (SOURCE / "compat").glob("*.py") if path.name != "__init__.py")
+OTHERS = {
+    "_replace": "a method of named tuples, which Python documents",
+    "_model_mapping": "of transformers",
+    "_new_buffer": "of torchao",
+    "_subclass_zeros": "of torchao",
+    "_FSDP_WRAPPED_QUANT_STATE_KEY": "of bitsandbytes",
+}
+
+
+def test_private_names_of_torch_are_used_in_compat_alone() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in SOURCE.rglob("*.py") if "compat" not in path.parts}
+    own = {name for tree in trees.values() for name in defined(tree)} | OTHERS.keys()
+    uses = {str(path.relative_to(SOURCE)): list(private_names(tree, own)) for path, tree in trees.items()}
+    assert {path: names for path, names in uses.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch._dynamo",
+        "from torch._subclasses.fake_tensor import FakeTensor",
+        "from torch.utils import _pytree as pytree",
+        "torch._C._get_tracing_state()",
+        "tensor._version",
+        "self.tensor._version",
+        "module._forward_pre_hooks.clear()",
+        "alias._foreach_add_(tensors, 1)",
+        "getattr(node, '_saved_self')",
+        "getattr(modules, f'_global_{kind}_hooks')",
+        "vars(optimizer)['_opt_called']",
+        "names = ('_buffers', '_parameters')",
+        "importlib.import_module('torch._decomp')",
+    ],
+)
+def test_each_way_to_a_private_name_is_seen(code: str) -> None:
+    assert list(private_names(ast.parse(code), set()))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "torch.ops.aten._to_copy.default",
+        "_aten._foreach_add_.Scalar",
+        "op.endswith('_to_copy')",
+        "self.__dict__",
+        "class A:\n    def __init__(self):\n        self._version = 1",
+        "plan._own",
+    ],
+)
+def test_names_of_operators_and_of_lowtide_itself_are_not_private_names_of_torch(code: str) -> None:
+    tree = ast.parse(code)
+    assert not list(private_names(tree, {"_own", *defined(tree)}))
+
+
+def test_compat_imports_nothing_of_lowtide_but_errors() -> None:
+    for path in COMPAT:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lowtide"):
+                assert node.module == "lowtide.errors" or (node.module or "").startswith("lowtide.compat"), path
+
+
+@pytest.mark.parametrize("path", COMPAT, ids=lambda path: path.stem)
+def test_each_name_of_compat_has_a_docstring_and_a_test(path: Path) -> None:
+    body = ast.parse(path.read_text()).body
+    test = ast.parse((Path(__file__).parent / f"test_{path.name}").read_text())
+    tested = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
+    tested |= {node.attr for node in ast.walk(test) if isinstance(node, ast.Attribute)}
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name, has_docstring = node.name, ast.get_docstring(node) is not None
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            name, has_docstring = ast.unparse(target), isinstance(after, ast.Expr)
+        else:
+            continue
+        if not name.startswith(("_", "(_")):
+            assert has_docstring, f"{path.stem}.{name} does not say what for"
+            assert name in tested, f"{path.stem}.{name} has no test"
+
+
+def private_names(tree: ast.AST, own: set[str]) -> Iterator[str]:
+    """The private names of torch in a module; ``own`` are names that lowtide itself defines."""
+    here = set(defined(tree))
+    attributes = known() - here
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names if is_in_torch(each.name))
+        elif isinstance(node, ast.ImportFrom):
+            yield from (path for each in node.names if is_in_torch(path := f"{node.module}.{each.name}"))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            path = ast.unparse(node)
+            if path.startswith(("torch.ops.", "aten.", "_aten.")):  # operators are called by their names in graphs
+                continue
+            mine = node.attr in here and is_self(node.value)
+            if is_in_torch(path) or node.attr not in own or (node.attr in known() and not mine):
+                yield path
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value in attributes or (is_in_torch(node.value) and " " not in node.value):
+                yield node.value
+        elif isinstance(node, ast.Call | ast.Subscript):
+            name = named_attribute(node)
+            if is_private(name) and name not in own:
+                yield ast.unparse(node)
+
+
+def named_attribute(node: ast.Call | ast.Subscript) -> str:
+    """The name that a call of ``getattr`` or its like gives as a string, up to what is only known when it runs."""
+    if isinstance(node, ast.Subscript):
+        is_vars = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "vars"
+        given: ast.AST | None = node.slice if is_vars else None
+    else:
+        reads = ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr") and len(node.args) > 1
+        given = node.args[1] if reads else None
+    if isinstance(given, ast.JoinedStr):
+        given = given.values[0]
+    return given.value if isinstance(given, ast.Constant) and isinstance(given.value, str) else ""
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    """The attributes that a module defines: its own names, those of its classes, and what methods set on ``self``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef):
+            for each in node.body:
+                if isinstance(each, ast.FunctionDef | ast.ClassDef):
+                    yield each.name
+                elif isinstance(each, ast.Assign | ast.AnnAssign):
+                    targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+                    yield from (
+                        name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)
+                    )
+                    if ast.unparse(targets[0]) == "__slots__" and each.value is not None:
+                        yield from ast.literal_eval(each.value)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            yield node.attr
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def is_in_torch(path: str) -> bool:
+    return path.startswith("torch.") and any(map(is_private, path.split(".")))
+
+
+@cache
+def known() -> frozenset[str]:
+    """Private attributes of torch's objects, which are torch's also where a class of lowtide has one of that name."""
+    tensor = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([tensor])
+    modules = (nn.BatchNorm2d(1), nn.LSTM(1, 1), nn.Linear(1, 1))
+    rest = (tensor.exp().grad_fn, tensor.untyped_storage(), torch.default_generator, torch.ops.aten.add.Tensor)
+    names = (name for each in (tensor, optimizer, *modules, *rest, fx.Graph(), fx.Node) for name in dir(each))
+    return frozenset(filter(is_private, names))
