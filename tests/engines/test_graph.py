@@ -424,7 +424,7 @@ def test_a_setting_that_cannot_be_captured_runs_the_plain_step_and_says_so() -> 
 
 def test_fit_captures_the_loss_once(monkeypatch: pytest.MonkeyPatch) -> None:
     captures: list[str] = []
-    for backend in (joint._Backend, graph._Backend):
+    for backend in (joint._JointCollector, graph._Backend):
         original = backend.__call__
 
         def counted(self: Any, *args: Any, original: Any = original) -> Any:

@@ -74,7 +74,7 @@ def capture_loss(work: Workload, run: Callable[[Joint, Sequence[Any]], None] | N
 
     ``run``, if given, gets the joint graph and the tensors that the step would give it.
     """
-    backend = _Backend(run)
+    backend = _JointCollector(run)
     compiled = CompiledLoss(work, backend)
     try:
         with unchanged(work, fake=run is None), contextlib.suppress(_CapturedError):
@@ -108,7 +108,7 @@ def capture_joints(work: Workload) -> list[Joint]:
     at the breaks themselves are in no graph, nor are parts without gradients.
     """
     refuse_uncapturable(work)
-    backend = _Backend(stops=False)
+    backend = _JointCollector(stops=False)
     with CompiledLoss(work, backend, fullgraph=False) as loss, unchanged(work), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor")  # Dynamo looks, after a break
         loss(work.batch)
@@ -144,7 +144,7 @@ def _is_plain(joint: Joint, inputs: Sequence[Any], metadata: Any) -> bool:
 class Capture:
     """A loss that is captured as one graph, and which engine runs it. At most one has it at a time."""
 
-    def __init__(self, work: Workload, loss: CompiledLoss, backend: _Backend) -> None:
+    def __init__(self, work: Workload, loss: CompiledLoss, backend: _JointCollector) -> None:
         self.loss, self._backend = loss, backend
         self.key = call_key(work.batch)
         self.graph = backend.graphs[-1]
@@ -174,7 +174,7 @@ class Capture:
         self.loss.release()
 
 
-class _Backend:
+class _JointCollector:
     """For Dynamo: collects joint graphs, until an engine says what to do with the next ones.
 
     Dynamo holds it until it is released. So it does not hold the step: ``run`` is dropped once it was called.
