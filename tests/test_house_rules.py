@@ -21,7 +21,7 @@ MOST_COMPLEX = 15
 # Modules without a test file of their own. Only ever shorten this.
 UNTESTED = {
     "chains/grid.py", "chains/needs.py", "chains/smallest.py", "cli/checkout.py", "cli/options.py", "engines/code.py",
-    "engines/fit.py", "engines/replan.py", "errors.py", "kernels/curves.py", "kernels/triton/batchnorm_programs.py",
+    "engines/fit.py", "engines/replan.py", "kernels/curves.py", "kernels/triton/batchnorm_programs.py",
     "kernels/triton/launcher.py", "loading/arguments.py", "loading/installed.py", "nn/batchnorm_node.py",
     "nn/batchnorm_plain.py", "nn/fewbit_tables.py", "nn/functional.py", "nn/fx_leaf.py", "nn/guard.py",
     "nn/hidden_writes.py", "nn/lazy_logits.py", "nn/second_order.py", "nn/statistics.py", "nn/strategies.py",
@@ -29,7 +29,7 @@ UNTESTED = {
     "planning/prediction.py", "planning/program.py", "planning/rounding.py", "planning/search.py",
     "planning/stages.py", "planning/temporaries.py", "planning/writer.py", "profiling/devices.py",
     "profiling/profiler.py", "profiling/roofline.py", "profiling/timing.py", "reporting/blocks.py",
-    "reporting/charts.py", "reporting/embed.py", "reporting/inline.py", "sizes.py", "techniques/batchnorm/behind.py",
+    "reporting/charts.py", "reporting/embed.py", "reporting/inline.py", "techniques/batchnorm/behind.py",
     "techniques/batchnorm/find.py", "techniques/batchnorm/forwards.py", "techniques/batchnorm/memory.py",
     "techniques/compress/allocation.py", "techniques/forward.py", "techniques/in_backward.py",
     "techniques/microbatch/calls.py", "techniques/microbatch/counts.py", "techniques/microbatch/facts.py",

@@ -31,7 +31,7 @@ class Action(StrEnum):
 class Operation(NamedTuple):
     """One stage, run once. Stages count from 0 here, and from 1 in print.
 
-    >>> str(Operation(Kind.CHECKPOINT, 0)), str(Operation(Kind.BACKWARD, 3))
+    >>> str(Operation(Action.CHECKPOINT, 0)), str(Operation(Action.BACKWARD, 3))
     ('F1c', 'B4')
     """
 

@@ -31,6 +31,7 @@ def chunk_loss(head: nn.Linear, chunk: int | None = None, *, path: str = "") -> 
 
     Whatever else reads the logits gets them whole: right, and without a saving.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1000))
     >>> with chunk_loss(model[2]):
     ...     loss = nn.functional.cross_entropy(model(torch.randn(5, 4)), torch.arange(5))
