@@ -36,8 +36,8 @@ class Workload:
     optimizer: torch.optim.Optimizer | None = None
     autocast: torch.dtype | None = None
     name: str = ""
-    captures: list[Any] = field(default_factory=list[Any], init=False, repr=False, compare=False)
-    """The loss as planning captured it, for an engine to take."""
+    captures: list[Any] | None = field(default=None, init=False, repr=False, compare=False)
+    """The loss as planning captured it, for an engine to take. None where no call of lowtide's shares it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -80,7 +80,7 @@ class Workload:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "captures": []}  # compiled code belongs to this step: a copy has none
+        return {**vars(self), "captures": None}  # compiled code belongs to this step: a copy has none
 
     @property
     def device(self) -> torch.device:

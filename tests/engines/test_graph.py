@@ -8,13 +8,13 @@ import gc
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lowtide
 from lowtide import Workload, zoo
@@ -440,11 +440,43 @@ def test_fit_captures_the_loss_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(captures) == 1
     step.undo()
     model.zero_grad()
-    assert step._plain.captures
-    assert not copy.copy(step._plain).captures
-    with apply(step.plan, replace(step._plain)) as again:  # another step to Dynamo
+    with apply(step.plan, step._plain) as again:  # another call, before which anything may have changed
         again.loss(torch.randn(64, 32)).backward()
     assert len(captures) == 2
+
+
+class Patched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).tanh()
+
+
+def test_a_class_that_is_patched_between_plan_and_apply_runs_as_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo does not guard methods of classes."""
+    work = Workload(nn.Sequential(*(Patched() for _ in range(4))), squares, torch.randn(64, 32))
+    found = plan(work, "80%", engine="graph", tune=False)
+    monkeypatch.setattr(Patched, "forward", lambda self, x: x + self.inner(x).relu())
+    expected = results(work, lambda batch: work.compute_loss(batch=batch))
+    with apply(found, work) as step:
+        with pytest.warns(RuntimeWarning, match="not the one that was planned"):
+            found_now = results(work, step.loss)
+        for ours, plains in zip(found_now, expected, strict=True):
+            assert torch.equal(ours, plains)
+
+
+def test_another_kind_of_attention_between_plan_and_apply_is_captured_anew() -> None:
+    """Dynamo does not guard the flags that choose it."""
+    model = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    work = Workload(model, lambda model, x: (model(x) * x).mean(), torch.randn(16, 24, 32))
+    found = plan(work, "90%", engine="graph", tune=False)
+    with sdpa_kernel(SDPBackend.MATH), apply(found, work) as step:
+        expected = results(work, lambda batch: work.compute_loss(batch=batch))
+        with pytest.warns(RuntimeWarning, match="not the one that was planned"):
+            ours = results(work, step.loss)
+        torch.testing.assert_close(ours, expected)
 
 
 def test_two_steps_of_one_plan_run_each_its_own_program() -> None:

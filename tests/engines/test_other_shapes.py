@@ -84,7 +84,7 @@ def test_many_lengths_need_no_capture_beside_the_planned_one(
     torch.manual_seed(1)
     for length in (61, 20, 64, 33, 58, 40, 63, 47, 53):
         assert_as_plain(step, torch.randn(4, length, 8))
-    assert not captures
+    assert len(captures) == 1
     assert len(predictions) <= 9
     lines = [record.getMessage() for record in caplog.records if record.name == "lowtide"]
     assert len(lines) == 2
@@ -155,4 +155,4 @@ def test_a_planned_batch_between_others_is_not_captured_again(captures: list[Any
     losses = [step.loss(batch) for batch in (first, second, first, second)]
     for value in losses:  # backward runs after the model was restored
         value.backward()
-    assert not captures
+    assert len(captures) == 1

@@ -17,6 +17,7 @@ from lowtide.errors import BudgetError, PlanError
 from lowtide.planning.plan import Plan
 from lowtide.planning.search import Engine, Permission
 from lowtide.techniques.technique import Fidelity
+from lowtide.tracing.joint import sharing_captures
 from lowtide.workload import Workload
 
 
@@ -46,9 +47,15 @@ def fit(
     ('bitwise', True)
     """
     work = Workload(model, loss, batch, optimizer, autocast)
-    chosen = plan(work, budget, allow=allow, engine=engine, tune=tune)
-    if not verify:
+    with sharing_captures(work):
+        chosen = plan(work, budget, allow=allow, engine=engine, tune=tune)
+        if verify:
+            chosen = _verified(work, chosen, budget, allow, engine)
         return apply(chosen, work)
+
+
+def _verified(work: Workload, chosen: Plan, budget: float | str, allow: str | Collection[str], engine: Engine) -> Plan:
+    """Run the plan beside the plain step; return it, corrected, or another one, or raise."""
     found = verify_plan(work, chosen)
     wrong = found.compared and not found.results_agree
     if wrong and chosen.engine == "graph" and engine == "auto" and not found.only_rounding:
@@ -59,7 +66,7 @@ def fit(
             "The planned step was not compared with the plain one, which does not fit on this device. "
             "Verify it with a smaller batch: lowtide.verify(work, plan)",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
     if wrong:
         if not found.repeatable:
@@ -68,11 +75,11 @@ def fit(
             raise PlanError(f"The planned step does not give what it promised:\n{found}")
         error = max(agreement.error for agreement in found.agreements)
         note = f"Bits were promised, and results are off by rounding, {error:.1e}: the plan is roundoff."
-        warnings.warn(f"{note} allow='bitwise' refuses such plans.", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{note} allow='bitwise' refuses such plans.", RuntimeWarning, stacklevel=3)
         chosen = chosen.with_rounding(note)
     if not found.within_budget:
-        warnings.warn(f"The planned step is above its budget:\n{found}", RuntimeWarning, stacklevel=2)
-    return apply(chosen, work)
+        warnings.warn(f"The planned step is above its budget:\n{found}", RuntimeWarning, stacklevel=3)
+    return chosen
 
 
 def _fall_back(
@@ -86,6 +93,6 @@ def _fall_back(
     warnings.warn(
         f"The graph engine's step does not give what it promised; the eager engine runs instead:\n{found}",
         RuntimeWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
     return chosen, verify_plan(work, chosen)

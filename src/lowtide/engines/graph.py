@@ -58,6 +58,8 @@ class PlannedLoss:
         self._watched = False  # whether a dispatch mode was warned about
         self._failed: set[Any] = set()  # where capture failed once
         self._given_up: set[Any] = set()  # where the plain loss runs
+        if work.captures:  # which are shared only now
+            self._capture(call_key(work.batch), planner_for(work.batch))
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of the step's own model; ``model`` is there since this takes the place of a loss function."""
@@ -115,7 +117,7 @@ class PlannedLoss:
         if len(self._captured) >= _MOST_SHAPES:
             _, (_, oldest) = self._captured.popitem(last=False)
             oldest.release()
-        taken = next((capture for capture in self.work.captures if capture.take(key)), None)
+        taken = next((capture for capture in self.work.captures or () if capture.take(key)), None)
         loss = CompiledLoss(self.work, _Backend(planner)) if taken is None else _Taken(taken, planner)
         self._captured[key] = planner, loss
 

@@ -13,6 +13,7 @@ from lowtide.planning.plan import Plan
 from lowtide.planning.search import Engine
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import best_seconds, has_ranks
+from lowtide.tracing.joint import sharing_captures
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload, check_workload
 
@@ -50,10 +51,11 @@ def plan(
     check_workload(work, call="lowtide.plan(work, budget)")
     is_here = not fake and device in (None, work.device.type) and work.device.type != "meta"
     most = _RIVALS if tune and is_here and not has_ranks() else 1
-    rivals = plans(work, budget, allow=allow, profile=profile, fake=fake, device=device, engine=engine, most=most)
-    if most == 1 or (len(rivals) == 1 and not rivals[0].choices):
-        return rivals[0]
-    return _fastest(work, rivals)
+    with sharing_captures(work):
+        rivals = plans(work, budget, allow=allow, profile=profile, fake=fake, device=device, engine=engine, most=most)
+        if most == 1 or (len(rivals) == 1 and not rivals[0].choices):
+            return rivals[0]
+        return _fastest(work, rivals)
 
 
 def _fastest(work: Workload, rivals: list[Plan]) -> Plan:

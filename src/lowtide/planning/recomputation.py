@@ -121,7 +121,10 @@ def recomputations(work: Workload, plain: Profile) -> Recomputations:
     if found is None or found.plain is not plain:
         captured = _steady_capture(work, plain)
         found = _known[work] = Recomputations(captured.joint, plain, earned=captured.fidelity, note=captured.note)
-        work.captures[:] = [captured.capture]
+        if work.captures is None:
+            captured.capture.release()
+        else:
+            work.captures.append(captured.capture)
     return found
 
 

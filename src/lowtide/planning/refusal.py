@@ -57,7 +57,7 @@ def _advice(search: Search, least: Found, wanted: int, permitted: Permission) ->
         advice.append(f"Allow {what} to reach {format_size(everything.peak_bytes)}.")
     samples = _samples_that_fit(search, least, wanted)
     if samples:
-        advice.append(f"A batch of {samples} samples may fit.")
+        advice.append(f"A batch of {samples} sample{'s' * (samples > 1)} may fit.")
     return " ".join([*advice, *islice(search.notes, _REASONS)])
 
 

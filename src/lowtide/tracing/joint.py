@@ -13,7 +13,8 @@ import operator
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from types import FunctionType
 from typing import Any, Literal, Self
@@ -148,7 +149,7 @@ class Capture:
         self.loss, self._backend = loss, backend
         self.key = call_key(work.batch)
         self.graph = backend.graphs[-1]
-        self._is_free = self.graph.is_plain and len(backend.graphs) == 1
+        self._is_free = self._is_shared = self.graph.is_plain and len(backend.graphs) == 1
 
     def take(self, key: Any) -> bool:
         """Give the captured loss to an engine, if it is free and such batches were captured."""
@@ -161,17 +162,42 @@ class Capture:
         self.graph.run, self._backend.recapture = run, recapture
 
     def give_back(self) -> None:
-        """Free what the engine made. Where Dynamo captured other graphs since, free all: they are the engine's."""
-        if self._backend.is_recaptured:
+        """Free what the engine made, and all if it is not shared, or if Dynamo captured other graphs for the engine."""
+        if self._backend.is_recaptured or not self._is_shared:
             self.release()
         else:
             self.graph.run = self._backend.recapture = None
             self._is_free = True
 
+    def end_sharing(self) -> None:
+        """Let nobody take it any more; the engine that has it frees it."""
+        self._is_shared = False
+        if self._is_free:
+            self.release()
+
     def release(self) -> None:
-        """Free what Dynamo holds: nobody can take it any more."""
-        self._is_free = False
+        """Free what Dynamo holds."""
+        self._is_free = self._is_shared = False
         self.loss.release()
+
+
+@contextmanager
+def sharing_captures(work: Workload) -> Generator[None]:
+    """Share captures of a step within one call of lowtide's.
+
+    Dynamo's guards do not see all that changes a step, such as a method of a class. So no capture is shared longer.
+    """
+    if work.captures is not None:
+        yield
+        return
+    captures: list[Capture] = []
+    object.__setattr__(work, "captures", captures)
+    try:
+        yield
+    finally:
+        object.__setattr__(work, "captures", None)
+        for capture in captures:
+            capture.end_sharing()
 
 
 class _JointCollector:
@@ -298,8 +324,14 @@ def _settings() -> dict[str, Any]:
     return {**settings, name: {*methods, *functions, *getattr(now, name)}}
 
 
+_cuda = torch.backends.cuda
+_ATTENTION = (  # on a CPU too; Dynamo does not look at them
+    _cuda.flash_sdp_enabled, _cuda.mem_efficient_sdp_enabled, _cuda.math_sdp_enabled, _cuda.cudnn_sdp_enabled,
+)  # fmt: skip
+
+
 def call_key(batch: Any) -> Any:
-    """Name what a loss is captured for: the batch's structure and shapes, and how many hooks all modules have.
+    """Name what a loss is captured for: structure and shapes of the batch, hooks of all modules, kinds of attention.
 
     Values that are not tensors are Dynamo's to look at.
     """
