@@ -10,6 +10,7 @@ from torch import distributed
 from lowtide.workload import Workload
 
 _ROUNDS = 3  # of steps that take longer than a moment, at the most
+_MOST_ROUNDS = 12  # of short steps: a loss may print or count its calls
 _LEAST_SECONDS = 0.05  # of short steps, whose noise is large
 _ENOUGH_SECONDS = 0.5  # of each step, after which no other round begins
 
@@ -24,7 +25,9 @@ def best_seconds(*steps: Workload) -> list[float]:
         seconds_of_loss(step)
     rounds: list[list[float]] = []
     taken = 0.0
-    while taken < (_ENOUGH_SECONDS if len(rounds) < _ROUNDS else _LEAST_SECONDS) * len(steps):
+    for count in range(_MOST_ROUNDS):
+        if taken >= (_ENOUGH_SECONDS if count < _ROUNDS else _LEAST_SECONDS) * len(steps):
+            break
         rounds.append([seconds_of_loss(step) for step in steps])
         taken += sum(rounds[-1])
     return [min(each) for each in zip(*rounds, strict=True)]
