@@ -68,7 +68,10 @@ def test_global_hooks_are_found() -> None:
 def test_a_forward_with_hooks_is_called_by_the_code_of_a_call() -> None:
     class Model(nn.Module):
         def forward(self) -> bool:
-            return frame_at(1).f_code is modules.CALL
+            return modules.CALL in (
+                frame_at(1).f_code,
+                frame_at(2).f_code,
+            )  # between are torch's own, with global hooks
 
     assert Model()()
 

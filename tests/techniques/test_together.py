@@ -91,7 +91,7 @@ def test_two_work_together_or_refuse_with_a_reason(first: str, second: str, plai
     promised = Check(
         max(check.fidelity for check in checks),
         rtol=max(check.rtol for check in checks) + 1e-5,
-        atol=max(check.atol for check in checks),
+        atol=max(check.atol for check in checks) + 1e-5,  # a bias before a batch norm has a gradient of rounding alone
         leaves_gradients=all(check.leaves_gradients for check in checks),
     )
     if (first, second) in REFUSED:
