@@ -18,7 +18,7 @@ from lowtide.errors import LowtideError
 from lowtide.planning import apply_options, predict
 from lowtide.profiling import Profile, profile
 from lowtide.techniques import Check, Fidelity, Option, techniques
-from tests.contract.outcomes import assert_agree, assert_restored, run, snapshot
+from tests.contract.outcomes import Outcome, assert_agree, assert_restored, run, snapshot
 from tests.soak import SOAK
 
 NAMES = list(techniques())
@@ -81,6 +81,11 @@ ONCE = list(itertools.combinations(NAMES, 2))
 ORDERS = [*ONCE, *(pair[::-1] for pair in ONCE if SOAK or pair in REFUSED)]
 
 
+def untrained(results: Outcome) -> Outcome:
+    """Results without parameters after the step: Adam makes a whole step of a gradient that is rounding alone."""
+    return {name: value for name, value in results.items() if not name.endswith(", trained")}
+
+
 @pytest.mark.parametrize(("first", "second"), ORDERS)
 def test_two_work_together_or_refuse_with_a_reason(first: str, second: str, plain: Profile) -> None:
     work = workload()
@@ -100,8 +105,10 @@ def test_two_work_together_or_refuse_with_a_reason(first: str, second: str, plai
     else:
         with apply_options(work, both) as applied:
             found = run(applied.work)
-        if promised.fidelity in (Fidelity.BITWISE, Fidelity.ROUNDOFF):
+        if promised.fidelity is Fidelity.BITWISE:
             assert_agree(found, expected, promised)
+        elif promised.fidelity is Fidelity.ROUNDOFF:
+            assert_agree(untrained(found), untrained(expected), promised)
         assert all(value.isfinite().all() for name, value in found.items() if name != "generator")
     assert_restored(work.model, before)
     assert_agree(run(work), expected, Check.EXACT)
