@@ -23,7 +23,8 @@ from lowtide import Workload, zoo
 from lowtide.engines.graph import planned_loss
 from lowtide.planning.program import Program
 from lowtide.planning.strategies import StrategyBytes, compare_strategies, plain, sqrt_without_cheap, without_cheap
-from lowtide.tracing.joint import Joint, capture_joint
+from lowtide.tracing.captured_loss import capture_joint
+from lowtide.tracing.joint import Joint
 
 NAME, OVER_DEPTH = "liveness", "liveness_depth"
 PLAIN = "plain PyTorch"

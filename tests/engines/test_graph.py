@@ -22,8 +22,9 @@ from lowtide.engines import apply, graph, plan
 from lowtide.errors import BudgetError
 from lowtide.planning.fastest import fastest_program
 from lowtide.planning.program import Kind, Program, simulate
-from lowtide.tracing import joint
-from lowtide.tracing.joint import CompiledLoss, Joint
+from lowtide.tracing import captured_loss
+from lowtide.tracing.captured_loss import CompiledLoss
+from lowtide.tracing.joint import Joint
 
 from ..soak import SOAK, in_soak
 from .counting import PLANS, Planner, executed_peak, results
@@ -424,7 +425,7 @@ def test_a_setting_that_cannot_be_captured_runs_the_plain_step_and_says_so() -> 
 
 def test_fit_captures_the_loss_once(monkeypatch: pytest.MonkeyPatch) -> None:
     captures: list[str] = []
-    for backend in (joint._JointCollector, graph._Backend):
+    for backend in (captured_loss._JointCollector, graph._Backend):
         original = backend.__call__
 
         def counted(self: Any, *args: Any, original: Any = original) -> Any:

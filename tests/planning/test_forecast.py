@@ -12,7 +12,7 @@ from lowtide.engines import apply, plan
 from lowtide.planning import forecast, predict_plan
 from lowtide.planning.forecast import Forecast
 from lowtide.profiling import profile
-from lowtide.tracing.joint import capture_joint
+from lowtide.tracing.captured_loss import capture_joint
 from lowtide.workload import Workload
 
 

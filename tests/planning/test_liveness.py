@@ -13,7 +13,8 @@ from lowtide import Workload
 from lowtide.errors import LowtideError
 from lowtide.planning.liveness import Access, Life, Order, in_place, lives, lives_in_place, order_of, peak_bytes
 from lowtide.planning.strategies import plain
-from lowtide.tracing.joint import Joint, capture_joint
+from lowtide.tracing.captured_loss import capture_joint
+from lowtide.tracing.joint import Joint
 from tests.planning.orders import EXP, convolutions, lstm, mlp, orders
 
 

@@ -15,7 +15,8 @@ from lowtide.planning.offloading import with_offloaded
 from lowtide.planning.program import Cell, Kind, Program, simulate
 from lowtide.planning.stages import Stages
 from lowtide.planning.writer import program_of
-from lowtide.tracing.joint import Joint, capture_joint
+from lowtide.tracing.captured_loss import capture_joint
+from lowtide.tracing.joint import Joint
 from tests.engines.counting import executed_peak, results
 from tests.soak import in_soak
 

@@ -24,7 +24,8 @@ from lowtide.planning.stages import Stages
 from lowtide.profiling import Profile, profile
 from lowtide.techniques import Fidelity
 from lowtide.tracing.accumulation import held_by_call
-from lowtide.tracing.joint import Joint, capture_joint
+from lowtide.tracing.captured_loss import capture_joint
+from lowtide.tracing.joint import Joint
 from lowtide.workload import Workload
 
 from ..contract.outcomes import assert_restored, snapshot

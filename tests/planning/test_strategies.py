@@ -19,8 +19,9 @@ from lowtide.planning.program import Program, simulate
 from lowtide.planning.stages import Stages
 from lowtide.planning.strategies import StrategyBytes, compare_strategies, plain, sqrt_without_cheap, without_cheap
 from lowtide.planning.writer import program_of
+from lowtide.tracing.captured_loss import capture_joint
 from lowtide.tracing.effects import is_batch_norm
-from lowtide.tracing.joint import Joint, capture_joint, is_item
+from lowtide.tracing.joint import Joint, is_item
 from tests.planning.orders import convolutions, lstm, mlp
 
 STEPS: dict[str, Callable[[], Workload]] = {

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from lowtide import Workload
 from lowtide.engines.graph import planned_loss
 from lowtide.planning.fastest import fastest_program
+from lowtide.tracing.captured_loss import capture_joint
 from lowtide.tracing.effects import is_batch_norm, without_statistics
-from lowtide.tracing.joint import Joint, capture_joint
+from lowtide.tracing.joint import Joint
 
 _aten = torch.ops.aten
 FUNCTIONAL = _aten._native_batch_norm_legit_functional.default

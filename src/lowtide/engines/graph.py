@@ -26,8 +26,9 @@ from lowtide.engines.code import Piece, boxed, forward_graph, graphs_of, pieces_
 from lowtide.engines.watch import unwatched
 from lowtide.errors import LowtideError
 from lowtide.planning.program import Cell, Program
+from lowtide.tracing.captured_loss import Capture, CapturedGraph, CompiledLoss, call_key
 from lowtide.tracing.held import parameters_of, watch_modules
-from lowtide.tracing.joint import Capture, CapturedGraph, CompiledLoss, Joint, call_key
+from lowtide.tracing.joint import Joint
 from lowtide.workload import Workload
 
 _aten: Any = torch.ops.aten

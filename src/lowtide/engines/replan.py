@@ -25,7 +25,8 @@ from lowtide.planning.stages import Stages
 from lowtide.planning.writer import program_of
 from lowtide.profiling import profile
 from lowtide.sizes import format_size
-from lowtide.tracing.joint import Joint, capture_joint
+from lowtide.tracing.captured_loss import capture_joint
+from lowtide.tracing.joint import Joint
 from lowtide.tracing.parts import leaves
 from lowtide.workload import Workload
 

@@ -12,7 +12,8 @@ from torch import fx
 from lowtide.compat.dynamo import aot_autograd, silenced, source_of
 from lowtide.compat.fake import FAKE_KERNELS
 from lowtide.errors import TraceError
-from lowtide.tracing.joint import CompiledLoss, Origin, origin_of, refuse_uncapturable
+from lowtide.tracing.captured_loss import CompiledLoss, refuse_uncapturable
+from lowtide.tracing.joint import Origin, origin_of
 from lowtide.tracing.unchanged import unchanged
 from lowtide.workload import Workload
 
