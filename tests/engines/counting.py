@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -117,3 +118,16 @@ class Counter(TorchDispatchMode):
 
         self.live[key] = weakref.ref(storage, died), size
         self.bytes += size
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    """A list that grows by the first argument of each call of a function or method."""
+    calls: list[Any] = []
+    original = getattr(owner, name)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(args[0])
+        return original(*args, **options)
+
+    monkeypatch.setattr(owner, name, counted)
+    return calls

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lowtide
 from lowtide import Workload, zoo
-from lowtide.engines import apply, graph, plan
+from lowtide.engines import graph
 from lowtide.errors import BudgetError
 from lowtide.planning.fastest import fastest_program
 from lowtide.planning.program import Kind, Program, simulate
-from lowtide.tracing import captured_loss
-from lowtide.tracing.captured_loss import CompiledLoss
 from lowtide.tracing.joint import Joint
 
 from ..soak import SOAK, in_soak
@@ -102,7 +96,7 @@ def test_a_smaller_budget_runs_more_and_needs_less() -> None:
 
 @pytest.fixture(scope="module")
 def smallest() -> Planner:
-    """What was planned for a GPT-2."""
+    """A captured GPT-2 with its program."""
     planner = Planner("smallest")
     work = zoo.small("gpt2")
     graph.planned_loss(work, planner)(work.batch)
@@ -341,153 +335,3 @@ def test_a_plan_holds_on_the_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert found.storage_peak_bytes == found.plan.storage_peak_bytes
     if name in ("gpt2", "roberta-base"):
         assert found.plan.fidelity == "bitwise"
-
-
-# -- what is held ----------------------------------------------------------------------------------------
-
-
-def live_tensors() -> int:
-    gc.collect()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some objects of torch's warn when they are looked at
-        return sum(isinstance(each, Tensor) for each in gc.get_objects())
-
-
-@pytest.mark.parametrize("engine", ["graph", "auto", "eager"])
-def test_cycles_of_plan_apply_and_undo_leave_no_tensors_behind(engine: Any) -> None:
-    model, batch = layers(3), torch.randn(64, 32)
-
-    def cycle() -> int:
-        work = Workload(model, lambda model, x: model(x).square().mean(), batch)
-        with apply(plan(work, "80%", engine=engine, tune=False), work) as step:  # the same plan each time
-            assert engine in ("auto", step.plan.engine)
-            step(batch)
-        model.zero_grad()
-        del work, step
-        return live_tensors()
-
-    counts = [cycle() for _ in range(3)]
-    assert counts[1] == counts[2]
-
-
-def test_releasing_a_step_leaves_the_users_own_compiled_functions_alone() -> None:
-    compiled: list[Any] = []
-
-    def backend(module: Any, _: Any) -> Any:
-        compiled.append(module)
-        return module
-
-    double = torch.compile(lambda x: x * 2, backend=backend)
-    double(torch.ones(3))
-    work = Workload(layers(), lambda model, x: model(x).square().mean(), torch.randn(64, 32))
-    loss = graph.PlannedLoss(work, lambda _: Planner("all"))
-    loss(work.model, work.batch).backward()
-    loss.release()
-    double(torch.ones(3))
-    assert len(compiled) == 1
-
-
-def test_only_so_many_shapes_stay_captured_and_the_others_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "_MOST_SHAPES", 2)
-    work = Workload(layers(2), lambda model, x: model(x).square().mean(), torch.randn(64, 32))
-    loss = graph.PlannedLoss(work, lambda _: lambda joint: fastest_program(joint, 2**40))
-    counts: list[int] = []
-    for size in (64, 63, 62, 61):
-        loss(work.model, work.batch[:size]).backward()
-        counts.append(live_tensors())
-    assert counts[2] == counts[3]
-    held = [type(each) for each in gc.get_objects()]
-    assert held.count(graph._Runner) == held.count(CompiledLoss) == 2
-    pending = loss(work.model, work.batch[:61])
-    loss(work.model, work.batch[:60])
-    loss(work.model, work.batch[:59])  # which frees 61
-    pending.backward()
-
-
-def test_a_setting_that_cannot_be_captured_runs_the_plain_step_and_says_so() -> None:
-    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh())))
-    work = Workload(model, squares, torch.randn(64, 32))
-    loss = graph.planned_loss(work, Planner("smallest"))
-    loss(work.batch).backward()
-    model[1].momentum = None  # type: ignore[assignment]
-    model.zero_grad()
-    twin = copy.deepcopy(model)
-    with pytest.warns(RuntimeWarning, match="no longer captured as one graph .* runs as it is"):
-        loss(work.batch).backward()
-    squares(twin, work.batch).backward()
-    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
-    assert all(map(torch.equal, model.buffers(), twin.buffers()))
-
-
-# -- captured once ---------------------------------------------------------------------------------------
-
-
-def test_fit_captures_the_loss_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    captures: list[str] = []
-    for backend in (captured_loss._JointCollector, graph._Backend):
-        original = backend.__call__
-
-        def counted(self: Any, *args: Any, original: Any = original) -> Any:
-            captures.append(type(self).__module__)
-            return original(self, *args)
-
-        monkeypatch.setattr(backend, "__call__", counted)
-    model = layers(4)
-    step = lowtide.fit(
-        model, lambda model, x: model(x).square().mean(), torch.randn(64, 32), engine="graph", budget="80%"
-    )
-    step.loss(torch.randn(64, 32)).backward()
-    assert len(captures) == 1
-    step.undo()
-    model.zero_grad()
-    with apply(step.plan, step._plain) as again:  # another call, before which anything may have changed
-        again.loss(torch.randn(64, 32)).backward()
-    assert len(captures) == 2
-
-
-class Patched(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x).tanh()
-
-
-def test_a_class_that_is_patched_between_plan_and_apply_runs_as_patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo does not guard methods of classes."""
-    work = Workload(nn.Sequential(*(Patched() for _ in range(4))), squares, torch.randn(64, 32))
-    found = plan(work, "80%", engine="graph", tune=False)
-    monkeypatch.setattr(Patched, "forward", lambda self, x: x + self.inner(x).relu())
-    expected = results(work, lambda batch: work.compute_loss(batch=batch))
-    with apply(found, work) as step:
-        with pytest.warns(RuntimeWarning, match="not the one that was planned"):
-            found_now = results(work, step.loss)
-        for ours, plains in zip(found_now, expected, strict=True):
-            assert torch.equal(ours, plains)
-
-
-def test_another_kind_of_attention_between_plan_and_apply_is_captured_anew() -> None:
-    """Dynamo does not guard the flags that choose it."""
-    model = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-    work = Workload(model, lambda model, x: (model(x) * x).mean(), torch.randn(16, 24, 32))
-    found = plan(work, "90%", engine="graph", tune=False)
-    with sdpa_kernel(SDPBackend.MATH), apply(found, work) as step:
-        expected = results(work, lambda batch: work.compute_loss(batch=batch))
-        with pytest.warns(RuntimeWarning, match="not the one that was planned"):
-            ours = results(work, step.loss)
-        torch.testing.assert_close(ours, expected)
-
-
-def test_two_steps_of_one_plan_run_each_its_own_program() -> None:
-    model, batch = layers(4), torch.randn(64, 32)
-    work = Workload(model, lambda model, x: model(x).square().mean(), batch)
-    found = plan(work, "80%", engine="graph", tune=False)
-    expected = results(work, lambda batch: work.compute_loss(batch=batch))
-    with apply(found, work) as first:
-        for _ in range(2):
-            with apply(found, work) as second:
-                for step in (first, second):
-                    for ours, plains in zip(results(work, step.loss), expected, strict=True):
-                        assert torch.equal(ours, plains)

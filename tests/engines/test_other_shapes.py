@@ -17,6 +17,7 @@ from lowtide.profiling import profile
 from lowtide.workload import Workload
 
 from ..tracing.allocator import allocated_peak
+from .counting import count_calls
 from .planned import smallest_budget, squares
 from .test_watch import Attention
 
@@ -30,28 +31,13 @@ def attention(length: int = 64) -> Workload:
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Grows with each graph that is captured for a program."""
-    calls: list[Any] = []
-    original = graph_module._Backend.__call__
-
-    def counted(self: Any, *args: Any) -> Any:
-        calls.append(self)
-        return original(self, *args)
-
-    monkeypatch.setattr(graph_module._Backend, "__call__", counted)
-    return calls
+    return count_calls(monkeypatch, graph_module._Backend, "__call__")
 
 
 @pytest.fixture
 def predictions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Grows with each step that is predicted."""
-    calls: list[Any] = []
-
-    def counted(work: Workload, **options: Any) -> Any:
-        calls.append(work)
-        return profile(work, **options)
-
-    monkeypatch.setattr(other_shapes_module, "profile", counted)
-    return calls
+    return count_calls(monkeypatch, other_shapes_module, "profile")
 
 
 def on_graph(work: Workload, budget: int | str) -> Step:

@@ -27,7 +27,7 @@ from ..planning.steps import chain
 from ..ranks import on_two_ranks
 from ..soak import in_soak
 from ..tracing.allocator import allocated_peak
-from .counting import results
+from .counting import count_calls, results
 from .planned import Loss, Ready, assert_kept, awkward, plain_loss, planned, smallest_budget, squares
 
 QUICK = ["lenet", "gpt2", "lstm"]
@@ -152,15 +152,7 @@ def test_a_schedule_of_another_graph_is_refused_when_it_should_run(ready: Ready,
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Grows with each graph that is compiled."""
-    calls: list[Any] = []
-    original = graph._Backend.__call__
-
-    def count(self: Any, *args: Any) -> Any:
-        calls.append(self)
-        return original(self, *args)
-
-    monkeypatch.setattr(graph._Backend, "__call__", count)
-    return calls
+    return count_calls(monkeypatch, graph._Backend, "__call__")
 
 
 @pytest.mark.filterwarnings("ignore:Gradients of .* are there before the step")  # of the step before; not asked here

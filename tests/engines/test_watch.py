@@ -20,7 +20,7 @@ from lowtide.workload import Workload
 
 from ..planning.steps import chain
 from ..tracing.allocator import allocated_peak
-from .counting import Counter
+from .counting import Counter, count_calls
 
 
 class Attention(nn.Module):
@@ -51,14 +51,7 @@ def eager(work: Workload, budget: int | str = "70%") -> Step:
 @pytest.fixture
 def predictions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Grows with each step that is predicted."""
-    calls: list[Any] = []
-
-    def counted(work: Workload, **options: Any) -> Any:
-        calls.append(work)
-        return profile(work, **options)
-
-    monkeypatch.setattr(watch_module, "profile", counted)
-    return calls
+    return count_calls(monkeypatch, watch_module, "profile")
 
 
 # -- batches -------------------------------------------------------------------------------------------

@@ -291,7 +291,7 @@ class CompiledLoss:
 
 
 def _settings() -> dict[str, Any]:
-    """What Dynamo is to do otherwise than by default.
+    """Settings of Dynamo that differ from its defaults.
 
     It would not look whether a module has got a hook since, to save 1.5 µs for each module. Inside a DDP module's
     forward it would cut graphs at DDP's buckets; gradients leave early without that. It would not capture logging.
@@ -308,7 +308,7 @@ def _settings() -> dict[str, Any]:
 
 
 _cuda = torch.backends.cuda
-_ATTENTION = (  # on a CPU too; Dynamo does not look at them
+_ATTENTION = (  # kinds that may run, on a CPU too; Dynamo's guards do not see them
     _cuda.flash_sdp_enabled, _cuda.mem_efficient_sdp_enabled, _cuda.math_sdp_enabled, _cuda.cudnn_sdp_enabled,
 )  # fmt: skip
 
@@ -320,8 +320,9 @@ def call_key(batch: Any) -> Any:
     """
     leaves, structure = flatten(batch)
     shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
-    return (str(structure), shapes, *map(len, GLOBAL_HOOKS))
+    attention = tuple(is_enabled() for is_enabled in _ATTENTION)
+    return (str(structure), shapes, attention, *map(len, GLOBAL_HOOKS))
 
 
 class _CapturedError(Exception):
-    """The graph is there: the step need not run."""
+    """Stop a step whose graph was captured."""
