@@ -8,17 +8,13 @@ import torch
 from lowtide.compat import cuda
 from lowtide.errors import TraceError
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-
-@needs_gpu
 @pytest.mark.gpu
 def test_the_current_device_and_stream_are_those_of_torch() -> None:
     assert cuda.current_device() == torch.cuda.current_device()
     assert cuda.current_stream(0) == torch.cuda.current_stream(0).cuda_stream
 
 
-@needs_gpu
 @pytest.mark.gpu
 def test_a_gpu_sleeps_for_some_cycles() -> None:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -29,7 +25,6 @@ def test_a_gpu_sleeps_for_some_cycles() -> None:
     assert start.elapsed_time(end) > 1
 
 
-@needs_gpu
 @pytest.mark.gpu
 def test_cudnn_keeps_bytes_for_backward_where_torch_takes_it() -> None:
     x, vector = torch.ones(4, 8, 5, 5, device="cuda"), torch.ones(8, device="cuda")

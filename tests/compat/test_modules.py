@@ -46,7 +46,9 @@ def test_attributes_are_without_parameters_and_children() -> None:
 
 def test_hooks_are_found() -> None:
     linear = nn.Linear(2, 2)
-    hook: Any = lambda *_: None  # noqa: E731
+
+    def hook(*_: Any) -> None: ...
+
     assert modules.hooks_of(linear) == []
     handles = (linear.register_forward_pre_hook(hook), linear.register_forward_hook(hook))
     handles += (linear.register_full_backward_hook(hook), linear.register_full_backward_pre_hook(hook))

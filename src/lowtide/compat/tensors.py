@@ -1,4 +1,4 @@
-"""What a tensor and its storage know of themselves beyond their public attributes."""
+"""Private attributes of tensors, storages and generators."""
 
 from __future__ import annotations
 

@@ -136,13 +136,13 @@ def _owner(spec: Spec, weight: Tensor | None) -> object:
 
 
 def _versions(affine: Affine) -> tuple[int, int]:
-    """Of γ and β: whether somebody wrote to them since."""
+    """Version counters of γ and β, which writes in place raise."""
     weight, bias = affine.weight, affine.bias
     return 0 if weight is None else version_of(weight), 0 if bias is None else version_of(bias)
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
-    """What was kept, and still is as it was."""
+    """Return the saved tensors; raise where one was written to since."""
     if _versions(ctx.affine) != ctx.versions:
         raise LowtideError(
             "γ or β was changed in place between forward and backward, which needs it",

@@ -24,7 +24,7 @@ class Statistics(NamedTuple):
 
 
 def batch_statistics(x: Tensor, running: Running, group: Any = None) -> Statistics:
-    """Those of this batch, or of the batches of a process group. The running statistics follow."""
+    """Measure the statistics of this batch, or of a process group's batches, and update the running ones."""
     if group is not None:
         from lowtide.nn.synchronised import group_statistics
 

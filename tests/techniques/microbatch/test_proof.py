@@ -1,4 +1,4 @@
-"""What is proved of a loss, and what is not: each rule beside a loss that mixes samples."""
+"""Losses whose reduction is proved, beside losses that mix samples and are not."""
 
 from __future__ import annotations
 

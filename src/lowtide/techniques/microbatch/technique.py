@@ -169,7 +169,7 @@ _MOST_HALVINGS = 5  # to trace a step with more pieces takes too long
 
 
 def _sizes(samples: int) -> list[int]:
-    """Of pieces: halves of the batch, quarters, and so on."""
+    """Sizes of pieces: halves of the batch, quarters, and so on."""
     sizes = dict.fromkeys(math.ceil(samples / 2**i) for i in range(1, _MOST_HALVINGS + 1))
     return [size for size in sizes if size < samples]
 
