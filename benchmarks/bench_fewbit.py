@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks.drawing import say_drawn
 from benchmarks.gpu_time import copy_bandwidth, replayed, timed
 from benchmarks.harness import RESULTS, ROOT, Row, arguments, compare, record
-from lowtide.kernels.curves import CURVES, Curve
+from lowtide.kernels.fewbit_activations import CURVES, Curve
 from lowtide.nn import fewbit
 from lowtide.nn.fewbit_tables import BITS, table_of
 

@@ -16,7 +16,7 @@ from benchmarks.harness import RESULTS, Row, arguments, compare, default_device,
 from benchmarks.steps import outcome, plain_step
 from lowtide import Workload, profile, zoo
 from lowtide.engines.graph import planned_loss
-from lowtide.planning.strategies import plain
+from lowtide.planning.programs.strategies import plain
 
 CASES: dict[str, dict[str, Any]] = {
     "ResNet-101 of width 4, batch 2 x 32 x 32": {"name": "resnet101", "batch": 2, "image": 32, "width": 4},

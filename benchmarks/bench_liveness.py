@@ -21,10 +21,16 @@ from benchmarks.drawing import color_by, say_drawn, side_by_side
 from benchmarks.harness import RESULTS, ROOT, Row, arguments, compare, read, record
 from lowtide import Workload, zoo
 from lowtide.engines.graph import planned_loss
-from lowtide.planning.program import Program
-from lowtide.planning.strategies import StrategyBytes, compare_strategies, plain, sqrt_without_cheap, without_cheap
-from lowtide.tracing.captured_loss import capture_joint
-from lowtide.tracing.joint import Joint
+from lowtide.planning.programs.program import Program
+from lowtide.planning.programs.strategies import (
+    StrategyBytes,
+    compare_strategies,
+    plain,
+    sqrt_without_cheap,
+    without_cheap,
+)
+from lowtide.tracing.capture.joint import Joint
+from lowtide.tracing.capture.loss import capture_joint
 
 NAME, OVER_DEPTH = "liveness", "liveness_depth"
 PLAIN = "plain PyTorch"

@@ -21,7 +21,7 @@ from benchmarks.harness import RESULTS, Row, arguments, read, record
 from lowtide import profile, zoo
 from lowtide.profiling.kernels import kernel_key, measure
 from lowtide.tracing import trace
-from lowtide.tracing.calls import Call
+from lowtide.tracing.op_calls import Call
 
 BF16 = {"autocast": "bfloat16"}
 WORKLOADS: dict[str, dict[str, Any]] = {

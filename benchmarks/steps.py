@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide import Workload
-from lowtide.tracing.unchanged import unchanged
+from lowtide.tracing.snapshot.unchanged import unchanged
 
 Way = Callable[[], AbstractContextManager[object]]
 

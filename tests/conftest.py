@@ -63,7 +63,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         installed = registry._installed()
         left = {name: technique for name, technique in installed.items() if name in names}
         monkeypatch.setattr(registry, "_installed", lambda: left)
-        monkeypatch.setattr("lowtide.planning.recomputation.capture_and_compare", _no_capture)
+        monkeypatch.setattr("lowtide.planning.graph_candidates.capture_and_compare", _no_capture)
 
     return leave
 

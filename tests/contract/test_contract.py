@@ -75,7 +75,7 @@ class Unguarded(Forward):
 
 
 class Forgetful(Forward):
-    """Recomputation that draws new random numbers."""
+    """ProgramChoice that draws new random numbers."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return checkpoint(self.plain, x, use_reentrant=False, preserve_rng_state=False)

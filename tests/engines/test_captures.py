@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import lowtide
 from lowtide import Workload
 from lowtide.engines import apply, graph, plan
-from lowtide.planning.fastest import fastest_program
-from lowtide.tracing import captured_loss
-from lowtide.tracing.captured_loss import CompiledLoss
+from lowtide.planning.solvers.chain import fastest_program
+from lowtide.tracing.capture import loss as captured_loss
+from lowtide.tracing.capture.loss import CompiledLoss
 
 from .counting import Planner, count_calls, results
 from .planned import squares

@@ -16,9 +16,9 @@ import lowtide
 from lowtide import Workload, zoo
 from lowtide.engines import graph
 from lowtide.errors import BudgetError
-from lowtide.planning.fastest import fastest_program
-from lowtide.planning.program import Kind, Program, simulate
-from lowtide.tracing.joint import Joint
+from lowtide.planning.programs.program import Kind, Program, simulate
+from lowtide.planning.solvers.chain import fastest_program
+from lowtide.tracing.capture.joint import Joint
 
 from ..soak import SOAK, in_soak
 from .counting import PLANS, Planner, executed_peak, results

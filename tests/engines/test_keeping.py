@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import Workload
 from lowtide.engines import apply, plan
-from lowtide.planning.recomputation import recomputations
-from lowtide.tracing import capture
+from lowtide.planning.graph_candidates import graph_candidates
+from lowtide.tracing import tracer as capture
 
 from ..soak import SOAK
 from ..tracing.allocator import allocated_peak_after_others
@@ -88,7 +88,7 @@ def test_the_first_step_says_that_it_is_another_one() -> None:
 def test_tables_of_the_first_step_do_not_cost_a_plan_its_small_programs() -> None:
     work, after = workload(Table()), workload(Table())
     squares(after.model, after.batch).backward()
-    found = [recomputations(each, lowtide.profile(each)) for each in (work, after)]
+    found = [graph_candidates(each, lowtide.profile(each)) for each in (work, after)]
     assert found[0].joint.digest == found[1].joint.digest
     assert not found[0].joint.stored
 

@@ -18,7 +18,7 @@ from lowtide.engines import apply, plan
 from lowtide.errors import PlanError, TraceError, WorkloadError
 from lowtide.planning import Plan
 from lowtide.techniques import Fidelity
-from lowtide.tracing.fixes import FIXES
+from lowtide.tracing.fake.kernels import FIXES
 
 from ..soak import SOAK, in_soak
 from .planned import smallest_budget

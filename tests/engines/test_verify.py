@@ -15,7 +15,7 @@ from lowtide.engines import fit, plan, verify
 from lowtide.engines.graph import PlannedLoss
 from lowtide.errors import BudgetError, PlanError, WorkloadError
 from lowtide.planning import Choice, Plan
-from lowtide.planning.recomputation import Recomputations
+from lowtide.planning.graph_candidates import GraphCandidates
 from lowtide.profiling import profile
 from lowtide.techniques import Applied, Check, Fidelity, Forward, Option, register, replace_forward, techniques
 from lowtide.techniques.registry import study
@@ -326,7 +326,7 @@ def test_more_than_rounding_breaks_a_promise_of_roundoff(dtype: torch.dtype, mon
 
 def test_fit_corrects_the_class_of_a_plan_that_is_off_by_rounding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     work = divided()
-    monkeypatch.setattr(Recomputations, "fidelity", Fidelity.BITWISE)
+    monkeypatch.setattr(GraphCandidates, "fidelity", Fidelity.BITWISE)
     with pytest.warns(RuntimeWarning, match=r"off by rounding, .*: the plan is roundoff\. allow='bitwise'"):
         step = fit(work.model, work.loss, work.batch, budget="99%", engine="graph")
     assert step.plan.fidelity is Fidelity.ROUNDOFF
@@ -339,7 +339,7 @@ def test_fit_corrects_the_class_of_a_plan_that_is_off_by_rounding_alone(monkeypa
 def test_fit_falls_back_to_the_eager_engine_where_a_graph_breaks_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     work = chain()
     monkeypatch.setattr(PlannedLoss, "__call__", lambda self, model, x: 1.1 * self.work.compute_loss(batch=x))
-    monkeypatch.setattr(Recomputations, "seconds", lambda self, schedule: -1.0)  # chosen by auto
+    monkeypatch.setattr(GraphCandidates, "seconds", lambda self, schedule: -1.0)  # chosen by auto
     with pytest.warns(RuntimeWarning, match="the eager engine runs instead"):
         step = fit(work.model, work.loss, work.batch, budget="60%")
     assert step.plan.engine == "eager"

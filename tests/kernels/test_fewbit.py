@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowtide.kernels import fewbit as chooser
-from lowtide.kernels.curves import CURVES, GATES, Curve
+from lowtide.kernels.fewbit_activations import CURVES, GATES, Curve
 from lowtide.kernels.reference import fewbit as reference
 from lowtide.nn.fewbit import book_for
 

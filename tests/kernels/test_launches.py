@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.kernels import launches
 from lowtide.kernels.reference.batchnorm import Running
-from lowtide.tracing.capture import _launch
+from lowtide.tracing.tracer import _launch
 
 pytest.importorskip("triton")
 from lowtide.kernels.triton import batchnorm as kernels

@@ -15,7 +15,7 @@ from torch._functorch import config as functorch
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import LowtideError
-from lowtide.kernels.curves import CURVES, GATES, Curve
+from lowtide.kernels.fewbit_activations import CURVES, GATES, Curve
 from lowtide.nn import FewBit, fewbit
 from lowtide.nn.fewbit import book_for, few_bit
 from lowtide.nn.fewbit_tables import BITS, DATA, Normal, Samples, Uniform, find_table, find_tables, table_of

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lowtide import Workload
-from lowtide.planning.liveness import Access, Life, Order
+from lowtide.planning.programs.liveness import Access, Life, Order
 
 # exp(a * b + 3), the course's example: a and b come from outside.
 EXP = Order((Access((), (0,)), Access((0,), (1,), (0,)), Access((1,), (2,), (1,))), (4, 4, 4), frozenset({2}))

@@ -7,7 +7,7 @@ import pytest
 
 from lowtide.profiling.profile import Outside, Profile
 from lowtide.profiling.sweep import Sweep, SweepPoint
-from lowtide.tracing.graph import Category, Graph, Op, Phase, Saved, Storage, Value
+from lowtide.tracing.graph import Category, Graph, Op, Phase, Saved, Storage, TensorView
 
 MIB = 2**20
 
@@ -21,17 +21,17 @@ class Tape:
         self.saved: list[Saved] = []
         self.modules: list[tuple[str, str]] = []
 
-    def make(self, size: int, category: Category, label: str, module: str, *, birth: int | None = None) -> Value:
+    def make(self, size: int, category: Category, label: str, module: str, *, birth: int | None = None) -> TensorView:
         storage = len(self.storages)
         self.storages[storage] = {
             "id": storage, "bytes": size, "device": "cuda", "dtype": "float32", "category": category,
             "label": label, "module": module, "source": "", "death": None,
             "birth": len(self.ops) if birth is None else birth,
         }  # fmt: skip
-        return Value(storage, (size // 4,), (1,), "float32")
+        return TensorView(storage, (size // 4,), (1,), "float32")
 
     def run(
-        self, name: str, phase: Phase, module: str, inputs: list[Value], outputs: list[Value], **extra: object
+        self, name: str, phase: Phase, module: str, inputs: list[TensorView], outputs: list[TensorView], **extra: object
     ) -> None:
         fields: dict[str, object] = {
             "arguments": "",
@@ -46,7 +46,7 @@ class Tape:
             )
         )  # fmt: skip
 
-    def keep(self, value: Value, made_by: str, made_in: str, needed_by: str, needed_in: str) -> None:
+    def keep(self, value: TensorView, made_by: str, made_in: str, needed_by: str, needed_in: str) -> None:
         category = self.storages[value.storage]["category"]
         self.saved.append(
             Saved(
@@ -55,7 +55,7 @@ class Tape:
             )
         )  # fmt: skip
 
-    def free(self, value: Value) -> None:
+    def free(self, value: TensorView) -> None:
         self.storages[value.storage]["death"] = len(self.ops)
 
     def graph(self, **extra: object) -> Graph:

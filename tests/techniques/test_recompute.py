@@ -1,4 +1,4 @@
-"""Recomputation against plain PyTorch: the state of modules is touched once, and nothing else changes."""
+"""ProgramChoice against plain PyTorch: the state of modules is touched once, and nothing else changes."""
 
 from __future__ import annotations
 

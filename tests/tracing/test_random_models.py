@@ -11,7 +11,7 @@ from lowtide import Workload
 from lowtide.tracing import trace
 from tests.soak import count
 from tests.tracing.allocator import allocated_peak
-from tests.tracing.snapshot import assert_same, snapshot
+from tests.tracing.comparing import assert_same, snapshot
 
 WIDTH = 32
 EXAMPLES = count(20, soak=200)

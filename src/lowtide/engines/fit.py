@@ -17,7 +17,7 @@ from lowtide.errors import BudgetError, PlanError
 from lowtide.planning.plan import Plan
 from lowtide.planning.search import Engine, Permission
 from lowtide.techniques.technique import Fidelity
-from lowtide.tracing.captured_loss import sharing_captures
+from lowtide.tracing.capture.loss import sharing_captures
 from lowtide.workload import Workload
 
 

@@ -22,13 +22,13 @@ from lowtide.batches import tensors
 from lowtide.compat.dispatch import active_modes, without_autocast
 from lowtide.compat.dynamo import aot_autograd, traced_metadata
 from lowtide.compat.tensors import is_view, version_of
-from lowtide.engines.code import Piece, boxed, forward_graph, graphs_of, pieces_of
+from lowtide.engines.lowering.ops import Piece, boxed, forward_graph, graphs_of, pieces_of
 from lowtide.engines.watch import unwatched
 from lowtide.errors import LowtideError
-from lowtide.planning.program import Cell, Program
-from lowtide.tracing.captured_loss import Capture, CapturedGraph, CompiledLoss, call_key
-from lowtide.tracing.held import parameters_of, watch_modules
-from lowtide.tracing.joint import Joint
+from lowtide.planning.programs.program import Program, Value
+from lowtide.tracing.capture.joint import Joint
+from lowtide.tracing.capture.loss import Capture, CapturedGraph, CompiledLoss, call_key
+from lowtide.tracing.snapshot.held_tensors import parameters_of, watch_modules
 from lowtide.workload import Workload
 
 _aten: Any = torch.ops.aten
@@ -205,9 +205,9 @@ class _Runner:
         self.mutated = len(mutated)
         values = zip(mutated, joint.outputs, strict=False)  # a batch norm's statistics are moved in their place
         self.moved = [(i, place) for i, (place, value) in enumerate(values) if value is not joint.primals[place]]
-        primals = {Cell(node.name) for node in joint.primals}
+        primals = {Value(node.name) for node in joint.primals}
         self.kept = tuple(cell for cell in program.kept if cell not in primals)
-        shown = set(program.held(Cell(joint.loss.name)))
+        shown = set(program.held(Value(joint.loss.name)))
         self.shown = tuple(cell for cell in self.kept if shown.intersection(program.held(cell)))  # they are the loss
         self.forward = boxed(forward_graph(joint, program, self.kept), keeps_graph=False)
         self.pieces = pieces_of(joint, program)
@@ -247,8 +247,8 @@ class _Run:
     """What one forward pass keeps: a piece takes what it is the last to read, and leaves what later ones will."""
 
     loss: Tensor | None
-    cells: dict[Cell, Any]
-    versions: dict[Cell, int]  # of those that the caller can write to
+    cells: dict[Value, Any]
+    versions: dict[Value, int]  # of those that the caller can write to
     done: set[int] = field(default_factory=set)
 
     def take_loss(self) -> Tensor:

@@ -16,18 +16,18 @@ from lowtide.engines.graph import Planner
 from lowtide.engines.watch import ForwardWatch, Signature, is_within, modes_of, signature
 from lowtide.errors import PlanError, TraceError
 from lowtide.fingerprint import batch_shapes
-from lowtide.planning.fastest import fastest_program
-from lowtide.planning.forecast import node_seconds
-from lowtide.planning.plan import Plan, Recomputation
-from lowtide.planning.program import Program, simulate
-from lowtide.planning.recomputation import Recomputations
-from lowtide.planning.stages import Stages
-from lowtide.planning.writer import program_of
+from lowtide.planning.graph_candidates import GraphCandidates
+from lowtide.planning.plan import Plan, ProgramChoice
+from lowtide.planning.programs.program import Program, simulate
+from lowtide.planning.programs.program_profile import node_seconds
+from lowtide.planning.programs.stages import Stages
+from lowtide.planning.programs.writer import program_of
+from lowtide.planning.solvers.chain import fastest_program
 from lowtide.profiling import profile
 from lowtide.sizes import format_size
-from lowtide.tracing.captured_loss import capture_joint
-from lowtide.tracing.joint import Joint
-from lowtide.tracing.parts import leaves
+from lowtide.tracing.capture.joint import Joint
+from lowtide.tracing.capture.loss import capture_joint
+from lowtide.tracing.dense_parts import leaves
 from lowtide.workload import Workload
 
 
@@ -40,7 +40,7 @@ class Replanner:
     def __init__(self, plan: Plan, work: Workload) -> None:
         self.plan, self.work = plan, work
         self._chosen = [] if plan.program is None else [(signature(work.batch), plan.program)]
-        self._too_large: list[tuple[Signature, Recomputation]] = []
+        self._too_large: list[tuple[Signature, ProgramChoice]] = []
         self._modes = modes_of(work)
         self._setting = _Setting.of(work.model)
 
@@ -69,14 +69,14 @@ class Replanner:
         (self._chosen if fits else self._too_large).append((found, chosen))
         return lambda joint: self._program(joint, chosen)
 
-    def _plan_again(self, work: Workload) -> tuple[Recomputation, bool]:
+    def _plan_again(self, work: Workload) -> tuple[ProgramChoice, bool]:
         """The fastest schedule for another batch, and whether it fits.
 
         The step is predicted, with each new kernel measured alone.
         """
         budget = self.plan.budget_bytes
         plain = profile(work, fake=True, device=self.plan.device, measure=True)
-        found = Recomputations(capture_joint(work), plain)
+        found = GraphCandidates(capture_joint(work), plain)
         peaks: dict[Schedule, int] = {}
         for schedule in found.worthwhile(budget):
             peaks[schedule] = found.profile(schedule).peak_bytes
@@ -94,7 +94,7 @@ class Replanner:
             stacklevel=3,
         )
 
-    def _same_schedule(self, joint: Joint, chosen: Recomputation, *, must_fit: bool = True) -> Program:
+    def _same_schedule(self, joint: Joint, chosen: ProgramChoice, *, must_fit: bool = True) -> Program:
         """Reuse the planned schedule for a smaller batch, whose results and peak are smaller."""
         stages, schedule = Stages(joint), Schedule.parse(chosen.schedule)
         if len(stages) == len(schedule.runs):
@@ -103,7 +103,7 @@ class Replanner:
                 return program
         return self._other_program(joint, chosen, self._difference(joint))
 
-    def _other_program(self, joint: Joint, chosen: Recomputation, why: str) -> Program:
+    def _other_program(self, joint: Joint, chosen: ProgramChoice, why: str) -> Program:
         """Plan another graph, whose kernels were not measured."""
         warnings.warn(
             f"The step is not the one that was planned: {why}. It is planned anew by the bytes of its results alone, "
@@ -114,7 +114,7 @@ class Replanner:
         seconds = node_seconds(joint, self.plan.device)
         return fastest_program(joint, chosen.room_bytes, seconds=seconds, or_smallest=True)
 
-    def _program(self, joint: Joint, chosen: Recomputation) -> Program:
+    def _program(self, joint: Joint, chosen: ProgramChoice) -> Program:
         if joint.digest != chosen.graph:
             return self._other_program(joint, chosen, self._difference(joint))
         stages, schedule = Stages(joint), Schedule.parse(chosen.schedule)

@@ -22,9 +22,9 @@ from lowtide.planning.plan import Plan, check_plan
 from lowtide.planning.prediction import apply_options
 from lowtide.profiling import Profile, profile
 from lowtide.sizes import format_size
-from lowtide.tracing.held import static_bytes, watch_modules
 from lowtide.tracing.meter import CpuPeak
-from lowtide.tracing.others import beside
+from lowtide.tracing.other_tensors import beside
+from lowtide.tracing.snapshot.held_tensors import static_bytes, watch_modules
 from lowtide.undo import Applied
 from lowtide.workload import Workload, autocast
 

@@ -13,8 +13,8 @@ from lowtide.planning.plan import Plan
 from lowtide.planning.search import Engine
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import best_seconds, has_ranks
-from lowtide.tracing.captured_loss import sharing_captures
-from lowtide.tracing.unchanged import unchanged
+from lowtide.tracing.capture.loss import sharing_captures
+from lowtide.tracing.snapshot.unchanged import unchanged
 from lowtide.workload import Workload, check_workload
 
 _RIVALS = 3  # plans that are timed

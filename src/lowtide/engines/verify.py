@@ -30,8 +30,8 @@ from lowtide.profiling.profile import finite
 from lowtide.sizes import format_size
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Check, Fidelity
-from lowtide.tracing.others import OtherTensors, beside
-from lowtide.tracing.unchanged import steady, unchanged
+from lowtide.tracing.other_tensors import OtherTensors, beside
+from lowtide.tracing.snapshot.unchanged import steady, unchanged
 from lowtide.workload import Workload
 
 _TIMED_STEPS = 3

@@ -27,7 +27,7 @@ from lowtide import zoo
 from lowtide.errors import LowtideError, WorkloadError
 from lowtide.loading import installed
 from lowtide.loading.arguments import Settings, bind, guess
-from lowtide.tracing.places import is_library
+from lowtide.tracing.call_sites import is_library
 from lowtide.workload import Workload
 
 NAMED: dict[str, Callable[..., Workload]] = {

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lowtide.compat.tensors import is_view
 from lowtide.compat.transforms import is_batched, is_exporting, is_transformed
 from lowtide.kernels import fewbit as kernels
-from lowtide.kernels.curves import Curve, is_in_place, read_module
+from lowtide.kernels.fewbit_activations import Curve, is_in_place, read_module
 from lowtide.kernels.reference.fewbit import BOOKS, Codebook, codebook, packed_bytes
 from lowtide.nn.fewbit_tables import Density, Samples, table_of
 from lowtide.nn.second_order import refuse_create_graph

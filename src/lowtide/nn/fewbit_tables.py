@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from lowtide.errors import LowtideError
-from lowtide.kernels.curves import CURVES, Curve
+from lowtide.kernels.fewbit_activations import CURVES, Curve
 
 DATA = Path(__file__).with_name("fewbit_tables.json")
 BITS = range(1, 9)

@@ -17,9 +17,9 @@ from lowtide.errors import LowtideError
 from lowtide.kernels import adamw8bit as kernels
 from lowtide.kernels.adamw8bit import Entry
 from lowtide.kernels.reference.adamw8bit import BLOCK, Hyper, Moments, decode, encode
-from lowtide.optim.exact import load_exactly, loads_exactly
+from lowtide.optim.one_parameter import FIRST, PLAIN_STATES
 from lowtide.optim.rounding import with_notes
-from lowtide.optim.single import FIRST, PLAIN_STATES
+from lowtide.optim.state_dict import load_exactly, loads_exactly
 
 Rounding = Literal["nearest", "stochastic"]
 

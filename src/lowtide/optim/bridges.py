@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lowtide.compat.optimizers import load_post_hooks, load_pre_hooks
 from lowtide.errors import LowtideError, MissingExtra
+from lowtide.optim.one_parameter import PLAIN_STATES
 from lowtide.optim.rounding import with_notes
-from lowtide.optim.single import PLAIN_STATES
 from lowtide.undo import Undo
 
 

@@ -13,7 +13,7 @@ from lowtide.kernels.adamw8bit import random_bits
 from lowtide.kernels.reference.adamw8bit import BLOCK, round_by
 from lowtide.optim.hooks import StepPart, refuse_clipping, refuse_ddp, refuse_where, take_part
 from lowtide.optim.in_backward import is_stepped_in_backward
-from lowtide.optim.single import SingleStep
+from lowtide.optim.one_parameter import SingleStep
 from lowtide.undo import Undo
 
 Bits = Literal["16bit", "8bit"]

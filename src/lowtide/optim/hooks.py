@@ -14,7 +14,7 @@ from torch import Tensor
 from lowtide.compat.autograd import gradient_hooks
 from lowtide.compat.optimizers import AMP_SCALING, step_pre_hooks, watch_clipping
 from lowtide.errors import LowtideError
-from lowtide.optim.single import SingleStep
+from lowtide.optim.one_parameter import SingleStep
 from lowtide.undo import Undo
 
 

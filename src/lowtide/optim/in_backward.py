@@ -10,7 +10,7 @@ from torch import Tensor
 from lowtide.compat.autograd import gradient_hooks
 from lowtide.errors import LowtideError
 from lowtide.optim.hooks import part_of, refuse_clipping, refuse_closure, refuse_ddp, refuse_where, tell_of_scalers
-from lowtide.optim.single import SingleStep
+from lowtide.optim.one_parameter import SingleStep
 from lowtide.undo import Undo
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.optim.exact import as_saved, keeps_parameter_dtype, load_exactly
 from lowtide.optim.hooks import StepPart, part_of, take_part
-from lowtide.optim.single import SingleStep
+from lowtide.optim.one_parameter import SingleStep
+from lowtide.optim.state_dict import as_saved, keeps_parameter_dtype, load_exactly
 from lowtide.undo import Undo
 
 _Fetched = tuple[Tensor, dict[str, Tensor], Any]

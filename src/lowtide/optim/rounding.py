@@ -10,9 +10,9 @@ from torch import Tensor
 from lowtide.errors import LowtideError
 from lowtide.kernels.adamw8bit import random_bits
 from lowtide.kernels.reference.adamw8bit import round_by
-from lowtide.optim.exact import as_saved, keeps_parameter_dtype, load_exactly
 from lowtide.optim.hooks import StepPart, take_part
-from lowtide.optim.single import SingleStep
+from lowtide.optim.one_parameter import SingleStep
+from lowtide.optim.state_dict import as_saved, keeps_parameter_dtype, load_exactly
 from lowtide.undo import Undo
 
 How = Literal["stochastic", "kahan"]

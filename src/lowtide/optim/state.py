@@ -13,11 +13,11 @@ from lowtide.compat.optimizers import AMP_SCALING, STEP_CALLED, call_hooks_in_st
 from lowtide.errors import LowtideError
 from lowtide.optim.adamw8bit import AdamW8bit, lowered, raised
 from lowtide.optim.bridges import Adam4bit, Bitsandbytes, has_bridge
-from lowtide.optim.exact import as_saved, load_exactly
 from lowtide.optim.hooks import refuse_closure
 from lowtide.optim.offload import is_offloaded, offload_state
+from lowtide.optim.one_parameter import PLAIN_STATES
 from lowtide.optim.rounding import with_notes
-from lowtide.optim.single import PLAIN_STATES
+from lowtide.optim.state_dict import as_saved, load_exactly
 from lowtide.undo import Undo
 
 KINDS = ("8bit", "4bit", "cpu")

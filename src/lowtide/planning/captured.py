@@ -29,10 +29,10 @@ from lowtide.planning.rounding import (
 )
 from lowtide.profiling import Profile
 from lowtide.techniques.technique import Fidelity
-from lowtide.tracing.captured_loss import Capture, capture_loss
+from lowtide.tracing.capture.joint import Joint, is_random
+from lowtide.tracing.capture.loss import Capture, capture_loss
+from lowtide.tracing.dense_parts import address
 from lowtide.tracing.graph import Graph
-from lowtide.tracing.joint import Joint, is_random
-from lowtide.tracing.parts import address
 from lowtide.workload import Workload
 
 

@@ -42,7 +42,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Recomputation:
+class ProgramChoice:
     """A schedule for the graph engine, over the stages of the step's joint graph, with reasons.
 
     ``schedule`` is as ``lowtide.chains`` prints it: "F1c, F2n, F3e, B3, …".
@@ -79,7 +79,7 @@ class Plan:
     fingerprint: Fingerprint
     device: str
     notes: tuple[str, ...] = ()
-    program: Recomputation | None = None  # on the graph engine; otherwise the step runs eagerly
+    program: ProgramChoice | None = None  # on the graph engine; otherwise the step runs eagerly
 
     @property
     def engine(self) -> Literal["eager", "graph"]:
@@ -213,13 +213,13 @@ def _read(data: Mapping[str, Any]) -> Plan:
     )
 
 
-def _recomputation(data: Mapping[str, Any]) -> Recomputation:
+def _recomputation(data: Mapping[str, Any]) -> ProgramChoice:
     schedule = Schedule.parse(_text(data["schedule"]))
     stages = sum(op.kind == "b" for op in schedule.operations)
     if not stages:
         raise ValueError("its schedule has no backward pass")
     simulate(Chain.uniform(stages), schedule)  # raises where an operation cannot run
-    return Recomputation(
+    return ProgramChoice(
         str(schedule),
         _text(data["graph"]),
         _size(data, "room_bytes"),

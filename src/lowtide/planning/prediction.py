@@ -11,16 +11,16 @@ import numpy as np
 
 from lowtide.chains import Schedule, StageChoice
 from lowtide.errors import PlanError, TraceError
+from lowtide.planning.graph_candidates import graph_candidates
 from lowtide.planning.plan import Plan
-from lowtide.planning.program import Program
-from lowtide.planning.recomputation import recomputations
+from lowtide.planning.programs.program import Program
 from lowtide.profiling import Comparison, Profile, profile
 from lowtide.profiling.kernels import Workspaces
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Kind, Option, Price, Technique
-from lowtide.tracing.abridged import abridged
+from lowtide.tracing.fake.abridged import abridged
 from lowtide.tracing.graph import Graph
-from lowtide.tracing.unchanged import unchanged
+from lowtide.tracing.snapshot.unchanged import unchanged
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
@@ -84,7 +84,7 @@ def predict_plan(work: Workload, plan: Plan, baseline: Profile) -> Prediction:
     if plan.program is None:
         after = predict(work, plan.options, baseline)
         return Prediction(plan, baseline, replace(after, name=f"{after.name}, planned"))
-    made = recomputations(work, baseline)
+    made = graph_candidates(work, baseline)
     if made.joint.digest != plan.program.graph:
         raise PlanError("The plan is of another graph than this step's", hint="Plan again.")
     schedule = Schedule.parse(plan.program.schedule)

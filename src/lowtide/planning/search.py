@@ -15,14 +15,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lowtide.chains import Schedule
 from lowtide.errors import PlanError, TraceError
 from lowtide.planning.baseline import OUT_OF_MEMORY
-from lowtide.planning.plan import Recomputation
+from lowtide.planning.graph_candidates import SCHEDULE_SLACK, SMALLEST, GraphCandidates, graph_candidates
+from lowtide.planning.plan import ProgramChoice
 from lowtide.planning.prediction import apply_options, estimate_peak, predict
-from lowtide.planning.recomputation import SCHEDULE_SLACK, SMALLEST, Recomputations, recomputations
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import has_ranks
 from lowtide.techniques.registry import study, techniques
 from lowtide.techniques.technique import Fidelity, Option, Price, Technique
-from lowtide.tracing.unchanged import unchanged
+from lowtide.tracing.snapshot.unchanged import unchanged
 from lowtide.workload import Workload
 
 Engine = Literal["auto", "eager", "graph"]
@@ -79,7 +79,7 @@ class Search:
         self.idle: list[str] = []  # techniques and engines that offer nothing here, and why
         plain = Candidate(None, Price(Fidelity.BITWISE), baseline.peak_bytes)
         self.candidates = [plain]
-        self.recomputations: Recomputations | None = None
+        self.recomputations: GraphCandidates | None = None
         self._unstudied: set[str] = set()  # techniques that know more of the step once they captured it
         self._unmeasured: set[str] = set()  # techniques that know their seconds once they ran
         if engine != "graph":
@@ -176,7 +176,7 @@ class Search:
         looked_at = ((c, self._exact.get(c.option)) for c in faster)
         return min((found.peak_bytes if found else c.estimate for c, found in looked_at), default=0)
 
-    def recomputation(self, found: Found, budget: int) -> Recomputation | None:
+    def recomputation(self, found: Found, budget: int) -> ProgramChoice | None:
         """The schedule as a plan stores it, where one was found."""
         schedule = found.candidate.option
         if not isinstance(schedule, Schedule) or self.recomputations is None:
@@ -239,7 +239,7 @@ class Search:
                 )
             if self.baseline.graph.fake:
                 raise TraceError("A step that is only predicted is not captured")
-            self.recomputations = recomputations(self.work, self.baseline)
+            self.recomputations = graph_candidates(self.work, self.baseline)
         except TraceError as error:
             if required:
                 raise PlanError(f"There is no plan on the graph engine: {error}") from error

@@ -23,10 +23,10 @@ import torch
 
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Source
-from lowtide.tracing.calls import Call
-from lowtide.tracing.graph import Graph, Op, Storage, Value
+from lowtide.tracing.call_sites import short_name
+from lowtide.tracing.graph import Graph, Op, Storage, TensorView
 from lowtide.tracing.meter import measure_cpu_call
-from lowtide.tracing.places import short_name
+from lowtide.tracing.op_calls import Call
 
 _Found = TypeVar("_Found")
 
@@ -220,5 +220,5 @@ def _cache_file(hardware: str) -> Path:
     return Path(folder) / f"kernels-{hardware.lower().replace(' ', '-')}-torch-{version}.json"
 
 
-def _channels_last(value: Value) -> bool:
+def _channels_last(value: TensorView) -> bool:
     return len(value.stride) > 2 and value.stride[1] == 1 and value.shape[1] > 1

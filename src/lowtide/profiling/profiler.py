@@ -16,7 +16,7 @@ from lowtide.profiling.outside import read_outside
 from lowtide.profiling.profile import Profile, Source
 from lowtide.profiling.roofline import model_seconds
 from lowtide.tracing import trace
-from lowtide.tracing.calls import Call
+from lowtide.tracing.op_calls import Call
 from lowtide.version import __version__
 from lowtide.workload import Workload, check_workload
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 
 from lowtide.profiling.devices import Device, find_device
+from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.graph import Graph, Op
-from lowtide.tracing.places import short_name
 
 
 def model_seconds(graph: Graph) -> tuple[Op, ...]:

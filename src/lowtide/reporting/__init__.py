@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowtide.reporting.figures import save_figure
     from lowtide.reporting.html import report
-    from lowtide.reporting.lives import Overlay
     from lowtide.reporting.terminal import progress, show, show_comparison, show_sweep
+    from lowtide.reporting.value_timeline import Overlay
 
 __all__ = ["Overlay", "progress", "report", "save_figure", "show", "show_comparison", "show_sweep"]
 
 _HOMES = {
-    "Overlay": "lives",
+    "Overlay": "value_timeline",
     "progress": "terminal",
     "report": "html",
     "save_figure": "figures",

@@ -17,7 +17,6 @@ from lowtide.profiling.profile import Comparison, Profile
 from lowtide.profiling.sweep import Sweep
 from lowtide.reporting.embed import embed
 from lowtide.reporting.inline import inline
-from lowtide.reporting.lives import Overlay, lives_chart, overlay_chart
 from lowtide.reporting.palette import AGAIN, COLORS, RUNS, STACK, heat, ink
 from lowtide.reporting.tables import (
     format_shape,
@@ -28,6 +27,7 @@ from lowtide.reporting.tables import (
     short_source,
     workspace_rows,
 )
+from lowtide.reporting.value_timeline import Overlay, lives_chart, overlay_chart
 from lowtide.sizes import format_seconds, format_size
 from lowtide.version import __version__
 

@@ -1,8 +1,8 @@
 """Techniques: one file each, one shape for all. ``techniques()`` lists them; each can be used on its own."""
 
-from lowtide.techniques.forward import Forward, replace_forward
 from lowtide.techniques.recompute import recompute
 from lowtide.techniques.registry import register, techniques
+from lowtide.techniques.replaced_forward import Forward, replace_forward
 from lowtide.techniques.technique import Check, Fidelity, Interval, Option, Price, Technique
 from lowtide.undo import Applied, Undo
 

@@ -18,10 +18,10 @@ from lowtide.kernels import chunked_loss as kernels
 from lowtide.nn.chunked_loss import chunk_rows
 from lowtide.nn.lazy_logits import lazy_logits
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.forward import Forward, apply_at_sites, replace_forward
+from lowtide.techniques.replaced_forward import Forward, apply_at_sites, replace_forward
 from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price
+from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.graph import Graph, Op
-from lowtide.tracing.places import short_name
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 

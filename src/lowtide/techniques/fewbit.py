@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import LowtideError, PlanError
-from lowtide.kernels.curves import Curve, is_in_place, read_module
+from lowtide.kernels.fewbit_activations import Curve, is_in_place, read_module
 from lowtide.kernels.reference.fewbit import packed_bytes
 from lowtide.nn.fewbit import book_for, few_bit
 from lowtide.nn.fewbit_tables import Density, Normal, table_of
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.forward import Forward, apply_at_sites, replace_forward
+from lowtide.techniques.replaced_forward import Forward, apply_at_sites, replace_forward
 from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.graph import Graph, Op
 from lowtide.undo import Applied, Undo

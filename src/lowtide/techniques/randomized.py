@@ -18,9 +18,9 @@ from lowtide.kernels.reference.randomized import Kind as SketchKind
 from lowtide.nn.randomized import randomized_linear
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.forward import Forward, apply_at_sites, module_at, replace_forward
+from lowtide.techniques.replaced_forward import Forward, apply_at_sites, module_at, replace_forward
 from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price
-from lowtide.tracing.graph import Graph, Op, Value
+from lowtide.tracing.graph import Graph, Op, TensorView
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
@@ -145,7 +145,7 @@ class _Read:
 
     path: str
     op: int
-    x: Value
+    x: TensorView
     features: int  # of the output
     source: int  # the storage that the layer was given: that of x, or what autocast made x of
 
@@ -264,6 +264,6 @@ def _is_product(name: str) -> bool:
     return name.startswith(("aten.addmm.", "aten.mm."))
 
 
-def _bytes(x: Value, sketch: Sketch) -> int:
+def _bytes(x: TensorView, sketch: Sketch) -> int:
     rows = x.shape[0]
     return x.bytes // rows * sketch.kept(rows) if rows else 0

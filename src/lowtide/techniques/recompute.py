@@ -17,8 +17,8 @@ from lowtide.compat.modules import NormBase, own_buffers, own_parameters
 from lowtide.compat.tensors import version_of
 from lowtide.errors import LowtideError, ModifiedError
 from lowtide.nn.renorm import RESTORED, _BatchRenormAct
-from lowtide.tracing.held import holders_within
-from lowtide.tracing.unchanged import content_of, holds, restore_content
+from lowtide.tracing.snapshot.held_tensors import holders_within
+from lowtide.tracing.snapshot.unchanged import content_of, holds, restore_content
 
 _DEPTH = 5  # of objects in one another that an argument is made of, such as a cache of keys and values
 _Content = tuple[Any, dict[Any, Any] | list[Any]]  # a container, and what it held

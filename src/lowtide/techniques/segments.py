@@ -12,8 +12,8 @@ from lowtide.compat.modules import own_children
 from lowtide.errors import LowtideError, PlanError
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.chain import BlockChain, Chains, leaves
-from lowtide.techniques.forward import Forward, replace_forward
 from lowtide.techniques.recompute import recompute
+from lowtide.techniques.replaced_forward import Forward, replace_forward
 from lowtide.techniques.technique import Check, Fidelity, Kind, Option, Price
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload

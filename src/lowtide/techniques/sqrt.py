@@ -46,7 +46,7 @@ def checkpoint_segments(
 
 
 class Sqrt(SegmentTechnique):
-    """Recomputation in segments over the chains of blocks of a model."""
+    """ProgramChoice in segments over the chains of blocks of a model."""
 
     name = "sqrt"
 

@@ -1,6 +1,6 @@
 """Tracing: from a step to a graph of ops and storages."""
 
-from lowtide.tracing.capture import trace
-from lowtide.tracing.graph import Graph, Op, Saved, Storage, Value
+from lowtide.tracing.graph import Graph, Op, Saved, Storage, TensorView
+from lowtide.tracing.tracer import trace
 
-__all__ = ["Graph", "Op", "Saved", "Storage", "Value", "trace"]
+__all__ = ["Graph", "Op", "Saved", "Storage", "TensorView", "trace"]

@@ -32,7 +32,7 @@ STATIC: frozenset[Category] = frozenset({"parameter", "optimizer state", "buffer
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class TensorView:
     """A tensor as an op sees it: a window on a storage."""
 
     storage: int
@@ -74,8 +74,8 @@ class Op:
     phase: Phase
     module: str
     source: str
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
+    inputs: tuple[TensorView, ...]
+    outputs: tuple[TensorView, ...]
     arguments: str  # the arguments that are not tensors, as text; part of the signature
     recompute: bool  # a forward op run again in the backward pass
     seconds: float  # nan where not measured
@@ -88,7 +88,7 @@ class Op:
         return signature(self.name, self.inputs, self.arguments)
 
 
-def signature(name: str, inputs: Sequence[Value], arguments: str) -> str:
+def signature(name: str, inputs: Sequence[TensorView], arguments: str) -> str:
     """An op's signature from its parts."""
     values = ", ".join(f"{v.dtype}{list(v.shape)}{list(v.stride)}" for v in inputs)
     return f"{name}({values}; {arguments})"

@@ -28,18 +28,23 @@ from lowtide.compat.frames import frame_at
 from lowtide.compat.operators import HigherOrderOperator
 from lowtide.compat.tensors import storage_id
 from lowtide.errors import TraceError
-from lowtide.tracing.accumulation import ADD_IN_PLACE, engine_adds, engine_counts, is_named_in_python
-from lowtide.tracing.calls import Call
-from lowtide.tracing.formulas import PRODUCTS, formula_of
+from lowtide.tracing.call_sites import short_name, source_line
+from lowtide.tracing.dense_parts import address, dtype_name, flatten, leaves, parts
 from lowtide.tracing.generators import has_own_generator, host_states
-from lowtide.tracing.graph import Category, Graph, Phase, Value, signature
-from lowtide.tracing.in_place import DIFFERING, form_after_product, form_in_formula
+from lowtide.tracing.graph import Category, Graph, Phase, TensorView, signature
 from lowtide.tracing.meter import Meter
-from lowtide.tracing.numbers import KeptNumbers
-from lowtide.tracing.others import OtherTensors
-from lowtide.tracing.parts import address, dtype_name, flatten, leaves, parts
-from lowtide.tracing.places import short_name, source_line
-from lowtide.tracing.record import OUTSIDE, LiveOp, LiveStorage, Place, Record, Save
+from lowtide.tracing.op_calls import Call
+from lowtide.tracing.other_tensors import OtherTensors
+from lowtide.tracing.plain_aten.backward_formulas import PRODUCTS, formula_of
+from lowtide.tracing.plain_aten.gradient_accumulation import (
+    ADD_IN_PLACE,
+    engine_adds,
+    engine_counts,
+    is_named_in_python,
+)
+from lowtide.tracing.plain_aten.in_place import DIFFERING, form_after_product, form_in_formula
+from lowtide.tracing.plain_aten.saved_numbers import KeptNumbers
+from lowtide.tracing.trace_builder import OUTSIDE, LiveOp, LiveStorage, Place, Record, Save
 
 _PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor, int, float, bool, list, tuple, str, type(None)})
 _DEVICE = torch.ops.prim.device.default
@@ -247,7 +252,7 @@ class Recorder(TorchDispatchMode):
     def _finish(
         self,
         name: str,
-        inputs: tuple[Value, ...],
+        inputs: tuple[TensorView, ...],
         made: list[Tensor],
         arguments: str,
         *,
@@ -345,9 +350,9 @@ class Recorder(TorchDispatchMode):
     def _unpack(self, packed: Any) -> Any:
         return self._outer_hooks[1](packed) if self._outer_hooks else packed
 
-    def _value(self, tensor: Tensor, index: int, place: Place | None = None) -> Value:
+    def _value(self, tensor: Tensor, index: int, place: Place | None = None) -> TensorView:
         storage = self._see(tensor, birth=index, label=OUTSIDE, place=place)
-        return Value(storage, tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor))
+        return TensorView(storage, tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor))
 
     def _see(self, tensor: Tensor, *, birth: int, label: str, place: Place | None = None) -> int:
         """Index of the tensor's storage; one that is new, or was resized, starts a lifetime here."""
@@ -405,7 +410,7 @@ def _is_real(value: Any) -> bool:
     return type(value) is Tensor or type(value) is nn.Parameter
 
 
-def _kind(func: Any, inputs: tuple[Value, ...], arguments: str) -> Hashable:
+def _kind(func: Any, inputs: tuple[TensorView, ...], arguments: str) -> Hashable:
     """Key that determines an op's workspace; None if values determine it, as with a mask."""
     if _depends_on_values(func) or any(value.dtype == "bool" for value in inputs):
         return None

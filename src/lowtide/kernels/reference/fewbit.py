@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowtide.compat.dispatch import without_modes
-from lowtide.kernels.curves import Curve
+from lowtide.kernels.fewbit_activations import Curve
 
 _LEAST, _MOST_PIECES = 2**16, 8  # what is coded at a time: what that takes beside the codes stays small
 

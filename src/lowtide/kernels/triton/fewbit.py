@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowtide.compat.dispatch import without_modes
 from lowtide.compat.fake import FakeTensor, FakeTensorMode
-from lowtide.kernels.curves import Curve
+from lowtide.kernels.fewbit_activations import Curve
 from lowtide.kernels.reference.fewbit import Codebook, constants, packed_bytes
 from lowtide.kernels.triton.activations import CODES, GELU_CUDA13, GELU_TANH, phi
 from lowtide.kernels.triton.launcher import Launcher

@@ -21,11 +21,11 @@ from lowtide.nn.batchnorm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d,
 from lowtide.nn.fx_leaf import is_symbolic, leaf
 from lowtide.nn.pooling import can_pool, max_pool
 from lowtide.nn.strategies import Strategy, resolve
-from lowtide.techniques.batchnorm.behind import behind
+from lowtide.techniques.batchnorm.consumers import behind
 from lowtide.techniques.batchnorm.find import Left, Pair, below, find, is_chain
-from lowtide.techniques.batchnorm.forwards import SETTINGS, ForwardCall, Untraceable, describe, trace
+from lowtide.techniques.batchnorm.fx_trace import SETTINGS, ForwardCall, Untraceable, describe, trace
 from lowtide.techniques.batchnorm.memory import Memory, predict
-from lowtide.techniques.forward import Forward, replace_forward
+from lowtide.techniques.replaced_forward import Forward, replace_forward
 from lowtide.undo import Undo
 from lowtide.workload import Workload
 

@@ -15,8 +15,8 @@ from torch import fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lowtide.compat.modules import BatchNormBase, LazyNormBase, hooks_of, own_children
-from lowtide.techniques.batchnorm.behind import Behind, behind, may_be_written
-from lowtide.techniques.batchnorm.forwards import ForwardCall, Untraceable, is_torchs, parameters_of, trace
+from lowtide.techniques.batchnorm.consumers import Behind, behind, may_be_written
+from lowtide.techniques.batchnorm.fx_trace import ForwardCall, Untraceable, is_torchs, parameters_of, trace
 
 NOTHING_TO_SAVE = "no activation follows; nothing to save"
 

@@ -13,8 +13,8 @@ from lowtide.errors import PlanError
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.batchnorm.convert import convert
 from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price
+from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.graph import Graph, Op
-from lowtide.tracing.places import short_name
 from lowtide.undo import Applied
 from lowtide.workload import Workload
 

@@ -17,10 +17,10 @@ from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.chain import Chains
 from lowtide.techniques.compress.allocation import KEPT, Layer, allocate_bits
-from lowtide.techniques.forward import Forward, module_at, replace_forward
+from lowtide.techniques.replaced_forward import Forward, module_at, replace_forward
 from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Knob, Option, Price
+from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.graph import Op
-from lowtide.tracing.places import short_name
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lowtide.compat.autograd import tensor_hooks
 from lowtide.compat.dispatch import without_autocast
 from lowtide.errors import LowtideError
-from lowtide.tracing.backward import backward
+from lowtide.tracing.fake.backward import backward
 
 _foreach_mul_: Any = torch.ops.aten._foreach_mul_.Tensor
 

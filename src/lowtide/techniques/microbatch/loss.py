@@ -24,9 +24,9 @@ from lowtide.techniques.microbatch.gradients import Gradients
 from lowtide.techniques.microbatch.pieces import Batch, Split
 from lowtide.techniques.microbatch.statistics import Recording, WholeStatistics, takes_statistics
 from lowtide.techniques.microbatch.weights import Proved, Reduction, Weight, find_reduction
-from lowtide.tracing.abridged import is_abridged
 from lowtide.tracing.compiled import compiled_modules
-from lowtide.tracing.held import modules_of
+from lowtide.tracing.fake.abridged import is_abridged
+from lowtide.tracing.snapshot.held_tensors import modules_of
 from lowtide.workload import Workload
 
 

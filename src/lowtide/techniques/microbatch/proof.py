@@ -23,10 +23,10 @@ from lowtide.techniques.microbatch.facts import FIXED, SAMPLES, Fact, Sizes
 from lowtide.techniques.microbatch.pieces import Batch
 from lowtide.techniques.microbatch.rules import find_rule
 from lowtide.techniques.microbatch.weights import Proved
-from lowtide.tracing.effects import ancestors
-from lowtide.tracing.forward import CapturedLoss, capture_forward
-from lowtide.tracing.held import modules_of
-from lowtide.tracing.unchanged import unchanged
+from lowtide.tracing.capture.batchnorm import ancestors
+from lowtide.tracing.capture.forward import CapturedLoss, capture_forward
+from lowtide.tracing.snapshot.held_tensors import modules_of
+from lowtide.tracing.snapshot.unchanged import unchanged
 from lowtide.workload import Workload
 
 

@@ -1,0 +1,1 @@
+"""Lowerings: from a program to code that runs."""

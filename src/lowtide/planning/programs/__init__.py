@@ -1,0 +1,1 @@
+"""Programs: which op runs when, what is freed, and how many bytes that takes."""

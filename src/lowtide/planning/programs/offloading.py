@@ -1,0 +1,67 @@
+"""Programs that offload some results to the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+from lowtide.errors import PlanError
+from lowtide.planning.programs.program import Instruction, Kind, Program, Value
+
+
+def with_offloaded(program: Program, cells: Collection[Value]) -> Program:
+    """Offload some kept results after their last use in forward, and fetch them before their first in backward.
+
+    Only a result with a storage of its own can: not a view, nor one of several, nor what others are views of.
+    """
+    copies = {cell: cell._replace(on_host=True) for cell in cells}
+    for cell in copies:
+        _check(program, cell)
+    fetched = {cell: cell._replace(run=_next_run(program, cell)) for cell in cells}
+    sizes = {made: program.bytes[cell] for cell in cells for made in (copies[cell], fetched[cell])}
+    return replace(
+        program,
+        forward=tuple(_offloaded(program.forward, copies)),
+        backward=tuple(_fetched(program.backward, copies, fetched)),
+        kept=tuple(copies.get(cell, cell) for cell in program.kept),
+        bytes={**program.bytes, **sizes},
+    )
+
+
+def _check(program: Program, cell: Value) -> None:
+    holders = Counter(storage for kept in program.kept for storage in program.held(kept))
+    if cell not in program.kept or cell not in program.bytes or cell.is_state or cell.on_host:
+        raise PlanError(f"{cell} is not a result that the program keeps in a storage of its own")
+    if program.held(cell) != (cell,) or holders[cell] > 1:
+        raise PlanError(f"{cell} shares its storage with another result that is kept")
+
+
+def _next_run(program: Program, cell: Value) -> int:
+    """Return an unused run number of the op."""
+    runs = (each.cell.run for each in (*program.forward, *program.backward) if each.cell.op == cell.op)
+    return max(runs, default=0) + 1
+
+
+def _offloaded(forward: Sequence[Instruction], copies: dict[Value, Value]) -> Iterator[Instruction]:
+    last = {cell: place for place, each in enumerate(forward) for cell in (each.cell, *each.reads) if cell in copies}
+    for place, each in enumerate(forward):
+        yield each
+        for cell in (cell for cell, end in last.items() if end == place):
+            yield Instruction(Kind.OFFLOAD, copies[cell], (cell,))
+            yield Instruction(Kind.FREE, cell)
+
+
+def _fetched(
+    backward: Sequence[Instruction], copies: dict[Value, Value], fetched: dict[Value, Value]
+) -> Iterator[Instruction]:
+    there: set[Value] = set()
+    for each in backward:
+        for cell in each.reads:
+            if cell in copies and cell not in there:
+                there.add(cell)
+                yield Instruction(Kind.FETCH, fetched[cell], (copies[cell],))
+                yield Instruction(Kind.FREE, copies[cell])
+        into = fetched.get(each.into, each.into) if each.into is not None else None
+        reads = tuple(fetched.get(cell, cell) for cell in each.reads)
+        yield replace(each, cell=fetched.get(each.cell, each.cell), reads=reads, into=into)

@@ -1,0 +1,125 @@
+"""A planned step as a program: compute, recompute, free, in order; and its simulator.
+
+A program is data: names, bytes and an order. ``simulate`` works on it alone; an engine runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from lowtide.sizes import format_size
+
+
+class Kind(StrEnum):
+    """Kind of an instruction."""
+
+    COMPUTE = "compute"
+    RECOMPUTE = "recompute"
+    RETURN_GRAD = "return_grad"  # a gradient to autograd, which takes it as it is or copies it
+    FREE = "free"
+    OFFLOAD = "offload"  # copy to the host's memory
+    FETCH = "fetch"  # and back
+
+
+class Value(NamedTuple):
+    """Result of one run of an op, or its copy on the host.
+
+    The generator state that a recomputed random op needs is a cell too.
+    """
+
+    op: str
+    run: int = 0
+    is_state: bool = False
+    on_host: bool = False
+
+    def __str__(self) -> str:
+        run = f" (run {self.run + 1})" if self.run else ""
+        return f"{self.op}{run}{' (generator)' if self.is_state else ''}{' (on the host)' if self.on_host else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One op with its inputs, one complete gradient, or one cell that is copied or freed."""
+
+    kind: Kind
+    cell: Value
+    reads: tuple[Value, ...] = ()
+    into: Value | None = None  # one of those it reads, for the last time, and writes over
+
+    def __str__(self) -> str:
+        what = f"{self.kind:9} {self.cell}"
+        what += f" from {', '.join(map(str, self.reads))}" if self.reads else ""
+        return what if self.into is None else f"{what}, in place of {self.into}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """Instructions of both passes, and the bytes of their storages."""
+
+    forward: tuple[Instruction, ...]
+    backward: tuple[Instruction, ...]
+    kept: tuple[Value, ...]  # by forward for backward; parameters and inputs too
+    gradients: tuple[Value | None, ...]
+    storages: Mapping[Value, tuple[Value, ...]]  # of views and of several results; any other cell has one of its own
+    bytes: Mapping[Value, int]  # of each storage; none for parameters and inputs
+
+    def __str__(self) -> str:
+        shown = [f"{i:5} {instruction}" for i, instruction in enumerate((*self.forward, *self.backward))]
+        kept = {storage for cell in self.kept for storage in self.held(cell)}
+        size = sum(self.bytes.get(storage, 0) for storage in kept)
+        border = f"      -- {len(self.kept)} results, {format_size(size)}, go to backward --"
+        return "\n".join([*shown[: len(self.forward)], border, *shown[len(self.forward) :]])
+
+    def held(self, cell: Value) -> tuple[Value, ...]:
+        """The storages that live as long as a cell does."""
+        return self.storages.get(cell, (cell,))
+
+    @property
+    def recomputed(self) -> int:
+        """Number of recomputed ops."""
+        return sum(instruction.kind is Kind.RECOMPUTE for instruction in self.backward)
+
+
+class Simulation(NamedTuple):
+    """Bytes after each instruction, without parameters, inputs and returned gradients; and total seconds."""
+
+    live_bytes: tuple[int, ...]  # of storages
+    during_bytes: tuple[int, ...]  # the same with what the op allocates inside itself
+    host_bytes: tuple[int, ...]  # of copies on the host
+    seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """Storage peak."""
+        return max(self.live_bytes, default=0)
+
+
+class Cost(NamedTuple):
+    """Seconds and workspace of an instruction."""
+
+    seconds: float = 0.0
+    workspace_bytes: int = 0
+
+
+def simulate(program: Program, cost: Callable[[Instruction], Cost] = lambda _: Cost()) -> Simulation:
+    """Run a program over sizes alone."""
+    holders: dict[Value, int] = {}  # by storage: how many cells hold it
+    live, host, seconds = 0, 0, 0.0
+    lives, during, hosts = list[int](), list[int](), list[int]()
+    for instruction in (*program.forward, *program.backward):
+        change = -1 if instruction.kind is Kind.FREE else 1
+        for storage in program.held(instruction.cell):
+            before = holders.get(storage, 0)
+            holders[storage] = before + change
+            if not before or not holders[storage]:
+                size = change * program.bytes.get(storage, 0)
+                live, host = (live, host + size) if storage.on_host else (live + size, host)
+        taken = Cost() if instruction.kind is Kind.FREE else cost(instruction)
+        seconds += taken.seconds
+        lives.append(live)
+        during.append(live + taken.workspace_bytes)
+        hosts.append(host)
+    return Simulation(tuple(lives), tuple(during), tuple(hosts), seconds)

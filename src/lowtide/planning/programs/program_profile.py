@@ -1,0 +1,318 @@
+"""Turn a program into a traced step, so that reports and budgets read it like a trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lowtide.errors import TraceError
+from lowtide.planning.programs.in_place import in_place_form
+from lowtide.planning.programs.program import Instruction, Kind, Program, Value
+from lowtide.planning.programs.writer import STATE_BYTES
+from lowtide.profiling import Profile
+from lowtide.profiling.devices import find_device
+from lowtide.profiling.kernels import Workspaces, modelled_workspace, seconds_alone
+from lowtide.profiling.roofline import op_seconds
+from lowtide.tracing.call_sites import short_name
+from lowtide.tracing.capture.joint import Joint, is_item, is_random, module_of, size_of
+from lowtide.tracing.dense_parts import dtype_name, flatten, leaves
+from lowtide.tracing.graph import STATIC, Graph, Op, Storage, TensorView, handed_on, signature
+from lowtide.tracing.op_calls import Call
+
+_KERNELS = {"_native_batch_norm_legit": "native_batch_norm"}  # what a capture calls a kernel of the plain step
+
+
+class Forecast:
+    """Turn programs over one joint graph into traced steps, with workspaces and seconds of the plain step.
+
+    Ops that the plain step ran have its seconds and workspaces. Other ops are measured alone where they can run here,
+    and modelled elsewhere.
+    """
+
+    def __init__(self, joint: Joint, plain: Profile) -> None:
+        self.joint, self.plain = joint, plain
+        self.optimizer_start = plain.graph.phase_starts().get("optimizer", len(plain.graph.ops))
+
+    def profile(self, program: Program) -> Profile:
+        """The planned step, as if it had been traced."""
+        return replace(self.plain, graph=self.graph(program))
+
+    def graph(self, program: Program) -> Graph:
+        """The ops and storages of a planned step; the optimizer's are the plain step's."""
+        return _Planned(self, program).graph()
+
+    def seconds(self, node: fx.Node) -> float:
+        """Seconds of one op of the joint graph."""
+        return 0.0 if is_free(self.joint, node) else self.costs[node.name].seconds
+
+    def workspace(self, node: fx.Node) -> int:
+        """Workspace bytes of one op of the joint graph."""
+        return 0 if is_free(self.joint, node) else self.costs[node.name].workspace_bytes
+
+    @cached_property
+    def costs(self) -> Mapping[str, _Cost]:
+        """Seconds and workspace of each op, by its node's name."""
+        ops = {name: _op(node) for name, node in self.joint.nodes.items() if not is_free(self.joint, node)}
+        known = _Known(self.plain)
+        unknown = {op.signature: name for name, op in ops.items() if not known.knows(op)}
+        known.measure({key: _call(self.joint.nodes[name]) for key, name in unknown.items()})
+        untimed = {op.signature: name for name, op in ops.items() if not known.has_timed(op)}
+        known.time({key: _call(self.joint.nodes[name]) for key, name in untimed.items()})
+        return {name: known.cost(op) for name, op in ops.items()}
+
+
+def check_results(joint: Joint, plain: Profile) -> None:
+    """Raise ``TraceError`` if an op of the plain step returned another result than its fake kernel.
+
+    A captured graph knows its results by torch's word. Where one is laid out otherwise, ops after it may fail; where
+    one has a larger storage, a program would take more than its bytes.
+    """
+    graph = plain.graph
+    layouts: dict[str, list[Any]] = {}
+    sizes: dict[str, list[list[int]]] = {}
+    for op in graph.ops:
+        made = [s.bytes for s in (graph.storages[v.storage] for v in op.outputs) if s.birth == op.index]
+        layouts.setdefault(op.signature, []).append([*map(_layout, op.outputs)])
+        if len(made) == len(op.outputs):  # none is a view
+            sizes.setdefault(op.signature, []).append(made)
+    for node in joint.nodes.values():
+        if is_free(joint, node):
+            continue
+        op = _op(node)
+        layout, size = [*map(_layout, op.outputs)], [*map(size_of, leaves(node.meta.get("val")))]
+        if layout not in layouts.get(op.signature, [layout]) or size not in sizes.get(op.signature, [size]):
+            raise TraceError(
+                f"{short_name(op.name)} gives another result here than torch says: its program would not be true",
+                hint="The eager engine needs no capture.",
+            )
+
+
+def _layout(value: TensorView) -> tuple[Any, ...]:
+    strides = tuple(stride if size > 1 else 0 for size, stride in zip(value.shape, value.stride, strict=True))
+    return value.shape, strides, value.dtype
+
+
+def node_seconds(joint: Joint, device: str) -> Callable[[fx.Node], float]:
+    """Modelled seconds of each op of a joint graph, by the roofline of a device."""
+    described = find_device(device)
+    return lambda node: 0.0 if is_free(joint, node) else op_seconds(_op(node), described)
+
+
+def is_free(joint: Joint, node: fx.Node) -> bool:
+    """Whether it is a view or one of several results: no kernel runs, and nothing is allocated."""
+    return is_item(node) or node.op != "call_function" or joint.storages[node] is not node
+
+
+def _op(node: fx.Node) -> Op:
+    """An op of a joint graph as a trace would show it."""
+    args, kwargs = _arguments(node)
+    tensors, arguments = flatten(tuple(args), dict(kwargs))
+    outputs = tuple(map(_value, leaves(node.meta.get("val"))))
+    return Op(
+        0,
+        str(node.target),
+        "forward",
+        module_of(node),
+        "",
+        tuple(map(_value, tensors)),
+        outputs,
+        arguments,
+        False,
+        0.0,
+        0,
+    )
+
+
+def _arguments(node: fx.Node) -> Any:
+    return fx.map_arg((node.args, node.kwargs), lambda value: value.meta.get("val"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    op: Op
+    seconds: float
+    workspace_bytes: int
+
+
+class _Known:
+    """Seconds and workspaces of the plain step's ops."""
+
+    def __init__(self, plain: Profile) -> None:
+        graph = plain.graph
+        self.device = find_device(graph.device)
+        self.here = graph.tensor_device == "cpu" or torch.cuda.is_available()
+        self.tensor_device = graph.tensor_device
+        self._seconds: dict[str, list[float]] = {}
+        for op in graph.ops:
+            for key in _keys(op):
+                self._seconds.setdefault(key, []).append(op.seconds)
+        seen = ((key, op.workspace_bytes) for op in graph.ops for key in _keys(op))
+        self._workspaces = Workspaces(graph, seen=seen, from_table=plain.workspace_source != "none")
+        self._is_timed = plain.seconds_source == "measured"
+        modelled = sum(op_seconds(op, self.device) for op in graph.ops)
+        self._scale = plain.seconds / modelled if modelled and math.isfinite(plain.seconds) else 1.0
+
+    def knows(self, op: Op) -> bool:
+        """Whether an op's workspace is known: the plain step ran the same, or a table has it."""
+        return self._workspaces.get(op.signature) is not None
+
+    def measure(self, calls: Mapping[str, Call]) -> None:
+        """Run ops alone, by signature, where they can run here."""
+        if self.here:
+            self._workspaces.measure(calls)
+
+    def has_timed(self, op: Op) -> bool:
+        """Whether the plain step ran the same, or almost."""
+        return any(key in self._seconds for key in _keys(op))
+
+    def time(self, calls: Mapping[str, Call]) -> None:
+        """Run ops alone, by signature, where they can run here."""
+        if self.here and self._is_timed:
+            alone = {key: call for key, call in calls.items() if call.runs_alone}
+            found = seconds_alone(alone, torch.device(self.tensor_device))
+            self._seconds.update({key: [seconds] for key, seconds in found.items()})
+
+    def cost(self, op: Op) -> _Cost:
+        return _Cost(op, self._seconds_of(op), self._workspace_of(op))
+
+    def _workspace_of(self, op: Op) -> int:
+        size = self._workspaces.get(*_keys(op))
+        if size is not None:
+            return size
+        return 0 if self.tensor_device == "cpu" else modelled_workspace(op)
+
+    def _seconds_of(self, op: Op) -> float:
+        for key in _keys(op):
+            if key in self._seconds:
+                found = sorted(self._seconds[key])
+                return found[len(found) // 2]
+        return op_seconds(op, self.device) * self._scale
+
+
+def _keys(op: Op) -> tuple[str, str]:
+    """Look-up keys: the signature, then kernel and results regardless of in-place forms, which captures lack."""
+    name = short_name(op.name).rstrip("_")
+    return op.signature, signature(_KERNELS.get(name, name), op.outputs, "results")
+
+
+def _call(node: fx.Node) -> Call:
+    return Call.of(node.target, *_arguments(node))
+
+
+@dataclass
+class _Planned:
+    """Walk through a program and record ops and storages."""
+
+    forecast: Forecast
+    program: Program
+    ops: list[Op] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+    index: dict[Value, int] = field(default_factory=dict)  # by storage: its place in ``storages``
+    holders: dict[Value, int] = field(default_factory=dict)
+
+    def graph(self) -> Graph:
+        plain, first = self.forecast.plain.graph, self.forecast.optimizer_start
+        always = [s for s in plain.storages if s.birth == 0 and s.death == len(plain.ops)]
+        statics = [s for s in always if s.category in STATIC or s.category == "workspace"]
+        for name, value in self.forecast.joint.constants.items():
+            size, device, dtype = size_of(value), value.device.type, dtype_name(value)
+            statics.append(Storage(0, size, device, dtype, "buffer", 0, -1, f"constant {name}", "", ""))
+        self.storages = list(statics)
+        for phase in ("forward", "backward"):
+            for instruction in getattr(self.program, phase):
+                self._walk(instruction, phase)
+            if phase == "forward":
+                self._name(range(len(statics), len(self.storages)), "activation")
+        given = [each.cell for each in self.program.backward if each.kind is Kind.RETURN_GRAD and each.reads]
+        gradients = {self.index[s] for cell in given for s in self.program.held(cell) if s in self.index}
+        self._name(gradients, "gradient")
+        shift = len(self.ops) - first
+        end = shift + len(plain.ops)
+        renumbered = {s.id: place for place, s in enumerate(statics) if s.death >= 0}
+        for s in plain.storages:
+            if s.birth >= first and s.birth:
+                renumbered[s.id] = len(self.storages)
+                self.storages.append(replace(s, birth=s.birth + shift, death=s.death + shift))
+        stepping = [replace(op, index=op.index + shift) for op in plain.ops[first:]]
+        stepping = [
+            replace(op, inputs=_moved(op.inputs, renumbered), outputs=_moved(op.outputs, renumbered)) for op in stepping
+        ]
+        closed = [replace(s, death=end) if s.death < 0 or place < len(statics) else s
+                  for place, s in enumerate(self.storages)]  # fmt: skip
+        storages = tuple(replace(s, id=place) for place, s in enumerate(closed))
+        graph = replace(plain, ops=(*self.ops, *stepping), storages=storages)
+        return replace(graph, saved=handed_on(graph))
+
+    def _walk(self, each: Instruction, phase: Any) -> None:
+        node = self.forecast.joint.nodes.get(each.cell.op)
+        runs = each.kind in (Kind.COMPUTE, Kind.RECOMPUTE) and not each.cell.is_state
+        if runs and node is not None and not is_free(self.forecast.joint, node):
+            cost = self.forecast.costs[node.name]
+            self.ops.append(
+                replace(
+                    cost.op,
+                    index=len(self.ops),
+                    name=str(in_place_form(node)) if each.into is not None else cost.op.name,
+                    phase=phase,
+                    inputs=(),
+                    outputs=(),
+                    recompute=each.kind is Kind.RECOMPUTE,
+                    seconds=cost.seconds,
+                    workspace_bytes=cost.workspace_bytes + self._state_bytes(each, node),
+                )
+            )
+        elif each.kind is Kind.RETURN_GRAD and each.cell in self.program.bytes and each.reads:
+            self.ops.append(Op(len(self.ops), "aten.clone.default", phase, "", "", (), (), "", False, 0.0, 0))
+        elif each.kind in (Kind.OFFLOAD, Kind.FETCH):
+            seconds = self.program.bytes[each.cell] / find_device(self.forecast.plain.graph.device).host_bandwidth
+            name = f"lowtide.{each.kind}"
+            self.ops.append(Op(len(self.ops), name, phase, "", "", (), (), "", False, seconds, 0))
+        for storage in self.program.held(each.cell):
+            self._hold(storage, each, node)
+
+    def _state_bytes(self, each: Instruction, node: fx.Node) -> int:
+        """Bytes of the generator state that a recomputed random op needs, in host memory."""
+        on_host = self.forecast.plain.graph.tensor_device == "cpu"
+        return STATE_BYTES if on_host and each.kind is Kind.RECOMPUTE and is_random(node) else 0
+
+    def _hold(self, storage: Value, each: Instruction, node: fx.Node | None) -> None:
+        size = self.program.bytes.get(storage, 0)
+        count = self.holders.get(storage, 0) + (-1 if each.kind is Kind.FREE else 1)
+        self.holders[storage] = count
+        if not size:
+            return
+        if count and storage not in self.index:
+            made = node.meta.get("val") if node is not None else None
+            shape = list(made.shape) if isinstance(made, Tensor) else []
+            dtype = dtype_name(made) if isinstance(made, Tensor) else "uint8"
+            on_host = storage.is_state or storage.on_host
+            device = "cpu" if on_host else self.forecast.plain.graph.tensor_device
+            self.index[storage] = len(self.storages)
+            is_made = each.kind is not Kind.RETURN_GRAD or bool(each.reads)  # else it is there, as the loss's gradient
+            birth = max(0, len(self.ops) - is_made)
+            label, module = f"{each.cell.op} {shape}", module_of(node) if node is not None else ""
+            self.storages.append(
+                Storage(len(self.storages), size, device, dtype, "temporary", birth, -1, label, module, "")
+            )
+        elif not count:
+            place = self.index.pop(storage)
+            self.storages[place] = replace(self.storages[place], death=len(self.ops))
+
+    def _name(self, places: Any, category: Any) -> None:
+        for place in places:
+            if self.storages[place].death < 0:
+                self.storages[place] = replace(self.storages[place], category=category)
+
+
+def _value(tensor: Tensor) -> TensorView:
+    return TensorView(0, tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor))
+
+
+def _moved(values: tuple[TensorView, ...], places: Mapping[int, int]) -> tuple[TensorView, ...]:
+    return tuple(replace(v, storage=places[v.storage]) for v in values if v.storage in places)

@@ -1,0 +1,361 @@
+"""Write a schedule as a program: ops in order, returned gradients, in-place writes and frees."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+from torch import fx
+
+from lowtide.chains import Action as Step
+from lowtide.chains import Schedule
+from lowtide.planning.programs.in_place import lies_like, written_over
+from lowtide.planning.programs.program import Instruction, Kind, Program, Value
+from lowtide.planning.programs.rematerialize import LightStages, sources_of
+from lowtide.planning.programs.stages import Stages
+from lowtide.tracing.capture.batchnorm import inputs_of
+from lowtide.tracing.capture.joint import bytes_of, is_item, is_random, size_of, viewed
+
+STATE_BYTES = torch.get_rng_state().nbytes
+_PIECES = 16  # gradients leave when they make this part of all
+
+
+def program_of(stages: Stages, schedule: Schedule) -> Program:
+    """The program of a chain's schedule."""
+    return Writer(stages, schedule).program()
+
+
+class Writer:
+    """Write instructions in the order of a schedule, then free each cell after its last use."""
+
+    def __init__(self, stages: Stages, schedule: Schedule) -> None:
+        self.stages, self.joint = stages, stages.joint
+        first = next(i for i, step in enumerate(schedule.operations) if step.kind is Step.BACKWARD)
+        self.sweep, self.rest = schedule.operations[:first], schedule.operations[first:]
+        again = {step.stage for step in self.rest if step.kind is not Step.BACKWARD}
+        self.replayed = {node for stage in again for node in stages.forward[stage] if is_random(node)}
+        self.now = {node: Value(node.name) for node in (*self.joint.primals, *self.joint.tangents)}
+        self.runs: dict[fx.Node, int] = {}
+        self.storages: dict[Value, tuple[Value, ...]] = {}
+        self.bytes: dict[Value, int] = {}
+        self.light = LightStages(stages)
+
+    def held(self, cell: Value) -> tuple[Value, ...]:
+        """Storages that live as long as a cell does."""
+        return self.storages.get(cell, (cell,))
+
+    def program(self) -> Program:
+        forward = [self._run(node, Kind.COMPUTE) for node in self.joint.forward]
+        loss = self.now[self.joint.loss]
+        moved = [self.now[n] for n in self.joint.outputs if isinstance(n, fx.Node) and n is not self.joint.loss]
+        kept = self._kept()
+        there = {*kept, *(self.now[node] for node in self.joint.tangents)}
+        self.now = {node: cell for node, cell in self.now.items() if cell in there}
+        backward = list(self._backward())
+        gradients = tuple(self.now[g] if isinstance(g, fx.Node) else None for g in self.joint.gradients)
+        backward = _needed(backward, {cell for cell in gradients if cell is not None})
+        backward = list(self._given(backward, gradients))
+        read = {cell for instruction in backward for cell in instruction.reads}
+        handed = [cell for cell in kept if cell in read]
+        states = [Value(node.name, is_state=True) for node in self.joint.forward if node in self.replayed]
+        states = [state for state in states if state in read]
+        for state in states:
+            self.bytes[state] = STATE_BYTES
+        tangents = [Value(node.name) for node in self.joint.tangents]  # the engine holds them to the end
+        self.bytes.update((Value(node.name), bytes_of(node)) for node in self.joint.tangents)
+        given = [cell for cell in (*handed, *states) if cell in self.bytes or cell in self.storages]
+        stored, beside = list(self._stored()), self._held_beside()
+        let_go = {cell: self._last_use(backward, inputs) for cell, inputs in beside.items()}
+        held = {each.cell for each in (*backward, *stored) if each.kind is Kind.RETURN_GRAD} | set(tangents)
+        over: dict[Value, Value] = {}
+        forward = self._in_place(forward, over, held={loss, *moved, *handed})
+        backward = self._in_place(backward, over, held=held, given=given)
+        for cell in {*self.storages, *over}:
+            self.storages[cell] = tuple(over.get(storage, storage) for storage in self.held(cell))
+        early = [cell for cell, position in let_go.items() if position < 0]
+        return Program(
+            # New values of buffers go into them at the end, and are let go.
+            forward=(
+                *(Instruction(Kind.RETURN_GRAD, cell) for cell in beside),
+                *_freed(forward, held={loss, *moved, *handed}, states=states),
+                *stored,
+                *_let_go((*moved, *early), handed),
+            ),
+            backward=(
+                *(Instruction(Kind.RETURN_GRAD, cell) for cell in tangents),
+                *_freed(backward, given=given, held=held, until=let_go),
+                *_let_go(tangents, ()),
+            ),
+            kept=tuple(handed + states),
+            gradients=gradients,
+            storages=self.storages,
+            bytes=self.bytes,
+        )
+
+    def _stored(self) -> Iterator[Instruction]:
+        """Results that the model stores on itself, until the next step's forward ends."""
+        for node in self.joint.stored:
+            cell, given = Value(f"{node.name}.stored"), Value(node.name)
+            self.storages[cell] = self.held(given)
+            yield Instruction(Kind.RETURN_GRAD, cell, (given,))
+
+    def _held_beside(self) -> dict[Value, list[fx.Node]]:
+        """Extra live tensors beside parameters, buffers and the batch, with the inputs they may alias.
+
+        These are results that the model stored in the step before, until this step replaces them (a held input of the
+        same size, if any), and tensors that the step makes from numpy arrays.
+        """
+        origins = self.joint.origins
+        found: dict[Value, list[fx.Node]] = {}
+        for node in dict.fromkeys(self.joint.storages[node] for node in self.joint.stored):
+            alike = [each for each in origins if origins[each] == "kept" and bytes_of(each) == bytes_of(node)]
+            found[Value(f"{node.name}.before")] = alike
+            self.bytes[Value(f"{node.name}.before")] = bytes_of(node)
+        for node in (node for node, origin in origins.items() if origin == "array"):
+            found[Value(f"{node.name}.array")] = [node]
+            self.bytes[Value(f"{node.name}.array")] = bytes_of(node)
+        return found
+
+    def _last_use(self, backward: Sequence[Instruction], inputs: Collection[fx.Node]) -> int:
+        """Position at which backward frees inputs; -1 if it reads none of them.
+
+        Each piece of a backward pass holds its inputs to its end. That of a step that keeps values is in one piece, as
+        AOTAutograd runs it, which holds them no longer than it reads them.
+        """
+        storages, last = self.joint.storages, -1
+        for position, each in enumerate(backward):
+            if any(storages[self.joint.nodes[cell.op]] in inputs for cell in each.reads):
+                last = position
+        if last < 0 or self.joint.stored:
+            return last
+        gives = {position for position, each in enumerate(backward) if each.kind is Kind.RETURN_GRAD}
+        return min(position for position in gives if position >= last and position + 1 not in gives)
+
+    def _given(self, backward: list[Instruction], gradients: tuple[Value | None, ...]) -> Iterator[Instruction]:
+        """Return gradients in groups during the backward pass, once a group is large enough.
+
+        Whoever gets one may step its parameter at once: so not before the parameter is read for the last time.
+        """
+        inputs: dict[Value, list[fx.Node]] = {}
+        for node, cell in zip(self.joint.primals, gradients, strict=True):
+            if cell is not None:
+                inputs.setdefault(cell, []).append(node)
+        last = {cell: position for position, each in enumerate(backward) for cell in each.reads}
+        made = {each.cell for each in backward}
+        in_use: dict[fx.Node, int] = {}
+        for position, each in enumerate(backward):
+            in_use.update(
+                dict.fromkeys((self.joint.storages[self.joint.nodes[cell.op]] for cell in each.reads), position)
+            )
+        waiting = [cell for cell in inputs if cell not in made]  # a gradient that nothing computes
+        size = {cell: sum(map(bytes_of, nodes)) for cell, nodes in inputs.items()}
+        enough = sum(size.values()) / _PIECES
+        for position, each in enumerate(backward):
+            yield each
+            waiting += [each.cell] if each.cell in inputs else []
+            following = self.joint.nodes[backward[position + 1].cell.op] if position + 1 < len(backward) else None
+            if following is not None and (is_item(following) or sum(size[cell] for cell in waiting) < enough):
+                continue
+            ready = [cell for cell in waiting if all(in_use.get(node, -1) <= position for node in inputs[cell])]
+            if ready and (following is None or sum(size[cell] for cell in ready) >= enough):
+                for cell in ready:
+                    own = cell in made and last.get(cell, -1) <= position and len(inputs[cell]) == 1
+                    yield from (self._give(cell, node, own=own) for node in inputs[cell])
+                waiting = [cell for cell in waiting if cell not in ready]
+        yield from (self._give(cell, node, own=False) for cell in waiting for node in inputs[cell])
+
+    def _give(self, gradient: Value, node: fx.Node, *, own: bool) -> Instruction:
+        """Autograd takes a gradient that nobody else holds and that lies in memory as its parameter does."""
+        cell = Value(f"{node.name}.grad")
+        if own and lies_like(self.joint.nodes[gradient.op].meta.get("val"), node.meta.get("val")):
+            self.storages[cell] = self.held(gradient)
+        else:
+            self.bytes[cell] = bytes_of(node)
+        return Instruction(Kind.RETURN_GRAD, cell, (gradient,))
+
+    def _in_place(
+        self,
+        instructions: list[Instruction],
+        over: dict[Value, Value],
+        *,
+        held: set[Value],
+        given: Iterable[Value] = (),
+    ) -> list[Instruction]:
+        """Write in place where an op is the last reader of an input as large as its result.
+
+        ``over`` gets, by storage that is then not made, the one that is written over instead.
+        """
+        last: dict[Value, int] = {}  # by storage: where it is last of use
+        for position, each in enumerate(instructions):
+            for cell in (each.cell, *each.reads):
+                last.update(dict.fromkeys(self.held(cell), position))
+        for cell in held:
+            last.update(dict.fromkeys(self.held(cell), len(instructions)))
+        ours = {storage for cell in given for storage in self.held(cell)}
+        found: list[Instruction] = []
+        for position, each in enumerate(instructions):
+            read = {storage for cell in each.reads for storage in self.held(cell)}
+            dying = {storage for storage in read & ours if last[storage] == position}
+            target = self._target(each, dying & self.bytes.keys())  # an input's has no bytes here, and is not ours
+            if target is not None:
+                (storage,) = self.held(target)
+                over[each.cell] = over.get(storage, storage)
+            ours.update(self.held(each.cell))
+            found.append(each if target is None else replace(each, into=target))
+        return found
+
+    def _target(self, each: Instruction, dying: set[Value]) -> Value | None:
+        """Input cell that an op may overwrite, if any."""
+        node = self.joint.nodes.get(each.cell.op)
+        if each.kind is Kind.RETURN_GRAD or node is None or each.cell not in self.bytes or node in self.replayed:
+            return None
+        read = dict(zip(inputs_of(node, again=each.kind is Kind.RECOMPUTE), each.reads, strict=False))
+        shown = Counter(storage for cell in read.values() for storage in self.held(cell))
+        for value in written_over(node):
+            storages = self.held(read[value])
+            alike = lies_like(value.meta.get("val"), node.meta.get("val"))
+            if (
+                alike
+                and shown[storages[0]] == 1
+                and set(storages) <= dying
+                and self.bytes[storages[0]] == self.bytes[each.cell]
+            ):
+                return read[value]
+        return None
+
+    def _kept(self) -> list[Value]:
+        """Cells that the forward sweep keeps: parameters, inputs, checkpoints, and stages' saved values."""
+        keep = set(self.stages.always_kept)
+        for step in self.sweep:
+            self.light.note(step)
+            if step.kind is not Step.NOTHING:
+                keep |= self.stages.inputs[step.stage]
+            if step.kind in (Step.EVERYTHING, Step.LIGHT):
+                keep |= self.stages.kept_by(step.stage)
+        keep -= self.light.stale
+        nodes = [*self.joint.primals, *(node for node in self.joint.forward if node in keep)]
+        return [self.now[node] for node in nodes]
+
+    def _backward(self) -> Iterator[Instruction]:
+        for step in self.rest:
+            self.light.note(step)
+            if step.kind is Step.BACKWARD:
+                prepared: set[fx.Node] = set()
+                for node in self.stages.backward[step.stage]:
+                    yield from self._prepare(node, prepared)
+                    yield self._run(node, Kind.COMPUTE)
+                for node in prepared:
+                    self.now.pop(node)  # made of results that another run may replace
+            else:
+                for node in self.stages.forward[step.stage]:
+                    if node not in self.joint.copies:  # what they are copies of has changed
+                        yield self._run(node, Kind.RECOMPUTE)
+        for node in self.joint.gradients:
+            if isinstance(node, fx.Node) and node not in self.now:
+                yield from self._prepare_all([node], set())
+
+    def _prepare(self, node: fx.Node, prepared: set[fx.Node]) -> Iterator[Instruction]:
+        if self.light.stale:
+            yield from self._remade([value for value in self.stages.read_by(node) if value in self.light.stale])
+        yield from self._prepare_all([v for v in node.all_input_nodes if v in self.joint.prepared], prepared)
+
+    def _remade(self, waiting: list[fx.Node]) -> Iterator[Instruction]:
+        """Recompute freed cheap results and their freed sources."""
+        while waiting:
+            node = waiting[-1]
+            missing = [v for v in sources_of(self.joint, node) if not self.light.is_there(v)]
+            if self.light.is_there(node):
+                waiting.pop()
+            elif missing:
+                waiting += missing
+            else:
+                waiting.pop()
+                self.light.made(node)
+                yield self._run(node, Kind.RECOMPUTE)
+
+    def _prepare_all(self, waiting: list[fx.Node], prepared: set[fx.Node]) -> Iterator[Instruction]:
+        while waiting:
+            node = waiting[-1]
+            missing = [v for v in node.all_input_nodes if v not in self.now and v in self.joint.prepared]
+            waiting += missing
+            if not missing:
+                waiting.pop()
+                if node not in self.now:
+                    prepared.add(node)
+                    yield self._run(node, Kind.COMPUTE)
+
+    def _run(self, node: fx.Node, kind: Kind) -> Instruction:
+        reads = tuple(self.now[value] for value in inputs_of(node, again=kind is Kind.RECOMPUTE))
+        if kind is Kind.RECOMPUTE and node in self.replayed:
+            reads = (*reads, Value(node.name, is_state=True))
+        run = self.runs.get(node, -1) + 1
+        cell = self.now[node] = Value(node.name, run)
+        self.runs[node] = run
+        self._note_storages(node, cell)
+        return Instruction(kind, cell, reads)
+
+    def _note_storages(self, node: fx.Node, cell: Value) -> None:
+        values, source = node.meta.get("val"), viewed(node)
+        if source is not None:  # the cell it reads: another run of that op may be the latest of the storage's own
+            self.storages[cell] = self.held(self.now[source])
+        elif isinstance(values, (tuple, list)):
+            parts = tuple(Value(f"{node.name}[{i}]", cell.run) for i in range(len(values)))
+            self.storages[cell] = parts
+            self.bytes.update(zip(parts, map(size_of, values), strict=True))
+        elif is_item(node):
+            op, index = node.args
+            source = self.now[op]  # pyright: ignore[reportArgumentType]
+            self.storages[cell] = (Value(f"{source.op}[{index}]", source.run),)
+        else:
+            self.bytes[cell] = bytes_of(node)
+
+
+def _let_go(cells: Iterable[Value], held: Iterable[Value]) -> Iterator[Instruction]:
+    return (Instruction(Kind.FREE, cell) for cell in dict.fromkeys(cells) if cell not in held)
+
+
+def _needed(instructions: Sequence[Instruction], wanted: set[Value]) -> list[Instruction]:
+    """Drop instructions whose results nobody reads."""
+    found: list[Instruction] = []
+    for instruction in reversed(instructions):
+        if instruction.cell in wanted:
+            found.append(instruction)
+            wanted |= set(instruction.reads)
+    return found[::-1]
+
+
+def _freed(
+    instructions: Sequence[Instruction],
+    *,
+    given: Iterable[Value] = (),
+    held: set[Value],
+    states: Iterable[Value] = (),
+    until: Mapping[Value, int] = MappingProxyType({}),
+) -> Iterator[Instruction]:
+    """Free each cell right after its last use. ``states`` appear where made.
+
+    ``until`` gives the position at which to free other cells.
+    """
+    last: dict[Value, int] = dict.fromkeys(given, -1)
+    made = {state.op: state for state in states}
+    for position, instruction in enumerate(instructions):
+        last[instruction.cell] = position
+        for cell in instruction.reads:
+            if cell in last:
+                last[cell] = position
+    ends: dict[int, list[Value]] = {}
+    for cell, position in last.items():
+        if cell not in held:
+            ends.setdefault(position, []).append(cell)
+    for cell, position in until.items():
+        if position >= 0:
+            ends.setdefault(position, []).append(cell)
+    yield from _let_go(ends.get(-1, []), ())
+    for position, instruction in enumerate(instructions):
+        yield instruction
+        if instruction.cell.op in made and instruction.kind is Kind.COMPUTE:
+            yield Instruction(Kind.COMPUTE, made[instruction.cell.op])
+        yield from _let_go(ends.get(position, []), ())

@@ -1,0 +1,1 @@
+"""Solvers: from a captured graph to the programs that are worth a look."""

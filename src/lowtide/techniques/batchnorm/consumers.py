@@ -1,0 +1,194 @@
+"""What follows a call in a traced forward: an activation, a residual and an activation, a convolution."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from lowtide.compat.modules import ConvBase
+from lowtide.techniques.batchnorm.fx_trace import IN_PLACE, ForwardCall, Untraceable, is_torchs, trace
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """What reads the result of a call, in one graph."""
+
+    kind: Literal["activation", "join", "kept", "output", "other"]  # kept: by a convolution, for its backward
+    label: str = ""  # the activation's name or repr; what is in the way, for "other"
+    activation: nn.Module | None = None
+    gone: tuple[fx.Node, ...] = ()  # what the pair stands for besides the call, last node first
+    addition: fx.Node | None = None  # of a join
+    residual: fx.Node | None = None
+    second: bool = False  # whether the call is the second operand of the addition
+    in_place: bool = False  # whether the residual is added in place
+    end: str = ""  # the name of the node whose value the pair gives
+
+    @property
+    def signature(self) -> tuple[str, str, bool, bool]:
+        """What must be the same for the same to follow in two graphs of one forward."""
+        return self.kind, self.label, self.second, self.in_place
+
+
+def behind(root: nn.Module, node: fx.Node) -> Behind:
+    """What reads the result of a call in the forward of ``root``; ``nn.Identity`` is looked through."""
+    value, passed = _through_identities(root, node)
+    readers = list(value.users)
+    if readers and all(_keeps(root, reader, value) for reader in readers):
+        return Behind("kept", "identity", end=node.name)
+    if len(readers) != 1:
+        names = " and ".join(reader.name for reader in readers)
+        return Behind("other", f"its output is read by {names}" if names else "nothing reads its output")
+    reader = readers[0]
+    if reader.op == "output":
+        return Behind("output" if reader.args[0] is value else "other")
+    activation, label = _activation(root, reader, value)
+    if activation is not None:
+        return Behind("activation", label, activation, (reader, *passed), end=reader.name)
+    residual = _residual(reader, value)
+    if residual is not None:
+        total, more = _through_identities(root, reader)
+        last, *others = [*total.users, None]
+        activation, label = _activation(root, last, total) if last and others == [None] else (None, "")
+        if last and activation is not None:
+            gone = (last, *more, reader, *passed)
+            second = reader.args[0] is not value
+            in_place = reader.target in _SUMS_IN_PLACE
+            return Behind("join", label, activation, gone, reader, residual, second, in_place, last.name)
+    return Behind("other", label)
+
+
+def _through_identities(root: nn.Module, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """The value as its readers see it, and the calls of ``nn.Identity`` on the way, last first."""
+    passed: list[fx.Node] = []
+    while len(node.users) == 1:
+        reader = next(iter(node.users))
+        if reader.op != "call_module" or type(root.get_submodule(str(reader.target))) is not nn.Identity:
+            break
+        passed.insert(0, reader)
+        node = reader
+    return node, passed
+
+
+def _keeps(root: nn.Module, reader: fx.Node, value: fx.Node) -> bool:
+    """Whether a reader keeps the value for its backward as a convolution does."""
+    if not reader.args or reader.args[0] is not value:
+        return False
+    if reader.op == "call_module":
+        return isinstance(root.get_submodule(str(reader.target)), ConvBase | nn.Linear)
+    return reader.op == "call_function" and reader.target in _CONVOLUTIONS
+
+
+def _residual(reader: fx.Node, value: fx.Node) -> fx.Node | None:
+    """What is added to the value; None if nothing is, or if the sum is written over the other operand."""
+    is_sum = reader.target in (_SUM_METHODS if reader.op == "call_method" else _SUMS)
+    if reader.op not in ("call_function", "call_method") or not is_sum or len(reader.args) != 2 or reader.kwargs:
+        return None
+    first, second = reader.args
+    if first is value:
+        return second if isinstance(second, fx.Node) and second is not value else None
+    return first if isinstance(first, fx.Node) and reader.target not in _SUMS_IN_PLACE else None
+
+
+def may_be_written(root: nn.Module, call: fx.Node, addition: fx.Node) -> bool:
+    """Whether what a call reads may be another by the time of the addition, to which the call is moved."""
+    nodes = list(call.graph.nodes)
+    between = nodes[nodes.index(call) + 1 : nodes.index(addition)]
+    return any(_writes(root, node) for node in between if set(node.all_input_nodes) & set(call.all_input_nodes))
+
+
+def _writes(root: nn.Module, node: fx.Node) -> bool:
+    """Whether a node may write over what it reads."""
+    if node.op == "call_module":
+        return any(getattr(part, "inplace", False) for part in root.get_submodule(str(node.target)).modules())
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.endswith("_") or bool(node.kwargs.get("inplace")) or node.target in IN_PLACE.values()
+
+
+def _activation(root: nn.Module, node: fx.Node, value: fx.Node) -> tuple[nn.Module | None, str]:
+    """The activation that a node applies to a value, and its label; or None, and what is in the way if it is one."""
+    reads = node.args[0] if node.args else node.kwargs.get("input")
+    if reads is not value or node.all_input_nodes != [value]:
+        return None, ""
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        if _is_pointwise(module):
+            return module, str(node.target)
+        looks_like_one = type(module).__module__ == nn.ReLU.__module__ if is_torchs(module) else _is_bare(module)
+        why = f"lowtide does not know {type(module).__name__} as a pointwise activation"
+        return None, why if looks_like_one else ""
+    if node.op in ("call_function", "call_method") and node.target in _FUNCTIONS:
+        kind, names = _FUNCTIONS[node.target]
+        settings = dict(zip(names, node.args[1:], strict=False)) | dict(node.kwargs)
+        known = [*names, "input", "inplace"]
+        if len(node.args) > 1 + len(names) or any(name not in known for name in settings):
+            return None, f"its activation {node.name} is called in a way that lowtide does not know"
+        module = kind(**{name: value for name, value in settings.items() if name not in ("input", "inplace")})
+        return module, repr(module)
+    return None, ""
+
+
+def _is_bare(module: nn.Module) -> bool:
+    return not list(module.parameters()) and not list(module.buffers())
+
+
+def _is_pointwise(module: nn.Module) -> bool:
+    """Whether a module is one of torch's, or somebody's own that is made of pointwise functions of its input alone."""
+    if is_torchs(module) or not _is_bare(module):
+        return type(module) in _POINTWISE_MODULES
+    try:
+        graph = trace(module, ForwardCall.tensors(1))
+    except Untraceable:
+        return False
+    *inner, output = [node for node in graph.nodes if node.op != "placeholder"]
+    return isinstance(output.args[0], fx.Node) and all(_is_pointwise_call(module, node) for node in inner)
+
+
+def _is_pointwise_call(root: nn.Module, node: fx.Node) -> bool:
+    if not all(isinstance(arg, fx.Node | int | float | str) for arg in (*node.args, *node.kwargs.values())):
+        return False
+    if node.op == "call_module":
+        return _is_pointwise(root.get_submodule(str(node.target)))
+    return not _writes(root, node) and (node.target in _POINTWISE or node.target in _FUNCTIONS)
+
+
+_FUNCTIONS: dict[Any, tuple[type[nn.Module], tuple[str, ...]]] = {
+    **dict.fromkeys((F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"), (nn.ReLU, ())),
+    **dict.fromkeys((F.sigmoid, torch.sigmoid, torch.sigmoid_, "sigmoid", "sigmoid_"), (nn.Sigmoid, ())),
+    **dict.fromkeys((F.tanh, torch.tanh, torch.tanh_, "tanh", "tanh_"), (nn.Tanh, ())),
+    **dict.fromkeys((F.leaky_relu, F.leaky_relu_), (nn.LeakyReLU, ("negative_slope",))),
+    **dict.fromkeys((F.elu, F.elu_), (nn.ELU, ("alpha",))),
+    **dict.fromkeys((F.celu, torch.celu), (nn.CELU, ("alpha",))),
+    **dict.fromkeys((F.selu, torch.selu), (nn.SELU, ())),
+    **dict.fromkeys((F.hardtanh, F.hardtanh_), (nn.Hardtanh, ("min_val", "max_val"))),
+    F.softplus: (nn.Softplus, ("beta", "threshold")),
+    F.gelu: (nn.GELU, ("approximate",)),
+    F.silu: (nn.SiLU, ()),
+    F.mish: (nn.Mish, ()),
+    F.relu6: (nn.ReLU6, ()),
+    F.hardswish: (nn.Hardswish, ()),
+    F.hardsigmoid: (nn.Hardsigmoid, ()),
+    F.logsigmoid: (nn.LogSigmoid, ()),
+    F.softsign: (nn.Softsign, ()),
+}
+_POINTWISE_MODULES = {kind for kind, _ in _FUNCTIONS.values()} | {nn.PReLU, nn.Threshold, nn.Softshrink}
+_NAMES = (
+    *("add", "sub", "mul", "div", "neg", "abs", "square", "sqrt", "pow", "exp", "expm1", "log", "log1p"),
+    *("erf", "sin", "cos", "minimum", "maximum", "clamp"),
+)
+_POINTWISE = {
+    *_NAMES,
+    *(getattr(torch, name) for name in _NAMES),
+    *(getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "neg", "pow")),
+}
+_SUMS = (operator.add, operator.iadd, torch.add)
+_SUM_METHODS = ("add", "add_")
+_SUMS_IN_PLACE = (operator.iadd, "add_")
+_CONVOLUTIONS = {
+    *(F.linear, F.conv1d, F.conv2d, F.conv3d),
+    *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+}

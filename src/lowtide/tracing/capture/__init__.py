@@ -1,0 +1,1 @@
+"""The loss captured as one graph of forward and backward."""

@@ -1,0 +1,87 @@
+"""The forward pass of a step's loss as one functional graph of ATen ops, without its backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowtide.compat.dynamo import aot_autograd, silenced, source_of
+from lowtide.compat.fake import FAKE_KERNELS
+from lowtide.errors import TraceError
+from lowtide.tracing.capture.joint import Origin, origin_of
+from lowtide.tracing.capture.loss import CompiledLoss, refuse_uncapturable
+from lowtide.tracing.snapshot.unchanged import unchanged
+from lowtide.workload import Workload
+
+
+@dataclass(frozen=True)
+class CapturedLoss:
+    """A captured loss. The graph's inputs have origins; its loss is one of its outputs."""
+
+    graph: fx.Graph
+    module: fx.GraphModule  # holds the graph's constants
+    origins: dict[fx.Node, Origin]
+    loss: fx.Node
+
+
+def capture_forward(work: Workload) -> CapturedLoss:
+    """Capture the loss of a step, forward alone. Nothing runs, and nothing is changed.
+
+    Raises ``TraceError`` where Dynamo finds no one graph, and where a gradient is not that of the captured ops: a
+    custom ``autograd.Function`` or a hook inside of the loss.
+    """
+    refuse_uncapturable(work)
+    found: list[CapturedLoss] = []
+
+    def backend(captured: fx.GraphModule, inputs: Any) -> Any:
+        _refuse_own_gradients(captured)
+        sources = [source_of(node) for node in captured.graph.find_nodes(op="placeholder")]
+        origins: list[Origin] = [origin_of(*each) for each in zip(sources, inputs, strict=True)]
+
+        def compiler(module: fx.GraphModule, _: Any) -> Any:
+            found.append(_read(module, origins))
+            raise _LossCapturedError
+
+        with torch.no_grad():  # without a backward pass
+            return aot_autograd(fw_compiler=compiler)(captured, inputs)
+
+    compiled = CompiledLoss(work, backend)
+    with compiled as loss, unchanged(work, fake=True), silenced(FAKE_KERNELS), contextlib.suppress(_LossCapturedError):
+        try:
+            loss(work.batch)
+        except Exception as error:
+            cause = getattr(error, "inner_exception", error)
+            if not isinstance(cause, _LossCapturedError):
+                what = next(iter(str(cause).splitlines()), type(cause).__name__)
+                raise TraceError(f"The loss is not captured as one graph ({what})") from error
+    if not found:
+        raise TraceError("The loss is not captured as one graph")
+    return found.pop()
+
+
+class _LossCapturedError(Exception):
+    """The graph is captured: the loss need not run."""
+
+
+def _refuse_own_gradients(captured: fx.GraphModule) -> None:
+    for module in captured.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if "autograd_function" in str(node.target) or "register_hook" in str(node.target):
+                raise TraceError("The loss has a backward pass of its own, in an autograd.Function or a hook")
+
+
+def _read(module: fx.GraphModule, origins: list[Origin]) -> CapturedLoss:
+    inputs = module.graph.find_nodes(op="placeholder")
+    (output,) = module.graph.find_nodes(op="output")
+    if len(inputs) != len(origins):
+        raise TraceError("The captured loss has other inputs than the step")
+    results: Any = output.args[0]
+    described = [getattr(each, "idx", None) for each in output.meta.get("desc", ())]
+    loss = results[described.index(0) if 0 in described else -1]
+    if not isinstance(loss, fx.Node) or loss.meta["val"].numel() != 1:
+        raise TraceError("The captured loss is not one number that is computed")
+    return CapturedLoss(module.graph, module, dict(zip(inputs, origins, strict=True)), loss)

@@ -1,0 +1,201 @@
+"""Forward and backward of a step as one graph of ATen ops, before anything is decided: AOTAutograd's joint graph.
+
+The ops are those of the plain step, in its order, so a step that runs them gives its bits: results of ops with several
+are taken right after the op, and batch norms are put back as they were (``tracing/capture/batchnorm.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+
+from lowtide.compat.operators import HigherOrderOperator
+from lowtide.compat.tensors import is_zero_tensor
+from lowtide.errors import TraceError
+from lowtide.tracing.capture.batchnorm import (
+    ancestors,
+    copy_inputs_written_to,
+    descendants,
+    is_batch_norm,
+    restore_batch_norms,
+    take_counters,
+)
+
+Origin = Literal["parameter", "batch", "array", "kept"]  # an array is numpy's; kept are buffers and all else
+
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view that autograd is not to know as one
+
+
+class Joint:
+    """A joint graph: which ops are forward, which backward, and which results share a storage.
+
+    ``origins`` say of its inputs what they are, where that is known.
+    """
+
+    def __init__(self, module: fx.GraphModule, forward_outputs: int, origins: Sequence[Origin] = ()) -> None:
+        self.module = module
+        restore_batch_norms(module)
+        self.counters = take_counters(module)  # buffers that count on, and by how much; no op does
+        self.copies = copy_inputs_written_to(module)  # of inputs, which have changed by backward
+        nodes = list(module.graph.nodes)
+        outputs = _as_list(nodes[-1].args[0])
+        self.outputs, self.gradients = outputs[:forward_outputs], outputs[forward_outputs:]
+        loss = _place_of_loss(nodes[-1], forward_outputs)
+        self.loss: fx.Node = self.outputs[loss]
+        moved, set_ = self.outputs[:loss], self.outputs[loss + 1 :]  # new values of inputs, and of attributes
+        self.stored = [v for v in set_ if isinstance(v, fx.Node) and v not in moved]  # on the model itself
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        self.tangents = [node for node in inputs if node.name.startswith("tangents")]
+        for node in self.tangents:  # AOTAutograd has them like the outputs, in storages as large
+            node.meta["val"] = torch.empty_like(node.meta["val"])
+        self.primals = [node for node in inputs if not node.name.startswith("tangents")]
+        # By output: the place of the input whose new value it is, or -1.
+        places = {node.meta.get("desc"): place for place, node in enumerate(self.primals)}
+        what = [getattr(each, "mutated_input", None) for each in nodes[-1].meta.get("desc", ())]
+        self.written = [places.get(each, -1) if each is not None else -1 for each in what[:forward_outputs]]
+        self.written += [-1] * (forward_outputs - len(self.written))
+        self.origins = dict(zip(self.primals, origins, strict=False)) if len(origins) == len(self.primals) else {}
+        ops = _with_items(node for node in nodes if node.op in ("call_function", "get_attr"))
+        if any(_is_sparse(node.meta.get("val")) for node in nodes):
+            raise TraceError("The step has sparse tensors, whose bytes are not known before it runs")
+        if any(_is_unknown(node.meta.get("val")) for node in nodes):
+            raise TraceError(
+                "The step has tensors whose sizes depend on values: its bytes are not known before it runs"
+            )
+        whole = len(self.gradients) == len(self.primals)
+        if not whole or any(isinstance(node.target, HigherOrderOperator) for node in nodes):
+            raise TraceError("The step has ops with effects of their own, which a program cannot order")
+        waiting = descendants(self.tangents)
+        effects = [n for n in ops if n not in waiting and (is_random(n) or is_batch_norm(n))]  # wanted or not
+        needed = ancestors([*self.outputs, *self.copies, *effects])
+        needed |= {node for node in ops if is_item(node) and node.args[0] in needed}
+        self.forward = [node for node in ops if node in needed]
+        self.backward = [node for node in ops if node not in needed]
+        self.storages: dict[fx.Node, fx.Node] = {}  # the op that made the storage of a result
+        for node in nodes:
+            shown = viewed(node)
+            self.storages[node] = node if shown is None else self.storages[shown]
+
+    @cached_property
+    def prepared(self) -> frozenset[fx.Node]:
+        """Backward's ops that wait for no gradient, such as a mask: they read forward's results alone."""
+        waiting = descendants(self.tangents)
+        return frozenset(node for node in self.backward if node not in waiting)
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """Tensors that the graph holds, by name: made anew in each plain step, and here once and for all."""
+        named = {str(node.target) for node in self.module.graph.nodes if node.op == "get_attr"}
+        found = {name: operator.attrgetter(name)(self.module) for name in sorted(named)}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    @cached_property
+    def nodes(self) -> dict[str, fx.Node]:
+        """By name."""
+        return {node.name: node for node in self.module.graph.nodes}
+
+    @cached_property
+    def digest(self) -> str:
+        """A short name of the graph: the same ops with the same arguments on the same shapes give the same."""
+        lines = [f"{node.format_node()} {_described(node.meta.get('val'))}" for node in self.module.graph.nodes]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    def is_forward(self, node: fx.Node) -> bool:
+        return node in self._forward
+
+    @cached_property
+    def _forward(self) -> frozenset[fx.Node]:
+        return frozenset(self.forward)
+
+
+def bytes_of(node: fx.Node) -> int:
+    """The bytes of the storage behind a result; of an op with several results none, as each has its own node."""
+    return size_of(node.meta.get("val"))
+
+
+def size_of(value: Any) -> int:
+    """The bytes of a tensor's storage; of anything else, and of zeros that nothing holds, none."""
+    return value.untyped_storage().nbytes() if isinstance(value, Tensor) and not is_zero_tensor(value) else 0
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the module that ran an op, or whose backward pass an op belongs to; "" for the loss function."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path, _ = next(reversed(stack.values()), ("", None))  # L['work'].model.blocks.0.norm, with [0] for some containers
+    _, inside, path = re.sub(r"\._modules|\[['\"]?(\w+)['\"]?\]", _index, path).partition(".model.")
+    return path if inside else ""
+
+
+def _index(match: re.Match[str]) -> str:
+    return f".{match[1]}" if match[1] else ""
+
+
+def is_item(node: fx.Node) -> bool:
+    """Whether it is one of an op's several results."""
+    return node.target is operator.getitem
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the op draws random numbers, or may: other libraries' ops need not say so."""
+    tags, library = getattr(node.target, "tags", ()), getattr(node.target, "namespace", "aten")
+    return torch.Tag.nondeterministic_seeded in tags or library not in ("aten", "prims", "lowtide")
+
+
+def _with_items(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The ops in order, each followed by its several results."""
+    ordered: list[fx.Node] = []
+    for node in nodes:
+        if not is_item(node):
+            ordered += [node, *(user for user in node.users if is_item(user))]
+    return ordered
+
+
+def _place_of_loss(output: fx.Node, forward_outputs: int) -> int:
+    """Which output is what the loss function returned: behind new values of inputs, before attributes it set."""
+    returned = [getattr(each, "idx", None) for each in output.meta.get("desc", ())[:forward_outputs]]
+    return returned.index(0) if 0 in returned else forward_outputs - 1
+
+
+def origin_of(source: Any, given: Any) -> Origin:
+    """What an input is, by Dynamo's word on where it comes from."""
+    if isinstance(given, nn.Parameter):
+        return "parameter"
+    if type(source).__name__ == "NumpyTensorSource":
+        return "array"
+    while hasattr(source, "base"):
+        source = source.base
+    return "batch" if getattr(source, "local_name", "") == "batch" else "kept"
+
+
+def _is_sparse(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is not torch.strided
+
+
+def _is_unknown(value: Any) -> bool:
+    return isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape)
+
+
+def viewed(node: fx.Node) -> fx.Node | None:
+    """The argument whose storage a result shows; None for a storage of its own."""
+    if is_item(node) and getattr(node.args[0].target, "is_view", False):  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        return node.args[0]  # pyright: ignore[reportReturnType]
+    if node.op != "call_function" or not (getattr(node.target, "is_view", False) or node.target is _UNSAFE_VIEW):
+        return None
+    return next((value for value in node.args if isinstance(value, fx.Node)), None)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(_described, value))
+    return f"{value.dtype}{list(value.shape)}{list(value.stride())}" if isinstance(value, Tensor) else ""
+
+
+def _as_list(outputs: Any) -> list[Any]:
+    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]

@@ -1,0 +1,1 @@
+"""A step on fake tensors: nothing is allocated or computed."""

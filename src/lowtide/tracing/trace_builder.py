@@ -1,0 +1,178 @@
+"""The record of a running step, and its frozen graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from lowtide.tracing.graph import Category, Graph, Op, Phase, Saved, Storage, TensorView
+from lowtide.tracing.meter import Meter
+
+
+@dataclass(slots=True)
+class LiveStorage:
+    """A storage while the step still runs."""
+
+    bytes: int
+    device: str
+    dtype: str
+    birth: int
+    label: str
+    module: str
+    source: str
+    category: Category = "temporary"
+    made_by: str = ""
+    death: int = -1
+    recomputed: bool = False
+
+
+OUTSIDE = "made outside of ops"
+
+
+@dataclass(slots=True)
+class Place:
+    """Where an op was called: its name, its module and the user's line."""
+
+    op: str
+    module: str
+    source: str
+
+
+@dataclass(slots=True)
+class Save:
+    storage: int
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    sequence: int
+    source: str
+
+
+@dataclass(slots=True)
+class LiveOp:
+    name: str
+    phase: Phase
+    module: str
+    source: str
+    inputs: tuple[TensorView, ...]
+    outputs: tuple[TensorView, ...]
+    arguments: str
+    recompute: bool
+    own_generator: bool
+
+
+@dataclass(slots=True)
+class Record:
+    """Recorded ops, storages and saved values of a step."""
+
+    ops: list[LiveOp] = field(default_factory=list)
+    storages: list[LiveStorage] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    places: dict[int, Place] = field(default_factory=dict)  # autograd sequence number -> the forward call
+
+    def graph(
+        self,
+        meter: Meter,
+        modules: dict[str, str],
+        *,
+        device: str,
+        fake: bool,
+        notes: tuple[str, ...] = (),
+        other_bytes: int = 0,
+    ) -> Graph:
+        """The step as a frozen graph, with what a meter read of its ops; others in the process hold ``other_bytes``."""
+        self._own_what_stays()
+        end = len(self.ops)
+        storages: list[Storage] = []
+        kept: dict[int, int] = {}
+        for index, s in enumerate(self.storages):
+            death = end if s.death < 0 else s.death
+            category: Category = s.category
+            if category == "temporary" and s.recomputed and self._outlives_recompute(s, death):
+                category = "activation"
+            if death > s.birth:
+                kept[index] = len(storages)
+                storages.append(
+                    Storage(
+                        len(storages),
+                        s.bytes,
+                        s.device,
+                        s.dtype,
+                        category,
+                        s.birth,
+                        death,
+                        s.label,
+                        s.module,
+                        s.source,
+                    )
+                )
+        saved = [self._frozen_save(s, kept) for s in self.saves if s.storage in kept]
+        graph = Graph(
+            (),
+            tuple(storages),
+            tuple(saved),
+            tuple(modules.items()),
+            device,
+            fake,
+            meter.granularity,
+            notes,
+        )
+        readings = meter.readings(graph.live_bytes(allocated=True, ops=end), graph.static_bytes, other_bytes)
+        if readings.held_bytes:
+            label = "libraries' workspaces"
+            where = graph.tensor_device
+            held = Storage(len(storages), readings.held_bytes, where, "uint8", "workspace", 0, end, label, "", "")
+            graph = replace(graph, storages=(*storages, held))
+        ops = [
+            self._frozen(i, op, seconds, workspace, kept)
+            for i, (op, seconds, workspace) in enumerate(
+                zip(self.ops, readings.seconds, readings.workspace_bytes, strict=True)
+            )
+        ]
+        return replace(graph, ops=tuple(ops), other_bytes=readings.other_bytes)
+
+    def _own_what_stays(self) -> None:
+        """Own storages that no op made and that outlive the step, such as a mask of the loss or a module."""
+        for storage in self.storages:
+            if storage.label == OUTSIDE and storage.death < 0:  # or a module keeps what it made of no tensor: as good
+                storage.category, storage.birth, storage.label = "buffer", 0, "held beside model and batch"
+
+    def _outlives_recompute(self, storage: LiveStorage, death: int) -> bool:
+        return any(not op.recompute for op in self.ops[storage.birth + 1 : death])
+
+    def _frozen(self, index: int, op: LiveOp, seconds: float, workspace_bytes: int, kept: dict[int, int]) -> Op:
+        return Op(
+            index,
+            op.name,
+            op.phase,
+            op.module,
+            op.source,
+            _renumber(op.inputs, kept),
+            _renumber(op.outputs, kept),
+            op.arguments,
+            op.recompute,
+            seconds,
+            workspace_bytes,
+            op.own_generator,
+        )
+
+    def _frozen_save(self, save: Save, kept: dict[int, int]) -> Saved:
+        storage = self.storages[save.storage]
+        needed = self.places.get(save.sequence, Place("", "", ""))
+        return Saved(
+            kept[save.storage],
+            save.shape,
+            save.dtype,
+            save.bytes,
+            storage.category,
+            storage.made_by,
+            storage.module,
+            needed.op,
+            needed.module,
+            save.source or needed.source,
+        )
+
+
+def _renumber(values: tuple[TensorView, ...], kept: dict[int, int]) -> tuple[TensorView, ...]:
+    if all(kept.get(v.storage) == v.storage for v in values):
+        return values
+    return tuple(TensorView(kept[v.storage], v.shape, v.stride, v.dtype) for v in values if v.storage in kept)

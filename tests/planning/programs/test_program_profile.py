@@ -1,0 +1,70 @@
+"""What ops of a captured graph are said to take: as in the plain step, or as when run alone."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowtide.engines import apply, plan
+from lowtide.planning import predict_plan
+from lowtide.planning.programs import program_profile
+from lowtide.planning.programs.program_profile import Forecast
+from lowtide.profiling import profile
+from lowtide.tracing.capture.loss import capture_joint
+from lowtide.workload import Workload
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def test_batch_norms_take_what_the_plain_steps_take_though_a_capture_has_another_name_for_them() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(3)))
+    work = Workload(model, squares, torch.randn(2, 8, 16, 16))
+    plain = profile(work)
+    found = Forecast(capture_joint(work), plain)
+    norms = [node for node in found.joint.forward if "batch_norm" in str(node.target)]
+    assert len(norms) == 3
+    for node in norms:
+        results = tuple(node.meta["val"][0].shape)
+        alike = [op for op in plain.graph.ops if "batch_norm." in op.name and op.outputs[0].shape == results]
+        assert found.seconds(node) == statistics.median_high(op.seconds for op in alike)
+
+
+def test_ops_that_the_plain_step_has_not_are_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Workload(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16)), squares, torch.randn(64, 16))
+    timed: list[str] = []
+    alone = program_profile.seconds_alone
+
+    def spy(calls: dict[str, program_profile.Call], device: torch.device) -> dict[str, float]:
+        timed.extend(calls)
+        return dict.fromkeys(alone(calls, device), 1.0)
+
+    monkeypatch.setattr(program_profile, "seconds_alone", spy)
+    state = torch.get_rng_state()
+    found = Forecast(capture_joint(work), profile(work))
+    dropouts = [node for node in found.joint.nodes.values() if "native_dropout" in str(node.target)]
+    assert [found.seconds(node) for node in dropouts] == [1.0, 1.0]  # a plain step on a CPU draws, divides, multiplies
+    assert len(timed) == 2
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_program_names_the_modules_and_hands_on_what_its_step_does() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+    work = Workload(model, lambda model, x: model(x).square().mean(), torch.randn(256, 32))
+    before = profile(work)
+    chosen = plan(work, "70%", profile=before, engine="graph", tune=False)
+    after = predict_plan(work, chosen, before).after
+    assert "stage 1 (0.0" in chosen.explain()
+    forward = [op.module for op in after.graph.ops if op.phase == "forward"]
+    assert forward == [*(f"{i}.{j}" for i in range(4) for j in range(2)), "", ""]
+    made = [s for s in after.graph.storages if s.category == "activation" and s.bytes > 4]
+    assert made
+    assert all(s.module for s in made)
+    assert any(op.module == "3.0" for op in after.graph.ops if op.phase == "backward")
+    with apply(chosen, work) as step:
+        assert step.profile().saved_bytes == after.saved_bytes > 0

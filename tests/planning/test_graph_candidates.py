@@ -1,0 +1,317 @@
+"""Plans for the graph engine: which there are, what they promise, how they are kept, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowtide.chains import Schedule
+from lowtide.engines import plan, verify
+from lowtide.errors import BudgetError, PlanError
+from lowtide.planning import Plan, graph_candidates
+from lowtide.planning.graph_candidates import GraphCandidates
+from lowtide.planning.programs import stages
+from lowtide.planning.programs.program import simulate
+from lowtide.planning.programs.stages import Stages
+from lowtide.profiling import Profile, profile
+from lowtide.techniques import Fidelity
+from lowtide.tracing.capture.joint import Joint
+from lowtide.tracing.capture.loss import capture_joint
+from lowtide.tracing.plain_aten.gradient_accumulation import held_by_call
+from lowtide.workload import Workload
+
+from ..contract.outcomes import assert_restored, snapshot
+from .steps import chain
+
+
+@pytest.fixture(scope="module")
+def work() -> Workload:
+    return chain(3)
+
+
+@pytest.fixture(scope="module")
+def plain(work: Workload) -> Profile:
+    return profile(work)
+
+
+@pytest.fixture(scope="module")
+def found(work: Workload, plain: Profile) -> Plan:
+    return plan(work, "60%", profile=plain, engine="graph", tune=False)
+
+
+def smallest_budget(work: Workload, plain: Profile, engine: Any = "graph") -> int:
+    with pytest.raises(BudgetError, match=r"below the smallest plan \(.*, \d+ bytes\)") as refused:
+        plan(work, 1, profile=plain, engine=engine, tune=False)
+    number = re.search(r"(\d+) bytes\)", str(refused.value))
+    assert number is not None
+    return int(number[1])
+
+
+# -- what a plan promises --------------------------------------------------------------------------------
+
+
+def test_a_program_is_a_plan_that_says_what_it_does(found: Plan) -> None:
+    assert found.program is not None
+    assert found.engine == "graph"
+    assert found.fidelity is Fidelity.BITWISE
+    assert found.choices == ()
+    assert found.peak_bytes <= found.budget_bytes < found.baseline.peak_bytes
+    assert found.seconds == found.baseline.seconds + found.program.seconds
+    text = found.explain()
+    assert f"recompute {found.program.ops_again} ops" in text
+    assert re.search(r"stage \d+ \([\w.]*\d[\w.]*( … [\w.]+)?: addmm, …\): Runs \d more time", text)
+
+
+def test_what_fits_as_it_is_needs_no_program(work: Workload, plain: Profile) -> None:
+    fits = plan(work, "100%", profile=plain, engine="graph", tune=False)
+    assert fits.program is None
+    assert fits.engine == "eager"
+    assert (fits.peak_bytes, fits.seconds) == (plain.peak_bytes, plain.seconds)
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph"])
+def test_a_larger_budget_is_never_predicted_slower(work: Workload, plain: Profile, engine: Any) -> None:
+    smallest = smallest_budget(work, plain, engine)
+    budgets = [smallest + (plain.peak_bytes - smallest) * step // 11 for step in range(12)]
+    plans = [plan(work, budget, profile=plain, engine=engine, tune=False) for budget in budgets]
+    assert all(each.peak_bytes <= budget for each, budget in zip(plans, budgets, strict=True))
+    seconds = [each.seconds for each in plans]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > seconds[-1] == plain.seconds
+    assert len(set(seconds)) > 3
+
+
+def test_the_smallest_budget_is_named_and_works_and_one_byte_less_does_not(work: Workload, plain: Profile) -> None:
+    smallest = smallest_budget(work, plain)
+    assert plan(work, smallest, profile=plain, engine="graph", tune=False).peak_bytes == smallest
+    with pytest.raises(BudgetError, match=f"{smallest} bytes"):
+        plan(work, smallest - 1, profile=plain, engine="graph", tune=False)
+
+
+def test_no_program_is_smaller_than_the_smallest_budget_that_is_named() -> None:
+    layers = [nn.Linear(16, 16), nn.Dropout(0.3), nn.Linear(16, 16), nn.Linear(16, 16)]
+    work = Workload(nn.Sequential(*layers), squares, torch.randn(6, 16))
+    before = profile(work)
+    programs = GraphCandidates(capture_joint(work), before)
+    peaks = [programs.profile(schedule).peak_bytes for schedule in programs.schedules]
+    assert smallest_budget(work, before) <= min(peaks)
+
+
+def test_both_engines_together_are_never_slower_than_one(work: Workload, plain: Profile) -> None:
+    for share in ("85%", "60%"):
+        either = plan(work, share, profile=plain, tune=False)
+        for engine in ("eager", "graph"):
+            assert either.seconds <= plan(work, share, profile=plain, engine=engine, tune=False).seconds
+
+
+def test_every_program_simulates_to_what_its_trace_peaks_at(work: Workload, plain: Profile) -> None:
+    programs = GraphCandidates(capture_joint(work), plain)
+    peaks: set[int] = set()
+    for schedule in programs.schedules:
+        traced = programs.profile(schedule)
+        forward_and_backward = plain.static_bytes + simulate(programs.program(schedule)).peak_bytes
+        assert traced.storage_peak_bytes == forward_and_backward
+        assert traced.peak_bytes >= traced.storage_peak_bytes
+        peaks.add(traced.storage_peak_bytes)
+    assert len(peaks) > 3
+
+
+def test_room_is_what_the_program_takes_and_what_the_budget_leaves(work: Workload, plain: Profile, found: Plan) -> None:
+    assert found.program is not None
+    programs = GraphCandidates(capture_joint(work), plain)
+    program = programs.program(Schedule.parse(found.program.schedule))
+    assert found.program.graph == programs.joint.digest
+    left = found.budget_bytes - found.peak_bytes
+    assert left > 0
+    assert found.program.room_bytes == simulate(program).peak_bytes + left
+    assert found.program.ops_again == program.recomputed
+
+
+def test_a_step_that_was_planned_is_let_go_with_its_graph() -> None:
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
+    work = Workload(model, lambda given, x: squares(given, x), torch.randn(256, 16))
+    made = plan(work, "75%", engine="graph", tune=False)
+    left = [weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(graph_candidates._known[work].joint)]
+    del model, work
+    for _ in range(2):  # the step, and then what was known of it
+        gc.collect()
+    assert [each() for each in left] == [None] * 3
+    assert made.program is not None
+
+
+def test_stages_of_a_deep_model_are_joined_and_still_simulate_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.Tanh())))
+    work = Workload(model, squares, torch.randn(256, 16))
+    before = profile(work)
+    joint = capture_joint(work)
+    assert len(Stages(joint)) > 6
+    monkeypatch.setattr(stages, "_MOST", 6)
+    joined = Stages(joint)
+    assert 3 < len(joined) <= 6
+    assert [node for nodes in joined.forward for node in nodes] == joint.forward
+    made = plan(work, "60%", profile=before, engine="graph", tune=False)
+    assert made.program is not None
+    checked = verify(work, made)
+    assert checked.ok, str(checked)
+    assert checked.storage_peak_bytes == made.storage_peak_bytes
+
+
+# -- what is refused -------------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    """What runs depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (self.up if x.sum() > 0 else self.down)(x)
+        return x + y.sin().exp().tanh().cos()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(16, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.rnn(x)[0].sin().tanh()
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+UNCAPTURED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
+    "branch": (Branching, (256, 16), "Data-dependent branching"),
+    "LSTM": (Recurrent, (16, 12, 16), "LSTM"),
+}
+
+
+@pytest.mark.parametrize("name", UNCAPTURED)
+def test_what_is_not_captured_is_refused_by_name_and_planned_eagerly(name: str) -> None:
+    block, shape, reason = UNCAPTURED[name]
+    work = Workload(nn.Sequential(*(block() for _ in range(5))), squares, torch.randn(*shape))
+    before = profile(work)
+    held = snapshot(work.model)
+    with pytest.raises(PlanError, match=rf"no plan on the graph engine.*{reason}"):
+        plan(work, "85%", profile=before, engine="graph", tune=False)
+    found = plan(work, "85%", profile=before, engine="auto", tune=False)
+    assert found.engine == "eager"
+    assert found.choices
+    assert_restored(work.model, held)
+    assert held_by_call() == 0  # a failed capture leaves no frame evaluator behind, which would cost memory
+
+
+def test_an_unknown_engine_is_refused(work: Workload) -> None:
+    with pytest.raises(PlanError, match=r"no engine 'nonsense'.*'auto', 'eager' or 'graph'"):
+        plan(work, "60%", engine="nonsense", tune=False)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_predicted_step_is_not_captured_and_that_is_said(work: Workload) -> None:
+    with pytest.raises(PlanError, match="only predicted"):
+        plan(work, "60%", fake=True, engine="graph", tune=False)
+
+
+class Draws(nn.Module):
+    """Random numbers and statistics: what a failing plan could leave moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.norm(self.linear(x)).tanh())
+
+
+@pytest.mark.parametrize("where", [Joint.__init__, GraphCandidates.profile, GraphCandidates.chosen, None])
+def test_planning_leaves_the_model_as_it_was_also_where_it_fails(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("for a test")
+
+    model = nn.Sequential(*(Draws() for _ in range(3)))
+    work = Workload(model, squares, torch.randn(256, 16), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    hook = model[0].register_forward_hook(lambda *_: None)
+    model[1].linear.weight.grad = gradient = torch.ones(16, 16)
+    before, forward, hooks = snapshot(model), model.forward, dict(model[0]._forward_hooks)
+    if where is not None:
+        owner = Joint if where is Joint.__init__ else GraphCandidates
+        monkeypatch.setattr(owner, where.__name__, fail)
+    generator = torch.get_rng_state()
+    with contextlib.nullcontext() if where is None else pytest.raises((ZeroDivisionError, PlanError)) as failed:
+        plan(work, "80%", engine="graph", tune=False)
+    assert failed is None or "for a test" in str(failed.value)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert_restored(model, before)
+    assert model.forward == forward
+    assert dict(model[0]._forward_hooks) == hooks
+    assert [p.grad is not None for p in model.parameters()].count(True) == 1
+    assert model[1].linear.weight.grad is gradient
+    assert torch.equal(gradient, torch.ones(16, 16))
+    assert work.optimizer is not None
+    assert not work.optimizer.state
+    hook.remove()
+
+
+# -- plans as JSON ---------------------------------------------------------------------------------------
+
+
+def test_a_plan_with_a_program_survives_json(found: Plan) -> None:
+    assert found.program is not None
+    text = json.dumps(found.to_json(), allow_nan=False)
+    assert Plan.from_json(text) == found
+    assert Plan.from_json(found.to_json()) == found
+    assert json.loads(text)["program"]["schedule"] == found.program.schedule
+
+
+def with_program(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda data: {**data, "program": {**data["program"], **changes}}
+
+
+def without(field: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda data: {**data, "program": {k: v for k, v in data["program"].items() if k != field}}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda data: "{not json", "not JSON"),
+        (lambda data: json.dumps(data)[:-9], "not JSON"),
+        (lambda data: {**data, "version": 1}, "version 1, and this lowtide reads"),
+        (lambda data: {k: v for k, v in data.items() if k != "program"}, "no field 'program'"),
+        (lambda data: {**data, "program": "F1e, B1"}, "malformed"),
+        (lambda data: {**data, "program": [1]}, "malformed"),
+        *((without(field), f"no field '{field}'") for field in ("schedule", "graph", "room_bytes", "fidelity", "why")),
+        (with_program(schedule="nonsense"), "'nonsense' is not an operation"),
+        (with_program(schedule=""), "'' is not an operation"),
+        (with_program(schedule=7), "7 is not text"),
+        (with_program(schedule="F1e"), "no backward"),
+        (with_program(schedule="F1e, F2e, B2"), "F2e cannot run"),
+        (with_program(schedule="F1e, F3e, B3, B2, B1"), "output of stage 2, is not there"),
+        (with_program(schedule="F1c, F2e, B2, B1"), "B1 cannot run"),
+        (with_program(schedule="F1e, F2e, B1, B2"), "B1 cannot run"),
+        (with_program(schedule="F999999999999e, B1"), "the chain has 1 stages"),
+        (with_program(room_bytes=-1), "room_bytes is -1"),
+        (with_program(room_bytes=1.5), "room_bytes is 1.5"),
+        (with_program(ops_again=-3), "ops_again is -3"),
+        (with_program(seconds="soon"), "soon"),
+        (with_program(fidelity="perfect"), "perfect"),
+        (with_program(graph=None), "None is not text"),
+        (with_program(why=[1]), "1 is not text"),
+        (with_program(why="so"), "'so' is not a list"),
+    ],
+)
+def test_a_malformed_program_is_refused_with_the_reason(found: Plan, change: Any, reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        Plan.from_json(change(found.to_json()))

@@ -1,0 +1,196 @@
+"""Tracing changes nothing, and says clearly what it cannot do."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lowtide import Workload, zoo
+from lowtide.errors import TraceError, WorkloadError
+from lowtide.tracing import trace
+from tests.tracing.comparing import assert_same, snapshot
+
+
+def mean_loss(model, batch):
+    return model(batch).float().mean()
+
+
+def trained(name, **changes):
+    """A workload in the middle of training: optimizer state, gradients, running statistics."""
+    work = zoo.small(name, **changes)
+    for _ in range(2):
+        work.compute_loss().backward()
+        if work.optimizer is not None:
+            work.optimizer.step()
+    return work
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+@pytest.mark.parametrize("name", ["resnet18", "gpt2", "lstm"])
+def test_tracing_changes_nothing(name, fake):
+    work = trained(name)
+    before = snapshot(work)
+    trace(work, fake=fake)
+    assert_same(before, snapshot(work))
+
+
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+def test_tracing_a_fresh_optimizer_leaves_it_fresh(device):
+    work = zoo.small("gpt2", optimizer="adamw")
+    before = snapshot(work)
+    trace(work, fake=True, device=device)
+    assert_same(before, snapshot(work))
+    trace(work)
+    assert_same(before, snapshot(work))
+    assert not work.optimizer.state
+
+
+def test_training_goes_on_as_if_never_traced():
+    plain, traced = trained("resnet18", seed=3), trained("resnet18", seed=3)
+    trace(traced)
+    for work in (plain, traced):
+        torch.manual_seed(0)
+        work.model.zero_grad()
+        work.compute_loss().backward()
+        work.optimizer.step()
+    for left, right in zip(plain.model.state_dict().values(), traced.model.state_dict().values(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_a_graph_built_before_the_trace_still_runs_backward():
+    """In-place restores would otherwise trip autograd's version check."""
+    work = trained("lenet")
+    loss = work.compute_loss()
+    trace(work)
+    loss.backward()
+
+
+def test_an_error_in_the_step_leaves_everything_as_it_was():
+    work = trained("lenet")
+    broken = Workload(work.model, lambda model, batch: mean_loss(model, batch[0]) / [], work.batch, work.optimizer)
+    before = snapshot(work)
+    for fake in (False, True):
+        with pytest.raises(TypeError):
+            trace(broken, fake=fake)
+        assert_same(before, snapshot(work))
+
+
+class _Caching(nn.Module):
+    """Keeps a tensor on itself, as rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+        self.cache = None
+
+    def forward(self, x):
+        self.calls += 1
+        if self.cache is None:
+            self.cache = torch.arange(4.0)
+        return self.linear(x) * self.cache
+
+
+def test_a_cache_made_while_tracing_does_not_stay_on_the_module():
+    model = _Caching()
+    work = Workload(model, mean_loss, torch.randn(3, 4))
+    trace(work, fake=True)
+    assert model.calls == 0
+    assert model.cache is None
+    model(torch.randn(3, 4))
+
+
+def test_a_loss_without_graph_says_what_to_write():
+    work = Workload(nn.Linear(2, 2), lambda model, batch: model(batch).mean().detach(), torch.randn(3, 2))
+    with pytest.raises(WorkloadError, match=r"no graph.*detach"):
+        trace(work)
+
+
+def test_a_loss_that_is_not_a_scalar_says_what_to_write():
+    work = Workload(nn.Linear(2, 2), lambda model, batch: model(batch), torch.randn(3, 2))
+    with pytest.raises(WorkloadError, match=r"shape \[3, 2\].*mean"):
+        trace(work)
+
+
+def test_a_batch_on_another_device_says_where_to_move_it():
+    with pytest.raises(WorkloadError, match="Move the batch"):
+        Workload(nn.Linear(2, 2), mean_loss, torch.randn(3, 2, device="meta"))
+
+
+def test_a_fake_step_that_reads_values_says_so():
+    work = Workload(
+        nn.Linear(2, 2), lambda model, batch: model(batch).mean() * model(batch).sum().item(), torch.randn(3, 2)
+    )
+    with pytest.raises(TraceError, match=r"values.*leave out fake"):
+        trace(work, fake=True)
+    assert trace(work).storage_peak_bytes > 0
+
+
+def test_a_real_step_is_not_of_another_device():
+    with pytest.raises(TraceError, match="fake=True"):
+        trace(zoo.small("lenet"), device="h200")
+
+
+def test_an_empty_batch_can_be_traced():
+    work = Workload(nn.Linear(4, 2), lambda model, batch: model(batch).sum(), torch.randn(0, 4))
+    assert trace(work).storage_peak_bytes == trace(work, fake=True).storage_peak_bytes
+
+
+def test_nan_in_the_batch_does_not_matter_to_a_trace():
+    work = Workload(nn.Linear(4, 2), mean_loss, torch.full((3, 4), float("nan")))
+    assert trace(work).storage_peak_bytes == trace(work, fake=True).storage_peak_bytes
+
+
+def test_a_running_profiler_is_left_alone_and_the_graph_says_what_is_missing():
+    work = zoo.small("lenet")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
+        graph = trace(work)
+    assert any("profiler" in note for note in graph.notes)
+    assert graph.storage_peak_bytes == trace(work).storage_peak_bytes
+
+
+def test_unused_parameters_get_no_optimizer_state():
+    model = nn.ModuleDict({"used": nn.Linear(8, 8), "unused": nn.Linear(100, 100)})
+    work = Workload(
+        model,
+        lambda model, batch: model["used"](batch).mean(),
+        torch.randn(2, 8),
+        torch.optim.Adam(model.parameters()),
+    )
+    graph = trace(work)
+    assert not [s for s in graph.storages if s.category == "optimizer state" and s.label.startswith("unused")]
+
+
+def test_the_saved_tensors_of_a_linear_layer_are_listed_with_their_makers():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    graph = trace(Workload(model, mean_loss, torch.randn(3, 4)))
+    inputs = [s for s in graph.saved if s.needed_in == "2" and s.category == "activation"]
+    assert [(s.shape, s.made_by, s.made_in, s.needed_by) for s in inputs] == [
+        ((3, 8), "aten.relu.default", "1", "aten.addmm.default")
+    ]
+    assert "test_capture.py:" in inputs[0].source  # the user's line, not torch's
+
+
+def test_every_op_of_the_backward_pass_knows_its_module():
+    graph = trace(zoo.small("resnet18"))
+    unknown = [op for op in graph.ops if op.phase == "backward" and not op.module]
+    total = [op for op in graph.ops if op.phase == "backward"]
+    assert len(unknown) < 0.1 * len(total)  # the loss itself is not a module
+
+
+def test_deepcopied_models_trace_alike():
+    work = zoo.small("wrn28-2")
+    twin = Workload(copy.deepcopy(work.model), work.loss, work.batch)
+    assert trace(twin).storage_peak_bytes == trace(Workload(work.model, work.loss, work.batch)).storage_peak_bytes
+
+
+def test_functional_dropout_streams_are_those_of_a_plain_step():
+    model = nn.Linear(16, 16)
+    work = Workload(model, lambda model, batch: F.dropout(model(batch), 0.5).sum(), torch.randn(4, 16))
+    torch.manual_seed(1)
+    plain = work.compute_loss()
+    torch.manual_seed(1)
+    trace(work)
+    assert torch.equal(work.compute_loss(), plain)
