@@ -155,14 +155,14 @@ def _error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def _bits(option: Any) -> tuple[int, ...]:
-    return option.knob("bits")
+    return option.config.bits
 
 
 def _root(plain: Profile) -> Any:
     """√n segments, one level, none kept."""
-    options = [o for o in Sqrt().options(plain) if o.knob("levels") == 1 and o.knob("kept") == 0]
-    blocks = max(int(str(o.knob("segments"))) for o in options)
-    return min(options, key=lambda o: abs(int(str(o.knob("segments"))) - blocks**0.5))
+    options = [o for o in Sqrt().options(plain) if o.config.levels == 1 and o.config.kept == 0]
+    blocks = max(o.config.segments for o in options)
+    return min(options, key=lambda o: abs(o.config.segments - blocks**0.5))
 
 
 if __name__ == "__main__":

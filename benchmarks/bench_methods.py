@@ -26,8 +26,7 @@ from benchmarks.steps import plain_step
 from lowtide import LowtideError, Workload, apply, plan, profile, zoo
 from lowtide.planning.prediction import apply_options, estimate_peak
 from lowtide.profiling import Profile
-from lowtide.techniques import Applied, Fidelity, Option, Price, Technique, techniques
-from lowtide.techniques.technique import Knob
+from lowtide.techniques import Applied, Config, Fidelity, Option, Price, Technique, techniques
 from lowtide.tracing.graph import Op
 
 NAME = "methods"
@@ -50,7 +49,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 BUDGET = "75%"
 # What people would take: not the fewest bits or the smallest pieces that there are.
-USUAL: dict[str, Callable[[int], dict[str, Knob]]] = {
+USUAL: dict[str, Callable[[int], dict[str, Any]]] = {
     "fewbit": lambda batch: {"bits": 3},
     "randomized": lambda batch: {"ratio": 0.2},
     "microbatch": lambda batch: {"size": batch // 4},
@@ -146,17 +145,17 @@ def methods(work: Workload) -> Iterator[Method]:
     yield Method(f"plan in {BUDGET} of the memory, {Fidelity.BITWISE}", _planned)
 
 
-def best_options(technique: Technique, baseline: Profile, usual: Mapping[str, Knob] | None = None) -> list[Option]:
+def best_options(technique: Technique, baseline: Profile, usual: Mapping[str, Any] | None = None) -> list[Option]:
     """One option, or all with the same knobs in different places: those with the lowest estimated peak.
 
     Where some have the ``usual`` knobs, no others count.
     """
-    sets: dict[tuple[tuple[str, Knob], ...] | Option, list[Option]] = {}
+    sets: dict[Config | Option, list[Option]] = {}
     offered = technique.options(baseline)
-    same = [option for option in offered if all(option.knob(k) == v for k, v in (usual or {}).items())]
+    same = [option for option in offered if all(getattr(option.config, k) == v for k, v in (usual or {}).items())]
     for option in same or offered:
         sets[option] = [option]
-        sets.setdefault(option.knobs, []).append(option)
+        sets.setdefault(option.config, []).append(option)
     prices = {options[0]: technique.price(options[0], baseline) for key, options in sets.items() if key == options[0]}
     candidates = [options for options in sets.values() if _apart(options)]
 
@@ -183,7 +182,7 @@ def _applying(technique: Technique, baselines: dict[int, Profile]) -> Callable[[
     return run
 
 
-def _usual(technique: Technique, work: Workload) -> dict[str, Knob]:
+def _usual(technique: Technique, work: Workload) -> dict[str, Any]:
     usual = USUAL.get(technique.name)
     return usual(len(work.batch[0])) if usual else {}
 
@@ -194,9 +193,10 @@ def _planned(work: Workload) -> Applied:
 
 
 def _said(name: str, options: Sequence[Option]) -> str:
-    usual = USUAL[name](0) if name in USUAL else dict(options[0].knobs)  # the others follow from the model
-    knobs = [f"{knob} {value}" for knob, value in options[0].knobs if knob in usual and not isinstance(value, tuple)]
-    return f"{name} ({', '.join(knobs)})" if knobs else name
+    config = options[0].config
+    # The others follow from the model.
+    settings = ", ".join(f"{each} {getattr(config, each)}" for each in USUAL[name](0)) if name in USUAL else str(config)
+    return f"{name} ({settings})" if settings else name
 
 
 # -- Measuring -----------------------------------------------------------------------------------------

@@ -96,8 +96,10 @@ def choose(wanted: Mapping[str, Mapping[str, float]], plain: Profile) -> list[Op
         offered = techniques()[name].options(plain)
         if not offered:
             raise SystemExit(f"{name} offers nothing for this model")
-        same = [option for option in offered if all(option.knob(knob) == value for knob, value in knobs.items())]
-        option = same[0] if same else replace(offered[0], knobs=tuple({**dict(offered[0].knobs), **knobs}.items()))
+        same = [
+            option for option in offered if all(getattr(option.config, knob) == value for knob, value in knobs.items())
+        ]
+        option = same[0] if same else replace(offered[0], config=replace(offered[0].config, **knobs))
         found.append(replace(option, site=tuple(path for path in option.site if path.startswith("blocks."))))
     return found
 

@@ -61,9 +61,9 @@ def gradients(work: Workload) -> Tensor:
 
 
 def _name(option: Option) -> str:
-    if option.knob("weights", False):
-        return f"bfloat16 weights, {option.knob('rounding')}"
-    return f"autocast to {option.knob('autocast')}"
+    if option.config.weights:
+        return f"bfloat16 weights, {option.config.rounding}"
+    return f"autocast to {option.config.autocast}"
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ class Redrawn(lt.Forward):
 class RedrawnDropout:
     """Masks drawn twice are the same, since the generator's state is kept (5 kB on a CPU)."""
 
-    name, kind, conflicts = "redraw", "saved", {}
+    name, kind, config, conflicts = "redraw", "hold", lt.Config, {}
     needs = "a nn.Dropout whose input another module keeps"
 
     def options(self, profile):

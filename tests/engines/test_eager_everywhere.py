@@ -110,8 +110,8 @@ def planned(work: Workload) -> Step:
 def deepest(work: Workload, levels: int = 3) -> Step:
     """The most nested schedule there is, in a plan."""
     before = profile(work)
-    option = max(Optimal().options(before), key=lambda o: int(str(o.knob("levels"))))
-    assert int(str(option.knob("levels"))) >= levels
+    option = max(Optimal().options(before), key=lambda o: o.config.levels)
+    assert option.config.levels >= levels
     found = plan(work, "100%", profile=before, engine="eager", tune=False)
     return apply(with_option(found, option), work)
 

@@ -366,7 +366,7 @@ def test_a_plan_with_malformed_trees_is_refused(trees: Any, eager: tuple[Workloa
     work, found = eager
     data = found.to_json()
     option = data["choices"][0]["option"]
-    option["knobs"] = [[name, trees if name == "trees" else value] for name, value in option["knobs"]]
+    option["config"]["trees"] = trees
     with pytest.raises(PlanError):
         apply(Plan.from_json(data), work)
 

@@ -13,6 +13,7 @@ from lowtide.errors import LowtideError
 from lowtide.planning import predict
 from lowtide.profiling import profile
 from lowtide.techniques import Option, techniques
+from lowtide.techniques.optimizer_state import OptimizerStateConfig
 from tests.contract.contract import TechniqueContract
 from tests.contract.workloads import seeded, wide
 
@@ -236,7 +237,7 @@ def sgd_work():
     return replace(work, optimizer=torch.optim.SGD(work.model.parameters(), lr=0.1, momentum=0.9), name="wide, SGD")
 
 
-EIGHT = Option("optimizer_state", ("",), (("state", "8bit"),))
+EIGHT = Option("optimizer_state", ("",), OptimizerStateConfig("8bit"))
 
 
 @pytest.mark.usefixtures("library")

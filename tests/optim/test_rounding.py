@@ -10,6 +10,7 @@ from torch import nn
 import lowtide.optim as lo
 from lowtide import Workload
 from lowtide.techniques import Option, techniques
+from lowtide.techniques.precision import PrecisionConfig
 from tests.optim.training import BATCHES, OPTIMIZERS, equal, make, train
 
 
@@ -226,8 +227,8 @@ def test_the_technique_gives_float32_weights_with_float32_states_back(rounding):
     train(model, optimizer, BATCHES[:1])
     before = model[0].weight.detach().clone()
     work = Workload(model, lambda m, x: m(x).float().square().mean(), BATCHES[0], optimizer)
-    knobs = (("autocast", "bfloat16"), ("weights", True), ("rounding", rounding))
-    with techniques()["precision"].apply(work, [Option("precision", ("",), knobs)]) as applied:
+    config = PrecisionConfig("bfloat16", weights=True, rounding=rounding)
+    with techniques()["precision"].apply(work, [Option("precision", ("",), config)]) as applied:
         optimizer.zero_grad()
         applied.work.compute_loss().backward()
         optimizer.step()

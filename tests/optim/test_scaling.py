@@ -13,6 +13,7 @@ from lowtide import Workload, microbatch
 from lowtide.errors import LowtideError
 from lowtide.optim import LossScale, lower_state, scale_rates, step_in_backward, store_gradients
 from lowtide.techniques import Option, techniques
+from lowtide.techniques.precision import PrecisionConfig
 from tests.optim.training import BATCHES, equal, make
 
 
@@ -291,7 +292,7 @@ def test_a_float16_run_of_the_technique_resumes_bit_for_bit():
         work = Workload(
             model, lambda m, x: m(x).float().square().mean(), BATCHES[0], torch.optim.AdamW(model.parameters())
         )
-        option = Option("precision", ("",), (("autocast", "float16"),))
+        option = Option("precision", ("",), PrecisionConfig("float16"))
         return model, techniques()["precision"].apply(work, [option]).work
 
     def steps(work, batches):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.profiling import Profile
-from lowtide.techniques import Applied, Check, Fidelity, Option, Price
+from lowtide.techniques import Applied, Check, Config, Fidelity, Option, Price
 from lowtide.techniques.sqrt import checkpoint_segments
 from lowtide.workload import Workload
 
@@ -35,7 +35,8 @@ def chain(depth: int = 6) -> Workload:
 class Loose:
     """Recomputes in two levels, and says of itself whatever it is told to say."""
 
-    kind = "saved"
+    kind = "hold"
+    config = Config
     needs = "a chain"
     conflicts: Mapping[str, str] = {"sqrt": "it recomputes too", "optimal": "it recomputes too"}
 

@@ -305,7 +305,7 @@ def test_whether_a_loss_can_be_split_is_asked_of_each_size() -> None:
 def test_a_batch_that_a_size_does_not_divide_is_predicted_to_the_byte() -> None:
     work = tanh_layers(lambda m, x: m(x).square().mean())
     work = Workload(work.model, work.loss, torch.randn(97, 24))
-    options = [option for option in Microbatch().options(profile(work)) if option.knob("size") == 4]
+    options = [option for option in Microbatch().options(profile(work)) if option.config.size == 4]
     before = profile(work)
     predicted = predict(work, options, before, only_peaks=True)
     with apply_options(work, options) as applied:

@@ -50,9 +50,9 @@ def test_explain_says_what_it_saves_costs_and_why(found: Plan) -> None:
     assert str(found) == text
 
 
-def with_knob(data: dict[str, Any], value: Any) -> dict[str, Any]:
+def with_config(data: dict[str, Any], value: Any) -> dict[str, Any]:
     choice = data["choices"][0]
-    return {**data, "choices": [{**choice, "option": {**choice["option"], "knobs": [["segments", value]]}}]}
+    return {**data, "choices": [{**choice, "option": {**choice["option"], "config": value}}]}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def with_knob(data: dict[str, Any], value: Any) -> dict[str, Any]:
         (lambda d: "{not json", "not JSON"),
         (lambda d: "[1, 2]", "not a list"),
         (lambda d: {**d, "version": 99}, "version 99"),
-        (lambda d: {**d, "version": 2}, "version 2, and this lowtide reads 3"),
+        (lambda d: {**d, "version": 2}, "version 2, and this lowtide reads 4"),
         (lambda d: {k: v for k, v in d.items() if k != "version"}, "version None"),
         (lambda d: {k: v for k, v in d.items() if k != "baseline"}, "no field 'baseline'"),
         (lambda d: {**d, "peak_bytes": "much"}, "peak_bytes is 'much'"),
@@ -77,8 +77,11 @@ def with_knob(data: dict[str, Any], value: Any) -> dict[str, Any]:
         (lambda d: {**d, "seconds": 10**400}, "seconds is an integer beyond 64 bits"),
         (lambda d: {**d, "choices": [{**d["choices"][0], "saved_bytes": 10**400}]}, "saved_bytes is an integer beyond"),
         (lambda d: {**d, "choices": [{**d["choices"][0], "saved_bytes": "12"}]}, "saved_bytes is '12'"),
-        (lambda d: with_knob(d, 10**400), "a knob cannot be an integer beyond"),
-        (lambda d: with_knob(d, math.nan), "a knob cannot be nan"),
+        (lambda d: with_config(d, {"trees": [10**400]}), "trees cannot be an integer beyond"),
+        (lambda d: with_config(d, {"trees": [math.nan]}), "trees cannot be nan"),
+        (lambda d: with_config(d, {"trees": [], "width": 3}), "no field 'width'"),
+        (lambda d: with_config(d, {}), "needs the field 'trees'"),
+        (lambda d: with_config(d, [["trees", []]]), "is an object with fields"),
         (lambda d: {**d, "notes": "9" * 10_000}, "is not a list"),
     ],
 )

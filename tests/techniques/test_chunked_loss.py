@@ -278,7 +278,7 @@ def test_the_logits_are_never_whole_in_a_gpus_step():
     work = zoo.workload("gpt2", device="meta", layers=1, batch=8, autocast=torch.bfloat16)
     plain = profile(work, fake=True, device="h200")
     option = ChunkedLoss().options(plain)[0]
-    assert option.knob("rows") == 2048
+    assert option.config.rows == 2048
     traced = predict(work, [option], plain)
     logits = 8 * 1024 * 50257
     assert max(s.bytes for s in plain.graph.storages) == 4 * logits

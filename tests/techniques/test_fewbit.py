@@ -82,7 +82,7 @@ def test_the_price_of_a_layer_is_its_bytes(name):
 def test_three_bits_keep_three_of_thirty_two():
     work = build(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 5)), 8, 16)
     plain = profile(work)
-    option = next(o for o in FewBitActivations().options(plain) if o.knob("bits") == 3)
+    option = next(o for o in FewBitActivations().options(plain) if o.config.bits == 3)
     with FewBitActivations().apply(work, [option]):
         after = profile(work)
     assert plain.saved_bytes - after.saved_bytes == 8 * 64 * 4 - 8 * 64 * 3 // 8

@@ -21,7 +21,7 @@ from lowtide.techniques import Check, Option, techniques
 from lowtide.techniques import optimal as module
 from lowtide.techniques.chain import Chains, leaves
 from lowtide.techniques.optimal import checkpoint_schedule
-from lowtide.techniques.segments import SegmentTechnique
+from lowtide.techniques.segments import SegmentConfig, SegmentTechnique
 from lowtide.techniques.sqrt import Sqrt
 from lowtide.techniques.stages import BlockStages
 from lowtide.workload import Workload
@@ -196,7 +196,7 @@ def test_the_estimate_is_within_one_percent_of_the_exact_prediction(name: str, s
     work = zoo.small(name, **sizes)
     plain = profile(work, fake=True)
     options = priced(plain, technique())
-    deepest = max(options, key=lambda row: levels(row[2].knob("trees")))
+    deepest = max(options, key=lambda row: levels(row[2].config.trees))
     for estimate, _, option in (deepest, min(options)):
         assert estimate == pytest.approx(predict(work, [option], plain).peak_bytes, rel=0.01), option
 
@@ -205,7 +205,7 @@ def test_the_estimate_of_deep_nesting_is_right_where_activations_are_all_there_i
     work = chain(12, width=4, batch=64)
     plain = profile(work, fake=True)
     options = priced(plain, technique())
-    assert max(levels(option.knob("trees")) for _, _, option in options) >= 4
+    assert max(levels(option.config.trees) for _, _, option in options) >= 4
     for estimate, _, option in options[::7]:
         assert estimate == pytest.approx(predict(work, [option], plain).peak_bytes, rel=0.01), option
 
@@ -230,7 +230,7 @@ def test_the_chain_says_of_its_schedules_what_their_price_says() -> None:
         recursive(made, stages.segment_ends),
         OptimalSchedules(made, 500, stages.segment_ends).schedule(whole // 2),
     ):
-        option = Option("optimal", ("",), (("trees", tuple(stages.trees(schedule).values())),))
+        option = Option("optimal", ("",), SegmentConfig(tuple(stages.trees(schedule).values())))
         price = technique().price(option, plain)
         assert price.seconds == pytest.approx(schedule.forward_seconds(made) - sum(made.forward_seconds), rel=1e-6)
         saved = plain.peak_bytes - estimate_peak(plain.graph, [price])
@@ -254,8 +254,8 @@ def test_there_are_few_options_also_of_deep_models() -> None:
     work = Workload(model, lambda m, x: m(x).sum(), torch.randn(99, 2))
     options = technique().options(profile(work, fake=True))
     assert 5 < len(options) <= 30
-    assert all(list(leaves(t)) == sorted(set(leaves(t))) for o in options for t in o.knob("trees"))
-    assert len({option.knob("trees") for option in options}) == len(options)
+    assert all(list(leaves(t)) == sorted(set(leaves(t))) for o in options for t in o.config.trees)
+    assert len({option.config.trees for option in options}) == len(options)
 
 
 def test_a_model_without_blocks_has_no_options() -> None:
@@ -272,7 +272,7 @@ def test_several_chains_share_one_budget() -> None:
 def test_blocks_of_a_list_are_segments_by_themselves() -> None:
     work = zoo.small("unet")
     for option in technique().options(profile(work, fake=True)):
-        for path, tree in zip(option.site, option.knob("trees"), strict=True):
+        for path, tree in zip(option.site, option.config.trees, strict=True):
             if isinstance(work.model.get_submodule(path), nn.ModuleList):
                 assert all(len(node) == 1 for node in tree)
 
@@ -292,5 +292,5 @@ def test_zoo_models_are_bitwise_with_the_deepest_option(name: str) -> None:
     work = zoo.small(name)
     options = technique().options(profile(work, fake=True))
     expected = run(work)
-    with technique().apply(work, [max(options, key=lambda option: levels(option.knob("trees")))]):
+    with technique().apply(work, [max(options, key=lambda option: levels(option.config.trees))]):
         assert_agree(run(work), expected, Check.EXACT)

@@ -10,6 +10,7 @@ from lowtide.planning import predict
 from lowtide.planning.prediction import apply_options
 from lowtide.profiling import profile
 from lowtide.techniques import Option, techniques
+from lowtide.techniques.optimizer_state import OptimizerStateConfig
 from tests.contract.contract import StepContract
 from tests.contract.outcomes import run
 from tests.contract.workloads import WORKLOADS, seeded, wide
@@ -45,7 +46,7 @@ def test_a_trace_sees_gradients_go(device):
 
 
 def test_with_8bit_states_it_gives_what_8bit_states_alone_give():
-    both = [Option("optimizer_state", ("",), (("state", "8bit"),)), Option(NAME, ("",))]
+    both = [Option("optimizer_state", ("",), OptimizerStateConfig("8bit")), Option(NAME, ("",))]
     results = []
     for options in (both[:1], both, both[::-1]):
         work = seeded(wide)()

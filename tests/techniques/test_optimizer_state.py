@@ -22,7 +22,7 @@ class TestContract(StepContract):
 def test_the_price_is_what_a_trace_then_finds():
     technique, work = techniques()["optimizer_state"], seeded(wide)()
     plain = profile(work)
-    option = next(o for o in technique.options(plain) if o.knob("state") == "8bit")
+    option = next(o for o in technique.options(plain) if o.config.state == "8bit")
     removed = sum(interval.bytes for interval in technique.price(option, plain).removed)
     matrix = 64 * 64
     assert removed == 2 * (4 * matrix - matrix - 4 * matrix // 256)
@@ -48,7 +48,7 @@ def test_a_prediction_for_a_gpu_knows_states_on_the_host():
     work = seeded(wide)()
     plain = profile(work, fake=True, device="h200")
     technique = techniques()["optimizer_state"]
-    option = next(o for o in technique.options(plain) if o.knob("state") == "cpu")
+    option = next(o for o in technique.options(plain) if o.config.state == "cpu")
     found = predict(work, [option], plain)
     states = [s for s in found.graph.storages if s.category == "optimizer state" and s.bytes > 8]
     assert states
@@ -111,7 +111,7 @@ def test_momentum_of_sgd_is_offered_in_8_bits_by_bitsandbytes():
     work = replace(work, optimizer=torch.optim.SGD(work.model.parameters(), lr=0.1, momentum=0.9))
     technique, plain = techniques()["optimizer_state"], profile(work)
     (option,) = technique.options(plain)
-    assert option.knob("state") == "8bit"
+    assert option.config.state == "8bit"
     removed = sum(interval.bytes for interval in technique.price(option, plain).removed)
     assert removed == 4 * 64 * 64 - 64 * 64 - 4 * 64 * 64 // 256
     table = 4 * 256  # of the values of codes, once for all parameters

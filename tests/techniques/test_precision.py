@@ -10,12 +10,13 @@ import lowtide
 from lowtide.optim import LossScale
 from lowtide.profiling import profile
 from lowtide.techniques import Option, techniques
+from lowtide.techniques.precision import PrecisionConfig
 from tests.contract.contract import StepContract
 from tests.contract.workloads import WORKLOADS
 
-FLOAT16 = Option("precision", ("",), (("autocast", "float16"),))
-BFLOAT16 = Option("precision", ("",), (("autocast", "bfloat16"),))
-WEIGHTS = Option("precision", ("",), (("autocast", "bfloat16"), ("weights", True), ("rounding", "kahan")))
+FLOAT16 = Option("precision", ("",), PrecisionConfig("float16"))
+BFLOAT16 = Option("precision", ("",), PrecisionConfig("bfloat16"))
+WEIGHTS = Option("precision", ("",), PrecisionConfig("bfloat16", weights=True, rounding="kahan"))
 
 
 class TestContract(StepContract):

@@ -39,14 +39,14 @@ def work_of(model, **changes):
 
 
 def option_of(work, ratio=0.2):
-    options = {option.knob("ratio"): option for option in TECHNIQUE.options(profile(work))}
+    options = {option.config.ratio: option for option in TECHNIQUE.options(profile(work))}
     return options.get(ratio)
 
 
 def test_every_ratio_is_offered_on_layers_that_alone_hold_their_input():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8))
     options = TECHNIQUE.options(profile(work_of(model)))
-    assert [option.knob("ratio") for option in options] == [0.5, 0.2, 0.1]
+    assert [option.config.ratio for option in options] == [0.5, 0.2, 0.1]
     # The first reads the batch, which stays; the last reads what a ReLU keeps anyway.
     assert {option.site for option in options} == {("2",)}
 

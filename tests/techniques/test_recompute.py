@@ -17,6 +17,7 @@ from lowtide.errors import LowtideError
 from lowtide.nn import BatchRenormAct1d
 from lowtide.planning import apply_options
 from lowtide.techniques import Option, recompute
+from lowtide.techniques.sqrt import SqrtConfig
 
 
 def step(model: nn.Module, x: Tensor, *, levels: int) -> dict[str, Tensor]:
@@ -358,7 +359,7 @@ def test_decoders_of_transformers_are_recomputed_with_their_caches(name: str) ->
         batch = {"input_features": torch.randn(2, 4, 16), "labels": tokens}
         sites = ("model.decoder.layers",)
     work = Workload(model, lambda model, batch: model(**batch).loss, batch)
-    option = Option("sqrt", sites, (("segments", 2), ("levels", 1), ("kept", 0), ("trees", (((0,), (1,)),))))
+    option = Option("sqrt", sites, SqrtConfig((((0,), (1,)),)))
     found: list[list[Tensor]] = []
     for options in ((), (option,)):
         model.zero_grad()

@@ -81,12 +81,12 @@ def test_what_is_no_technique_cannot_be_registered() -> None:
         register(object())
 
 
-@pytest.mark.parametrize(("name", "value"), [("kind", "layer"), ("conflicts", frozenset({"sqrt"}))])
+@pytest.mark.parametrize(("name", "value"), [("kind", "layer"), ("conflicts", frozenset({"sqrt"})), ("config", dict)])
 def test_a_technique_of_another_shape_is_refused_with_what_it_should_be(name: str, value: object) -> None:
     technique = Sqrt()
     technique.name = "mine"
     setattr(technique, name, value)
-    with pytest.raises(LowtideError, match="conflicts is a mapping from names to reasons"):
+    with pytest.raises(LowtideError, match=f"{name}="):
         register(technique)
 
 

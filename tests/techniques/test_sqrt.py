@@ -18,7 +18,7 @@ from lowtide.profiling import profile
 from lowtide.techniques import Check, Option
 from lowtide.techniques.optimal import Optimal
 from lowtide.techniques.segments import Segments
-from lowtide.techniques.sqrt import Sqrt, checkpoint_segments
+from lowtide.techniques.sqrt import Sqrt, SqrtConfig, checkpoint_segments
 from lowtide.workload import Workload
 
 from ..contract.outcomes import assert_agree, assert_restored, run
@@ -166,10 +166,10 @@ def test_a_compiled_model_is_bitwise_too_and_runs_its_segments_eagerly() -> None
 def test_options_reach_from_one_segment_to_one_per_block() -> None:
     work = chain(9)
     options = Sqrt().options(profile(work, fake=True))
-    counts = {option.knob("segments") for option in options}
+    counts = {option.config.segments for option in options}
     assert counts == set(range(1, 10))
-    assert {option.knob("levels") for option in options} == {1, 2}
-    trees = {option.knob("trees") for option in options}
+    assert {option.config.levels for option in options} == {1, 2}
+    trees = {option.config.trees for option in options}
     assert (((0, 1, 2), (3, 4, 5), (6, 7, 8)),) in trees
     assert len(trees) == len(options)
 
@@ -179,7 +179,7 @@ def test_a_deep_model_has_no_flood_of_options() -> None:
     work = Workload(model, lambda m, x: m(x).sum(), torch.randn(3, 2))
     options = Sqrt().options(profile(work, fake=True))
     assert len(options) < 200
-    assert {1, 10, 100} <= {option.knob("segments") for option in options}
+    assert {1, 10, 100} <= {option.config.segments for option in options}
 
 
 def test_a_model_without_blocks_has_no_options() -> None:
@@ -202,7 +202,7 @@ def test_the_priced_seconds_are_those_of_the_ops_that_run_again() -> None:
     plain = profile(work, fake=True)
     technique = Sqrt()
     for option in technique.options(plain):
-        if option.knob("segments") == 2 and not option.knob("kept"):
+        if option.config.segments == 2 and not option.config.kept:
             again = [op for op in predict(work, [option], plain).graph.ops if op.recompute]
             copies = sum(op.seconds for op in again if "clone" in op.name)  # of the running statistics
             expected = sum(op.seconds for op in again) - copies
@@ -212,11 +212,10 @@ def test_the_priced_seconds_are_those_of_the_ops_that_run_again() -> None:
 @pytest.mark.parametrize(
     "option",
     [
-        Option("sqrt", ("no.such",), (("trees", (((0, 1),),)),)),
-        Option("sqrt", ("",), (("trees", (((0, 9),),)),)),
-        Option("sqrt", ("",), (("trees", (((1, 0),),)),)),
-        Option("sqrt", ("",), (("trees", (((0, 2),),)),)),
-        Option("sqrt", ("", "x"), (("trees", (((0, 1),),)),)),
+        Option("sqrt", ("no.such",), SqrtConfig((((0, 1),),))),
+        Option("sqrt", ("",), SqrtConfig((((0, 9),),))),
+        Option("sqrt", ("",), SqrtConfig((((1, 0),),))),
+        Option("sqrt", ("",), SqrtConfig((((0, 2),),))),
         Option("sqrt", ("",)),
     ],
 )
@@ -231,10 +230,10 @@ def test_an_option_that_is_not_of_this_model_is_refused(option: Option) -> None:
 def test_blocks_in_a_list_are_recomputed_one_by_one_only() -> None:
     work = zoo.small("unet")
     with pytest.raises(PlanError, match="one by one"):
-        Sqrt().apply(work, [Option("sqrt", ("up",), (("trees", (((0, 1),),)),))])
+        Sqrt().apply(work, [Option("sqrt", ("up",), SqrtConfig((((0, 1),),)))])
     before = take(work.model)
     expected = run(work)
-    with Sqrt().apply(work, [Option("sqrt", ("up",), (("trees", (((0,), (2,)),)),))]):
+    with Sqrt().apply(work, [Option("sqrt", ("up",), SqrtConfig((((0,), (2,)),)))]):
         assert_agree(run(work), expected, Check.EXACT)
     assert_restored(work.model, before)
 

@@ -10,6 +10,8 @@ from lowtide.planning import predict
 from lowtide.planning.prediction import apply_options, estimate_peak
 from lowtide.profiling import profile
 from lowtide.techniques import Fidelity, Option, techniques
+from lowtide.techniques.microbatch.technique import MicrobatchConfig
+from lowtide.techniques.stored_gradients import StoredGradientsConfig
 from tests.contract.contract import StepContract
 from tests.contract.outcomes import run
 from tests.contract.workloads import WORKLOADS, seeded, wide
@@ -18,7 +20,7 @@ NAME = "stored_gradients"
 
 
 def option(bits):
-    return Option(NAME, ("",), (("bits", bits),))
+    return Option(NAME, ("",), StoredGradientsConfig(bits))
 
 
 class TestContract(StepContract):
@@ -85,7 +87,7 @@ def test_a_step_is_near_the_plain_one(name, bits, near):
 
 def test_a_batch_in_pieces_is_rounded_once():
     work = seeded(wide)()
-    pieces = Option("microbatch", ("",), (("size", 2),))
+    pieces = Option("microbatch", ("",), MicrobatchConfig(2, 8))
     with apply_options(work, [pieces, option("8bit")]) as applied:
         applied.work.compute_loss().backward()
         parameters = len(list(work.model.parameters()))
@@ -108,9 +110,9 @@ def test_16_bits_are_no_gain_for_16_bit_gradients():
     assert techniques()[NAME].options(profile(work)) == [option("8bit")]
 
 
-def test_a_knob_that_is_none_is_refused():
-    with pytest.raises(PlanError, match="16bit, 8bit"):
-        techniques()[NAME].apply(seeded(wide)(), [option("4bit")])
+def test_bits_that_no_gradient_is_stored_in_are_refused():
+    with pytest.raises(PlanError, match="bits='4bit'"):
+        option("4bit")
 
 
 def test_a_profile_changes_nothing():

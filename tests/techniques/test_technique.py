@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import pytest
 from torch import nn
 
 from lowtide import zoo
 from lowtide.errors import LowtideError, PlanError
-from lowtide.techniques import Fidelity, Forward, Option, Price, Technique, replace_forward, techniques
+from lowtide.techniques import Config, Fidelity, Forward, Option, Price, Technique, replace_forward, techniques
 
 
 def test_fidelity_is_ordered_from_strict_to_loose() -> None:
@@ -18,35 +21,83 @@ def test_fidelity_is_ordered_from_strict_to_loose() -> None:
     assert json.dumps(Fidelity.BITWISE) == '"bitwise"'
 
 
+@dataclass(frozen=True)
+class Widths(Config):
+    """A config with a field of each kind."""
+
+    rows: int
+    ratio: float = 0.5
+    state: str = "8bit"
+    bits: tuple[int, ...] = ()
+    all: bool = False
+
+    def __post_init__(self) -> None:
+        self.require("rows", int, least=1)
+        self.require("ratio", float, above=0)
+        self.require_one_of("state", ("8bit", "4bit"))
+        self.require("bits", tuple)
+        self.require("all", bool)
+
+    def check_site(self, site: tuple[str, ...]) -> None:
+        if self.bits and len(self.bits) != len(site):
+            self.refuse("bits", "is not one for each site")
+
+
 def test_options_with_the_same_content_are_the_same() -> None:
-    one = Option("sqrt", ("layers",), (("segments", 2), ("trees", ((0, 1), (2,)))))
-    assert one == Option("sqrt", ("layers",), (("segments", 2), ("trees", ((0, 1), (2,)))))
-    assert len({one, copy.deepcopy(one)}) == 1
-    assert str(one) == "sqrt on layers (segments 2)"
-    assert str(Option("batchnorm", ("a", "b", "c", "d"))) == "batchnorm on a, b, c, d"
-    assert str(Option("batchnorm", tuple("abcdefg"))) == "batchnorm on a, b, c, 4 more"
+    option = Option("any", ("layers",), Widths(2, bits=(4,)))
+    assert option == Option("any", ("layers",), Widths(2, bits=(4,)))
+    assert option != Option("any", ("layers",), Widths(3, bits=(4,)))
+    assert len({option, copy.deepcopy(option)}) == 1
+    assert option.config_as(Widths).rows == 2
 
 
-def test_knobs_of_another_type_or_range_are_refused() -> None:
-    option = Option(
-        "any", ("a", "b"), (("rows", 3), ("ratio", 0.5), ("state", "8bit"), ("bits", (2, 4)), ("all", True))
-    )
-    assert option.read("rows", 0, least=1) == 3
-    assert option.read("ratio", 1.0) == 0.5
-    assert option.read("absent", 7) == 7
-    assert option.one_of("state", ("4bit", "8bit")) == "8bit"
-    assert option.by_site("bits") == {"a": 2, "b": 4}
-    for refused in (
-        lambda: option.read("rows", 0, least=4),
-        lambda: option.read("rows", 0.0),
-        lambda: option.read("all", 0),
-        lambda: option.read("absent", 0, least=1),
-        lambda: option.one_of("state", ("4bit",)),
-        lambda: option.by_site("rows"),
-        lambda: Option("any", ("a",), option.knobs).by_site("bits"),
-    ):
-        with pytest.raises(PlanError):
-            refused()
+def test_an_option_prints_its_places_and_its_settings() -> None:
+    assert str(Option("any", ("layers",), Widths(2, bits=(4,)))) == "any on layers (rows 2, ratio 0.5, state 8bit)"
+    assert str(Option("any", ("",), Widths(2, all=True))) == "any on the model (rows 2, ratio 0.5, state 8bit, all)"
+    assert str(Option("any", ("a", "b", "c", "d"))) == "any on a, b, c, d"
+    assert str(Option("any", tuple("abcdefg"))) == "any on a, b, c, 4 more"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rows", 0), ("rows", 3.0), ("rows", True), ("ratio", 1), ("ratio", 0.0), ("state", "2bit"), ("all", 1)],
+)
+def test_a_field_of_another_type_or_range_is_refused_where_it_is_made(name: str, value: object) -> None:
+    with pytest.raises(PlanError, match=f"{name}={value!r}"):
+        Widths(**{"rows": 1, name: value})
+
+
+def test_a_config_that_does_not_fit_its_option_is_refused() -> None:
+    with pytest.raises(PlanError, match="bits"):
+        Option("any", ("a",), Widths(1, bits=(2, 4)))
+    with pytest.raises(PlanError, match="Widths"):
+        Option("any", ("a",)).config_as(Widths)
+    with pytest.raises(PlanError):
+        Option("any", ("a",), (("rows", 1),))
+
+
+def test_a_config_is_read_back_from_json() -> None:
+    config = Widths(2, bits=(4, 8), all=True)
+    assert Widths.from_json(json.loads(json.dumps(asdict(config)))) == config
+    assert Widths.from_json({"rows": 2}) == Widths(2)
+
+
+@pytest.mark.parametrize(
+    ("data", "names"),
+    [
+        ({}, "rows"),
+        ({"rows": 1, "width": 2}, "width"),
+        ({"rows": "1"}, "rows='1'"),
+        ({"rows": 2**64}, "rows"),
+        ({"rows": 1, "ratio": math.inf}, "ratio"),
+        ({"rows": 1, "bits": [{}]}, "bits"),
+        ([["rows", 1]], "Widths"),
+        (None, "Widths"),
+    ],
+)
+def test_a_malformed_config_is_refused_with_the_field(data: Any, names: str) -> None:
+    with pytest.raises(PlanError, match=names):
+        Widths.from_json(data)
 
 
 @pytest.mark.parametrize("name", [name for name, each in techniques().items() if each.kind == "step"])

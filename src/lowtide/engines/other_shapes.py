@@ -154,7 +154,7 @@ def _worth_a_trace(before: Profile, budget: int) -> Iterator[Option]:
     """Bitwise options on modules whose estimates fit: the fastest, and the smallest."""
     found: list[tuple[float, int, Option]] = []
     for technique in techniques().values():
-        if technique.kind != "saved":
+        if technique.kind != "hold":
             continue
         for option in technique.options(before):
             price = technique.price(option, before)

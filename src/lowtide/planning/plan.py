@@ -13,11 +13,12 @@ from lowtide.chains import Chain, Schedule, simulate
 from lowtide.errors import PlanError
 from lowtide.fingerprint import Fingerprint
 from lowtide.sizes import format_seconds, format_size
-from lowtide.techniques.technique import Fidelity, Knob, Option
+from lowtide.techniques.registry import find_technique
+from lowtide.techniques.technique import Fidelity, Option
 from lowtide.version import __version__
 from lowtide.workload import Workload, check_workload
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 _LARGEST = 2**63  # of whole numbers: no device has as many bytes
 
 
@@ -231,21 +232,8 @@ def _recomputation(data: Mapping[str, Any]) -> ProgramChoice:
 
 
 def _option(data: Mapping[str, Any]) -> Option:
-    return Option(
-        _text(data["technique"]),
-        _texts(data["site"]),
-        tuple((_text(name), _knob(value)) for name, value in data["knobs"]),
-    )
-
-
-def _knob(value: Any) -> Knob:
-    if isinstance(value, list | tuple):
-        return tuple(_knob(item) for item in value)
-    if isinstance(value, bool | str) or (isinstance(value, int) and abs(value) < _LARGEST):
-        return value
-    if isinstance(value, float) and math.isfinite(value):
-        return value
-    raise TypeError(f"a knob cannot be {_shown(value)}")
+    name = _text(data["technique"])
+    return Option(name, _texts(data["site"]), find_technique(name).config.from_json(data["config"]))
 
 
 def _size(data: Mapping[str, Any], key: str) -> int:

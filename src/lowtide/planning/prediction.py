@@ -16,7 +16,7 @@ from lowtide.planning.plan import Plan
 from lowtide.planning.programs.program import Program
 from lowtide.profiling import Comparison, Profile, profile
 from lowtide.profiling.kernels import Workspaces
-from lowtide.techniques.registry import techniques
+from lowtide.techniques.registry import find_technique
 from lowtide.techniques.technique import Kind, Option, Price, Technique
 from lowtide.tracing.fake.abridged import abridged
 from lowtide.tracing.graph import Graph
@@ -97,7 +97,7 @@ def predict_plan(work: Workload, plan: Plan, baseline: Profile) -> Prediction:
 def apply_options(work: Workload, options: Sequence[Option]) -> Applied:
     """Apply options technique by technique, each to the step that the one before returned. If one fails, undo all.
 
-    Techniques of modules come first, then those of what is saved, then those of the step; else in the order given.
+    Rewrites and modules come first, then holds, then steps; else in the order given.
     """
     with Undo() as undo:
         for technique, mine in _by_technique(options):
@@ -108,20 +108,15 @@ def apply_options(work: Workload, options: Sequence[Option]) -> Applied:
 
 
 def _by_technique(options: Sequence[Option]) -> list[tuple[Technique, list[Option]]]:
-    known = techniques()
     groups: dict[str, list[Option]] = {}
     for option in options:
         groups.setdefault(option.technique, []).append(option)
+    known = {name: find_technique(name) for name in groups}
     for name in groups:
-        if name not in known:
-            raise PlanError(
-                f"There is no technique {name!r} here",
-                hint=f"Install or register it. There are: {', '.join(sorted(known))}.",
-            )
         for other, why in known[name].conflicts.items():
             if other in groups and other != name:
                 raise PlanError(f"{name} and {other} cannot be in one plan: {why}", hint="Leave one of them out.")
-    kinds = get_args(Kind)  # layers change first, then what they save, then the step around them
+    kinds = get_args(Kind)  # layers change first, then what they hold, then the step around them
     return sorted(((known[name], mine) for name, mine in groups.items()), key=lambda item: kinds.index(item[0].kind))
 
 

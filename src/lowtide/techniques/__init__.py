@@ -3,12 +3,13 @@
 from lowtide.techniques.recompute import recompute
 from lowtide.techniques.registry import register, techniques
 from lowtide.techniques.replaced_forward import Forward, replace_forward
-from lowtide.techniques.technique import Check, Fidelity, Interval, Option, Price, Technique
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Option, Price, Technique
 from lowtide.undo import Applied, Undo
 
 __all__ = [
     "Applied",
     "Check",
+    "Config",
     "Fidelity",
     "Forward",
     "Interval",

@@ -19,7 +19,7 @@ from lowtide.nn.chunked_loss import chunk_rows
 from lowtide.nn.lazy_logits import lazy_logits
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.replaced_forward import Forward, apply_at_sites, replace_forward
-from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.graph import Graph, Op
 from lowtide.undo import Applied, Undo
@@ -59,26 +59,37 @@ class ChunkedHead(Forward):
         return lazy_logits(input, self.head, chunk=self.chunk, path=self.path)
 
 
+@dataclass(frozen=True)
+class ChunkedLossConfig(Config):
+    """The rows of a chunk."""
+
+    rows: int
+
+    def __post_init__(self) -> None:
+        self.require("rows", int, least=1)
+
+
 class ChunkedLoss:
-    """Cross entropy in chunks for the heads whose logits go nowhere else. The knob ``rows`` is a chunk's."""
+    """Cross entropy in chunks for the heads whose logits go nowhere else."""
 
     name = "chunked_loss"
     kind: Kind = "module"
+    config: type[Config] = ChunkedLossConfig
     needs = "a nn.Linear whose output goes to cross entropy alone"
     conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """Each such head, in chunks as large as is efficient, and in smaller ones."""
-        found: list[Option] = []
+        options: list[Option] = []
         for head in _heads(profile.graph):
             rows = min(head.rows, chunk_rows(head.classes, head.itemsize, profile.graph.tensor_device))
             sizes = [rows, rows // 8] if rows >= 8 else [rows]
-            found += [Option(self.name, (head.path,), (("rows", size),)) for size in sizes if size]
-        return found
+            options += [Option(self.name, (head.path,), ChunkedLossConfig(size)) for size in sizes if size]
+        return options
 
     def price(self, option: Option, profile: Profile) -> Price:
         """All logits and their gradients gone; the gradients of input and weight there since the forward pass."""
-        graph, size = profile.graph, option.read("rows", 0, least=1)
+        graph, size = profile.graph, option.config_as(ChunkedLossConfig).rows
         heads = [head for head in _heads(graph) if head.path in option.site]
         removed = [interval for head in heads for interval in head.removed(graph)]
         added = [interval for head in heads for interval in head.added(graph, size)]
@@ -91,7 +102,7 @@ class ChunkedLoss:
         def chunk(head: nn.Module, path: str, option: Option) -> Undo:
             if not isinstance(head, nn.Linear):
                 raise PlanError(f"{type(head).__name__} is no nn.Linear", where=path)
-            return chunk_loss(head, option.read("rows", 0, least=1), path=path)
+            return chunk_loss(head, option.config_as(ChunkedLossConfig).rows, path=path)
 
         return apply_at_sites(work, options, chunk)
 

@@ -24,7 +24,7 @@ from lowtide.nn.fewbit_tables import Density, Normal, table_of
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.replaced_forward import Forward, apply_at_sites, replace_forward
-from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.graph import Graph, Op
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
@@ -83,11 +83,25 @@ def measure_inputs(model: nn.Module, run: Callable[[], object], *, limit: int = 
     return {path: torch.cat(parts) for path, parts in seen.items()}
 
 
+@dataclass(frozen=True)
+class FewBitConfig(Config):
+    """``bits`` per element, 0 where every site is exact with one; ``bound`` limits the relative error of a gradient."""
+
+    bits: int
+    bound: float | None = None
+
+    def __post_init__(self) -> None:
+        self.require_one_of("bits", (0, *BITS))
+        if self.bound is not None:
+            self.require("bound", float, least=0)
+
+
 class FewBitActivations:
     """Codes in place of saved inputs, for the activations whose input or output nobody else keeps."""
 
     name = "fewbit"
     kind: Kind = "module"
+    config: type[Config] = FewBitConfig
     needs = "an activation module (nn.GELU, nn.ReLU) that alone keeps what it saves; F.gelu(...) calls are out of reach"
     conflicts: Mapping[str, str] = {}
 
@@ -95,17 +109,17 @@ class FewBitActivations:
         """The exact ones with one bit; then all of them, with 8 bits to 1 for the curves."""
         sites = _sites(profile.graph)
         gates = tuple(path for path, kept in sites.items() if kept.is_gate)
-        found = [Option(self.name, gates, (("bits", 0),))] if gates else []
+        options = [Option(self.name, gates, FewBitConfig(0))] if gates else []
         curves = {kept.kind for kept in sites.values() if not kept.is_gate}
         for bits in BITS if curves else ():
             layers = sum(not kept.is_gate for kept in sites.values())
             bound = _bound(max(_relative_error(kind, bits) for kind in curves), layers)
-            found.append(Option(self.name, tuple(sites), (("bits", bits), ("bound", round(bound, 4)))))
-        return found
+            options.append(Option(self.name, tuple(sites), FewBitConfig(bits, round(bound, 4))))
+        return options
 
     def price(self, option: Option, profile: Profile) -> Price:
         """What was saved is let go after its last use forward; codes live until the activation's backward."""
-        graph, bits = profile.graph, _bits(option)
+        graph, bits = profile.graph, option.config_as(FewBitConfig).bits
         sites, device = _sites(graph), find_device(graph.device)
         added: list[Interval] = []
         removed: list[Interval] = []
@@ -133,7 +147,7 @@ class FewBitActivations:
         """Give the activations another forward; the model is untouched if one of them is not what the plan says."""
 
         def code(module: nn.Module, path: str, option: Option) -> Undo:
-            return replace_forward(_coded(module, _bits(option) or 1, path), path=path)
+            return replace_forward(_coded(module, option.config_as(FewBitConfig).bits or 1, path), path=path)
 
         return apply_at_sites(work, options, code)
 
@@ -143,9 +157,10 @@ class FewBitActivations:
         With the tables' relative error e = √∫(f'−q)²w / √∫f'²w it is (1 + 3e)^√layers − 1: errors of layers multiply,
         and are nearly independent. It holds for inputs spread about as the density says.
         """
-        if not _bits(option):
+        config = option.config_as(FewBitConfig)
+        if not config.bits:
             return Check.EXACT
-        return Check(Fidelity.APPROXIMATE, rtol=option.read("bound", 1.0), atol=1e-6)
+        return Check(Fidelity.APPROXIMATE, rtol=1.0 if config.bound is None else config.bound, atol=1e-6)
 
 
 _MARGIN = 3.0
@@ -197,11 +212,6 @@ def _coded(module: nn.Module, bits: int, path: str, density: Any = "normal") -> 
 
 def _activations(model: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules() if read_module(module) is not None}
-
-
-def _bits(option: Option) -> int:
-    """0 for the option of gates alone."""
-    return option.one_of("bits", (0, *BITS), default=0)
 
 
 # -- what activations keep in a traced step --------------------------------------------------------------

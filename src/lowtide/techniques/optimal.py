@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from torch import nn
 
 from lowtide import chains
-from lowtide.chains import Schedule, Tree, keep_all, recursive, simulate
+from lowtide.chains import Schedule, keep_all, recursive, simulate
 from lowtide.errors import LowtideError
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.segments import SegmentTechnique, apply_tree, sequential_units
+from lowtide.techniques.segments import SegmentConfig, SegmentTechnique, apply_tree, sequential_units
 from lowtide.techniques.stages import BlockStages, in_blocks
 from lowtide.techniques.technique import Option
 from lowtide.undo import Undo
@@ -63,20 +63,9 @@ class Optimal(SegmentTechnique):
         ends = stages.segment_ends
         if ends == list(range(len(ends))):
             return []
-        found: dict[tuple[tuple[str, Tree], ...], Option] = {}
-        for schedule in _schedules(stages.chain, ends):
-            trees = stages.trees(schedule)
-            if trees:
-                found.setdefault(tuple(trees.items()), self._option(trees))
-        return list(found.values())
-
-    def _option(self, trees: dict[str, Tree]) -> Option:
-        knobs = (
-            ("segments", sum(map(len, trees.values()))),
-            ("levels", max(map(_levels, trees.values()))),
-            ("trees", tuple(trees.values())),
-        )
-        return Option(self.name, tuple(trees), knobs)
+        trees = filter(None, map(stages.trees, _schedules(stages.chain, ends)))
+        options = (Option(self.name, tuple(each), SegmentConfig(tuple(each.values()))) for each in trees)
+        return list(dict.fromkeys(options))
 
 
 def _schedules(chain: chains.Chain, ends: list[int]) -> list[Schedule]:
@@ -93,8 +82,3 @@ def _schedules(chain: chains.Chain, ends: list[int]) -> list[Schedule]:
     budgets = [low + int((high - low) * (i / _BUDGETS) ** 1.5) for i in range(_BUDGETS)]
     found = [schedule for schedule in map(plans.schedule, budgets) if sum(schedule.runs) <= most]
     return [halves, *found]
-
-
-def _levels(tree: Tree) -> int:
-    """How many checkpoints there are around the block that has the most around it."""
-    return max((1 + _levels(node) for node in tree if isinstance(node, tuple)), default=0)

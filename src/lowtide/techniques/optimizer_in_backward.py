@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from lowtide.optim.in_backward import step_in_backward
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.in_backward import completed_gradients
-from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price, whole_step
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, whole_step
 from lowtide.undo import Applied
 from lowtide.workload import Workload
 
@@ -21,6 +21,7 @@ class OptimizerInBackward:
 
     name = "optimizer_in_backward"
     kind: Kind = "step"
+    config: type[Config] = Config
     needs = "an optimizer, and two or more parameters that get a gradient"
     conflicts: Mapping[str, str] = {}
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 from lowtide.optim.adamw8bit import LEAST
 from lowtide.optim.state import KINDS, lower_state
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price, whole_step
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, whole_step
 from lowtide.tracing.graph import Storage
 from lowtide.undo import Applied
 from lowtide.workload import Workload
@@ -18,25 +19,36 @@ _BYTES = {"8bit": 1 + 4 / 256, "4bit": 0.5 + 4 / 128}  # of a value, with its sh
 _PINNED_COPIES = 55e9  # bytes a second, each way, where the profile knows no better
 
 
+@dataclass(frozen=True)
+class OptimizerStateConfig(Config):
+    """The form of the states: in 8 bits, in 4, or on the host."""
+
+    state: str
+
+    def __post_init__(self) -> None:
+        self.require_one_of("state", KINDS)
+
+
 class OptimizerState:
-    """Moments in 8 or 4 bits, or any optimizer's state on the host; the knob ``state`` says which.
+    """Moments in 8 or 4 bits, or any optimizer's state on the host.
 
     Adam's and AdamW's are lowtide's own in 8 bits and torchao's in 4, SGD's momentum is bitsandbytes' in 8.
     """
 
     name = "optimizer_state"
     kind: Kind = "step"
+    config: type[Config] = OptimizerStateConfig
     needs = f"moments of Adam, AdamW or SGD of {LEAST} values or more, or an optimizer with a state on a GPU"
     conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """One for each kind that would save something."""
         kinds = [kind for kind in KINDS if any(True for _ in _lowered(profile, kind))]
-        return [Option(self.name, ("",), (("state", kind),)) for kind in kinds]
+        return [Option(self.name, ("",), OptimizerStateConfig(kind)) for kind in kinds]
 
     def price(self, option: Option, profile: Profile) -> Price:
         """What the states take less, over the whole step; on the host they are copied to the device and back."""
-        kind, end = option.one_of("state", KINDS), len(profile.graph.ops)
+        kind, end = option.config_as(OptimizerStateConfig).state, len(profile.graph.ops)
         removed = tuple(
             Interval(storage.bytes - kept, 0, end, f"{storage.label} in {kind}")
             for storage, kept in _lowered(profile, kind)
@@ -57,12 +69,13 @@ class OptimizerState:
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Change the optimizer in place; refused where it has no such states. Without one there is nothing to do."""
-        kind = whole_step(options).one_of("state", KINDS)
+        kind = whole_step(options).config_as(OptimizerStateConfig).state
         return Applied(work) if work.optimizer is None else Applied(work, lower_state(work.optimizer, kind))
 
     def check(self, option: Option) -> Check:
         """The gradients are the plain step's; on the host the parameters after the step too."""
-        return Check(Fidelity.BITWISE if option.one_of("state", KINDS) == "cpu" else Fidelity.CHANGED)
+        is_on_host = option.config_as(OptimizerStateConfig).state == "cpu"
+        return Check(Fidelity.BITWISE if is_on_host else Fidelity.CHANGED)
 
 
 def _lowered(profile: Profile, kind: str) -> Iterator[tuple[Storage, int]]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lowtide.compat.tensors import version_of
 from lowtide.errors import PlanError
-from lowtide.optim.rounding import ROUNDINGS, round_updates
+from lowtide.optim.rounding import ROUNDINGS, How, round_updates
 from lowtide.optim.scaling import LossScale
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.microbatch.loss import in_pieces
-from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Knob, Option, Price, whole_step
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, whole_step
 from lowtide.tracing.graph import Graph
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload, autocast
@@ -24,16 +24,32 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _MATRIX_OPS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product")  # what autocast runs in 16 bits
 
 
-class Precision:
-    """The step in 16 bits. Knobs: ``autocast`` is the dtype; with ``weights`` parameters are bfloat16 too.
+@dataclass(frozen=True)
+class PrecisionConfig(Config):
+    """The dtype of autocast; with ``weights`` parameters are bfloat16 too, and steps are rounded as ``rounding`` says.
 
-    float16 gradients are scaled on their way and right where they arrive (``lowtide.optim.LossScale``). bfloat16
-    weights have no float32 copy: ``rounding`` ("stochastic" or "kahan") says how the optimizer's step is rounded.
-    Biases and norms, which are small, stay in float32.
+    bfloat16 weights have no float32 copy. Biases and norms, which are small, stay in float32.
+    """
+
+    autocast: str
+    weights: bool = False
+    rounding: How | Literal[""] = ""  # "" where weights stay; stochastic where they do not
+
+    def __post_init__(self) -> None:
+        self.require_one_of("autocast", _DTYPES)
+        self.require("weights", bool)
+        self.require_one_of("rounding", ("", *ROUNDINGS))
+
+
+class Precision:
+    """The step in 16 bits.
+
+    float16 gradients are scaled on their way and right where they arrive (``lowtide.optim.LossScale``).
     """
 
     name = "precision"
     kind: Kind = "step"
+    config: type[Config] = PrecisionConfig
     needs = "matrix products or convolutions in float32"
     conflicts: Mapping[str, str] = {}
 
@@ -41,13 +57,13 @@ class Precision:
         """Autocast to both dtypes, and weights in bfloat16 rounded in both ways."""
         if not any(True for _ in _halved(profile.graph)):
             return []
-        knobs: list[tuple[tuple[str, Knob], ...]] = [(("autocast", dtype),) for dtype in _DTYPES]
-        knobs += [(("autocast", "bfloat16"), ("weights", True), ("rounding", how)) for how in ("stochastic", "kahan")]
-        return [Option(self.name, ("",), each) for each in knobs]
+        configs = [PrecisionConfig(dtype) for dtype in _DTYPES]
+        configs += [PrecisionConfig("bfloat16", weights=True, rounding=how) for how in ROUNDINGS]
+        return [Option(self.name, ("",), config) for config in configs]
 
     def price(self, option: Option, profile: Profile) -> Price:
         """What products keep takes half; with ``weights`` so do parameters and gradients, else there are copies."""
-        graph, end = profile.graph, len(profile.graph.ops)
+        graph, end, has_weights = profile.graph, len(profile.graph.ops), option.config_as(PrecisionConfig).weights
         removed = list(_halved(graph))
         added: list[Interval] = []
         backward = graph.phase_starts().get("backward", end)
@@ -55,7 +71,7 @@ class Precision:
             if storage.dtype != "float32" or storage.category not in ("parameter", "gradient"):
                 continue
             half = Interval(storage.bytes // 2, storage.birth, storage.death, f"{storage.label} in 16 bits")
-            if option.read("weights", False):
+            if has_weights:
                 removed.append(half)
             elif storage.category == "parameter":
                 added.append(replace(half, death=max(backward, 1), why=f"a 16-bit copy of {storage.label}"))
@@ -63,8 +79,8 @@ class Precision:
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Another autocast; for float16 another loss, for weights the model and the optimizer in place."""
-        option = whole_step(options)
-        dtype = _DTYPES[option.one_of("autocast", _DTYPES)]
+        config = whole_step(options).config_as(PrecisionConfig)
+        dtype = _DTYPES[config.autocast]
         if isinstance(work.loss, LowerLoss):
             raise PlanError("The step already runs in lower precision", hint="Call undo() of the first one.")
         with Undo() as undo:
@@ -74,17 +90,16 @@ class Precision:
                 undo.add(scale.remove)
                 if work.optimizer is not None:
                     undo.add(scale.guard(work.optimizer))
-            if option.read("weights", False):
+            if config.weights:
                 if work.optimizer is not None:  # first, so that it is undone last: states then follow the weights
-                    how = option.one_of("rounding", ROUNDINGS, default="stochastic")
-                    undo.add(round_updates(work.optimizer, how))
+                    undo.add(round_updates(work.optimizer, config.rounding or "stochastic"))
                 undo.add(lower_weights(work.model))
             loss = LowerLoss(work.loss, work.device.type, dtype, scale)
             return Applied(replace(work, loss=loss, autocast=dtype), undo.keep())
 
     def check(self, option: Option) -> Check:
         """Other numbers; with ``weights`` the state dict has other dtypes."""
-        return Check(Fidelity.CHANGED, same_state_dict=not option.read("weights", False))
+        return Check(Fidelity.CHANGED, same_state_dict=not option.config_as(PrecisionConfig).weights)
 
 
 class LowerLoss:

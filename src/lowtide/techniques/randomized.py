@@ -19,7 +19,7 @@ from lowtide.nn.randomized import randomized_linear
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.replaced_forward import Forward, apply_at_sites, module_at, replace_forward
-from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.graph import Graph, Op, TensorView
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
@@ -70,24 +70,34 @@ class Randomized(Forward):
         return f"Randomized(ratio={self.sketch.ratio}, sketch={self.sketch.kind!r})"
 
 
+@dataclass(frozen=True)
+class RandomizedConfig(Config):
+    """The share of the input's rows that a sketch keeps, and the kind of sketch."""
+
+    ratio: float = 0.2
+    sketch: SketchKind = "rademacher"
+
+    def __post_init__(self) -> None:
+        self.require("ratio", float, above=0)
+        self.require_one_of("sketch", KINDS)
+        if self.ratio > 1:
+            self.refuse("ratio", "is more than all rows")
+
+
 class RandomizedLinears:
     """Linear layers that keep a random sketch of their input: ``ratio`` times its bytes, and an unbiased gradient."""
 
     name = "randomized"
     kind: Kind = "module"
+    config: type[Config] = RandomizedConfig
     needs = "a nn.Linear whose input nobody else keeps for backward"
     conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """All layers whose input would be let go, for each ratio."""
         inputs = _Inputs(profile.graph)
-        found: list[Option] = []
-        for ratio in RATIOS:
-            sketch = Sketch(ratio=ratio)
-            site = inputs.worthwhile(sketch)
-            if site:
-                found.append(Option(self.name, site, (("ratio", ratio), ("sketch", sketch.kind))))
-        return found
+        sites = {ratio: inputs.worthwhile(Sketch(ratio=ratio)) for ratio in RATIOS}
+        return [Option(self.name, site, RandomizedConfig(ratio)) for ratio, site in sites.items() if site]
 
     def price(self, option: Option, profile: Profile) -> Price:
         """Inputs are let go after the forward pass; sketches stay, one for all layers that read the same tensor."""
@@ -115,7 +125,8 @@ class RandomizedLinears:
 
 
 def _sketch(option: Option) -> Sketch:
-    return Sketch(option.one_of("sketch", KINDS, default="rademacher"), option.read("ratio", 0.2))
+    config = option.config_as(RandomizedConfig)
+    return Sketch(config.sketch, config.ratio)
 
 
 def _put(sketch: Sketch, module: nn.Module, path: str) -> Undo:

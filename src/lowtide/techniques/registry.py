@@ -8,8 +8,8 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, get_args
 
-from lowtide.errors import LowtideError
-from lowtide.techniques.technique import Kind, Technique
+from lowtide.errors import LowtideError, PlanError
+from lowtide.techniques.technique import Config, Kind, Technique
 from lowtide.undo import Undo
 
 if TYPE_CHECKING:
@@ -47,6 +47,17 @@ def techniques() -> dict[str, Technique]:
     for technique in _registered.values():
         _add(found, technique)
     return found
+
+
+def find_technique(name: str) -> Technique:
+    """The technique of a name; PlanError where it is not installed."""
+    known = techniques()
+    if name not in known:
+        raise PlanError(
+            f"There is no technique {name!r} here",
+            hint=f"Install or register it. There are: {', '.join(sorted(known))}.",
+        )
+    return known[name]
 
 
 def study(work: Workload, profile: Profile) -> None:
@@ -95,13 +106,19 @@ def _checked(technique: object) -> Technique:
     if not isinstance(technique, Technique):
         raise LowtideError(
             f"{technique!r} is not a technique",
-            hint="It needs name, kind, needs, conflicts, options, price, apply and check.",
+            hint="It needs name, kind, needs, conflicts, config, options, price, apply and check.",
         )
-    if technique.kind not in get_args(Kind) or not isinstance(technique.conflicts, Mapping):
-        raise LowtideError(
-            f"The technique {technique.name!r} has kind={technique.kind!r} and conflicts={technique.conflicts!r}",
-            hint=f"Its kind is one of {', '.join(get_args(Kind))}; conflicts is a mapping from names to reasons.",
-        )
+    checks = {
+        "kind": (technique.kind in get_args(Kind), f"one of {', '.join(get_args(Kind))}"),
+        "conflicts": (isinstance(technique.conflicts, Mapping), "a mapping from names to reasons"),
+        "config": (isinstance(technique.config, type) and issubclass(technique.config, Config), "a subclass of Config"),
+    }
+    for name, (is_right, wanted) in checks.items():
+        if not is_right:
+            raise LowtideError(
+                f"The technique {technique.name!r} has {name}={getattr(technique, name)!r}",
+                hint=f"Its {name} is {wanted}.",
+            )
     return technique
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
@@ -14,15 +15,45 @@ from lowtide.profiling.profile import Profile
 from lowtide.techniques.chain import BlockChain, Chains, leaves
 from lowtide.techniques.recompute import recompute
 from lowtide.techniques.replaced_forward import Forward, replace_forward
-from lowtide.techniques.technique import Check, Fidelity, Kind, Option, Price
+from lowtide.techniques.technique import Check, Config, Fidelity, Kind, Option, Price
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
 
-class SegmentTechnique:
-    """What techniques share that recompute segments: all but their options, whose knob ``trees`` has one per site."""
+@dataclass(frozen=True)
+class SegmentConfig(Config):
+    """For each site, the children that are recomputed together: segments, with segments inside."""
 
-    kind: Kind = "saved"
+    trees: tuple[Tree, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.trees, tuple) or not all(map(_is_tree, self.trees)):
+            self.refuse("trees", "is no tuple of trees of block numbers")
+
+    def check_site(self, site: tuple[str, ...]) -> None:
+        """One tree for each container."""
+        if len(site) != len(self.trees):
+            self.refuse("trees", f"is not one tree for each of {len(site)} sites")
+
+    @property
+    def segments(self) -> int:
+        """The outermost segments."""
+        return sum(map(len, self.trees))
+
+    @property
+    def levels(self) -> int:
+        """The checkpoints around the block that has the most around it."""
+        return max(map(_levels, self.trees), default=0)
+
+    def __str__(self) -> str:
+        return f"segments {self.segments}, levels {self.levels}"
+
+
+class SegmentTechnique:
+    """All that techniques share that recompute segments; they differ in their options."""
+
+    kind: Kind = "hold"
+    config: type[Config] = SegmentConfig
     needs = "a nn.Sequential or nn.ModuleList of two or more blocks, which draw only from torch's own generators"
     conflicts: Mapping[str, str] = {}
 
@@ -201,8 +232,9 @@ def _is_tree(tree: object) -> bool:
     )
 
 
+def _levels(tree: Tree) -> int:
+    return max((1 + _levels(node) for node in tree if isinstance(node, tuple)), default=0)
+
+
 def _trees(option: Option) -> dict[str, Tree]:
-    trees = option.by_site("trees")
-    if not all(map(_is_tree, trees.values())):
-        raise PlanError(f"{option} has no tree for each of its sites")
-    return cast(dict[str, Tree], trees)
+    return dict(zip(option.site, option.config_as(SegmentConfig).trees, strict=True))

@@ -16,8 +16,8 @@ from lowtide.chains import Tree
 from lowtide.errors import LowtideError
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.chain import BlockChain, split
-from lowtide.techniques.segments import SegmentTechnique, apply_tree, chain_units, sequential_units
-from lowtide.techniques.technique import Knob, Option
+from lowtide.techniques.segments import SegmentConfig, SegmentTechnique, apply_tree, chain_units, sequential_units
+from lowtide.techniques.technique import Config, Option
 from lowtide.undo import Undo
 
 
@@ -45,10 +45,30 @@ def checkpoint_segments(
     return apply_tree(sequential, tree[: segments - kept], path="")
 
 
+@dataclass(frozen=True)
+class SqrtConfig(SegmentConfig):
+    """Segments of equal weight, of which the last ``kept`` run as they are."""
+
+    kept: int = 0
+
+    def __post_init__(self) -> None:
+        SegmentConfig.__post_init__(self)
+        self.require("kept", int, least=0)
+
+    @property
+    def segments(self) -> int:
+        """The outermost segments, with those that run as they are."""
+        return sum(map(len, self.trees)) + self.kept
+
+    def __str__(self) -> str:
+        return f"{SegmentConfig.__str__(self)}, kept {self.kept}"
+
+
 class Sqrt(SegmentTechnique):
-    """ProgramChoice in segments over the chains of blocks of a model."""
+    """Recomputation in segments over the chains of blocks of a model."""
 
     name = "sqrt"
+    config: type[Config] = SqrtConfig
 
     def options(self, profile: Profile) -> list[Option]:
         """From one segment per chain to one per block, in one or two levels, the last few kept or not."""
@@ -56,20 +76,15 @@ class Sqrt(SegmentTechnique):
         links = [link for link in links if link.units]
         if not links:
             return []
-        found: dict[tuple[tuple[str, Tree], ...], Option] = {}
+        options: dict[tuple[tuple[str, Tree], ...], Option] = {}
         for segments in _counts(sum(link.least for link in links), sum(len(link.units) for link in links)):
             parts = _share(segments, links)
             for levels, kept in [*((1, kept) for kept in _counts(0, segments - 1)), (2, 0), (2, 1)]:
                 trees = _trees(links, parts, levels=levels, kept=kept)
-                knobs: tuple[tuple[str, Knob], ...] = (
-                    ("segments", segments),
-                    ("levels", levels),
-                    ("kept", kept),
-                    ("trees", tuple(trees.values())),
-                )
                 if trees:
-                    found.setdefault(tuple(trees.items()), Option(self.name, tuple(trees), knobs))
-        return list(found.values())
+                    option = Option(self.name, tuple(trees), SqrtConfig(tuple(trees.values()), kept))
+                    options.setdefault(tuple(trees.items()), option)
+        return list(options.values())
 
 
 # -- where to cut ----------------------------------------------------------------------------------------

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from lowtide.optim.gradients import PIECES, Bits, packed_bytes, store_gradients
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.in_backward import completed_gradients
-from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price, whole_step
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, whole_step
 from lowtide.tracing.graph import Storage
 from lowtide.undo import Applied
 from lowtide.workload import Workload
@@ -17,8 +18,18 @@ _BITS: tuple[Bits, ...] = ("16bit", "8bit")
 _ROUNDING = {"16bit": 14, "8bit": 16}  # bytes for each value of the piece that is being rounded
 
 
+@dataclass(frozen=True)
+class StoredGradientsConfig(Config):
+    """The form of a stored gradient."""
+
+    bits: Bits
+
+    def __post_init__(self) -> None:
+        self.require_one_of("bits", _BITS)
+
+
 class StoredGradients:
-    """Each gradient is packed when it is complete, and unpacked when its parameter is stepped. The knob is ``bits``.
+    """Each gradient is packed when it is complete, and unpacked when its parameter is stepped.
 
     What is stored is right on average. Yet there are no gradients to look at or to clip between backward and step, so
     the fidelity is ``changed``: it is used where it is asked for. Unlike a step in backward it leaves several backwards
@@ -27,6 +38,7 @@ class StoredGradients:
 
     name = "stored_gradients"
     kind: Kind = "step"
+    config: type[Config] = StoredGradientsConfig
     needs = "an optimizer, and two or more parameters that get a gradient"
     conflicts: Mapping[str, str] = {"optimizer_in_backward": "a step in backward leaves no gradients to store"}
 
@@ -36,12 +48,15 @@ class StoredGradients:
         gradients = [graph.storages[id] for id in completed_gradients(graph)]
         if "optimizer" not in graph.phase_starts() or len(gradients) < 2:
             return []
-        found = [bits for bits in _BITS if any(_packed(gradient, bits) < gradient.bytes for gradient in gradients)]
-        return [Option(self.name, ("",), (("bits", bits),)) for bits in found]
+        return [
+            Option(self.name, ("",), StoredGradientsConfig(bits))
+            for bits in _BITS
+            if any(_packed(gradient, bits) < gradient.bytes for gradient in gradients)
+        ]
 
     def price(self, option: Option, profile: Profile) -> Price:
         """A gradient is packed from when it is complete; the step has one of them whole, the largest at the most."""
-        bits, graph, end = option.one_of("bits", _BITS), profile.graph, len(profile.graph.ops)
+        bits, graph, end = option.config_as(StoredGradientsConfig).bits, profile.graph, len(profile.graph.ops)
         removed: list[Interval] = []
         added: list[Interval] = []
         for id, whole in completed_gradients(graph).items():
@@ -61,7 +76,7 @@ class StoredGradients:
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Put the store between backward and the optimizer's step. Without an optimizer there is nothing to do."""
-        bits = whole_step(options).one_of("bits", _BITS)
+        bits = whole_step(options).config_as(StoredGradientsConfig).bits
         return Applied(work) if work.optimizer is None else Applied(work, store_gradients(work.optimizer, bits))
 
     def check(self, option: Option) -> Check:

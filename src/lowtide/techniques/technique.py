@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol, Self, TypeVar, cast, runtime_checkable
 
 from lowtide.errors import PlanError
 
@@ -14,9 +16,8 @@ if TYPE_CHECKING:
     from lowtide.undo import Applied
     from lowtide.workload import Workload
 
-Kind = Literal["module", "saved", "step"]
-Knob: TypeAlias = "bool | int | float | str | tuple[Knob, ...]"
-_Value = TypeVar("_Value")
+Kind = Literal["rewrite", "module", "hold", "step"]  # in the order in which plans apply them
+_LARGEST = 2**63  # of whole numbers in JSON
 
 
 @runtime_checkable
@@ -34,9 +35,10 @@ class Technique(Protocol):
     kind: Kind
     needs: str  # what a model must have for it, in words: "a nn.Sequential of two or more blocks"
     conflicts: Mapping[str, str]  # names of techniques that cannot be in one plan with it, and why
+    config: type[Config]  # of its options; Config itself where they have no settings
 
     def options(self, profile: Profile) -> Sequence[Option]:
-        """Where it could act, with its knobs; none where it has nothing to offer."""
+        """Where it could act, and how; none where it has nothing to offer."""
         ...
 
     def price(self, option: Option, profile: Profile) -> Price:
@@ -83,59 +85,98 @@ class Fidelity(StrEnum):
         return self.rank >= Fidelity(other).rank
 
 
+@dataclass(frozen=True)
+class Config:
+    """Settings of an option: subclass it as a frozen dataclass, and check the fields in ``__post_init__``.
+
+    Fields hold plain values (numbers, text, None, tuples of them), so that an option can be compared, hashed and
+    written as JSON. ``Config()`` itself is for techniques without settings.
+    """
+
+    def __str__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown = {name: value for name, value in values.items() if value not in ("", None) and value is not False}
+        texts = (name if value is True else f"{name} {value}" for name, value in shown.items())
+        return ", ".join(text for text, value in zip(texts, shown.values(), strict=True) if type(value) is not tuple)
+
+    def require(self, name: str, kind: type, *, least: float | None = None, above: float | None = None) -> None:
+        """Raise ``PlanError`` unless a field has this type and is large enough; a bool is no int."""
+        value: Any = getattr(self, name)
+        if type(value) is not kind or (least is not None and value < least) or (above is not None and value <= above):
+            limits = [f"of at least {least:g}"] if least is not None else []
+            limits += [f"above {above:g}"] if above is not None else []
+            self.refuse(name, " ".join([f"is no {kind.__name__}", *limits]))
+
+    def require_one_of(self, name: str, known: Iterable[object]) -> None:
+        """Raise ``PlanError`` unless a field has one of these values."""
+        value, choices = getattr(self, name), tuple(known)
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
+            self.refuse(name, f"is none of {', '.join(map(repr, choices))}")
+
+    def refuse(self, name: str, why: str) -> NoReturn:
+        """Raise ``PlanError`` with a field's name and value."""
+        raise PlanError(f"{type(self).__name__}: {name}={reprlib.repr(getattr(self, name))} {why}")
+
+    def check_site(self, site: tuple[str, ...]) -> None:
+        """Raise ``PlanError`` where the config does not fit the site of its option."""
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """Read the fields as JSON holds them; refuse unknown, missing and malformed ones."""
+        if not isinstance(data, Mapping):
+            raise PlanError(f"{cls.__name__} is an object with fields, not {reprlib.repr(data)}")
+        values = cast(Mapping[str, Any], data)
+        known = {field.name: field.default is not MISSING for field in fields(cls)}
+        unknown = sorted(map(str, values.keys() - known.keys()))
+        missing = sorted(name for name, has_default in known.items() if not has_default and name not in values)
+        if unknown or missing:
+            problem = f"has no field {unknown[0]!r}" if unknown else f"needs the field {missing[0]!r}"
+            raise PlanError(f"{cls.__name__} {problem}", hint=f"Its fields: {', '.join(known) or 'none'}.")
+        return cls(**{name: _from_json(value, f"{cls.__name__}: {name}") for name, value in values.items()})
+
+
+def _from_json(value: Any, where: str) -> Any:
+    """Read a plain value; lists become tuples."""
+    if isinstance(value, list | tuple):
+        return tuple(_from_json(item, where) for item in cast(Sequence[Any], value))
+    if isinstance(value, int) and abs(value) >= _LARGEST:
+        raise PlanError(f"{where} cannot be an integer beyond 64 bits")
+    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise PlanError(f"{where} cannot be {reprlib.repr(value)}")
+
+
+_Config = TypeVar("_Config", bound=Config)
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One place where a technique can act, and how: all that ``apply`` needs to know.
+    """One place where a technique can act, and its config: all that ``apply`` needs.
 
-    Knobs hold plain values, so that an option can be compared, hashed and written as JSON.
+    >>> print(Option("optimizer_in_backward", ("",)))
+    optimizer_in_backward on the model
     """
 
     technique: str
     site: tuple[str, ...]  # module paths; ("",) is the model itself
-    knobs: tuple[tuple[str, Knob], ...] = ()
+    config: Config = Config()
 
-    def knob(self, name: str, default: Knob = 0) -> Knob:
-        """The value of a knob.
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, Config):
+            raise PlanError(f"The config of {self.technique} is {reprlib.repr(self.config)}, not a Config")
+        self.config.check_site(self.site)
 
-        >>> Option("sqrt", ("layers",), (("segments", 4),)).knob("segments")
-        4
-        """
-        return dict(self.knobs).get(name, default)
-
-    def read(self, name: str, default: _Value, *, least: float | None = None) -> _Value:
-        """The value of a knob, of its default's type and not below ``least``; else PlanError."""
-        value: Any = dict(self.knobs).get(name, default)
-        too_small = least is not None and isinstance(value, (int, float)) and value < least
-        if too_small or type(value) is not type(default):
-            limit = "" if least is None else f" of at least {least:g}"
-            raise PlanError(f"{name}={value!r} is not a {type(default).__name__}{limit}", where=str(self))
-        return value
-
-    def one_of(self, name: str, known: Iterable[_Value], default: Knob = "") -> _Value:
-        """The value of a knob that takes one of some values; else PlanError.
-
-        >>> Option("optimizer_state", ("",), (("state", "8bit"),)).one_of("state", ("8bit", "4bit"))
-        '8bit'
-        """
-        value: Any = self.knob(name, default)
-        known = tuple(known)
-        if value not in known:
-            raise PlanError(f"{name}={value!r} is none of {', '.join(map(str, known))}", where=str(self))
-        return known[known.index(value)]
-
-    def by_site(self, name: str) -> dict[str, Knob]:
-        """The values of a knob that has one for each site; else PlanError."""
-        values = self.knob(name, ())
-        if not isinstance(values, tuple) or len(values) != len(self.site):
-            raise PlanError(f"{name}={values!r} is not one value for each site", where=str(self))
-        return dict(zip(self.site, values, strict=True))
+    def config_as(self, kind: type[_Config]) -> _Config:
+        """The config, of the type that its technique declares; else PlanError."""
+        if not isinstance(self.config, kind):
+            raise PlanError(f"{self.technique} is configured by {kind.__name__}, not {type(self.config).__name__}")
+        return self.config
 
     def __str__(self) -> str:
-        shown = [f"{name} {value}" for name, value in self.knobs if not isinstance(value, tuple) and value != ""]
         places = [path or "the model" for path in self.site]
         places[3:] = [f"{len(places) - 3} more"] if len(places) > 4 else places[3:]
-        where = ", ".join(places)
-        return f"{self.technique} on {where}" + (f" ({', '.join(shown)})" if shown else "")
+        settings = str(self.config)
+        return f"{self.technique} on {', '.join(places)}" + (f" ({settings})" if settings else "")
 
 
 def whole_step(options: Sequence[Option]) -> Option:

@@ -16,7 +16,7 @@ from lowtide.planning import apply_options, estimate_peak, predict
 from lowtide.profiling import profile
 from lowtide.techniques import Fidelity, Option, techniques
 from lowtide.techniques.batchnorm import convert
-from lowtide.techniques.batchnorm.technique import BatchNorm, _Pairs
+from lowtide.techniques.batchnorm.technique import BatchNorm, BatchNormConfig, _Pairs
 from lowtide.workload import Workload
 
 from ...contract.contract import SeveralModels
@@ -72,7 +72,7 @@ def test_it_offers_every_pair_that_saves_and_one_option_for_each_spacing_of_join
     assert one.site == inner  # ReLU's output is kept at every join, as in the plain step
     assert set(two.site) == {*inner, "1.norm", "3.norm", "5.norm"}
     assert set(four.site) == {*inner, *(f"{i}.norm" for i in (1, 2, 3, 5, 6))}
-    assert [option.knob("joins") for option in (one, two, four)] == [1, 2, 4]
+    assert [option.config.joins for option in (one, two, four)] == [1, 2, 4]
 
 
 def test_without_a_batch_norm_there_is_nothing_to_offer() -> None:
@@ -158,7 +158,7 @@ def test_the_tolerance_holds_for_another_rounding(name: str) -> None:
     with convert(work.model, "checkpoint_xhat"):
         found = run(work)
     assert any(not torch.equal(found[key], value) for key, value in expected.items())
-    assert_agree(found, expected, BatchNorm().check(Option("batchnorm", ())))
+    assert_agree(found, expected, BatchNorm().check(Option("batchnorm", (), BatchNormConfig())))
 
 
 def test_the_spacing_of_joins_reaches_the_layers() -> None:
@@ -174,7 +174,7 @@ def test_the_spacing_of_joins_reaches_the_layers() -> None:
 def test_a_spacing_that_is_no_number_of_blocks_is_refused(joins: int | str | float) -> None:
     work = residual()
     with pytest.raises(PlanError, match="joins"):
-        BatchNorm().apply(work, [Option("batchnorm", ("0.1",), (("joins", joins),))])
+        BatchNorm().apply(work, [Option("batchnorm", ("0.1",), BatchNormConfig(joins))])
 
 
 class InPlace(nn.Module):

@@ -14,6 +14,8 @@ from lowtide.errors import LowtideError, PlanError
 from lowtide.nn import compress as nn_compress
 from lowtide.planning.prediction import apply_options, estimate_peak, predict
 from lowtide.techniques.compress import Compress, Layer, allocate_bits, measure_layers
+from lowtide.techniques.compress.technique import CompressConfig
+from lowtide.techniques.sqrt import SqrtConfig
 from lowtide.techniques.technique import Fidelity, Option
 from tests.contract.contract import TechniqueContract
 from tests.contract.workloads import WORKLOADS, moved
@@ -100,7 +102,7 @@ def test_measured_variance_is_that_of_the_gradients():
     work = Workload(model, lambda m, b: (m(b[0]) * b[1]).sum(), (torch.randn(256, 32), signs))
     (layer,) = measure_layers(work, ["1"])
     expected = torch.autograd.grad(work.compute_loss(), model[1].weight)[0]
-    option = Option("compress", ("1",), (("bits", (2,)),))
+    option = Option("compress", ("1",), CompressConfig((2,)))
     with Compress().apply(work, [option]) as applied:
         errors = []
         for seed in range(200):
@@ -129,8 +131,8 @@ def test_allocated_bits_beat_uniform_ones_of_the_same_bytes():
     layers = measure_layers(work, [f"{i}.linear" for i in range(1, 6)])
     budget = sum(layer.bytes(4) for layer in layers)
     chosen = Compress().option(layers, budget)
-    uniform = Option("compress", tuple(layer.path for layer in layers), (("bits", (4,) * 5),))
-    assert len(set(dict(chosen.knobs)["bits"])) > 1
+    uniform = Option("compress", tuple(layer.path for layer in layers), CompressConfig((4,) * 5))
+    assert len(set(chosen.config.bits)) > 1
     expected = [g.double() for g in torch.autograd.grad(work.compute_loss(), list(model.parameters()))]
 
     def gradients(work):
@@ -202,7 +204,7 @@ def test_options_go_from_eight_bits_to_two_with_mixtures_between():
         sum(i.bytes for i in technique.price(o, plain).added if not i.why.startswith("temporaries")) for o in options
     ]
     assert stored == sorted(stored, reverse=True)
-    assert [set(option.knob("bits")) for option in options] == [{8}, {8, 4}, {4}, {4, 2}, {2}]
+    assert [set(option.config.bits) for option in options] == [{8}, {8, 4}, {4}, {4, 2}, {2}]
     rtols = [technique.check(option).rtol for option in options]
     assert rtols == sorted(rtols)
 
@@ -217,16 +219,18 @@ def test_the_peak_falls_and_comes_back():
 
 def test_with_what_recomputes_it_is_refused():
     work = gpt2()
-    options = [Option("compress", ("blocks.0",), (("bits", (4,)),)), Option("sqrt", ("blocks",), (("trees", ((),)),))]
+    options = [Option("compress", ("blocks.0",), CompressConfig((4,))), Option("sqrt", ("blocks",), SqrtConfig(((),)))]
     with pytest.raises(PlanError, match="cannot be in one plan"):
         apply_options(work, options)
 
 
 def test_bits_that_do_not_fit_the_sites_are_refused():
     with pytest.raises(PlanError, match="bits"):
-        Compress().apply(gpt2(), [Option("compress", ("blocks.0",), (("bits", (4, 4)),))])
-    with pytest.raises(LowtideError, match="2, 4 or 8"):
-        Compress().apply(gpt2(), [Option("compress", ("blocks.0",), (("bits", (3,)),))])
+        Option("compress", ("blocks.0",), CompressConfig((4, 4)))
+    with pytest.raises(PlanError, match="bits"):
+        CompressConfig((3,))
+    with pytest.raises(PlanError, match="group"):
+        CompressConfig((4,), group=0)
 
 
 def test_a_model_learns_as_well_in_four_bits():
@@ -238,7 +242,7 @@ def test_a_model_learns_as_well_in_four_bits():
         work = Workload(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, teacher(x).argmax(1)))
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
         sites = tuple(str(i) for i in range(5))
-        option = Option("compress", sites, (("bits", (bits,) * 5),))
+        option = Option("compress", sites, CompressConfig((bits,) * 5))
         with Compress().apply(work, [option] if bits else []) as applied:
             for _ in range(60):
                 optimizer.zero_grad()
@@ -257,7 +261,7 @@ def test_a_compiled_model_is_right():
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     work = Workload(model, lambda m, b: m(b).square().mean(), torch.randn(64, 64))
     expected = torch.autograd.grad(work.compute_loss(), list(model.parameters()))
-    option = Option("compress", ("1", "2"), (("bits", (8, 8)),))
+    option = Option("compress", ("1", "2"), CompressConfig((8, 8)))
     with Compress().apply(work, [option]) as applied:
         compiled = torch.compile(model, backend="aot_eager")
         loss = replace(applied.work, model=compiled).compute_loss()

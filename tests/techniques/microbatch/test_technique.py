@@ -128,7 +128,7 @@ def test_fidelity_is_of_this_model(make: Callable[[], Workload], fidelity: Fidel
     plain = lowtide.profile(work)
     study(work, plain)
     options = technique.options(plain)
-    assert [option.knob("size") for option in options] == [2, 1]
+    assert [option.config.size for option in options] == [2, 1]
     assert {technique.check(option).fidelity for option in options} == {fidelity}
     assert {technique.price(option, plain).fidelity for option in options} == {fidelity}
 
@@ -140,7 +140,7 @@ def test_a_step_that_was_not_captured_is_changed(fake: bool) -> None:
     if fake:
         study(work, plain)
     assert {technique.price(option, plain).fidelity for option in technique.options(plain)} == {Fidelity.CHANGED}
-    assert "captured" in str(technique.options(plain)[0].knob("because"))
+    assert "captured" in technique.options(plain)[0].config.because
 
 
 def masked_mean(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -203,7 +203,7 @@ def test_a_price_counts_what_every_piece_repeats() -> None:
     technique, work = techniques()["microbatch"], mlp(16)
     plain = lowtide.profile(work)
     ops = sum(op.phase != "optimizer" for op in plain.graph.ops)
-    prices = {16 // int(str(o.knob("size"))): technique.price(o, plain).seconds for o in technique.options(plain)}
+    prices = {16 // o.config.size: technique.price(o, plain).seconds for o in technique.options(plain)}
     assert list(prices) == [2, 4, 8, 16]
     for pieces, seconds in prices.items():
         assert seconds >= (pieces - 1) * ops * 1e-5
@@ -228,7 +228,7 @@ def test_a_price_is_measured_by_running_pieces(clock: list[tuple[int, int]]) -> 
     plain = slowed(lowtide.profile(work), 100.0)
     technique.measure(work, plain)  # type: ignore[attr-defined]
     assert clock == [(16, 0), (16, 8), (2, 1)]
-    prices = {option.knob("size"): technique.price(option, plain) for option in technique.options(plain)}
+    prices = {option.config.size: technique.price(option, plain) for option in technique.options(plain)}
     assert {size: round(price.seconds, 6) for size, price in prices.items()} == {8: 32.0, 4: 52.0, 2: 92.0, 1: 172.0}
     assert {price.source for price in prices.values()} == {"measured"}
 

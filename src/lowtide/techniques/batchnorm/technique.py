@@ -12,38 +12,46 @@ from dataclasses import dataclass, replace
 from lowtide.errors import PlanError
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.batchnorm.convert import convert
-from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Option, Price
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.graph import Graph, Op
 from lowtide.undo import Applied
 from lowtide.workload import Workload
 
 
-class BatchNorm:
-    """Batch norm and what follows it as one layer, with one buffer kept instead of two or three.
+@dataclass(frozen=True)
+class BatchNormConfig(Config):
+    """``joins`` is ``convert``'s: 1 keeps the output of every residual block, k > 1 of every k-th."""
 
-    The knob ``joins`` is ``convert``'s: 1 keeps the output of every residual block, k > 1 of every k-th.
-    """
+    joins: int = 1
+
+    def __post_init__(self) -> None:
+        self.require("joins", int, least=1)
+
+
+class BatchNorm:
+    """Batch norm and what follows it as one layer, with one buffer kept instead of two or three."""
 
     name = "batchnorm"
     kind: Kind = "module"
+    config: type[Config] = BatchNormConfig
     needs = "a batch norm followed by an activation"
     conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """All batch norms that would save something; once more for each spacing of the joins that are kept."""
         steps = _Pairs(profile.graph)
-        found: list[Option] = []
+        options: list[Option] = []
         for spacing in _spacings(sum(pair.is_join for pair in steps.pairs)):
             site = tuple(pair.path for pair in steps.pairs if steps.lets_go(pair, spacing))
             if site:
-                found.append(Option(self.name, site, (("joins", spacing),)))
-        return found
+                options.append(Option(self.name, site, BatchNormConfig(spacing)))
+        return options
 
     def price(self, option: Option, profile: Profile) -> Price:
         """What is let go, from its last use forward until it is made again; its batch norm and activation once more."""
         steps = _Pairs(profile.graph)
-        spacing, sites = option.read("joins", 1, least=1), set(option.site)
+        spacing, sites = option.config_as(BatchNormConfig).joins, set(option.site)
         pairs = [pair for pair in steps.pairs if pair.path in sites]
         needs = steps.first_needs(pairs, spacing)
         removed = [
@@ -69,7 +77,9 @@ class BatchNorm:
         missing = [path for path in sites if path not in known]
         if missing:
             raise PlanError(f"The model has no module {missing[0]!r}", hint="The plan is of another model.")
-        done = convert(work.model, joins=max((option.read("joins", 1, least=1) for option in options), default=1))
+        done = convert(
+            work.model, joins=max((option.config_as(BatchNormConfig).joins for option in options), default=1)
+        )
         if not {change.path for change in done.changed} & set(sites):
             done.undo()
             why = next((left for left in done.left if left.path in sites), None)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lowtide.compat.dynamo import disable_dynamo
+from lowtide.errors import LowtideError
 from lowtide.kernels.compress import BITS, DTYPES, GROUP, buffer_bytes, check
 from lowtide.kernels.reference.compress import groups_at_once
 from lowtide.nn.compress import LEAST_BYTES, compressed, exponentiates, is_sensitive
@@ -18,18 +19,44 @@ from lowtide.profiling.profile import Profile
 from lowtide.techniques.chain import Chains
 from lowtide.techniques.compress.allocation import KEPT, Layer, allocate_bits
 from lowtide.techniques.replaced_forward import Forward, module_at, replace_forward
-from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Knob, Option, Price
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.graph import Op
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
 
+@dataclass(frozen=True)
+class CompressConfig(Config):
+    """Bits for each site, and how many values share a scale."""
+
+    bits: tuple[int, ...]
+    group: int = GROUP
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bits, tuple) or not all(bits in BITS and type(bits) is int for bits in self.bits):
+            self.refuse("bits", f"is not one of {', '.join(map(str, BITS))} for each site")
+        try:
+            check(BITS[0], self.group)
+        except LowtideError as error:
+            self.refuse("group", str(error))
+
+    def check_site(self, site: tuple[str, ...]) -> None:
+        """Bits for every module."""
+        if len(site) != len(self.bits):
+            self.refuse("bits", f"is not one number for each of {len(site)} sites")
+
+    def __str__(self) -> str:
+        bits = " and ".join(str(bits) for bits in reversed(BITS) if bits in self.bits)
+        return f"bits {bits}" + ("" if self.group == GROUP else f", group {self.group}")
+
+
 class Compress:
-    """Activations in 8, 4 or 2 bits, by modules. The knob ``bits`` has one number for each site."""
+    """Activations in 8, 4 or 2 bits, by modules."""
 
     name = "compress"
-    kind: Kind = "saved"
+    kind: Kind = "hold"
+    config: type[Config] = CompressConfig
     needs = "a module that saves activations of 1 KiB or more"
     conflicts: Mapping[str, str] = {
         **dict.fromkeys(
@@ -66,8 +93,8 @@ class Compress:
 
     def price(self, option: Option, profile: Profile) -> Price:
         """What is stored lives from its save to its last use; what it stands for is gone in between."""
-        saves = _Saves(profile)
-        bits_of = _bits(option)
+        saves, config = _Saves(profile), option.config_as(CompressConfig)
+        bits_of, group = dict(zip(option.site, config.bits, strict=True)), config.group
         device = find_device(profile.graph.device)
         added: list[Interval] = []
         removed: list[Interval] = []
@@ -77,10 +104,10 @@ class Compress:
             if bits is None:
                 continue
             whole = profile.graph.storages[storage]
-            stored = buffer_bytes(saved.numel, bits, _group(option), saved.dtype)
+            stored = buffer_bytes(saved.numel, bits, group, saved.dtype)
             added.append(Interval(stored, saved.first_save, whole.death, f"{bits} bits in {saved.site}"))
             if profile.graph.device == "cpu":  # no kernel does it at once
-                working = _TEMPORARY_BYTES * groups_at_once(saved.numel, _group(option)) * _group(option)
+                working = _TEMPORARY_BYTES * groups_at_once(saved.numel, group) * group
                 why = f"temporaries while {saved.site} is compressed"
                 added.append(Interval(working, saved.first_save, saved.first_save + 1, why))
             if saved.gone(bits_of) and saved.last_use + 1 < saved.first_need:
@@ -95,20 +122,19 @@ class Compress:
         """Put the hooks around every site's forward; the model is untouched if one cannot take them."""
         with Undo() as undo:
             for option in options:
-                for path, bits in _bits(option).items():
-                    check(bits, _group(option))
+                config = option.config_as(CompressConfig)
+                for path, bits in zip(option.site, config.bits, strict=True):
                     module = module_at(work.model, path)
-                    undo.add(replace_forward(Compressed(module, bits, _group(option)), path=path))
+                    undo.add(replace_forward(Compressed(module, bits, config.group), path=path))
             return Applied(work, undo.keep())
 
     def check(self, option: Option) -> Check:
         """Each stored value is within (max - min) / (2^bits - 2) of what it was; gradients follow that."""
-        fewest = min(_bits(option).values(), default=max(BITS))
+        fewest = min(option.config_as(CompressConfig).bits, default=max(BITS))
         return Check(Fidelity.APPROXIMATE, rtol=_RTOL / ((1 << fewest) - 2), atol=_ATOL / ((1 << fewest) - 2))
 
     def _option(self, layers: Sequence[Layer], bits: Sequence[int]) -> Option:
-        knobs: tuple[tuple[str, Knob], ...] = (("bits", tuple(bits)),)
-        return Option(self.name, tuple(layer.path for layer in layers), knobs)
+        return Option(self.name, tuple(layer.path for layer in layers), CompressConfig(tuple(bits)))
 
 
 class Compressed(Forward):
@@ -274,13 +300,3 @@ _FIRST_ALONE = frozenset((
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu", "cudnn_batch_norm",
     "max_pool2d_with_indices", "native_batch_norm", "native_dropout", "native_group_norm", "native_layer_norm",
 ))  # fmt: skip
-
-
-def _bits(option: Option) -> dict[str, int]:
-    bits = option.knob("bits", ())
-    each = dict.fromkeys(option.site, bits) if isinstance(bits, int) else option.by_site("bits")
-    return {path: int(str(value)) for path, value in each.items()}
-
-
-def _group(option: Option) -> int:
-    return option.read("group", GROUP, least=1)

@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -18,7 +19,7 @@ from lowtide.techniques.microbatch.loss import MicrobatchLoss
 from lowtide.techniques.microbatch.pieces import Batch
 from lowtide.techniques.microbatch.proof import Proof, prove
 from lowtide.techniques.microbatch.weights import REDUCTIONS, Proved
-from lowtide.techniques.technique import Check, Fidelity, Interval, Kind, Knob, Option, Price, whole_step
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, whole_step
 from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.graph import Graph, Op, Storage
 from lowtide.tracing.snapshot.unchanged import unchanged
@@ -26,15 +27,32 @@ from lowtide.undo import Applied
 from lowtide.workload import Workload
 
 
-class Microbatch:
-    """The whole step over pieces of its batch.
+@dataclass(frozen=True)
+class MicrobatchConfig(Config):
+    """Pieces of ``size`` samples out of ``batch``, and what is known of the loss."""
 
-    Knobs: ``size``, the samples of a piece; ``batch``, those of the step; ``random``, whether the step draws random
-    numbers; ``reduction``, what the loss is proved to be over its samples, "" where it is not, and ``because`` then.
-    """
+    size: int
+    batch: int
+    random: bool = True  # the step draws random numbers
+    reduction: Proved | Literal[""] = ""  # of the loss over its samples; "" where it is not proved
+    because: str = ""  # why it is not
+    exact: bool = False  # batch norms normalise by the whole batch
+
+    def __post_init__(self) -> None:
+        self.require("size", int, least=1)
+        self.require("batch", int, least=1)
+        self.require("random", bool)
+        self.require_one_of("reduction", ("", *REDUCTIONS))
+        self.require("because", str)
+        self.require("exact", bool)
+
+
+class Microbatch:
+    """The whole step over pieces of its batch."""
 
     name = "microbatch"
     kind: Kind = "step"
+    config: type[Config] = MicrobatchConfig
     needs = "a batch of two or more samples, the first dimension of all its tensors"
     conflicts: Mapping[str, str] = {}
 
@@ -60,17 +78,17 @@ class Microbatch:
         """Two pieces, four, eight, and so on: to a sample each, or to 32."""
         samples = _samples(profile.graph)
         proof = _proof(profile)
-        facts: list[tuple[str, Knob]] = [("random", _draws(profile.graph)), ("reduction", proof.reduction or "")]
-        facts += [] if proof.reduction else [("because", proof.why)]
-        return [Option(self.name, ("",), (("size", size), ("batch", samples), *facts)) for size in _sizes(samples)]
+        random, reduction, because = _draws(profile.graph), proof.reduction or "", "" if proof.reduction else proof.why
+        configs = (MicrobatchConfig(size, samples, random, reduction, because) for size in _sizes(samples))
+        return [Option(self.name, ("",), config) for config in configs]
 
     def price(self, option: Option, profile: Profile) -> Price:
         """The share of what has samples that is not alive; gradients from the first op; seconds of the pieces.
 
         Measured seconds never undercut the estimate, so that a price only rises once its option is a contender.
         """
-        graph = profile.graph
-        size, samples = _size(option), option.read("batch", 0, least=1)
+        graph, config = profile.graph, option.config_as(MicrobatchConfig)
+        size, samples = config.size, config.batch
         pieces = math.ceil(samples / size)
         last = next((op.index for op in graph.ops if op.phase == "optimizer"), len(graph.ops))
         removed: list[Interval] = []
@@ -92,19 +110,18 @@ class Microbatch:
             seconds = max(seconds, (measured.share(size) * samples / size - 1) * _seconds_of_loss(graph))
         source = "modelled" if measured is None else "measured"
         return Price(
-            _fidelity(option), added=tuple(added), removed=tuple(removed), compute_seconds=seconds, source=source
+            _fidelity(config), added=tuple(added), removed=tuple(removed), compute_seconds=seconds, source=source
         )
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """The same step with its loss in pieces; the model is not touched."""
-        option = whole_step(options)
-        size, exact = _size(option), option.read("exact", False)
-        proved: Proved | None = next((kind for kind in REDUCTIONS if kind == option.knob("reduction", "")), None)
-        return Applied(replace(work, loss=MicrobatchLoss(work, size, exact=exact, proved=proved)))
+        config = whole_step(options).config_as(MicrobatchConfig)
+        loss = MicrobatchLoss(work, config.size, exact=config.exact, proved=config.reduction or None)
+        return Applied(replace(work, loss=loss))
 
     def check(self, option: Option) -> Check:
         """Roundoff where the reduction is proved; other draws of the same random numbers; else another step."""
-        return Check(_fidelity(option))
+        return Check(_fidelity(option.config_as(MicrobatchConfig)))
 
 
 # Measured on a CPU with one thread (eight models of the zoo in 2 to 16 pieces) and on an H200 (GPT-2 medium, ResNet-50
@@ -174,14 +191,10 @@ def _sizes(samples: int) -> list[int]:
     return [size for size in sizes if size < samples]
 
 
-def _fidelity(option: Option) -> Fidelity:
-    if option.knob("reduction", "") not in {*REDUCTIONS} - {"several"}:  # which a later batch may break
+def _fidelity(config: MicrobatchConfig) -> Fidelity:
+    if config.reduction in ("", "several"):  # a later batch may break the second
         return Fidelity.CHANGED
-    return Fidelity.UNBIASED if option.read("random", True) else Fidelity.ROUNDOFF
-
-
-def _size(option: Option) -> int:
-    return option.read("size", 0, least=1)
+    return Fidelity.UNBIASED if config.random else Fidelity.ROUNDOFF
 
 
 # By the profile of the plain step, which is all that options and prices see.
