@@ -23,7 +23,7 @@ from benchmarks.harness import RESULTS, Row, arguments, compare, default_device,
 from benchmarks.steps import plain_step
 from lowtide import Workload, microbatch, profile, zoo
 from lowtide.errors import LowtideError
-from lowtide.tracing.snapshot.unchanged import unchanged
+from lowtide.tracing.snapshot import unchanged
 
 # The model, the sizes of a piece, and how far from the loop's gradients lowtide's may be.
 Case = tuple[dict[str, Any], tuple[int, ...], float]

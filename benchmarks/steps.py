@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide import Workload
-from lowtide.tracing.snapshot.unchanged import unchanged
+from lowtide.tracing.snapshot import unchanged
 
 Way = Callable[[], AbstractContextManager[object]]
 

@@ -158,3 +158,9 @@ def test_an_optimizer_that_accelerate_prepared_is_planned_for() -> None:
     work = Workload(model, square_loss, batch, prepared)
     found = plan(work, "90%")
     assert verify(work, found).ok
+
+
+@pytest.mark.parametrize("autocast", ["bf16", torch.float64])
+def test_an_autocast_that_cannot_be_says_what_can(autocast: Any) -> None:
+    with pytest.raises(WorkloadError, match="bfloat16"):
+        Workload(nn.Linear(4, 4), square_loss, torch.randn(3, 4), autocast=autocast)

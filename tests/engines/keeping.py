@@ -102,36 +102,6 @@ class Last(Model):
         return x
 
 
-class State:
-    """What a model has beside modules and tensors."""
-
-    def __init__(self) -> None:
-        self.features: Any = None
-        self.layers: list[State] = []
-
-    def __repr__(self) -> str:
-        return f"State({self.features}, {self.layers})"
-
-
-class Hooked(Model):
-    """Features that a hook takes, and that an object of the model's own has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = State()
-        self.elsewhere = features = dict[str, Tensor]()
-
-        def hook(module: nn.Module, args: Any, out: Tensor) -> None:
-            features["last"] = out.detach().exp()
-
-        self.layers.register_forward_hook(hook)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers(x)
-        self.kept.features = x.detach().repeat(1, 3).sin()
-        return x
-
-
 def squares(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
@@ -144,4 +114,4 @@ def held(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, value) for module in model.modules() for name, value in vars(module).items()]
 
 
-MODELS = [Table, Tables, Features, Memory, Queue, Nested, Last, Hooked]
+MODELS = [Table, Tables, Features, Memory, Queue, Nested, Last]

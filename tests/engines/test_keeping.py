@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from lowtide.tracing import tracer as capture
 
 from ..soak import SOAK
 from ..tracing.allocator import allocated_peak_after_others
-from .keeping import MODELS, SHAPE, Features, Model, State, Table, held, squares, workload
+from .keeping import MODELS, SHAPE, Features, Model, Table, held, squares, workload
 from .planned import smallest_budget
 
 
@@ -171,12 +172,11 @@ def test_a_plain_model_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(runs) == 3
 
 
-def test_what_modules_hold_and_no_step_uses_does_not_count() -> None:
+def test_what_an_object_of_a_module_holds_and_no_step_uses_does_not_count() -> None:
     class Holding(Model):
         def __init__(self) -> None:
             super().__init__()
-            self.kept = State()
-            self.kept.features = torch.zeros(4096, 4096)  # such as a data set
+            self.kept = SimpleNamespace(samples=torch.zeros(4096, 4096))  # such as a data set
 
         def forward(self, x: Tensor) -> Tensor:
             return self.layers(x)

@@ -47,9 +47,8 @@ def allocated_peak_after_others(model, loss, batch, optimizer):
 
 
 def _kept(model):
-    """What modules keep beside parameters and buffers, also in objects of their own."""
+    """List tensors that modules keep beside parameters and buffers."""
     leaves = [leaf for module in model.modules() for leaf in pytree.tree_leaves(vars(module))]
-    leaves += [value for leaf in leaves if leaf.__class__.__name__ == "State" for value in vars(leaf).values()]
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 

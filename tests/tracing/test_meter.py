@@ -2,13 +2,14 @@
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from lowtide import Workload
 from lowtide.errors import TraceError
-from lowtide.tracing import trace
+from lowtide.tracing import meter, trace, tracer
 
 
 def workload(loss):
@@ -45,3 +46,57 @@ def test_a_step_with_a_profiler_of_its_own_is_refused_in_words():
     with pytest.raises(TraceError, match="profiler of its own"):
         trace(workload(loss))
     trace(workload(lambda x: x.sum()))  # the profiler is off again
+
+
+MIB = 2**20
+
+
+class Event:
+    """Stands in for a device's clock."""
+
+    def __init__(self, enable_timing=False):
+        pass
+
+    def record(self):
+        pass
+
+    def elapsed_time(self, other):
+        return 1.0
+
+
+class Allocator:
+    """Stands in for the caching allocator: 5 MiB of a library come with the first op."""
+
+    def __init__(self, monkeypatch, start_bytes):
+        self.start_bytes, self.ops = start_bytes, -1
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: None)
+        monkeypatch.setattr(meter, "sleep", lambda _: None)
+        monkeypatch.setattr(meter, "requested_bytes", lambda _: start_bytes)
+        monkeypatch.setattr(meter.CudaMeter, "_allocated", lambda _: self.allocated())
+        monkeypatch.setattr(meter.CudaMeter, "granularity", 1)
+        monkeypatch.setattr(tracer, "_meter", lambda _, aside, *__, **___: meter.CudaMeter(torch.device("cuda"), aside))
+
+    def allocated(self):
+        self.ops += 1  # read at the start, then before and after each op
+        size = self.start_bytes + (5 * MIB if self.ops > 1 else 0)
+        return {"current": size, "peak": size}
+
+
+def test_other_tensors_are_the_bytes_at_the_start_beyond_the_steps_own(monkeypatch):
+    work = workload(lambda x: x.sum())
+    own = trace(work).static_bytes
+    gradient = torch.ones(100)
+    work.model.bias.grad = gradient[:4]  # set aside
+    Allocator(monkeypatch, own + 4 * 4 + 10 * MIB)
+    graph = trace(work)
+    assert graph.other_bytes == 10 * MIB
+    held = sum(s.bytes for s in graph.storages if s.category == "workspace")
+    assert held == pytest.approx(5 * MIB, abs=1000)
+    assert graph.peak_bytes == pytest.approx(own + 5 * MIB, abs=1000)
+
+
+def test_memory_that_the_allocator_does_not_count_is_not_subtracted():
+    readings = meter.CudaMeter(torch.device("cuda")).readings(np.zeros(0, np.int64), 400, 400)
+    assert (readings.other_bytes, readings.held_bytes) == (0, 0)

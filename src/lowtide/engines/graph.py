@@ -28,7 +28,7 @@ from lowtide.errors import LowtideError
 from lowtide.planning.programs.program import Program, Value
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.capture.loss import Capture, CapturedGraph, CompiledLoss, call_key
-from lowtide.tracing.snapshot.held_tensors import parameters_of, watch_modules
+from lowtide.tracing.step_state import parameters_of, watch_modules
 from lowtide.workload import Workload
 
 _aten: Any = torch.ops.aten

@@ -17,7 +17,7 @@ from lowtide.profiling import Profile, profile
 from lowtide.sizes import format_size
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Fidelity, Option
-from lowtide.tracing.snapshot.unchanged import unchanged
+from lowtide.tracing.snapshot import unchanged
 from lowtide.workload import Workload
 
 _log = logging.getLogger("lowtide")

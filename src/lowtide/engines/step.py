@@ -23,8 +23,7 @@ from lowtide.planning.prediction import apply_options
 from lowtide.profiling import Profile, profile
 from lowtide.sizes import format_size
 from lowtide.tracing.meter import CpuPeak
-from lowtide.tracing.other_tensors import beside
-from lowtide.tracing.snapshot.held_tensors import static_bytes, watch_modules
+from lowtide.tracing.step_state import other_bytes, static_bytes, watch_modules
 from lowtide.undo import Applied
 from lowtide.workload import Workload, autocast
 
@@ -75,7 +74,7 @@ class Step:
         self.plan = plan
         self.measured: Measured | None = None
         self._plain = work
-        self._others = beside(work)
+        self._other_bytes = other_bytes(work)
         self._applied = planned(work, plan)
         self.work = self._applied.work
         self._warned = False
@@ -185,7 +184,7 @@ class Step:
 
     def _note(self, seconds: float, peak: int | None) -> None:
         before = self.measured
-        others = 0 if self._others is None else self._others.bytes  # those that outlived the step
+        others = min(self._other_bytes, other_bytes(self.work))  # those that outlived the step
         peak = None if peak is None else peak - others
         peaks = [p for p in (peak, before.peak_bytes if before else None) if p is not None]
         steps = before.steps + 1 if before else 1

@@ -14,7 +14,7 @@ from lowtide.planning.search import Engine
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import best_seconds, has_ranks
 from lowtide.tracing.capture.loss import sharing_captures
-from lowtide.tracing.snapshot.unchanged import unchanged
+from lowtide.tracing.snapshot import unchanged
 from lowtide.workload import Workload, check_workload
 
 _RIVALS = 3  # plans that are timed

@@ -30,8 +30,8 @@ from lowtide.profiling.profile import finite
 from lowtide.sizes import format_size
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Check, Fidelity
-from lowtide.tracing.other_tensors import OtherTensors, beside
-from lowtide.tracing.snapshot.unchanged import steady, unchanged
+from lowtide.tracing.snapshot import steady, unchanged
+from lowtide.tracing.step_state import other_bytes
 from lowtide.workload import Workload
 
 _TIMED_STEPS = 3
@@ -55,7 +55,7 @@ def verify(work: Workload, plan: Plan) -> Verification:
     plain: _Outcome | None = None
     agreements: tuple[Agreement, ...] = ()
     repeatable, only_rounding = True, False
-    others = beside(work)
+    others = other_bytes(work)
     with ExitStack() as stack:
         try:
             stack.enter_context(steady(work))
@@ -182,8 +182,8 @@ class _Outcome:
     seconds: float
 
 
-def _run(work: Workload, others: OtherTensors | None) -> _Outcome:
-    """Run a step for its results, and more for time and, on a GPU, the peak without ``others``. Restores all."""
+def _run(work: Workload, others: int) -> _Outcome:
+    """Run a step for its results, then for time and, on a GPU, for the peak less ``others`` bytes. Restores all."""
     with unchanged(work):
         loss = _step(work)
         model = work.model
@@ -197,8 +197,8 @@ def _run(work: Workload, others: OtherTensors | None) -> _Outcome:
         parts = {what: {n: on_host(t) for n, t in part.items()} for what, part in parts.items()}
         del loss
         peak, seconds = _measure(work)
-        if peak is not None and others is not None:
-            peak -= others.bytes
+        if peak is not None:
+            peak -= others
     return _Outcome(parts, peak, seconds)
 
 

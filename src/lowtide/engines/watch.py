@@ -22,7 +22,7 @@ from lowtide.planning.plan import Plan
 from lowtide.profiling import profile
 from lowtide.sizes import format_size
 from lowtide.tracing.call_sites import is_library
-from lowtide.tracing.snapshot.held_tensors import modules_of
+from lowtide.tracing.step_state import modules_of
 from lowtide.workload import Workload
 
 _MOST_PREDICTED = 8  # batches: each takes as long as tracing a step

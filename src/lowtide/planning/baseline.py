@@ -9,7 +9,7 @@ import torch
 from lowtide.profiling import Profile
 from lowtide.profiling import profile as profile_step
 from lowtide.profiling.timing import seconds_of_loss
-from lowtide.tracing.snapshot.unchanged import unchanged
+from lowtide.tracing.snapshot import unchanged
 from lowtide.workload import Workload
 
 OUT_OF_MEMORY = "The plain step ran out of memory on this device, and was predicted."

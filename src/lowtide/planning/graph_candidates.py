@@ -18,7 +18,7 @@ from lowtide.sizes import format_size
 from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.capture.batchnorm import is_left_batch_norm
 from lowtide.tracing.capture.joint import Joint, module_of, size_of
-from lowtide.tracing.snapshot.unchanged import steady
+from lowtide.tracing.snapshot import steady
 from lowtide.workload import Workload
 
 SCHEDULE_SLACK = 1.05  # a schedule whose estimate is this much above a budget is still looked at

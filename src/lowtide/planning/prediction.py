@@ -20,7 +20,7 @@ from lowtide.techniques.registry import find_technique
 from lowtide.techniques.technique import Kind, Option, Price, Technique
 from lowtide.tracing.fake.abridged import abridged
 from lowtide.tracing.graph import Graph
-from lowtide.tracing.snapshot.unchanged import unchanged
+from lowtide.tracing.snapshot import unchanged
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lowtide.batches import with_own_containers
 from lowtide.compat.autograd import gradient_hooks, tensor_hooks
-from lowtide.tracing.snapshot.held_tensors import parameters_of
-from lowtide.tracing.snapshot.unchanged import unchanged
+from lowtide.tracing.snapshot import unchanged
+from lowtide.tracing.step_state import parameters_of
 from lowtide.workload import Workload
 
 Part = Mapping[str, Tensor]  # such as gradients, by name

@@ -22,7 +22,7 @@ from lowtide.profiling import Profile
 from lowtide.profiling.timing import has_ranks
 from lowtide.techniques.registry import study, techniques
 from lowtide.techniques.technique import Fidelity, Option, Price, Technique
-from lowtide.tracing.snapshot.unchanged import unchanged
+from lowtide.tracing.snapshot import unchanged
 from lowtide.workload import Workload
 
 Engine = Literal["auto", "eager", "graph"]

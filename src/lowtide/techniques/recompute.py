@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -17,10 +19,11 @@ from lowtide.compat.modules import NormBase, own_buffers, own_parameters
 from lowtide.compat.tensors import version_of
 from lowtide.errors import LowtideError, ModifiedError
 from lowtide.nn.renorm import RESTORED, _BatchRenormAct
-from lowtide.tracing.snapshot.held_tensors import holders_within
-from lowtide.tracing.snapshot.unchanged import content_of, holds, restore_content
+from lowtide.tracing.snapshot import content_of, has_content, restore_content
+from lowtide.tracing.step_state import is_a, walk
 
-_DEPTH = 5  # of objects in one another that an argument is made of, such as a cache of keys and values
+_DEPTH = 4  # of objects in one another that an argument is made of, such as a cache of keys and values
+_NO_STATE = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType, tuple, str, bytes, int, float, type(None))
 _Content = tuple[Any, dict[Any, Any] | list[Any]]  # a container, and what it held
 _Versioned = tuple[nn.Module, str, Tensor, int]  # a parameter, with its module and name
 
@@ -58,7 +61,7 @@ def recompute(
         return function(*arguments, **keywords)
 
     inside = list(dict.fromkeys(module for top in modules for module in top.modules()))
-    state = _State(inside, path, holders_within(others, _DEPTH))
+    state = _State(inside, path, _holders_among(others))
     result = checkpoint(
         run,
         *tensors,
@@ -115,7 +118,7 @@ class _First:
         ]
 
     def __exit__(self, *exception: object) -> None:
-        self.state.contents = [held for held in self.state.contents if not holds(*held)]
+        self.state.contents = [held for held in self.state.contents if not has_content(*held)]
         self.state.holders = []
         self.state.buffers = [
             (module, name, was)
@@ -169,6 +172,32 @@ class _Again:
         for holder, content in self.contents:
             restore_content(holder, content)
         self.modes, self.replaced, self.contents = [], [], []
+
+
+def _holders_among(arguments: Iterable[Any]) -> list[Any]:
+    """List containers, and attributes of objects, that a run may change among its arguments."""
+    holders: dict[int, Any] = {}
+    for _ in range(_DEPTH):
+        inside: list[Any] = []
+        for value in walk(arguments):
+            if is_a(value, (dict, list, set, deque)):
+                holders[id(value)] = value
+            elif not is_a(value, _NO_STATE) and type(value).__module__.partition(".")[0] != "torch":
+                attributes = _attributes(value)
+                if attributes is not None and id(attributes) not in holders:
+                    holders[id(attributes)] = attributes
+                    inside += attributes.values()
+        arguments = inside
+    return list(holders.values())
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """Read ``__dict__``, bypassing ``__getattribute__`` overrides."""
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except Exception:  # it has none
+        return None
+    return attributes if type(attributes) is dict else None
 
 
 def _ignores_statistics(module: nn.Module) -> bool:

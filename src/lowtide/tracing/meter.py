@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -12,9 +12,10 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lowtide.compat import profiler
-from lowtide.compat.cuda import sleep
+from lowtide.compat.cuda import free_cublas_workspaces, sleep
 from lowtide.errors import TraceError
 
 
@@ -23,7 +24,7 @@ class Readings:
     """Measurements: seconds and workspace bytes of each op.
 
     ``held_bytes`` is allocated during the whole step without being a storage of it: libraries' workspaces
-    (cuBLAS keeps one per thread). ``other_bytes`` belong to tensors that have nothing to do with the step.
+    (cuBLAS keeps one per thread). ``other_bytes`` belong to other tensors of the process.
     """
 
     seconds: list[float]
@@ -45,10 +46,10 @@ class Meter(Protocol):
         """Around the next op. Ops with the same key allocate the same inside themselves; None: this one may not."""
         ...
 
-    def readings(self, live: NDArray[np.int64], static_bytes: int, other_bytes: int = 0) -> Readings:
-        """Readings, given the bytes of live storages for each op and before the step, as the allocator rounds them.
+    def readings(self, live: NDArray[np.int64], static_bytes: int, requested: int) -> Readings:
+        """Give the readings for ``live`` bytes at each op and ``static_bytes`` before, as the allocator rounds them.
 
-        ``other_bytes`` are those of tensors that the process holds beside the step's.
+        ``requested`` is the static bytes before rounding.
         """
         ...
 
@@ -65,7 +66,7 @@ class NoMeter:
     def op(self, key: Hashable = None) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def readings(self, live: NDArray[np.int64], static_bytes: int, other_bytes: int = 0) -> Readings:
+    def readings(self, live: NDArray[np.int64], static_bytes: int, requested: int) -> Readings:
         return Readings([math.nan] * len(live), [0] * len(live))
 
 
@@ -100,7 +101,7 @@ class CpuMeter:
         if threads is not None:
             self._inside[key] = _inside(threads)
 
-    def readings(self, live: NDArray[np.int64], static_bytes: int, other_bytes: int = 0) -> Readings:
+    def readings(self, live: NDArray[np.int64], static_bytes: int, requested: int) -> Readings:
         return Readings(self._seconds, [self._inside[key] for key in self._keys])
 
 
@@ -175,21 +176,23 @@ _AHEAD_CYCLES = 300_000  # of a GPU's clock, some 150 µs: longer than it takes 
 class CudaMeter:
     """Reads the caching allocator's counters around each op, and times by device events.
 
-    ``ignored_bytes`` were allocated before the step and would not be in a plain one.
+    Gradients in ``aside`` exist before the step, and would not in a plain one. Other tensors of the process are the
+    allocator's bytes at the start beyond the step's own. cuBLAS's workspaces are the step's, so they are freed first.
     """
 
     granularity = 512
 
-    def __init__(self, device: torch.device, *, ignored_bytes: int = 0) -> None:
+    def __init__(self, device: torch.device, aside: Sequence[Tensor] = ()) -> None:
         self._device = device
-        self._ignored_bytes = ignored_bytes
+        self._aside = sum(tensor.nbytes for tensor in aside)
+        self._aside_rounded = sum(-(-tensor.nbytes // 512) * 512 for tensor in aside)
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._levels: list[tuple[int, int, int]] = []  # allocated before, at the peak of, and after each op
-        self._start = 0
+        self._start = self._requested = 0
 
     @contextmanager
     def step(self) -> Generator[None]:
-        torch.cuda.synchronize(self._device)
+        self._requested = requested_bytes(self._device)
         self._start = self._allocated()["current"]
         yield
         torch.cuda.synchronize(self._device)
@@ -207,11 +210,11 @@ class CudaMeter:
         self._events.append((start, end))
         self._levels.append((before, after["peak"], after["current"]))
 
-    def readings(self, live: NDArray[np.int64], static_bytes: int, other_bytes: int = 0) -> Readings:
+    def readings(self, live: NDArray[np.int64], static_bytes: int, requested: int) -> Readings:
         seconds = [start.elapsed_time(end) / 1e3 for start, end in self._events]
-        # No more than is allocated: memory of another library, lent to a tensor, is not in the allocator's counters.
-        others = max(0, min(other_bytes, self._start - self._ignored_bytes - static_bytes))
-        aside = self._ignored_bytes + others
+        # At least none: memory of another library, lent to a tensor, is not in the allocator's counters.
+        others = max(0, self._requested - self._aside - requested)
+        aside = self._aside_rounded + others
         held = self._start - aside - static_bytes
         workspaces: list[int] = []
         level = static_bytes
@@ -229,13 +232,20 @@ class CudaMeter:
         return torch.cuda.memory.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
 
 
+def requested_bytes(device: torch.device) -> int:
+    """Read the bytes that live tensors asked a GPU's allocator for, after cuBLAS's workspaces are freed."""
+    torch.cuda.synchronize(device)
+    free_cublas_workspaces()
+    return torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+
+
 def measure_cpu_call(call: Callable[[], object]) -> int:
     """Bytes that one call allocates above its outputs."""
     meter = CpuMeter()
     with meter.op():
         out = call()
     del out
-    return meter.readings(np.zeros(1, np.int64), 0).workspace_bytes[0]
+    return meter.readings(np.zeros(1, np.int64), 0, 0).workspace_bytes[0]
 
 
 def profiler_is_free() -> bool:

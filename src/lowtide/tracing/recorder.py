@@ -5,8 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, MutableMapping
 from contextlib import contextmanager
-from functools import cache, partial
-from types import FrameType
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,31 +23,28 @@ from lowtide.compat.autograd import (
 )
 from lowtide.compat.dispatch import TorchDispatchMode, is_wrapper, without_torch_function
 from lowtide.compat.fake import FakeTensor, current_fake_mode
-from lowtide.compat.frames import frame_at
 from lowtide.compat.operators import HigherOrderOperator
-from lowtide.compat.tensors import storage_id
 from lowtide.errors import TraceError
-from lowtide.tracing.call_sites import short_name, source_line
-from lowtide.tracing.dense_parts import address, dtype_name, flatten, leaves, parts
-from lowtide.tracing.generators import has_own_generator, host_states
+from lowtide.tracing.call_sites import source_line
+from lowtide.tracing.dense_parts import dtype_name, flatten, leaves, parts
+from lowtide.tracing.generators import HostDraws, has_own_generator
 from lowtide.tracing.graph import Category, Graph, Phase, TensorView, signature
+from lowtide.tracing.live_storages import LiveStorages
 from lowtide.tracing.meter import Meter
 from lowtide.tracing.op_calls import Call
-from lowtide.tracing.other_tensors import OtherTensors
 from lowtide.tracing.plain_aten.backward_formulas import PRODUCTS, formula_of
 from lowtide.tracing.plain_aten.gradient_accumulation import (
     ADD_IN_PLACE,
     engine_adds,
-    engine_counts,
     is_named_in_python,
+    measure_engine_counts,
 )
 from lowtide.tracing.plain_aten.in_place import DIFFERING, form_after_product, form_in_formula
 from lowtide.tracing.plain_aten.saved_numbers import KeptNumbers
-from lowtide.tracing.trace_builder import OUTSIDE, LiveOp, LiveStorage, Place, Record, Save
+from lowtide.tracing.trace_builder import OUTSIDE, LiveOp, Place, Record, Save
 
 _PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor, int, float, bool, list, tuple, str, type(None)})
 _DEVICE = torch.ops.prim.device.default
-_ZEROS = "aten._efficientzerotensor.default"  # which no bytes hold, such as the gradient of ``sgn``
 
 
 class Recorder(TorchDispatchMode):
@@ -64,25 +60,24 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.phase: Phase = "forward"
         self.modules: list[str] = []  # paths of the modules that are running, innermost last
-        self._meter = meter
+        self.meter = meter
         self._calls = calls
         self._fake = fake
         self._twins: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self._record = Record()
         self._numbers = KeptNumbers(self._record)
-        self._alive: dict[int, int] = {}  # address of a living storage -> index in the record's storages
-        self._watch: dict[int, weakref.ref[Any]] = {}
-        self._others: OtherTensors | None = None
+        self._storages = LiveStorages(self._record, self.modules)
+        self._host_draws = HostDraws(self._record.ops)
         self._opaque = 0
         self._stands_in = False  # while a plain step's formula is recorded in place of the one that runs
         self._with_zeros: set[int] = set()  # nodes of products with a zero, which no short formula differentiates
         self._replaced = -1  # sequence number of the last node with such a formula
         self._node: Any = None
         self._last_node = (-1, 0)  # sequence number of the autograd node that ran last, and its first op
-        self._host_states = host_states()
-        self._drawing_module: str | None = None  # that of the last op in forward
-        engine_counts()  # before the step: it runs a tiny one of its own
+        self._engine_counts = measure_engine_counts()
         self._outer_hooks = top_saved_hooks(True)
+        self.survivors: list[tuple[str, weakref.ref[Any]]] = []
+        """Labels of storages that the step made and that outlived it, and references to them."""
         self.saved_tensor_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     @classmethod
@@ -95,47 +90,32 @@ class Recorder(TorchDispatchMode):
     def own(self, tensor: Tensor, category: Category, label: str, module: str = "") -> None:
         """Register a tensor that exists before the step: a parameter, a buffer, optimizer state, input."""
         for part in parts(self._twin(tensor)):
-            index = self._see(part, birth=0, label=label)
-            storage = self._record.storages[index]
-            if storage.category == "temporary":  # the first owner names a shared storage
-                storage.category, storage.label, storage.module = category, label, module
+            self._storages.see(part, birth=0, label=label)
+            self._storages.name(part, category, label, module)
 
     def label(self, tensor: Tensor, category: Category, label: str, module: str = "") -> None:
         """Name a storage that the step made, such as a gradient."""
         for part in parts(tensor):
-            index = self._alive.get(address(part))
-            if index is not None and self._record.storages[index].category in ("temporary", "activation"):
-                storage = self._record.storages[index]
-                storage.category, storage.label, storage.module = category, label, module or storage.module
+            self._storages.name(part, category, label, module)
 
     def forget(self, tensor: Tensor) -> None:
         """Leave out a tensor that exists only because of the trace."""
         for part in parts(self._twin(tensor)):
-            index = self._alive.pop(address(part), None)
-            if index is not None:
-                self._record.storages[index].death = self._record.storages[index].birth
+            self._storages.forget(part)
 
     def note(self, tensor: Tensor, label: str) -> Tensor:
         """Count a tensor that no op made, such as a generator's state."""
-        self._see(tensor, birth=len(self._record.ops), label=label)
+        self._storages.see(tensor, label=label)
         return tensor
 
     def start(self, phase: Phase) -> None:
         """Enter a phase. Temporaries that are alive when backward starts become activations."""
         if phase == "backward":
-            self._draws_on_host()
-            for index in self._alive.values():
-                if self._record.storages[index].category == "temporary":
-                    self._record.storages[index].category = "activation"
+            self._host_draws.settle()
+            self._storages.keep_for_backward()
         elif phase == "forward":
-            self._host_states = host_states()
+            self._host_draws.start()
         self.phase = phase
-
-    def set_apart(self, others: OtherTensors) -> None:
-        """Leave out tensors of the process that the step does not use."""
-        for storage in self._alive:
-            others.exclude(storage)
-        self._others = others
 
     def visit(self, node: Any) -> None:
         """Tell which autograd node runs, where torch's engine does not."""
@@ -155,22 +135,23 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device  # asked for many times an op: the way through all modes would be long
         with without_torch_function():  # what a function mode had to say, it said before autograd
             if func in DIFFERING and not self._opaque:
-                func = self._plain_form(func, args, kwargs, frame_at(0).f_back)
+                func = self._plain_form(func, args, kwargs)
             return self._dispatch(func, args, kwargs)
 
-    def _plain_form(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType | None) -> Any:
+    def _plain_form(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op that a plain step runs here: it may write in place where torch, under a mode, makes another tensor."""
-        if self.phase == "backward" and engine_adds(func, args, kwargs, caller) and self._meets_in_buffer(args[0]):
+        counts = self._engine_counts
+        if self.phase == "backward" and engine_adds(func, args, kwargs, counts) and self._meets_in_buffer(args[0]):
             return ADD_IN_PLACE
-        index = self._alive.get(address(args[0]))
-        if index is None or is_named_in_python(args):
+        storage = self._storages.get(args[0])
+        if storage is None or is_named_in_python(args, counts):
             return func
-        storage = self._record.storages[index]
         node: Any = self._node if self._node is not None else current_node()
         if self.phase == "backward" and node is not None and not torch.is_grad_enabled():
             number, first = self._last_node
             is_fresh = number == sequence_number(node) and storage.birth >= first
             return form_in_formula(func, node.name(), storage.made_by) if is_fresh else func
+        index = self._storages.index(args[0])
         is_last = any(value.storage == index for op in self._record.ops[-1:] for value in op.outputs)
         return form_after_product(func, args, storage.made_by) if is_last else func
 
@@ -198,7 +179,8 @@ class Recorder(TorchDispatchMode):
         if node is None:
             return False
         number, first = self._last_node
-        born = self._record.storages[self._alive[address(gradient)]].birth if address(gradient) in self._alive else 0
+        storage = self._storages.get(gradient)
+        born = 0 if storage is None else storage.birth
         edges = [edge for edge in node.next_functions if edge[0] is not None]
         return sequence_number(node) != number or born < first or len(set(edges)) < len(edges)
 
@@ -213,21 +195,20 @@ class Recorder(TorchDispatchMode):
         if self.phase == "backward" and self._runs_other_formula():
             out = func(*args, **kwargs)
             for tensor in leaves(out):  # the last of them is the gradient, in place of the recorded one
-                self._see(tensor, birth=len(self._record.ops), label="gradient")
+                self._storages.see(tensor, label="gradient")
             return out
         if func.is_view:  # no bytes and no kernel; its backward still needs to know where it was called
-            self._place(_name(func))
+            self._place(str(func))
             return func(*args, **kwargs)
         tensors, arguments = flatten(args, kwargs)
-        index = len(self._record.ops)
-        inputs = tuple(self._value(t, index) for t in tensors)
-        with self._meter.op(_kind(func, inputs, arguments)):
+        inputs = tuple(map(self._value, tensors))
+        with self.meter.op(_kind(func, inputs, arguments)):
             out = func(*args, **kwargs)
-        self._finish(_name(func), inputs, leaves(out), arguments, own_generator=has_own_generator(args, kwargs))
+        self._finish(str(func), inputs, leaves(out), arguments, own_generator=has_own_generator(args, kwargs))
         self._numbers.note(args, out)
         if func in PRODUCTS and not self._fake and bool((args[0] == 0).any()):
             self._with_zeros.add(next_sequence_number() - 1)
-        if self._calls is not None and (key := signature(_name(func), inputs, arguments)) not in self._calls:
+        if self._calls is not None and (key := signature(str(func), inputs, arguments)) not in self._calls:
             self._calls[key] = Call.of(func, args, kwargs)
         return out
 
@@ -238,11 +219,10 @@ class Recorder(TorchDispatchMode):
         """
         if self._opaque:
             return call()
-        index = len(self._record.ops)
-        values = tuple(self._value(part, index) for t in inputs if isinstance(t, Tensor) for part in parts(t))
+        values = tuple(self._value(part) for t in inputs if isinstance(t, Tensor) for part in parts(t))
         self._opaque += 1
         try:
-            with self._meter.op():
+            with self.meter.op():
                 out = call()
         finally:
             self._opaque -= 1
@@ -258,13 +238,11 @@ class Recorder(TorchDispatchMode):
         *,
         own_generator: bool = False,
     ) -> None:
-        index = len(self._record.ops)
         place, recompute = self._place(name)
-        if self.phase == "forward" and place.module != self._drawing_module:
-            own_generator = self._draws_on_host() or own_generator
-            self._drawing_module = place.module
+        if self.phase == "forward":
+            own_generator |= self._host_draws.enter(place.module)
         known = len(self._record.storages)
-        outputs = tuple(self._value(tensor, index, place) for tensor in made)
+        outputs = tuple(self._value(tensor, place) for tensor in made)
         self._record.ops.append(
             LiveOp(
                 place.op, self.phase, place.module, place.source, inputs, outputs, arguments, recompute, own_generator
@@ -273,17 +251,6 @@ class Recorder(TorchDispatchMode):
         if recompute:
             for storage in self._record.storages[known:]:
                 storage.recomputed = True
-
-    def _draws_on_host(self) -> bool:
-        """Whether Python or numpy drew numbers since this was asked last: then so did the ops of the last module."""
-        before, self._host_states = self._host_states, host_states()
-        if self._host_states == before:
-            return False
-        for op in reversed(self._record.ops):
-            if op.phase != "forward" or op.module != self._drawing_module:
-                break
-            op.own_generator = True
-        return True
 
     def _place(self, name: str) -> tuple[Place, bool]:
         """Where this op belongs (in the backward pass: where its forward op was called), and if it is run again.
@@ -300,8 +267,8 @@ class Recorder(TorchDispatchMode):
             if forward is not None:
                 return Place(name, forward.module, forward.source), False
             variable = getattr(node, "variable", None)
-            owner = self._alive.get(address(variable)) if isinstance(variable, Tensor) else None
-            return Place(name, self._record.storages[owner].module if owner is not None else "", ""), False
+            owner = self._storages.get(variable) if isinstance(variable, Tensor) else None
+            return Place(name, "" if owner is None else owner.module, ""), False
         place = Place(name, self.modules[-1] if self.modules else "", source_line())
         if builds_graph:
             self._record.places.setdefault(next_sequence_number() - 1, place)
@@ -317,7 +284,7 @@ class Recorder(TorchDispatchMode):
 
     def _pack(self, tensor: Tensor) -> Any:
         for part in parts(self._twin(tensor)):
-            index = self._see(part, birth=len(self._record.ops), label=OUTSIDE)
+            index = self._storages.see(part)
             storage = self._record.storages[index]
             if storage.category == "temporary" and self.phase == "forward":
                 storage.category = "activation"
@@ -350,57 +317,16 @@ class Recorder(TorchDispatchMode):
     def _unpack(self, packed: Any) -> Any:
         return self._outer_hooks[1](packed) if self._outer_hooks else packed
 
-    def _value(self, tensor: Tensor, index: int, place: Place | None = None) -> TensorView:
-        storage = self._see(tensor, birth=index, label=OUTSIDE, place=place)
+    def _value(self, tensor: Tensor, place: Place | None = None) -> TensorView:
+        storage = self._storages.see(tensor, place=place)
         return TensorView(storage, tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor))
-
-    def _see(self, tensor: Tensor, *, birth: int, label: str, place: Place | None = None) -> int:
-        """Index of the tensor's storage; one that is new, or was resized, starts a lifetime here."""
-        untyped = tensor.untyped_storage()
-        address = storage_id(untyped)
-        size = untyped.nbytes()
-        index = self._alive.get(address)
-        if index is not None:
-            known = self._record.storages[index]
-            if known.bytes == size or known.made_by == _ZEROS:
-                return index
-            known.death = birth
-        if place is not None:
-            label = f"{short_name(place.op)} {list(tensor.shape)}"
-            size = 0 if place.op == _ZEROS else size
-        index = len(self._record.storages)
-        self._record.storages.append(
-            LiveStorage(
-                bytes=size,
-                device=tensor.device.type,
-                dtype=dtype_name(tensor),
-                birth=birth,
-                label=label,
-                module=place.module if place else (self.modules[-1] if self.modules else ""),
-                source=place.source if place else "",
-                made_by=place.op if place else "",
-            )
-        )
-        if address not in self._watch:
-            self._watch[address] = weakref.ref(untyped, lambda _, a=address: self._died(a))
-        self._alive[address] = index
-        if self._others is not None:
-            self._others.exclude(address)
-        return index
-
-    def _died(self, address: int) -> None:
-        self._watch.pop(address, None)
-        index = self._alive.pop(address, None)
-        if index is not None:
-            self._record.storages[index].death = len(self._record.ops)
 
     # -- what comes out -------------------------------------------------------------------------------
 
-    def graph(self, modules: dict[str, str], *, device: str, fake: bool, notes: tuple[str, ...] = ()) -> Graph:
-        """The step as a frozen graph. Stops following storages."""
-        self._watch.clear()
-        others = 0 if self._others is None else self._others.bytes
-        return self._record.graph(self._meter, modules, device=device, fake=fake, notes=notes, other_bytes=others)
+    def graph(self, modules: dict[str, str], *, device: str, notes: tuple[str, ...] = ()) -> Graph:
+        """Freeze the step as a graph. Storages are no longer followed."""
+        self.survivors = self._storages.stop()
+        return self._record.graph(self.meter, modules, device=device, fake=self._fake, notes=notes)
 
 
 def _is_real(value: Any) -> bool:
@@ -412,16 +338,6 @@ def _is_real(value: Any) -> bool:
 
 def _kind(func: Any, inputs: tuple[TensorView, ...], arguments: str) -> Hashable:
     """Key that determines an op's workspace; None if values determine it, as with a mask."""
-    if _depends_on_values(func) or any(value.dtype == "bool" for value in inputs):
+    if torch.Tag.dynamic_output_shape in func.tags or any(value.dtype == "bool" for value in inputs):
         return None
     return func, arguments, *((value.shape, value.stride, value.dtype) for value in inputs)
-
-
-@cache
-def _depends_on_values(func: Any) -> bool:
-    return torch.Tag.dynamic_output_shape in func.tags
-
-
-@cache
-def _name(func: Any) -> str:
-    return str(func)

@@ -77,9 +77,8 @@ class Record:
         device: str,
         fake: bool,
         notes: tuple[str, ...] = (),
-        other_bytes: int = 0,
     ) -> Graph:
-        """The step as a frozen graph, with what a meter read of its ops; others in the process hold ``other_bytes``."""
+        """Freeze the step as a graph, with what a meter read of its ops."""
         self._own_what_stays()
         end = len(self.ops)
         storages: list[Storage] = []
@@ -116,7 +115,8 @@ class Record:
             meter.granularity,
             notes,
         )
-        readings = meter.readings(graph.live_bytes(allocated=True, ops=end), graph.static_bytes, other_bytes)
+        requested = replace(graph, granularity=1).static_bytes
+        readings = meter.readings(graph.live_bytes(allocated=True, ops=end), graph.static_bytes, requested)
         if readings.held_bytes:
             label = "libraries' workspaces"
             where = graph.tensor_device

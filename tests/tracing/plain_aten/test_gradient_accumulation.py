@@ -134,7 +134,8 @@ def test_a_gradient_that_a_hook_keeps_is_not_written_over():
     expected = plain_adds(work)
     plain = kept.pop().clone()
     kept.clear()
-    assert traced_adds(work) == expected
+    with pytest.warns(RuntimeWarning, match="outside of what lowtide restores"):
+        assert traced_adds(work) == expected
     assert torch.equal(kept[0], plain)
 
 

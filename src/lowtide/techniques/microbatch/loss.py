@@ -26,7 +26,7 @@ from lowtide.techniques.microbatch.statistics import Recording, WholeStatistics,
 from lowtide.techniques.microbatch.weights import Proved, Reduction, Weight, find_reduction
 from lowtide.tracing.compiled import compiled_modules
 from lowtide.tracing.fake.abridged import is_abridged
-from lowtide.tracing.snapshot.held_tensors import modules_of
+from lowtide.tracing.step_state import modules_of
 from lowtide.workload import Workload
 
 

@@ -25,8 +25,8 @@ from lowtide.techniques.microbatch.rules import find_rule
 from lowtide.techniques.microbatch.weights import Proved
 from lowtide.tracing.capture.batchnorm import ancestors
 from lowtide.tracing.capture.forward import CapturedLoss, capture_forward
-from lowtide.tracing.snapshot.held_tensors import modules_of
-from lowtide.tracing.snapshot.unchanged import unchanged
+from lowtide.tracing.snapshot import unchanged
+from lowtide.tracing.step_state import modules_of
 from lowtide.workload import Workload
 
 

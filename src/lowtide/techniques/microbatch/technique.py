@@ -22,7 +22,7 @@ from lowtide.techniques.microbatch.weights import REDUCTIONS, Proved
 from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, whole_step
 from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.graph import Graph, Op, Storage
-from lowtide.tracing.snapshot.unchanged import unchanged
+from lowtide.tracing.snapshot import unchanged
 from lowtide.undo import Applied
 from lowtide.workload import Workload
 

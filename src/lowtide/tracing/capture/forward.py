@@ -14,7 +14,7 @@ from lowtide.compat.fake import FAKE_KERNELS
 from lowtide.errors import TraceError
 from lowtide.tracing.capture.joint import Origin, origin_of
 from lowtide.tracing.capture.loss import CompiledLoss, refuse_uncapturable
-from lowtide.tracing.snapshot.unchanged import unchanged
+from lowtide.tracing.snapshot import unchanged
 from lowtide.workload import Workload
 
 

@@ -38,7 +38,7 @@ from lowtide.tracing.compiled import compiled_modules
 from lowtide.tracing.fake.kernel_dispatch import answering
 from lowtide.tracing.fake.kernels import FIXES, SUBSTITUTES
 from lowtide.tracing.plain_aten.gradient_accumulation import held_by_call
-from lowtide.tracing.snapshot.unchanged import unchanged
+from lowtide.tracing.snapshot import unchanged
 from lowtide.workload import Workload
 
 

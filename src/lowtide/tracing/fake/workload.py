@@ -19,8 +19,8 @@ from lowtide.compat.modules import flat_weights, own_buffers, own_parameters, se
 from lowtide.compat.optimizers import FOREACH_TYPES
 from lowtide.compat.tensors import storage_id
 from lowtide.errors import TraceError
-from lowtide.tracing.snapshot.held_tensors import modules_of
-from lowtide.tracing.snapshot.restoring import Restoring
+from lowtide.tracing.snapshot import Restoring
+from lowtide.tracing.step_state import modules_of
 from lowtide.workload import Workload
 
 

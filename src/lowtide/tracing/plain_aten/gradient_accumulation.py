@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from functools import cache
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowtide.compat.autograd import engine_called
 from lowtide.compat.dispatch import TorchDispatchMode, without_modes
 from lowtide.compat.tensors import storage_holders, tensor_holders
 
@@ -23,26 +20,27 @@ ADD = torch.ops.aten.add.Tensor
 ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 
 
-def engine_adds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType | None) -> bool:
-    """Whether this op may be torch's engine adding two gradients that it could add in place.
+Counts = tuple[int, int, int]  # references to a tensor: in C++, to its storage, and in Python
 
-    ``caller`` is the Python frame that the op came from: the engine has none of its own. Ops inside a node's backward
-    formula look the same; only the recorder, which knows where the first gradient was made, can tell them apart.
+
+def engine_adds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], counts: Counts) -> bool:
+    """Tell whether this op may be torch's engine adding two gradients that it could add in place.
+
+    ``counts`` are those of a gradient that only the engine holds. Ops inside a node's backward formula look the same;
+    only the recorder, which knows where the first gradient was made, can tell them apart.
     """
     if func is not ADD or kwargs or torch.is_grad_enabled():
         return False
-    if not engine_called(caller):
-        return False
-    return isinstance(args[1], Tensor) and fits(args[0], args[1]) and _held_by(args) == engine_counts()
+    return isinstance(args[1], Tensor) and fits(args[0], args[1]) and _held_by(args) == counts
 
 
-def is_named_in_python(args: tuple[Any, ...]) -> bool:
-    """Whether Python holds a dispatched op's first argument. If not, a composite op of torch's made it."""
-    return _held_by(args)[1:] != engine_counts()[1:]
+def is_named_in_python(args: tuple[Any, ...], counts: Counts) -> bool:
+    """Tell whether Python holds a dispatched op's first argument. If not, a composite op of torch's made it."""
+    return _held_by(args)[1:] != counts[1:]
 
 
 def fits(old: Tensor, new: Tensor) -> bool:
-    """Whether the sum of two gradients can take the first one's place."""
+    """Tell whether the sum of two gradients can take the first one's place."""
     return (
         old.layout is new.layout is torch.strided
         and old.shape == new.shape
@@ -52,7 +50,7 @@ def fits(old: Tensor, new: Tensor) -> bool:
 
 
 def held_once(tensor: Tensor, references: int) -> bool:
-    """Whether a tensor, its storage too, is held by ``references`` Python names and nothing else."""
+    """Tell whether a tensor, its storage too, is held by ``references`` Python names and nothing else."""
     # The argument of this function and getrefcount's own are two more.
     return (
         sys.getrefcount(tensor) == references + 2 + held_by_call()
@@ -73,8 +71,8 @@ def _references(value: object) -> int:
     return sys.getrefcount(value)
 
 
-def _held_by(args: tuple[Any, ...]) -> tuple[int, int, int]:
-    """Reference counts of the first argument: in C++, of its storage, and in Python, where a hook may hold it."""
+def _held_by(args: tuple[Any, ...]) -> Counts:
+    """Count references to a dispatched op's first argument; a hook in Python may hold it."""
     return tensor_holders(args[0]), storage_holders(args[0]), sys.getrefcount(args[0])
 
 
@@ -89,9 +87,8 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@cache
-def engine_counts() -> tuple[int, int, int]:
-    """Reference counts of a gradient that only the engine holds, measured on a tiny step."""
+def measure_engine_counts() -> Counts:
+    """Count the references to a gradient that only the engine holds, in a tiny step."""
     watch = _Watch()
     with without_modes(), torch.enable_grad():
         x = torch.ones(2, device="cpu", requires_grad=True)

@@ -1,1 +1,0 @@
-"""Look at a step and change nothing: which tensors it holds, and how they are restored."""

@@ -1,0 +1,140 @@
+"""What a step holds between steps: modules, parameters, tensors in modules' attributes, optimizer state."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lowtide.compat.modules import own_attributes, own_parameters
+from lowtide.tracing.dense_parts import address, parts
+from lowtide.tracing.meter import requested_bytes
+from lowtide.workload import Workload
+
+
+def modules_of(work: Workload) -> list[nn.Module]:
+    """List the modules of the model, and of what the loss function names."""
+    named = (each for each in walk(_named_by(work.loss)) if is_a(each, nn.Module))
+    return list(dict.fromkeys(module for top in (work.model, *named) for module in top.modules()))
+
+
+def _named_by(loss: Any) -> list[Any]:
+    """List what a loss names: its object and that object's attributes, its arguments, closure and globals."""
+    function, named = inspect.unwrap(loss), list[Any]()
+    while isinstance(function, partial):
+        named += (*function.args, *function.keywords.values())
+        function = function.func
+    owner = function.__self__ if isinstance(function, MethodType) else function
+    if not isinstance(owner, FunctionType):
+        named += (owner, *getattr(owner, "__dict__", {}).values())
+        function = getattr(function, "__func__", type(owner).__call__ if callable(owner) else None)
+    if isinstance(function, FunctionType):
+        named += (cell.cell_contents for cell in function.__closure__ or () if cell != CellType())
+        named += (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        named += (function.__globals__.get(name) for name in function.__code__.co_names)
+    return named
+
+
+def walk(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield values, and the values in lists, tuples, dictionaries, deques and sets among them. No object is opened."""
+    waiting, opened = list(values), set[int]()
+    for value in waiting:  # it grows meanwhile
+        yield value
+        if is_a(value, (list, tuple, dict, deque, set)) and id(value) not in opened:
+            opened.add(id(value))
+            waiting += value.values() if is_a(value, dict) else value
+
+
+def is_a(value: Any, kinds: Any) -> bool:
+    """Check a value's class without asking the value: a proxy of a dead object would raise."""
+    return issubclass(type(value), kinds)
+
+
+def held_tensors(work: Workload) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in modules' attributes and in containers there, buffers included, each once with a name."""
+    seen: set[int] = set()
+    for module in modules_of(work):
+        for name, value in own_attributes(module).items():
+            for each in walk([value]):
+                if is_a(each, Tensor) and id(each) not in seen:
+                    seen.add(id(each))
+                    yield f"{type(module).__name__}.{name}", each
+
+
+def watch_modules(work: Workload) -> Callable[[], list[tuple[str, Tensor]]]:
+    """Return a function that lists tensors which modules' attributes hold since. It keeps no tensor alive.
+
+    Storages of parameters and of the batch are left out.
+    """
+    before: MutableMapping[Tensor, None] = WeakIdKeyDictionary({tensor: None for _, tensor in held_tensors(work)})
+    known = {address(tensor) for tensor in (*parameters_of(work), *work.tensors())} - {0}
+
+    def since() -> list[tuple[str, Tensor]]:
+        return [(name, t) for name, t in held_tensors(work) if t not in before and address(t) not in known]
+
+    return since
+
+
+def parameters_of(work: Workload) -> list[Tensor]:
+    """List the parameters of the modules and of the optimizer."""
+    parameters = [p for module in modules_of(work) for p in own_parameters(module).values() if p is not None]
+    if work.optimizer is not None:
+        parameters += (p for group in work.optimizer.param_groups for p in group["params"])
+    return list(dict.fromkeys(parameters))
+
+
+def trainable(work: Workload) -> list[Tensor]:
+    """List all tensors that may get a gradient."""
+    others = (*work.tensors(), *(tensor for _, tensor in held_tensors(work)))
+    return list(dict.fromkeys((*parameters_of(work), *(t for t in others if t.is_leaf and t.requires_grad))))
+
+
+def clear_gradients(work: Workload) -> None:
+    """Free the gradients of parameters, of the batch and of tensors that modules hold."""
+    for tensor in trainable(work):
+        tensor.grad = None
+
+
+def optimizers_of(optimizer: torch.optim.Optimizer | None) -> list[torch.optim.Optimizer]:
+    """List an optimizer and the optimizers inside it, as Lookahead has one."""
+    if optimizer is None:
+        return []
+    inner = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
+    return [optimizer, *(each for one in inner for each in optimizers_of(one))]
+
+
+def state_tensors(optimizer: torch.optim.Optimizer | None, parameters: list[Tensor] | None = None) -> list[Tensor]:
+    """List the tensors of an optimizer's state, for some parameters or for all."""
+    if optimizer is None:
+        return []
+    chosen = list(optimizer.state) if parameters is None else parameters
+    return [value for p in chosen for value in optimizer.state[p].values() if isinstance(value, Tensor)]
+
+
+def static_bytes(work: Workload, *, gradients: bool = False) -> int:
+    """Count the bytes on the step's device that it finds and leaves; with ``gradients``, also those that exist.
+
+    These are parameters, tensors of modules, optimizer state and the batch.
+    """
+    held = [*parameters_of(work), *(tensor for _, tensor in held_tensors(work)), *work.tensors()]
+    held += state_tensors(work.optimizer)
+    if gradients:
+        held += [tensor.grad for tensor in trainable(work) if tensor.grad is not None]
+    dense = (part for tensor in held for part in parts(tensor) if part.device.type == work.device.type)
+    return sum(
+        {storage.data_ptr(): storage.nbytes() for storage in (part.untyped_storage() for part in dense)}.values()
+    )
+
+
+def other_bytes(work: Workload) -> int:
+    """Count the bytes of other tensors of the process on the step's GPU. 0 on a CPU, whose peaks never count them."""
+    if work.device.type != "cuda":
+        return 0
+    return max(0, requested_bytes(work.device) - static_bytes(work, gradients=True))

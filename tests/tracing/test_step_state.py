@@ -1,0 +1,135 @@
+"""What belongs to a step between steps: modules that the loss names, tensors of modules, and bytes of others."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide import Workload, apply, plan, profile, zoo
+from lowtide.engines import step as steps
+from lowtide.tracing import step_state, trace
+from lowtide.tracing.step_state import held_tensors, modules_of, other_bytes, static_bytes, watch_modules
+
+MIB = 2**20
+
+
+def mean(model, x):
+    return model(x).square().mean()
+
+
+class Criterion(nn.Module):
+    """Learns and counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, y):
+        self.calls += 1
+        return (y * self.scale).square().mean()
+
+
+CRITERION = Criterion()
+CRITERIA = {"first": [Criterion()]}
+
+
+class Trainer:
+    def __init__(self, criterion):
+        self.criterion = criterion
+        self.several = {"other": criterion}
+
+    def loss(self, model, x):
+        return self.criterion(model(x)) + self.several["other"](model(x))
+
+    __call__ = loss
+
+
+def with_globals(model, x):
+    return CRITERION(model(x)) + CRITERIA["first"][0](model(x))
+
+
+HOLDERS = {
+    "closure": lambda mine: lambda model, x: mine(model(x)),
+    "method": lambda mine: Trainer(mine).loss,
+    "object": Trainer,
+    "partial": lambda mine: partial(lambda model, x, criterion: criterion(model(x)), criterion=mine),
+    "partial of a method": lambda mine: partial(Trainer(mine).loss),
+    "default": lambda mine: lambda model, x, criterion=mine: criterion(model(x)),
+    "globals": lambda mine: with_globals,
+}
+
+
+@pytest.mark.parametrize("how", [{}, {"fake": True}], ids=["real", "fake"])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_criterion_that_the_loss_names_is_the_steps(holder, how):
+    mine = Criterion()
+    work = Workload(nn.Linear(4, 4), HOLDERS[holder](mine), torch.randn(3, 4))
+    named = {CRITERION, *CRITERIA["first"]} if holder == "globals" else {mine}
+    assert set(modules_of(work)) == {work.model, *named}
+    trace(work, **how)
+    for criterion in named:
+        assert criterion.calls == 0
+        assert criterion.scale.grad is None
+
+
+def test_tensors_of_modules_are_found_in_containers_and_once():
+    model, kept = nn.BatchNorm1d(4), torch.ones(500)
+    model.cache = {"kept": [kept, (kept, [kept])]}
+    work = Workload(model, mean, torch.randn(8, 4))
+    held = [tensor for name, tensor in held_tensors(work) if name == "BatchNorm1d.cache"]
+    assert [id(tensor) for tensor in held] == [id(kept)]
+    since = watch_modules(work)
+    model.cache["new"] = model.weight.detach()
+    assert since() == []
+    model.cache["new"] = torch.zeros(3)
+    assert [name for name, _ in since()] == ["BatchNorm1d.cache"]
+
+
+def test_static_bytes_count_storages_once():
+    model = nn.Linear(4, 4, bias=False)
+    model.view = model.weight.detach()[:2]
+    work = Workload(model, mean, torch.randn(8, 4), torch.optim.Adam(model.parameters()))
+    assert static_bytes(work) == (16 + 32) * 4
+    mean(model, work.batch).backward()
+    assert static_bytes(work, gradients=True) == (16 + 32 + 16) * 4
+    work.optimizer.step()
+    assert static_bytes(work) == (16 + 32 + 2 * 16 + 1) * 4
+
+
+def test_bytes_beyond_the_steps_own_are_others(monkeypatch):
+    work = Workload(nn.Linear(64, 64), mean, torch.randn(8, 64))
+    assert other_bytes(work) == 0  # on a CPU
+    monkeypatch.setattr(Workload, "device", torch.device("cuda"))
+    for requested, others in ((10 * MIB, 10 * MIB), (-1, 0)):
+        monkeypatch.setattr(step_state, "requested_bytes", lambda _, size=requested: size)
+        assert other_bytes(work) == others  # nothing of the step is on a GPU
+
+
+def test_a_measured_step_is_judged_without_other_tensors(recwarn, monkeypatch):
+    work = Workload(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), mean, torch.randn(512, 64))
+    chosen = plan(work, "100%", engine="eager")
+    monkeypatch.setattr(steps, "other_bytes", lambda _: MIB)
+    with apply(chosen, work) as step:
+        step._note(1.0, chosen.peak_bytes + MIB)
+        assert step.measured.peak_bytes == chosen.peak_bytes
+        assert not recwarn
+        monkeypatch.setattr(steps, "other_bytes", lambda _: MIB // 2)  # some are freed
+        with pytest.warns(RuntimeWarning, match="512 KiB of other tensors"):
+            step._note(1.0, chosen.peak_bytes + MIB)
+
+
+@pytest.mark.gpu
+def test_other_tensors_on_the_gpu_change_no_peak():
+    work = zoo.small("gpt2", device="cuda")
+    trace(work)
+    alone = profile(work)
+    other = torch.ones(100 * MIB, device="cuda")
+    beside = profile(work)
+    assert beside.other_bytes - alone.other_bytes == other.nbytes
+    assert beside.peak_bytes == pytest.approx(alone.peak_bytes, rel=0.001)
+    with apply(plan(work, "100%", profile=beside, engine="eager"), work) as step:
+        for _ in range(3):
+            step(work.batch)
+        assert step.measured.peak_bytes == pytest.approx(alone.peak_bytes, rel=0.02)
