@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks.drawing import say_drawn
 from benchmarks.gpu_time import copy_bandwidth, replayed, timed
 from benchmarks.harness import RESULTS, ROOT, Row, arguments, compare, record
-from lowtide.kernels.fewbit_activations import CURVES, Curve
+from lowtide.kernels.activations import CURVES, Activation
 from lowtide.nn import fewbit
 from lowtide.nn.fewbit_tables import BITS, table_of
 
@@ -45,7 +45,9 @@ def main(*, draw: bool = False, compiled: bool = True, results: Path = RESULTS) 
 def accuracy() -> list[Row]:
     case = "RMSE of the derivative, standard normal inputs"
     return [
-        Row.of(case, name, f"{bits} bit{'s' * (bits > 1)}", [round(table_of(Curve.of(name), bits).rmse, 4)], "")
+        Row.of(
+            case, name, f"{bits} bit{'s' * (bits > 1)}", [round(table_of(Activation.pointwise(name), bits).rmse, 4)], ""
+        )
         for name in CURVES
         for bits in BITS
     ]
@@ -111,7 +113,7 @@ def agree(module: nn.Module, x: Tensor, dy: Tensor) -> None:
     ones = torch.ones_like(dy)
     found, expected = (torch.autograd.grad(run(x), x, ones)[0].float() for run in (module, nn.functional.gelu))
     error = float((found - expected).square().mean().sqrt())
-    rmse = table_of(Curve.of("gelu"), module.bits).rmse if isinstance(module, fewbit.GELU) else 0.0
+    rmse = table_of(Activation.pointwise("gelu"), module.bits).rmse if isinstance(module, fewbit.GELU) else 0.0
     if abs(error - rmse) > 0.02 * rmse + 1e-3:  # bfloat16 rounds slopes too
         raise SystemExit(f"{module}: the gradients' error is {error:.4f}, not {rmse:.4f}")
 
@@ -143,7 +145,7 @@ def draw_curves(path: Path) -> Path:
     color = alt.Color("line:N", title=None, scale=alt.Scale(domain=list(names), range=list(names.values())))
 
     def panel(name: str) -> Any:
-        curve = Curve.of(name)
+        curve = Activation.pointwise(name)
         smooth = [{"x": a, "y": b, "line": "f'"} for a, b in zip(x.tolist(), curve.slope(x).tolist(), strict=True)]
         steps: list[dict[str, Any]] = []
         for bits in DRAWN_BITS:

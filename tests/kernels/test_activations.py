@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lowtide import LowtideError
-from lowtide.kernels.activations import Activation
+from lowtide.kernels.activations import POINTWISE, Activation, read_module
 from lowtide.nn import BatchNormAct2d
 from tests.nn.plain import ACTIVATIONS, FOLDING, INVERTIBLE, Plain, assert_same_step
 
@@ -57,6 +57,19 @@ def values(dtype=torch.float64):
 
 def show(module):
     return repr(module)
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_a_row_of_the_table_is_torchs_module(name):
+    row = POINTWISE[name]
+    module = row.module(0.0, 0.0) if name == "threshold" else row.module()
+    x = torch.linspace(-30.0, 30.0, 101)
+    assert name == "identity" or read_module(module) == Activation(name, row.defaults)
+    assert torch.equal(row.function(x, *row.defaults), module(x))
+    if row.in_place is not None:
+        written = x.clone()
+        assert row.in_place(written, *row.defaults) is written
+        assert torch.equal(written, module(x))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -140,7 +153,7 @@ def test_gradients_are_those_of_autograd(name):
     y = torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True)
     dz = torch.randn(4, 3, 5, dtype=torch.float64)
     expected = torch.autograd.grad(module(y), [y, *module.parameters()], dz)
-    dy, dslopes = act.backward(dz, y.detach(), act.learned)
+    dy, dslopes = act.backward(dz, y.detach(), *module.parameters())
     found = [dy] if dslopes is None else [dy, dslopes]
     torch.testing.assert_close(found, list(expected))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowtide.kernels import fewbit as chooser
-from lowtide.kernels.fewbit_activations import CURVES, GATES, Curve
+from lowtide.kernels.activations import CURVES, GATES, Activation
 from lowtide.kernels.reference import fewbit as reference
 from lowtide.nn.fewbit import book_for
 
@@ -24,13 +24,13 @@ KERNELS = [
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZES = [1, 7, 8, 9, 4096, 2 * 2048 + 5]
 GATES_WITH_NUMBERS = [
-    *(Curve.of(name) for name in GATES),
-    Curve("leaky_relu", (0.3,)),
-    Curve("leaky_relu", (-0.3,)),
-    Curve("hardtanh", (-0.3, 0.7)),
-    Curve("softshrink", (0.3,)),
-    Curve("hardshrink", (0.3,)),
-    Curve("threshold", (0.3, 7.0)),
+    *(Activation.pointwise(name) for name in GATES),
+    Activation("leaky_relu", (0.3,)),
+    Activation("leaky_relu", (-0.3,)),
+    Activation("hardtanh", (-0.3, 0.7)),
+    Activation("softshrink", (0.3,)),
+    Activation("hardshrink", (0.3,)),
+    Activation("threshold", (0.3, 7.0)),
 ]
 
 
@@ -141,9 +141,9 @@ def chosen(x, book):
 def test_the_activation_and_its_codes_in_one_pass(name):
     book = book_for(name, 3)
     x, _ = make(3000)
-    for way in fast.activations(book.curve):
+    for way in fast.activations(book.activation):
         y, codes = fast.forward(x, book, way)
-        torch.testing.assert_close(y.double(), book.curve(x.double()), rtol=2e-6, atol=1e-6)
+        torch.testing.assert_close(y.double(), book.activation(x.double()), rtol=2e-6, atol=1e-6)
         assert torch.equal(codes, fast.encode(x, book))
 
 
@@ -160,7 +160,7 @@ def test_one_pass_is_used_only_if_all_inputs_agree(dtype, monkeypatch):
 
         @staticmethod
         def forward(x, book, way):
-            y = book.curve(x)
+            y = book.activation(x)
             if way in Kernels.wrong:
                 y.view(torch.int16)[0x3F80] += 1  # one result of 65,536, by one bit
             return y, None
@@ -185,7 +185,7 @@ def test_on_a_gpu_the_forward_pass_is_torchs(name, dtype):
     x = torch.randn(100_003, device="cuda").mul_(4).to(dtype)
     book = book_for(name, 3)
     y, codes = chooser.forward(x, book)
-    assert torch.equal(y, book.curve(x))
+    assert torch.equal(y, book.activation(x))
     assert torch.equal(codes.cpu(), reference.encode(x.cpu(), book))
 
 

@@ -15,7 +15,7 @@ from torch._functorch import config as functorch
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import LowtideError
-from lowtide.kernels.fewbit_activations import CURVES, GATES, Curve
+from lowtide.kernels.activations import CURVES, GATES, Activation
 from lowtide.nn import FewBit, fewbit
 from lowtide.nn.fewbit import book_for, few_bit
 from lowtide.nn.fewbit_tables import BITS, DATA, Normal, Samples, Uniform, find_table, find_tables, table_of
@@ -30,7 +30,7 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 def pair(cls, **kwargs):
     arguments = ARGUMENTS.get(cls.__name__, ())
-    return cls(*arguments, **kwargs), cls.plain(*arguments)
+    return cls(*arguments, **kwargs), getattr(nn, cls.__name__)(*arguments)
 
 
 def gradient(module, x, dy):
@@ -48,19 +48,19 @@ def density(x):
 
 @pytest.mark.parametrize(("bits", "rmse"), [(1, 0.1961), (2, 0.0894), (3, 0.0437), (4, 0.0243)])
 def test_gelu_is_as_near_as_can_be(bits, rmse):
-    table = table_of(Curve.of("gelu"), bits)
+    table = table_of(Activation.pointwise("gelu"), bits)
     assert round(table.rmse, 4) == rmse
     # The error that the table really has, by a plain sum over a fine grid.
     x = torch.linspace(-12, 12, 2_000_001, dtype=torch.float64)
     q = torch.tensor(table.levels, dtype=torch.float64)[torch.bucketize(x, torch.tensor(table.boundaries).double())]
-    error = (Curve.of("gelu").slope(x) - q).numpy() ** 2 * density(x.numpy())
+    error = (Activation.pointwise("gelu").slope(x) - q).numpy() ** 2 * density(x.numpy())
     assert math.sqrt(error.sum() * 24 / 2_000_000) == pytest.approx(table.rmse, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", CURVES)
 def test_shipped_tables_are_those_that_the_program_makes(name):
     stored = json.loads(DATA.read_text())
-    for bits, made in zip((1, 3, 5), find_tables(Curve.of(name), (1, 3, 5), Normal()), strict=True):
+    for bits, made in zip((1, 3, 5), find_tables(Activation.pointwise(name), (1, 3, 5), Normal()), strict=True):
         entry = stored[f"{name}/{bits}"]
         assert entry["rmse"] == pytest.approx(made.rmse, rel=1e-5)
         np.testing.assert_allclose(entry["levels"], made.levels, atol=1e-4)
@@ -69,7 +69,7 @@ def test_shipped_tables_are_those_that_the_program_makes(name):
 
 @pytest.mark.parametrize("name", CURVES)
 def test_every_bit_more_is_nearer(name):
-    errors = [table_of(Curve.of(name), bits).rmse for bits in BITS]
+    errors = [table_of(Activation.pointwise(name), bits).rmse for bits in BITS]
     assert all(after < 0.62 * before for before, after in itertools.pairwise(errors))
 
 
@@ -78,7 +78,7 @@ def test_no_other_boundaries_are_better(name):
     """Against scipy's own search from the table, and from places around it."""
     from scipy.optimize import minimize
 
-    curve, table = Curve.of(name), table_of(Curve.of(name), 2)
+    curve, table = Activation.pointwise(name), table_of(Activation.pointwise(name), 2)
     x = np.linspace(-9, 9, 18_001)
     slope, w = curve.slope(torch.from_numpy(x)).numpy(), density(x) * (x[1] - x[0])
 
@@ -101,22 +101,27 @@ def test_no_other_boundaries_are_better(name):
 
 def test_samples_give_the_table_of_their_density():
     torch.manual_seed(0)
-    found = find_table(Curve.of("gelu"), 2, Samples(torch.randn(400_000)))
-    np.testing.assert_allclose(found.boundaries, table_of(Curve.of("gelu"), 2).boundaries, atol=0.03)
-    few = find_table(Curve.of("gelu"), 3, Samples([1.0, 2.0, float("nan")]))
+    found = find_table(Activation.pointwise("gelu"), 2, Samples(torch.randn(400_000)))
+    np.testing.assert_allclose(found.boundaries, table_of(Activation.pointwise("gelu"), 2).boundaries, atol=0.03)
+    few = find_table(Activation.pointwise("gelu"), 3, Samples([1.0, 2.0, float("nan")]))
     assert few.rmse == 0
     with pytest.raises(LowtideError, match="no finite"):
         Samples(torch.tensor([math.nan]))
 
 
 def test_other_densities_have_other_tables():
-    wide = table_of(Curve.of("tanh"), 2, Normal(1.0, 3.0))
-    assert wide.boundaries != table_of(Curve.of("tanh"), 2).boundaries
+    wide = table_of(Activation.pointwise("tanh"), 2, Normal(1.0, 3.0))
+    assert wide.boundaries != table_of(Activation.pointwise("tanh"), 2).boundaries
     # Sigmoid's slope over an interval so short that it is a straight line: steps of equal length.
     low, high = 1.0, 1.0 + 1e-3
-    assert np.allclose(table_of(Curve.of("sigmoid"), 2, Uniform(low, high)).boundaries, [1.00025, 1.0005, 1.00075])
-    assert table_of(Curve("softplus", (3.0, 20.0)), 3).boundaries != table_of(Curve.of("softplus"), 3).boundaries
-    assert table_of(Curve("elu", (0.5,)), 3) is table_of(Curve("elu", (0.5,)), 3)
+    assert np.allclose(
+        table_of(Activation.pointwise("sigmoid"), 2, Uniform(low, high)).boundaries, [1.00025, 1.0005, 1.00075]
+    )
+    assert (
+        table_of(Activation("softplus", (3.0, 20.0)), 3).boundaries
+        != table_of(Activation.pointwise("softplus"), 3).boundaries
+    )
+    assert table_of(Activation("elu", (0.5,)), 3) is table_of(Activation("elu", (0.5,)), 3)
 
 
 # -- modules ---------------------------------------------------------------------------------------------
@@ -148,7 +153,7 @@ def test_gradients_have_the_tables_error(cls, bits):
     module, plain = pair(cls, bits=bits)
     ones = torch.ones_like(x)
     error = gradient(module, x, ones) - gradient(plain, x, ones)
-    assert float(error.square().mean().sqrt()) == pytest.approx(table_of(module.book.curve, bits).rmse, rel=0.05)
+    assert float(error.square().mean().sqrt()) == pytest.approx(table_of(module.book.activation, bits).rmse, rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -221,7 +226,7 @@ def test_any_layout_gives_the_same_values(layout, of_gradient, kind):
     module = kind()
     leaf = x.detach().requires_grad_()
     y = module(leaf)
-    assert y.stride() == kind.plain()(x).stride()
+    assert y.stride() == getattr(nn, kind.__name__)()(x).stride()
     found = torch.autograd.grad(y, leaf, dy)[0]
     assert torch.equal(found, gradient(module, x.contiguous(), dy.contiguous()))
 
@@ -242,7 +247,7 @@ def test_any_module_name_or_function():
         assert torch.equal(torch.autograd.grad(layer(x).sum(), x)[0], gradient(fewbit.GELU(bits=2), x, torch.ones(100)))
     own = FewBit(lambda x: x * torch.sigmoid(1.702 * x), bits=8)
     (found,) = torch.autograd.grad(own(x).sum(), x)
-    torch.testing.assert_close(found, own.book.curve.slope(x), rtol=0, atol=0.02)  # 8 bits: near
+    torch.testing.assert_close(found, own.book.activation.slope(x), rtol=0, atol=0.02)  # 8 bits: near
     assert FewBit(nn.SiLU(inplace=True)).inplace
     assert FewBit(nn.ReLU(), bits=5).bits == 1
 

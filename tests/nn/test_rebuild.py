@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide import LowtideError
 from lowtide.nn import BatchNormAct2d, BatchRenormAct2d, keep_one_buffer
-from lowtide.nn.hidden_writes import calls_of, read
+from lowtide.nn.hidden_writes import read
 from tests.nn.plain import IN_PLACE, ONE_BUFFER, pair
 
 SHAPE = (5, 4, 6, 6)
@@ -399,4 +399,4 @@ def test_autocast_is_not_taken_for_a_write(device):
         with torch.autocast(device, dtype=torch.bfloat16):
             y = model(torch.randn(64, 4, 16, 16, device=device))
         y.float().sum().backward()
-    assert not calls_of(layer).is_written
+    assert not layer.calls.is_written

@@ -1,115 +1,239 @@
-"""The activations that lowtide fuses behind a batch norm: what they are, and which can be undone."""
+"""Pointwise activations, one row each: torch's ops, derivative and inverse, and what few-bit codes need to know.
+
+Batch norm fuses the activations that have a ``code``, the number by which kernels in Triton know them. Few-bit backward
+serves all of them: a *gate* is straight on both sides of its bends, so one bit gives torch's own gradient; the
+derivative of any other is approximated by a few levels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.errors import LowtideError
-from lowtide.kernels.pointwise import POINTWISE, read
 
 _aten: Any = torch.ops.aten
+_Op = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class Activation:
     """An activation z = φ(y) with its numbers, such as a slope.
 
-    ``module`` is set for one that lowtide has no formula for, or that learns (PReLU): it is called as it is.
+    ``function`` is set where lowtide has no formula, or where the activation learns (PReLU): it is called as it is.
 
-    >>> Activation.of("leaky_relu"), Activation.of(nn.ELU(alpha=0.5)).invertible
-    (leaky_relu(0.01), True)
+    >>> Activation.of("leaky_relu"), Activation.of(nn.ELU(alpha=0.5)).invertible, Activation.of(nn.ReLU()).is_gate
+    (leaky_relu(0.01), True, True)
     """
 
     name: str
     numbers: tuple[float, ...] = ()
-    module: nn.Module | None = None
+    function: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
     def of(cls, activation: str | nn.Module | Activation | None) -> Activation:
-        """Read a name, a module of ``torch.nn``, or any other pointwise module."""
+        """Read the activation behind a batch norm: a name, a module of ``torch.nn``, or any other pointwise module."""
         if isinstance(activation, Activation):
             return activation
-        if activation is None:
+        if activation is None or type(activation) is nn.Identity:
             return cls("identity")
         if isinstance(activation, str):
             if activation == "prelu":
                 return cls(activation, (), nn.PReLU())
-            if activation not in _BACKWARDS:
-                raise LowtideError(f"Unknown activation {activation!r}", hint=f"Known: {', '.join(_KNOWN)}.")
+            if activation not in FUSED:
+                raise LowtideError(f"Unknown activation {activation!r}", hint=f"Known: {_KNOWN}.")
             return cls(activation, POINTWISE[activation].defaults)
         if not isinstance(activation, nn.Module):
-            raise LowtideError(
-                f"{activation!r} is not an activation",
-                hint=f"Give a module, or one of {', '.join(_KNOWN)}.",
-            )
+            raise LowtideError(f"{activation!r} is not an activation", hint=f"Give a module, or one of {_KNOWN}.")
         if type(activation) is nn.PReLU:
             return cls("prelu", (), activation)
-        name, numbers = read(activation) or ("", ())
-        return cls(name, numbers) if name in _BACKWARDS else cls("module", (), activation)
+        known = read_module(activation)
+        return known if known is not None and known.name in FUSED else cls("module", (), activation)
+
+    @classmethod
+    def pointwise(cls, activation: object) -> Activation:
+        """Read a name, a module of ``torch.nn``, a function of ``torch.nn.functional``, or any function of one number.
+
+        An unknown function must act on each element alone; autograd finds its derivative.
+        """
+        if isinstance(activation, Activation):
+            return activation
+        if isinstance(activation, str):
+            if activation not in FEW_BIT:
+                raise LowtideError(f"Unknown activation {activation!r}", hint=f"Known: {', '.join(FEW_BIT)}.")
+            return cls(activation, POINTWISE[activation].defaults)
+        known = read_module(activation)
+        if known is not None:
+            return known
+        if isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None:
+            raise LowtideError(
+                f"{type(activation).__name__} learns, and the gradient of its parameters needs the whole input",
+                hint="Few-bit backward is for activations without parameters.",
+            )
+        if not callable(activation) or isinstance(activation, type):
+            raise LowtideError(f"{activation!r} is not an activation", hint="Give a module, a name or a function.")
+        for name in FEW_BIT:
+            if activation in (POINTWISE[name].function, getattr(F, name, None), getattr(torch, name, None)):
+                return cls(name, POINTWISE[name].defaults)
+        shown = getattr(activation, "__name__", type(activation).__name__)
+        return _checked(cls(shown, (), cast(Callable[[Tensor], Tensor], activation)))
+
+    def __call__(self, y: Tensor) -> Tensor:
+        """Compute z by torch's own op."""
+        return self._row.function(y, *self.numbers) if self.function is None else self.function(y)
+
+    def write(self, y: Tensor, slopes: Tensor | None = None) -> Tensor:
+        """Compute z, over y where torch has an op for it."""
+        if slopes is not None:
+            return _aten._prelu_kernel(y, _per_channel(slopes, y))
+        if self.function is not None:
+            return self.function(y)
+        return (self._row.in_place or self._row.function)(y, *self.numbers)
+
+    def backward(
+        self, dz: Tensor, y: Tensor, slopes: Tensor | None = None, *, write: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return dL/dy, and dL/dslopes of a PReLU. ``write``: over y, where torch can."""
+        if slopes is not None:
+            dy, full = _aten._prelu_kernel_backward(dz, y, _per_channel(slopes, y))
+            return dy, full.sum_to_size(_per_channel(slopes, y).shape).view(slopes.shape).to(slopes.dtype)
+        over = write and self._row.writes_gradient and dz.dtype == y.dtype and dz.stride() == y.stride()
+        return self._row.backward(dz, y, *self.numbers, **({"grad_input": y} if over else {})), None
+
+    def inverse(self, z: Tensor) -> Tensor:
+        """Return y, in float32 at least; for a saturated z, the last y that differs from the end."""
+        wide = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
+        info = torch.finfo(z.dtype)
+        least = max(info.tiny * info.eps, torch.finfo(wide.dtype).tiny)  # the smallest z > 0
+        assert self._row.inverse is not None
+        return self._row.inverse(wide, _Ends(info.eps / 2, least), *self.numbers)
+
+    def slope(self, x: Tensor) -> Tensor:
+        """Return φ'(x), by torch's own derivative."""
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self(x).sum(), x)[0]
 
     @property
     def invertible(self) -> bool:
-        """Whether y can be had back from z. ReLU and others that fold cannot; PReLU may learn to."""
-        return self.name in _INVERSES and all(number > 0 for number in self.numbers)
+        """Whether z determines y. ReLU and others that fold do not; a PReLU may learn to fold."""
+        return self.function is None and self._row.inverse is not None and all(number > 0 for number in self.numbers)
 
     @property
     def slope_from_sign(self) -> bool:
-        """Whether the sign of z is all that φ' depends on."""
+        """Whether φ' depends on the sign of z alone."""
         return self.name == "relu" or (self.name == "leaky_relu" and self.numbers[0] > 0)
 
     @property
     def may_overwrite(self) -> bool:
         """Whether torch's backward needs z alone, so that z may take the place of y."""
-        return self.name in _FROM_RESULT and all(number > 0 for number in self.numbers)
+        return self.function is None and self._row.from_result and all(number > 0 for number in self.numbers)
 
     @property
-    def learned(self) -> Tensor | None:
-        """PReLU's slopes."""
-        return self.module.weight if isinstance(self.module, nn.PReLU) else None
+    def bends(self) -> tuple[float, ...]:
+        """The points where φ' jumps or bends."""
+        return () if self.function is not None else self._row.bends(*self.numbers)
 
-    def __call__(self, y: Tensor) -> Tensor:
-        """z, as torch computes it."""
-        return self.module(y) if self.module is not None else POINTWISE[self.name].function(y, *self.numbers)
+    @property
+    def is_gate(self) -> bool:
+        """Whether one bit gives all of φ'."""
+        return self.function is None and self._row.gate is not None
 
-    def write(self, y: Tensor, slopes: Tensor | None = None) -> Tensor:
-        """z, over y where torch can."""
-        if slopes is not None:
-            return _aten._prelu_kernel(y, _per_channel(slopes, y))
-        op = POINTWISE[self.name]
-        return (op.in_place or op.function)(y, *self.numbers)
+    @property
+    def gate(self) -> Gate:
+        """The slopes of a gate, and where each holds."""
+        assert self._row.gate is not None
+        return self._row.gate(*self.numbers)
 
-    def backward(
-        self, dz: Tensor, y: Tensor, slopes: Tensor | None = None, *, write: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """dL/dy, and dL/dslopes of a PReLU. ``write``: over y, where torch can."""
-        if slopes is not None:
-            dy, full = _aten._prelu_kernel_backward(dz, y, _per_channel(slopes, y))
-            return dy, full.sum_to_size(_per_channel(slopes, y).shape).view(slopes.shape).to(slopes.dtype)
-        if write and self.name in _BACKWARDS_OVER and dz.dtype == y.dtype and dz.stride() == y.stride():
-            return _BACKWARDS_OVER[self.name](dz, y, *self.numbers), None
-        return _BACKWARDS[self.name](dz, y, *self.numbers), None
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that is called as it is."""
+        return self.function if isinstance(self.function, nn.Module) else None
 
-    def inverse(self, z: Tensor) -> Tensor:
-        """Y from z, in float32 at least; where z is saturated, the last y that can be told from the end."""
-        wide = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
-        info = torch.finfo(z.dtype)
-        least = max(info.tiny * info.eps, torch.finfo(wide.dtype).tiny)  # the smallest z > 0
-        return _INVERSES[self.name](wide, _Ends(info.eps / 2, least), *self.numbers)
+    @property
+    def _row(self) -> Pointwise:
+        return POINTWISE[self.name]
 
     def __repr__(self) -> str:
+        if self.name == "gelu":
+            return "gelu(tanh)" if self.numbers[0] else "gelu"
         numbers = ", ".join(f"{number:g}" for number in self.numbers)
-        shown = type(self.module).__name__ if self.name == "module" else self.name
+        shown = type(self.function).__name__ if self.name == "module" else self.name
         return f"{shown}({numbers})" if numbers else shown
+
+
+def read_module(module: object, kind: type | None = None) -> Activation | None:
+    """Read a module of exactly a type of ``torch.nn``, or of ``kind`` instead; None for any other, and for identity.
+
+    >>> read_module(nn.Softplus(beta=2)), read_module(nn.GELU("tanh")), read_module(nn.PReLU())
+    (softplus(2, 20), gelu(tanh), None)
+    """
+    name = _BY_MODULE.get(kind or type(module))
+    if name is None:
+        return None
+    values = (getattr(module, attribute) for attribute in POINTWISE[name].numbers)
+    return Activation(name, tuple(float(value == "tanh" if isinstance(value, str) else value) for value in values))
+
+
+def is_in_place(module: nn.Module) -> bool:
+    """Tell whether a module writes its result over its input."""
+    return bool(getattr(module, "inplace", False))
+
+
+def _checked(activation: Activation) -> Activation:
+    """Refuse a function that some numbers show not to act on each element alone, or not to be finite."""
+    x = torch.linspace(-2.0, 2.0, 9, dtype=torch.float64).view(3, 3)
+    try:
+        with torch.no_grad():
+            together, alone = activation(x.clone()), [activation(value.clone()) for value in x.view(9, 1, 1)]
+        same = together.shape == x.shape and torch.allclose(together.view(9), torch.cat(alone).view(9), equal_nan=True)
+    except (RuntimeError, ValueError, IndexError, TypeError):  # it wants certain shapes, or more arguments
+        same = False
+    if not same:
+        raise LowtideError(
+            f"{activation} does not act on each element alone, so a slope for each is not its derivative",
+            hint="Few-bit backward is for functions of one number, the same one in every call.",
+        )
+    x = torch.tensor([-2.0, -0.1, 0.1, 2.0])
+    if not torch.isfinite(activation(x) * activation.slope(x)).all():
+        raise LowtideError(f"{activation} is not finite for all inputs", hint="Activations are: nn.GELU, nn.SiLU, …")
+    return activation
 
 
 def _per_channel(slopes: Tensor, y: Tensor) -> Tensor:
     return slopes.view(1, -1, *[1] * (y.dim() - 2)).to(y.dtype)
+
+
+class Gate(NamedTuple):
+    """The slope ``on`` where a gate is open, else ``off``.
+
+    Open are: kind 0, all between low and high (of NaN, nothing); kind 1, the same with NaN; kind 2, all but that, and
+    NaN. A bound of NaN is none.
+    """
+
+    kind: int
+    low: float
+    high: float
+    on: float = 1.0
+    off: float = 0.0
+    open_at: float = math.inf  # some x where it is open, and one where it is closed
+    closed_at: float = -math.inf
+
+
+def _clamped(low: float = 0.0, high: float = 6.0) -> Gate:
+    middle = low + (high - low) / 2 if math.isfinite(high - low) else min(max(0.0, 2 * low + 1), 2 * high - 1)
+    return Gate(1, low, high, open_at=middle)
+
+
+def _shrunk(size: float) -> Gate:
+    return Gate(2, -size, size, closed_at=0.0)
 
 
 class _Ends(NamedTuple):
@@ -123,60 +247,137 @@ def _elu_inverse(z: Tensor, ends: _Ends, alpha: float) -> Tensor:
     return torch.where(torch.signbit(z), torch.log1p((z / alpha).clamp(min=ends.unit - 1)), z)
 
 
-def _celu_inverse(z: Tensor, ends: _Ends, alpha: float) -> Tensor:
-    return alpha * _elu_inverse(z / alpha, ends, 1.0)
-
-
-def _leaky_inverse(z: Tensor, ends: _Ends, slope: float) -> Tensor:
-    return F.leaky_relu(z, 1 / slope)
-
-
-def _tanh_inverse(z: Tensor, ends: _Ends) -> Tensor:
-    return torch.atanh(z.clamp(ends.unit - 1, 1 - ends.unit))
-
-
-def _sigmoid_inverse(z: Tensor, ends: _Ends) -> Tensor:
-    return torch.logit(z.clamp(ends.least, 1 - ends.unit))
-
-
 def _softplus_inverse(z: Tensor, ends: _Ends, beta: float, threshold: float) -> Tensor:
     scaled = beta * z.clamp(min=ends.least)
     return torch.where(scaled > threshold, z, torch.log(torch.expm1(scaled)) / beta)
 
 
-_FROM_RESULT = ("identity", "relu", "leaky_relu", "elu", "celu", "tanh", "sigmoid")
+def _gelu(x: Tensor, tanh: float = 0.0) -> Tensor:
+    return F.gelu(x, approximate="tanh" if tanh else "none")
 
-_BACKWARDS: dict[str, Callable[..., Tensor]] = {
-    "identity": lambda dz, y: dz,
-    "relu": lambda dz, y: _aten.threshold_backward(dz, y, 0),
-    "leaky_relu": lambda dz, y, slope: _aten.leaky_relu_backward(dz, y, slope, False),
-    "elu": lambda dz, y, alpha: _aten.elu_backward(dz, alpha, 1, 1, False, y),
-    "celu": lambda dz, y, alpha: _aten.elu_backward(dz, alpha, 1, 1 / alpha, False, y),
-    "silu": lambda dz, y: _aten.silu_backward(dz, y),
-    "gelu": lambda dz, y, tanh: _aten.gelu_backward(dz, y, approximate="tanh" if tanh else "none"),
-    "hardswish": lambda dz, y: _aten.hardswish_backward(dz, y),
-    "tanh": lambda dz, y: _aten.tanh_backward(dz, torch.tanh(y)),
-    "sigmoid": lambda dz, y: _aten.sigmoid_backward(dz, torch.sigmoid(y)),
-    "softplus": lambda dz, y, beta, threshold: _aten.softplus_backward(dz, y, beta, threshold),
-}
 
-_KNOWN = (*_BACKWARDS, "prelu")
+def _no_backward(dz: Tensor, y: Tensor, *numbers: float) -> Tensor:
+    raise NotImplementedError
 
-_BACKWARDS_OVER: dict[str, Callable[..., Tensor]] = {
-    "relu": lambda dz, y: _aten.threshold_backward(dz, y, 0, grad_input=y),
-    "leaky_relu": lambda dz, y, slope: _aten.leaky_relu_backward(dz, y, slope, False, grad_input=y),
-    "elu": lambda dz, y, alpha: _aten.elu_backward(dz, alpha, 1, 1, False, y, grad_input=y),
-    "silu": lambda dz, y: _aten.silu_backward(dz, y, grad_input=y),
-    "gelu": lambda dz, y, tanh: _aten.gelu_backward(dz, y, approximate="tanh" if tanh else "none", grad_input=y),
-    "softplus": lambda dz, y, beta, threshold: _aten.softplus_backward(dz, y, beta, threshold, grad_input=y),
-}
 
-_INVERSES: dict[str, Callable[..., Tensor]] = {
-    "identity": lambda z, ends: z,
-    "leaky_relu": _leaky_inverse,
-    "elu": _elu_inverse,
-    "celu": _celu_inverse,
-    "tanh": _tanh_inverse,
-    "sigmoid": _sigmoid_inverse,
-    "softplus": _softplus_inverse,
-}
+def _smooth(*numbers: float) -> tuple[float, ...]:
+    return ()
+
+
+def _at_zero(*numbers: float) -> tuple[float, ...]:
+    return (0.0,)
+
+
+class Pointwise(NamedTuple):
+    """An activation without parameters, as torch has it. Functions take tensors first, then the numbers."""
+
+    module: type[nn.Module]
+    function: _Op
+    in_place: _Op | None = None
+    numbers: Mapping[str, float] = MappingProxyType({})  # attributes of the module, with torch's defaults
+    code: int | None = None  # in Triton's kernels
+    backward: _Op = _no_backward  # of dz and y
+    writes_gradient: bool = False  # backward takes ``grad_input``
+    from_result: bool = False  # torch's own backward needs z alone
+    inverse: _Op | None = None
+    bends: Callable[..., tuple[float, ...]] = _smooth
+    gate: Callable[..., Gate] | None = None
+
+    @property
+    def defaults(self) -> tuple[float, ...]:
+        """The numbers of a module made without arguments."""
+        return tuple(self.numbers.values())
+
+
+POINTWISE: dict[str, Pointwise] = {
+    "identity": Pointwise(
+        nn.Identity, lambda x: x, lambda x: x, code=0, from_result=True,
+        backward=lambda dz, y: dz, inverse=lambda z, ends: z,
+    ),
+    "gelu": Pointwise(
+        nn.GELU, _gelu, numbers={"approximate": 0.0}, code=6, writes_gradient=True,  # 1 for the approximation by tanh
+        backward=lambda dz, y, tanh, **out: _aten.gelu_backward(dz, y, approximate="tanh" if tanh else "none", **out),
+    ),
+    "silu": Pointwise(
+        nn.SiLU, F.silu, lambda x: F.silu(x, inplace=True), code=5, writes_gradient=True,
+        backward=lambda dz, y, **out: _aten.silu_backward(dz, y, **out),
+    ),
+    "mish": Pointwise(nn.Mish, F.mish, lambda x: F.mish(x, inplace=True)),
+    "elu": Pointwise(
+        nn.ELU, F.elu, F.elu_, {"alpha": 1.0}, code=3, from_result=True, writes_gradient=True,
+        backward=lambda dz, y, alpha, **out: _aten.elu_backward(dz, alpha, 1, 1, False, y, **out),
+        inverse=_elu_inverse, bends=_at_zero,
+    ),
+    "selu": Pointwise(nn.SELU, F.selu, F.selu_, bends=_at_zero),
+    "celu": Pointwise(
+        nn.CELU, F.celu, F.celu_, {"alpha": 1.0}, code=4, from_result=True,
+        backward=lambda dz, y, alpha: _aten.elu_backward(dz, alpha, 1, 1 / alpha, False, y),
+        inverse=lambda z, ends, alpha: alpha * _elu_inverse(z / alpha, ends, 1.0), bends=_at_zero,
+    ),
+    "softplus": Pointwise(
+        nn.Softplus, F.softplus, numbers={"beta": 1.0, "threshold": 20.0}, code=11, writes_gradient=True,
+        backward=lambda dz, y, beta, threshold, **out: _aten.softplus_backward(dz, y, beta, threshold, **out),
+        inverse=_softplus_inverse, bends=lambda beta, threshold: (threshold / beta,),
+    ),
+    "tanh": Pointwise(
+        nn.Tanh, torch.tanh, torch.tanh_, code=9, from_result=True,
+        backward=lambda dz, y: _aten.tanh_backward(dz, torch.tanh(y)),
+        inverse=lambda z, ends: torch.atanh(z.clamp(ends.unit - 1, 1 - ends.unit)),
+    ),
+    "sigmoid": Pointwise(
+        nn.Sigmoid, torch.sigmoid, torch.sigmoid_, code=10, from_result=True,
+        backward=lambda dz, y: _aten.sigmoid_backward(dz, torch.sigmoid(y)),
+        inverse=lambda z, ends: torch.logit(z.clamp(ends.least, 1 - ends.unit)),
+    ),
+    "logsigmoid": Pointwise(nn.LogSigmoid, F.logsigmoid),
+    "hardswish": Pointwise(
+        nn.Hardswish, F.hardswish, lambda x: F.hardswish(x, inplace=True), code=8,
+        backward=lambda dz, y: _aten.hardswish_backward(dz, y), bends=lambda: (-3.0, 3.0),
+    ),
+    "softsign": Pointwise(nn.Softsign, F.softsign, bends=_at_zero),
+    "tanhshrink": Pointwise(nn.Tanhshrink, F.tanhshrink),
+    "relu": Pointwise(
+        nn.ReLU, F.relu, F.relu_, code=1, from_result=True, writes_gradient=True,
+        backward=lambda dz, y, **out: _aten.threshold_backward(dz, y, 0, **out),
+        gate=lambda: Gate(1, 0.0, math.nan),
+    ),
+    "leaky_relu": Pointwise(
+        nn.LeakyReLU, F.leaky_relu, F.leaky_relu_, {"negative_slope": 0.01},
+        code=2, from_result=True, writes_gradient=True,
+        backward=lambda dz, y, slope, **out: _aten.leaky_relu_backward(dz, y, slope, False, **out),
+        inverse=lambda z, ends, slope: F.leaky_relu(z, 1 / slope), gate=lambda slope: Gate(0, 0.0, math.nan, off=slope),
+    ),
+    "hardtanh": Pointwise(
+        nn.Hardtanh, F.hardtanh, F.hardtanh_, {"min_val": -1.0, "max_val": 1.0},
+        backward=lambda dz, y, low, high: _aten.hardtanh_backward(dz, y, low, high), gate=_clamped,
+    ),
+    "relu6": Pointwise(
+        nn.ReLU6, F.relu6, lambda x: F.relu6(x, inplace=True),
+        backward=lambda dz, y: _aten.hardtanh_backward(dz, y, 0.0, 6.0), gate=_clamped,
+    ),
+    "hardsigmoid": Pointwise(
+        nn.Hardsigmoid, F.hardsigmoid, lambda x: F.hardsigmoid(x, inplace=True),
+        backward=_aten.hardsigmoid_backward, gate=lambda: Gate(0, -3.0, 3.0, on=1 / 6, open_at=0.0),
+    ),
+    "hardshrink": Pointwise(
+        nn.Hardshrink, F.hardshrink, numbers={"lambd": 0.5},
+        backward=lambda dz, y, size: _aten.hardshrink_backward(dz, y, size), gate=_shrunk,
+    ),
+    "softshrink": Pointwise(
+        nn.Softshrink, F.softshrink, numbers={"lambd": 0.5},
+        backward=lambda dz, y, size: _aten.softshrink_backward(dz, y, size), gate=_shrunk,
+    ),
+    "threshold": Pointwise(
+        nn.Threshold, F.threshold, lambda x, *numbers: F.threshold(x, *numbers, inplace=True),
+        {"threshold": 0.0, "value": 0.0},
+        backward=lambda dz, y, threshold, value: _aten.threshold_backward(dz, y, threshold),
+        gate=lambda threshold, value: Gate(1, threshold, math.nan),
+    ),
+}  # fmt: skip
+
+FUSED: dict[str, int] = {name: row.code for name, row in POINTWISE.items() if row.code is not None}
+FEW_BIT = tuple(name for name in POINTWISE if name != "identity")
+GATES = tuple(name for name, row in POINTWISE.items() if row.gate is not None)
+CURVES = tuple(name for name in FEW_BIT if name not in GATES)
+_KNOWN = ", ".join((*FUSED, "prelu"))
+_BY_MODULE: dict[type, str] = {POINTWISE[name].module: name for name in FEW_BIT}

@@ -24,7 +24,7 @@ def forward(x: Tensor, book: Codebook) -> tuple[Tensor, Tensor]:
     fast = _fast_kernels(x)
     if fast is not None and is_dense(x) and (activation := _with_torchs_bits(book, x, fast)) is not None:
         return fast.forward(x, book, activation)
-    y = book.curve(x)
+    y = book.activation(x)
     return y, encode(laid_as(y, x), book)
 
 
@@ -34,7 +34,7 @@ def encode(x: Tensor, book: Codebook) -> Tensor:
     if fast is None:
         # On a CPU a trace sees every step of it, and so predicts what it takes; a GPU that is not here has an op.
         return reference.encode(x, book) if x.device.type == "cpu" else _ops.fewbit_encode(x, book.key)
-    if book.curve.is_gate and x.dtype is not torch.float32:
+    if book.activation.is_gate and x.dtype is not torch.float32:
         return _encode_gate(x, book, fast)
     return fast.encode(x, book)
 
@@ -75,23 +75,23 @@ def _with_torchs_bits(book: Codebook, x: Tensor, fast: Any) -> int | None:
 
     In 16 bits there are 65,536 inputs, and at the first use on a device all of them are compared.
     """
-    if x.element_size() != 2 or book.curve.name == "softplus":  # autocast widens that one
+    if x.element_size() != 2 or book.activation.name == "softplus":  # autocast widens that one
         return None
-    key = book.curve, x.dtype, x.device
+    key = book.activation, x.dtype, x.device
     if key not in _proofs:
         if not _may_look(x):
             return None
         inputs = _all_inputs(x)
         with torch.no_grad():
-            expected = book.curve(inputs)
-            ways = fast.activations(book.curve)
+            expected = book.activation(inputs)
+            ways = fast.activations(book.activation)
             _proofs[key] = next((w for w in ways if _same_bits(fast.forward(inputs, book, w)[0], expected)), None)
     return _proofs[key]
 
 
 def _encode_gate(x: Tensor, book: Codebook, fast: Any) -> Tensor:
     """A gate's ends in 16 bits are rounded or not as torch does it, which is looked up the same way."""
-    key = book.curve, x.dtype, x.device, "ends"
+    key = book.activation, x.dtype, x.device, "ends"
     if key not in _proofs:
         if not _may_look(x):
             return fast.encode(x, book)

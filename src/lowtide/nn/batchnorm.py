@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lowtide.compat.autograd import in_backward
 from lowtide.compat.modules import (
@@ -18,13 +18,12 @@ from lowtide.compat.modules import (
     own_buffers,
     own_parameters,
 )
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, TraceError
 from lowtide.kernels.activations import Activation
 from lowtide.nn.functional import batch_norm_act
-from lowtide.nn.fx_leaf import is_symbolic, leaf
-from lowtide.nn.guard import forget
+from lowtide.nn.hidden_writes import CheckedCalls
 from lowtide.nn.rebuild import watch
-from lowtide.nn.strategies import Strategy, resolve
+from lowtide.nn.strategies import InverseGuard, Strategy, resolve
 
 
 class _BatchNormAct(TellsOfLoading, BatchNormBase):
@@ -95,6 +94,11 @@ class _BatchNormAct(TellsOfLoading, BatchNormBase):
         self.strategy: Strategy = strategy
         self.process_group = process_group
         self.rebuild_joins = rebuild_joins
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start without a history of earlier steps."""
+        self.calls, self.guard = CheckedCalls(), InverseGuard()
         watch(self)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -136,7 +140,7 @@ class _BatchNormAct(TellsOfLoading, BatchNormBase):
             residual=residual,
             rebuild=residual is None or self.rebuild_joins,
             group=self._group() if self.training else None,
-            where=self,
+            layer=self,
         )
 
     def _group(self) -> Any:
@@ -150,17 +154,20 @@ class _BatchNormAct(TellsOfLoading, BatchNormBase):
         return f"{type(self).__name__}({self.extra_repr()})"
 
     def after_loading(self) -> None:
-        forget(self.weight)
+        self.guard.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self.process_group)] = self.process_group  # which cannot be copied, and should not be
-        made = memo[id(self)] = type(self).__new__(type(self))
-        made.__setstate__(copy.deepcopy(self.__dict__, memo))
-        return made
+        memo[id(self.process_group)] = self.process_group  # cannot be copied, and is shared
+        layer = memo[id(self)] = type(self).__new__(type(self))
+        layer.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return layer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("calls", "guard")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        watch(self)
+        self._begin()
 
 
 class BatchNormAct1d(_BatchNormAct, nn.BatchNorm1d):
@@ -200,3 +207,26 @@ class SyncBatchNormAct(_BatchNormAct, nn.SyncBatchNorm):
             return None
         group = dist.group.WORLD if self.process_group in (None, "world") else self.process_group
         return group if dist.get_world_size(group) > 1 else None
+
+
+# -- torch.fx ----------------------------------------------------------------------------------------------
+
+
+def is_symbolic(*values: Any) -> bool:
+    """Whether ``torch.fx`` traces: an argument is one of its proxies."""
+    return any(isinstance(value, fx.Proxy) for value in values)
+
+
+def leaf(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Record a call of the module in the graph that ``torch.fx`` makes.
+
+    Refused where the root's forward was replaced: ``torch.fx`` reads the class's, which activates once more.
+    """
+    tracer: Any = next(value.tracer for value in (*args, *kwargs.values()) if isinstance(value, fx.Proxy))
+    if "forward" in vars(tracer.root):
+        raise TraceError(
+            "torch.fx traces the forward of the model's class, and lowtide.convert replaced it",
+            where=type(tracer.root).__name__,
+            hint="Trace nn.Sequential(model), or trace the model before it is converted.",
+        )
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, kwargs)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowtide.compat.fake import FakeTensor
 from lowtide.compat.tensors import version_of
@@ -17,8 +17,8 @@ from lowtide.errors import LowtideError
 from lowtide.kernels import batchnorm as kernels
 from lowtide.kernels.activations import Activation
 from lowtide.kernels.reference.batchnorm import Affine, Running
-from lowtide.nn import hidden_writes
 from lowtide.nn.batchnorm_plain import plain
+from lowtide.nn.hidden_writes import OwnedTensor
 from lowtide.nn.rebuild import scope
 from lowtide.nn.statistics import batch_statistics, check_values
 from lowtide.nn.strategies import KEEPS, Spec
@@ -48,9 +48,9 @@ class _BatchNormActFunction(torch.autograd.Function):
         record = None
         if ctx.keeps != "z" and spec.rebuild and scope.owner is not None:
             copies = _copies_for_rebuild(weight, bias, learned)
-            record = scope.register(z, lambda: _rebuild(ctx, copies), _owner(spec, weight))
+            record = scope.register(z, lambda: _rebuild(ctx, copies), spec.calls)
         ctx.record = None if record is None else weakref.ref(record)  # the record holds the node
-        ctx.z = hidden_writes.OwnedTensor(z, hidden_writes.calls_of(_owner(spec, weight))) if ctx.keeps == "z" else None
+        ctx.z = OwnedTensor(z, spec.calls) if ctx.keeps == "z" else None
         return z
 
     @staticmethod
@@ -126,13 +126,6 @@ def _affine(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, run
         mean, var = running.mean.to(wide), running.var.to(wide)
         mean = mean.clone() if mean is running.mean else mean  # a later training step must not change it under us
     return Affine(mean, kernels.inverse_deviation(var, spec.eps), weight, bias)
-
-
-def _owner(spec: Spec, weight: Tensor | None) -> object:
-    """Whose first calls are checked for hidden writes: the layer, or in a function's call its parameter."""
-    if isinstance(spec.where, nn.Module):
-        return spec.where
-    return hidden_writes.NOBODY if weight is None or not weight.is_leaf else weight
 
 
 def _versions(affine: Affine) -> tuple[int, int]:

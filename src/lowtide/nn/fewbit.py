@@ -12,7 +12,7 @@ The classes here have the names and the arguments of those in ``torch.nn``, and 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lowtide.compat.tensors import is_view
 from lowtide.compat.transforms import is_batched, is_exporting, is_transformed
 from lowtide.kernels import fewbit as kernels
-from lowtide.kernels.fewbit_activations import Curve, is_in_place, read_module
+from lowtide.kernels.activations import Activation, is_in_place, read_module
 from lowtide.kernels.reference.fewbit import BOOKS, Codebook, codebook, packed_bytes
 from lowtide.nn.fewbit_tables import Density, Samples, table_of
 from lowtide.nn.second_order import refuse_create_graph
@@ -39,26 +39,72 @@ def few_bit(x: Tensor, book: Codebook, *, inplace: bool = False) -> Tensor:
     (True, 375)
     """
     if _runs_plain(x):
-        return book.curve.write(x) if inplace else book.curve(x)
+        return _write(book.activation, x) if inplace else book.activation(x)
     if torch.compiler.is_compiling():
         y = _ops.fewbit(x, book.key)[0]
         return x.copy_(y) if inplace else y
     if inplace and (x.is_leaf or is_view(x)):
-        # What may not be written to is for torch to say, before it is.
-        return book.curve.write(x) if x.is_leaf else x.copy_(_apply(x, book, False))
+        # torch refuses to write to a leaf, before anything is written.
+        return _write(book.activation, x) if x.is_leaf else x.copy_(_apply(x, book, False))
     return _apply(x, book, inplace)
 
 
+def _write(activation: Activation, x: Tensor) -> Tensor:
+    y = activation.write(x)
+    return x if y is x else x.copy_(y)
+
+
 def book_for(activation: object, bits: int = 3, density: str | Density | Tensor = "normal") -> Codebook:
-    """Which inputs of an activation share a slope; a straight one has one bit, whatever ``bits`` says."""
-    curve = Curve.of(activation)
-    if curve.is_gate:
-        return codebook(curve)
-    table = table_of(curve, bits, density)
-    return codebook(curve, table.boundaries, table.levels)
+    """Choose which inputs of an activation share a slope; a gate has one bit, whatever ``bits`` says."""
+    pointwise = Activation.pointwise(activation)
+    if pointwise.is_gate:
+        return codebook(pointwise)
+    table = table_of(pointwise, bits, density)
+    return codebook(pointwise, table.boundaries, table.levels)
 
 
-class FewBit(nn.Module):
+class _FewBitModule(nn.Module):
+    """Shared by ``FewBit`` and the classes named as those of ``torch.nn``."""
+
+    _bits: int
+    _density: str | Density
+    _book: Codebook
+
+    @property
+    def book(self) -> Codebook:
+        """The codebook for the activation with the numbers it has now."""
+        activation = self._activation()
+        if activation != self._book.activation:
+            self._book = book_for(activation, self._bits, self._density)
+        return self._book
+
+    @property
+    def bits(self) -> int:
+        """Bits kept per input."""
+        return self._book.bits
+
+    @property
+    def density(self) -> str | Density | Tensor:
+        """The density that the slopes are for; a tensor of inputs comes back sorted."""
+        return self._density.values if isinstance(self._density, Samples) else self._density
+
+    def calibrate(self, inputs: str | Density | Tensor) -> None:
+        """Choose the slopes anew, for inputs or a density. A ``state_dict`` does not hold them: save ``density``."""
+        self._choose(self._activation(), self._bits, inputs)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return few_bit(input, self.book, inplace=is_in_place(self))
+
+    def _choose(self, activation: object, bits: int, density: str | Density | Tensor) -> None:
+        density = Samples(density) if isinstance(density, Tensor) else density
+        self._book = book_for(activation, bits, density)
+        self._bits, self._density = bits, density
+
+    def _activation(self) -> Activation:
+        return self._book.activation
+
+
+class FewBit(_FewBitModule):
     """An activation that keeps ``bits`` bits per input: a module of ``torch.nn``, its name, or a function.
 
     ``density`` says how inputs are spread: "normal", "uniform", ``Normal(mean, deviation)``, ``Uniform(low, high)``, or
@@ -80,81 +126,26 @@ class FewBit(nn.Module):
         super().__init__()
         of_module = isinstance(activation, nn.Module) and is_in_place(activation)
         self.inplace = of_module if inplace is None else inplace
-        self._density = _remembered(density)
-        self.book = book_for(activation, bits, self._density)
-
-    @property
-    def bits(self) -> int:
-        """Kept per input."""
-        return self.book.bits
-
-    @property
-    def density(self) -> str | Density | Tensor:
-        """What the slopes are for, as it was given; inputs are in order."""
-        return _given(self._density)
-
-    def calibrate(self, inputs: str | Density | Tensor) -> None:
-        """Choose the slopes anew, for inputs as these or a density. A ``state_dict`` has them not: save ``density``."""
-        density = _remembered(inputs)
-        self.book, self._density = book_for(self.book.curve, self.bits, density), density
-
-    def forward(self, input: Tensor) -> Tensor:
-        return few_bit(input, self.book, inplace=self.inplace)
+        self._choose(activation, bits, density)
 
     def extra_repr(self) -> str:
-        return f"{self.book.curve}, bits={self.bits}" + (", inplace=True" if self.inplace else "")
+        return f"{self._activation()}, bits={self.bits}" + (", inplace=True" if self.inplace else "")
 
 
-class _Named(nn.Module):
+class _Named(_FewBitModule):
     """Before a class of ``torch.nn``: its activation with a few bits kept, its arguments, and two more by keyword."""
-
-    plain: ClassVar[type[nn.Module]]
 
     def __init__(self, *args: Any, bits: int = 3, density: str | Density | Tensor = "normal", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._bits, self._density = bits, _remembered(density)
-        self._book = book_for(self._curve(), bits, self._density)
-
-    @property
-    def book(self) -> Codebook:
-        """For the activation with the numbers it has now."""
-        curve = self._curve()
-        if curve != self._book.curve:
-            self._book = book_for(curve, self._bits, self._density)
-        return self._book
-
-    @property
-    def bits(self) -> int:
-        """Kept per input."""
-        return self._book.bits
-
-    @property
-    def density(self) -> str | Density | Tensor:
-        """What the slopes are for, as it was given; inputs are in order."""
-        return _given(self._density)
-
-    def calibrate(self, inputs: str | Density | Tensor) -> None:
-        """Choose the slopes anew, for inputs as these or a density. A ``state_dict`` has them not: save ``density``."""
-        density = _remembered(inputs)
-        self._book, self._density = book_for(self._curve(), self._bits, density), density
-
-    def forward(self, input: Tensor) -> Tensor:
-        return few_bit(input, self.book, inplace=is_in_place(self))
+        self._choose(self._activation(), bits, density)
 
     def extra_repr(self) -> str:
         own = super().extra_repr()
         return f"{own}, bits={self.bits}" if own else f"bits={self.bits}"
 
-    def _curve(self) -> Curve:
-        return cast(Curve, read_module(self, self.plain))
-
-
-def _remembered(density: str | Density | Tensor) -> str | Density:
-    return Samples(density) if isinstance(density, Tensor) else density
-
-
-def _given(density: str | Density) -> str | Density | Tensor:
-    return density.values if isinstance(density, Samples) else density
+    def _activation(self) -> Activation:
+        plain = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("torch.nn."))
+        return cast(Activation, read_module(self, plain))
 
 
 # -- the function ----------------------------------------------------------------------------------------
@@ -170,7 +161,7 @@ class _FewBit(torch.autograd.Function):
         if inplace:
             dense = kernels.laid_as(x, x)
             codes, ctx.strides = kernels.encode(dense, book), dense.stride()
-            book.curve.write(x)
+            _write(book.activation, x)
             ctx.mark_dirty(x)
             y = x
         else:
@@ -183,9 +174,9 @@ class _FewBit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (codes,) = ctx.saved_tensors
-        if not ctx.book.curve.is_gate:
+        if not ctx.book.activation.is_gate:
             refuse_create_graph(
-                f"{ctx.book.curve} with {ctx.book.bits} bits kept",
+                f"{ctx.book.activation} with {ctx.book.bits} bits kept",
                 hint="A step function has no slope: use torch's own activation there.",
             )
         scale: Any = _Scale.apply if torch.is_grad_enabled() else _scale
@@ -215,11 +206,14 @@ class _Scale(torch.autograd.Function):
 
 
 def _scale(dy: Tensor, codes: Tensor, book: Codebook, strides: tuple[int, ...]) -> Tensor:
-    if dy.stride() != strides:
-        dy = dy.new_empty_strided(dy.shape, strides).copy_(dy)
+    dy = _laid_out(dy, strides)
     if is_batched(dy):
         return _ops.fewbit_decode(dy, codes, book.key)  # as an op: torch gives it one gradient of a batch at a time
     return kernels.decode(dy, codes, book)
+
+
+def _laid_out(dy: Tensor, strides: tuple[int, ...]) -> Tensor:
+    return dy if dy.stride() == strides else dy.new_empty_strided(dy.shape, strides).copy_(dy)
 
 
 def _each(info: Any, in_dims: tuple[Any, ...], dy: Tensor, codes: Tensor, book: str) -> tuple[Tensor, int]:
@@ -253,7 +247,7 @@ def _fewbit(x: Tensor, book: str) -> tuple[Tensor, Tensor]:
 @_fewbit.register_fake
 def _(x: Tensor, book: str) -> tuple[Tensor, Tensor]:
     size = packed_bytes(x.numel(), BOOKS[book].bits)
-    return BOOKS[book].curve(x), x.new_empty(size, dtype=torch.uint8)
+    return BOOKS[book].activation(x), x.new_empty(size, dtype=torch.uint8)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -265,9 +259,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradient(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor, None]:
     (codes,) = ctx.saved_tensors
-    if dy.stride() != ctx.strides:
-        dy = torch.empty_strided(dy.shape, ctx.strides, dtype=dy.dtype, device=dy.device).copy_(dy)
-    return _ops.fewbit_decode(dy, codes, ctx.key).to(ctx.dtype), None
+    return _ops.fewbit_decode(_laid_out(dy, ctx.strides), codes, ctx.key).to(ctx.dtype), None
 
 
 _fewbit.register_autograd(_gradient, setup_context=_keep)
@@ -276,85 +268,64 @@ _fewbit.register_autograd(_gradient, setup_context=_keep)
 # -- by name ---------------------------------------------------------------------------------------------
 
 
-class GELU(_Named, nn.GELU):
-    plain = nn.GELU
+class GELU(_Named, nn.GELU): ...
 
 
-class SiLU(_Named, nn.SiLU):
-    plain = nn.SiLU
+class SiLU(_Named, nn.SiLU): ...
 
 
-class Mish(_Named, nn.Mish):
-    plain = nn.Mish
+class Mish(_Named, nn.Mish): ...
 
 
-class ELU(_Named, nn.ELU):
-    plain = nn.ELU
+class ELU(_Named, nn.ELU): ...
 
 
-class SELU(_Named, nn.SELU):
-    plain = nn.SELU
+class SELU(_Named, nn.SELU): ...
 
 
-class CELU(_Named, nn.CELU):
-    plain = nn.CELU
+class CELU(_Named, nn.CELU): ...
 
 
-class Softplus(_Named, nn.Softplus):
-    plain = nn.Softplus
+class Softplus(_Named, nn.Softplus): ...
 
 
-class Tanh(_Named, nn.Tanh):
-    plain = nn.Tanh
+class Tanh(_Named, nn.Tanh): ...
 
 
-class Sigmoid(_Named, nn.Sigmoid):
-    plain = nn.Sigmoid
+class Sigmoid(_Named, nn.Sigmoid): ...
 
 
-class LogSigmoid(_Named, nn.LogSigmoid):
-    plain = nn.LogSigmoid
+class LogSigmoid(_Named, nn.LogSigmoid): ...
 
 
-class Hardswish(_Named, nn.Hardswish):
-    plain = nn.Hardswish
+class Hardswish(_Named, nn.Hardswish): ...
 
 
-class Softsign(_Named, nn.Softsign):
-    plain = nn.Softsign
+class Softsign(_Named, nn.Softsign): ...
 
 
-class Tanhshrink(_Named, nn.Tanhshrink):
-    plain = nn.Tanhshrink
+class Tanhshrink(_Named, nn.Tanhshrink): ...
 
 
-class ReLU(_Named, nn.ReLU):
-    plain = nn.ReLU
+class ReLU(_Named, nn.ReLU): ...
 
 
-class LeakyReLU(_Named, nn.LeakyReLU):
-    plain = nn.LeakyReLU
+class LeakyReLU(_Named, nn.LeakyReLU): ...
 
 
-class Hardtanh(_Named, nn.Hardtanh):
-    plain = nn.Hardtanh
+class Hardtanh(_Named, nn.Hardtanh): ...
 
 
-class ReLU6(_Named, nn.ReLU6):
-    plain = nn.ReLU6
+class ReLU6(_Named, nn.ReLU6): ...
 
 
-class Hardsigmoid(_Named, nn.Hardsigmoid):
-    plain = nn.Hardsigmoid
+class Hardsigmoid(_Named, nn.Hardsigmoid): ...
 
 
-class Hardshrink(_Named, nn.Hardshrink):
-    plain = nn.Hardshrink
+class Hardshrink(_Named, nn.Hardshrink): ...
 
 
-class Softshrink(_Named, nn.Softshrink):
-    plain = nn.Softshrink
+class Softshrink(_Named, nn.Softshrink): ...
 
 
-class Threshold(_Named, nn.Threshold):
-    plain = nn.Threshold
+class Threshold(_Named, nn.Threshold): ...

@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from lowtide.errors import LowtideError
-from lowtide.kernels.fewbit_activations import CURVES, Curve
+from lowtide.kernels.activations import CURVES, Activation
 
 DATA = Path(__file__).with_name("fewbit_tables.json")
 BITS = range(1, 9)
@@ -55,11 +55,11 @@ class Table:
 class Density(Protocol):
     """How inputs are spread: it knows the integrals of w, f'w and f'²w from −∞."""
 
-    def grid(self, curve: Curve) -> _Array:
+    def grid(self, curve: Activation) -> _Array:
         """Points among which the boundaries are sought first, in order."""
         ...
 
-    def integrals(self, curve: Curve) -> Callable[[_Array], _Array]:
+    def integrals(self, curve: Activation) -> Callable[[_Array], _Array]:
         """A function of points that gives the three integrals up to each, as rows, at ±∞ too."""
         ...
 
@@ -71,10 +71,10 @@ class Normal:
     mean: float = 0.0
     deviation: float = 1.0
 
-    def grid(self, curve: Curve) -> _Array:
+    def grid(self, curve: Activation) -> _Array:
         return _spread(curve, self.mean - 8 * self.deviation, self.mean + 8 * self.deviation, self._density)
 
-    def integrals(self, curve: Curve) -> Callable[[_Array], _Array]:
+    def integrals(self, curve: Activation) -> Callable[[_Array], _Array]:
         # Beyond 39 deviations the density is 0 in float64.
         ends = self.mean - 39 * self.deviation, self.mean + 39 * self.deviation
         return _quadrature(curve, *ends, self._density, self._mass)
@@ -94,10 +94,10 @@ class Uniform:
     low: float = -5.0
     high: float = 5.0
 
-    def grid(self, curve: Curve) -> _Array:
+    def grid(self, curve: Activation) -> _Array:
         return _spread(curve, self.low, self.high, self._density)
 
-    def integrals(self, curve: Curve) -> Callable[[_Array], _Array]:
+    def integrals(self, curve: Activation) -> Callable[[_Array], _Array]:
         return _quadrature(curve, self.low, self.high, self._density, self._mass)
 
     def _density(self, x: _Array) -> _Array:
@@ -121,30 +121,30 @@ class Samples:
         """The finite ones, in order."""
         return torch.from_numpy(self._values.copy())
 
-    def grid(self, curve: Curve) -> _Array:
+    def grid(self, curve: Activation) -> _Array:
         distinct = np.unique(self._values)
         points = (distinct[1:] + distinct[:-1]) / 2
         if points.size > _CELLS:
             points = points[np.linspace(0, points.size - 1, _CELLS).astype(int)]
         return points
 
-    def integrals(self, curve: Curve) -> Callable[[_Array], _Array]:
+    def integrals(self, curve: Activation) -> Callable[[_Array], _Array]:
         slopes = _slope(curve, self._values)
         sums = np.zeros((3, self._values.size + 1))
         np.cumsum(np.stack([np.ones_like(slopes), slopes, slopes**2]) / slopes.size, axis=1, out=sums[:, 1:])
         return lambda points: sums[:, np.searchsorted(self._values, points)]
 
 
-def find_table(curve: Curve, bits: int, density: Density) -> Table:
+def find_table(curve: Activation, bits: int, density: Density) -> Table:
     """The best table there is, found now.
 
-    >>> round(find_table(Curve.of("gelu"), 3, Normal()).rmse, 4)
+    >>> round(find_table(Activation.pointwise("gelu"), 3, Normal()).rmse, 4)
     0.0437
     """
     return find_tables(curve, [bits], density)[0]
 
 
-def find_tables(curve: Curve, bits: Sequence[int], density: Density) -> list[Table]:
+def find_tables(curve: Activation, bits: Sequence[int], density: Density) -> list[Table]:
     """Tables of several sizes, for hardly more than the largest takes."""
     integrals = density.integrals(curve)
     grid = density.grid(curve)
@@ -164,7 +164,7 @@ def find_tables(curve: Curve, bits: Sequence[int], density: Density) -> list[Tab
     return tables
 
 
-def table_of(curve: Curve, bits: int, density: str | Density | torch.Tensor = "normal") -> Table:
+def table_of(curve: Activation, bits: int, density: str | Density | torch.Tensor = "normal") -> Table:
     """The table for an activation: a shipped one where there is one, else found now and remembered."""
     if bits not in BITS:
         raise LowtideError(f"bits={bits!r} is not a number of bits", hint="Few-bit backward has 1 to 8.")
@@ -176,7 +176,7 @@ def table_of(curve: Curve, bits: int, density: str | Density | torch.Tensor = "n
                 f"Unknown density {density!r}", hint="Use 'normal', 'uniform', Normal(...), Uniform(...), or samples."
             )
         density = _DENSITIES[density]
-    if density == Normal() and curve == Curve(curve.name, _default_numbers(curve.name)):
+    if density == Normal() and curve == Activation(curve.name, _default_numbers(curve.name)):
         found = _shipped().get(f"{curve.name}/{bits}")
         if found is not None:
             return found
@@ -187,7 +187,7 @@ _DENSITIES: dict[str, Density] = {"normal": Normal(), "uniform": Uniform()}
 
 
 @lru_cache(maxsize=256)
-def _remembered(curve: Curve, bits: int, density: Density) -> Table:
+def _remembered(curve: Activation, bits: int, density: Density) -> Table:
     return find_table(curve, bits, density)
 
 
@@ -198,7 +198,7 @@ def _shipped() -> dict[str, Table]:
 
 
 def _default_numbers(name: str) -> tuple[float, ...]:
-    return Curve.of(name).numbers if name in CURVES else ()
+    return Activation.pointwise(name).numbers if name in CURVES else ()
 
 
 # -- dynamic programming ---------------------------------------------------------------------------------
@@ -276,11 +276,11 @@ def _table(boundaries: _Array, integrals: Callable[[_Array], _Array]) -> Table:
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(12)
 
 
-def _slope(curve: Curve, x: _Array) -> _Array:
+def _slope(curve: Activation, x: _Array) -> _Array:
     return curve.slope(torch.from_numpy(np.ascontiguousarray(x))).numpy()
 
 
-def _spread(curve: Curve, low: float, high: float, density: Callable[[_Array], _Array]) -> _Array:
+def _spread(curve: Activation, low: float, high: float, density: Callable[[_Array], _Array]) -> _Array:
     """Points for the boundaries: half of them evenly, half where many steps will be, which is as (f''²w)^⅓ says."""
     x = np.linspace(low, high, 20001)
     rate = np.cbrt(np.gradient(_slope(curve, x), x) ** 2 * density(x)) + 1e-12
@@ -291,7 +291,7 @@ def _spread(curve: Curve, low: float, high: float, density: Callable[[_Array], _
 
 
 def _quadrature(
-    curve: Curve, low: float, high: float, density: Callable[[_Array], _Array], mass: Callable[[_Array], _Array]
+    curve: Activation, low: float, high: float, density: Callable[[_Array], _Array], mass: Callable[[_Array], _Array]
 ) -> Callable[[_Array], _Array]:
     """∫w by its formula, ∫f'w and ∫f'²w by Gauss's rule between knots, of which bends are some."""
     bends = [bend for bend in curve.bends if low < bend < high]
@@ -319,7 +319,7 @@ def write(path: Path = DATA) -> None:
     """Make the shipped tables anew: all curves, 1 to 8 bits, the standard normal density."""
     stored: dict[str, Any] = {}
     for name in CURVES:
-        for bits, table in zip(BITS, find_tables(Curve.of(name), list(BITS), Normal()), strict=True):
+        for bits, table in zip(BITS, find_tables(Activation.pointwise(name), list(BITS), Normal()), strict=True):
             stored[f"{name}/{bits}"] = {
                 "rmse": float(f"{table.rmse:.7g}"),
                 "boundaries": [_short(value) for value in table.boundaries],

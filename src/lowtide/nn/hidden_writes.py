@@ -1,18 +1,15 @@
 """Find writes that autograd does not count: those through ``.data``.
 
-A write to ``z.data`` changes z and not its version, so that a rebuilt z would be another one. A model's code makes such
-a write at each call or at none. So the values are compared in the first calls of a layer, which waits for the device;
-later calls pay nothing.
+Such a write changes z and not its version, so a rebuilt z would differ. A model's code writes so at each call or at
+none. So each layer compares values in its first calls, which waits for the device; later calls pay nothing.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide.compat.dispatch import count_modes
 from lowtide.compat.fake import FakeTensor
@@ -23,31 +20,38 @@ CHECKED_CALLS = 2
 Values = tuple[int, float]
 
 
-class Calls:
-    """The calls of one owner of values: how many were checked, and whether a write was found."""
+class CheckedCalls:
+    """The calls of one layer, which holds this: how many are still checked, and whether a write was seen."""
 
-    def __init__(self) -> None:
-        self.checked = 0
+    def __init__(self, checks: int = CHECKED_CALLS) -> None:
+        self.checks = checks
         self.is_written = False
 
     def read(self, tensor: Tensor) -> Values | None:
-        """Read values to compare with later, in the first calls. None where they are not to be compared."""
-        if self.checked >= CHECKED_CALLS or not _can_read(tensor):
+        """Read values to compare with later, in the first calls; None where they are not compared."""
+        if not self.checks or not _can_read(tensor):
             return None
-        self.checked += 1
+        self.checks -= 1
         return read(tensor)
 
 
-def calls_of(owner: object) -> Calls:
-    """The calls of a layer or a parameter."""
-    found = _calls.get(owner)
-    if found is None:
-        found = _calls[owner] = Calls()
-    return found
+class OwnedTensor:
+    """A tensor that is saved as it is, to compare with what comes back. Hooks of others may return another one."""
+
+    def __init__(self, tensor: Tensor, calls: CheckedCalls) -> None:
+        self._storage = weakref.ref(tensor.untyped_storage())
+        self._values = calls.read(tensor)
+
+    def is_written(self, tensor: Tensor) -> bool:
+        """Tell whether values in the same storage differ."""
+        storage = self._storage()
+        if self._values is None or storage is None or storage_id(storage) != storage_id(tensor.untyped_storage()):
+            return False
+        return read(tensor) != self._values
 
 
 def read(tensor: Tensor) -> Values:
-    """All bits of a tensor, exclusive-ored, and its sum: an even number of changed signs leaves the first as it is.
+    """Return all bits of a tensor, exclusive-ored, and its sum: an even number of changed signs keeps the first.
 
     The sum's dtype is given, since autocast on a GPU widens sums, but not in saved-tensor hooks.
     """
@@ -56,27 +60,8 @@ def read(tensor: Tensor) -> Values:
         return int(torch.hash_tensor(tensor).item()), float(tensor.sum(dtype=wide).nan_to_num())
 
 
-class OwnedTensor:
-    """A tensor that is kept as it is, to be compared with what comes back. Hooks of others may keep something else."""
-
-    def __init__(self, tensor: Tensor, calls: Calls) -> None:
-        self._storage = weakref.ref(tensor.untyped_storage())
-        self._values = calls.read(tensor)
-
-    def is_written(self, tensor: Tensor) -> bool:
-        """Whether values in the same storage differ."""
-        storage = self._storage()
-        if self._values is None or storage is None or storage_id(storage) != storage_id(tensor.untyped_storage()):
-            return False
-        return read(tensor) != self._values
-
-
-NOBODY = Calls()  # stands for all that own no parameter
-_calls: Any = WeakIdKeyDictionary()  # owner -> Calls
-
-
 def _can_read(tensor: Tensor) -> bool:
-    """Not where a trace would record it, nor where a CUDA graph is captured."""
+    """Tell whether reading is possible: not where a trace would record it, nor while a CUDA graph is captured."""
     if isinstance(tensor, FakeTensor) or count_modes() or not tensor.numel():
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,8 +62,9 @@ class _Source:
         self.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         self.versions = self._versions()
         self.lazy: weakref.WeakSet[_Lazy] = weakref.WeakSet()
-        _watch_optimizers()
-        _living.add(self)
+        # Fused optimizers write parameters without counting versions.
+        handle = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
+        weakref.finalize(self, handle.remove)
 
     def make(self) -> Tensor:
         """The logits, with their graph, as the head would have given them."""
@@ -97,22 +98,12 @@ class _Source:
         return [version_of(t) for t in (self.input, self.weight, self.bias) if t is not None]
 
 
-_living: weakref.WeakSet[_Source] = weakref.WeakSet()
-
-
-@cache
-def _watch_optimizers() -> None:
-    """Once for all: fused optimizers write parameters without counting versions."""
-    register_optimizer_step_post_hook(_stepped)
-
-
-def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    living = list(_living)
-    if not living:
-        return
-    changed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for source in living:
-        source.is_old = source.is_old or id(source.weight) in changed or id(source.bias) in changed
+def _stepped(source: weakref.ref[_Source], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Note that an optimizer changed the weight or the bias of a head whose logits live."""
+    head = source()
+    if head is not None and not head.is_old:
+        changed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        head.is_old = id(head.weight) in changed or id(head.bias) in changed
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ from lowtide.compat.transforms import is_exporting, is_transformed
 from lowtide.errors import LowtideError
 from lowtide.kernels import randomized as kernels
 from lowtide.kernels.reference.randomized import Kind, Sketch
-from lowtide.nn.hidden_writes import Calls, Values, calls_of, read
+from lowtide.nn.hidden_writes import CheckedCalls, Values, read
 from lowtide.nn.second_order import refuse_create_graph
 
 
@@ -53,7 +53,7 @@ class RandomizedLinear(nn.Linear):
         dtype: Any = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.sketch = Sketch(sketch, ratio, block)
+        self.sketch, self.calls = Sketch(sketch, ratio, block), CheckedCalls()
 
     @classmethod
     def from_linear(
@@ -68,11 +68,11 @@ class RandomizedLinear(nn.Linear):
         for name, parameter in own_parameters(linear).items():
             layer.register_parameter(name, parameter)
         layer.training = linear.training
-        layer.sketch = Sketch(sketch, ratio, block)
+        layer.sketch, layer.calls = Sketch(sketch, ratio, block), CheckedCalls()
         return layer
 
     def forward(self, input: Tensor) -> Tensor:
-        return randomized_linear(input, self.weight, self.bias, self.sketch, training=self.training)
+        return randomized_linear(input, self.weight, self.bias, self.sketch, self.calls, training=self.training)
 
     def extra_repr(self) -> str:
         sketch = self.sketch
@@ -80,15 +80,16 @@ class RandomizedLinear(nn.Linear):
 
 
 def randomized_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch, *, training: bool = True
+    x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch, calls: CheckedCalls, *, training: bool = True
 ) -> Tensor:
     """``F.linear(x, weight, bias)``, bit for bit, with the weight's gradient from a sketch of x.
 
     Plain where nothing would be saved: in evaluation mode, for a weight without gradient, for inputs of too few rows.
+    ``calls`` are those of the layer, which holds them.
     """
     if not training or not weight.requires_grad or is_exporting():
         return F.linear(x, weight, bias)
-    return _randomized(x, weight, bias, sketch)
+    return _randomized(x, weight, bias, sketch, calls)
 
 
 def _runs_plain(x: Tensor, weight: Tensor, sketch: Sketch) -> bool:
@@ -102,7 +103,7 @@ def _runs_plain(x: Tensor, weight: Tensor, sketch: Sketch) -> bool:
 
 
 @disable_dynamo  # a seed and a shared sketch are nothing for a compiled graph: it breaks here
-def _randomized(x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch) -> Tensor:
+def _randomized(x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch, calls: CheckedCalls) -> Tensor:
     if _runs_plain(x, weight, sketch):
         return F.linear(x, weight, bias)
     # Drawn in every case, also without gradients and where a sketch is shared: a checkpoint's first run may be without
@@ -110,7 +111,7 @@ def _randomized(x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch) 
     seed = kernels.draw_seed(x.device)
     if not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    given, calls = x, calls_of(weight)
+    given = x
     # As autocast does, but with gradients: inside of a function its cache would hold a weight that has none.
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
@@ -187,7 +188,7 @@ class _Latest:
         self._kept: _StoredSketch | None = None
         self._values: Values | None = None
 
-    def sketch(self, x: Tensor, how: object, make: Callable[[], _StoredSketch], calls: Calls) -> _StoredSketch:
+    def sketch(self, x: Tensor, how: object, make: Callable[[], _StoredSketch], calls: CheckedCalls) -> _StoredSketch:
         """That of x, if it is the last one and still right. ``calls``: those of the layer that asks."""
         # Not across the border of a checkpoint: its second run begins without what was before it.
         hooks = top_saved_hooks(True)

@@ -14,8 +14,8 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,8 @@ from lowtide.compat.frames import frame_at
 from lowtide.compat.modules import CALL, runs_compiled
 from lowtide.compat.tensors import storage_id, version_of
 from lowtide.compat.transforms import functorch_is_active, jit_state
-from lowtide.nn.hidden_writes import Calls, calls_of, read
+from lowtide.nn.hidden_writes import CheckedCalls, read
+from lowtide.undo import Undo
 
 
 class Rebuildable:
@@ -49,7 +50,7 @@ class Rebuildable:
     )  # fmt: skip
 
     def __init__(
-        self, tensor: Tensor, rebuild: Callable[[], Tensor], forget: Callable[[Any], object], calls: Calls
+        self, tensor: Tensor, rebuild: Callable[[], Tensor], forget: Callable[[Any], object], calls: CheckedCalls
     ) -> None:
         self._storage = weakref.ref(tensor.untyped_storage(), forget)
         self._version = version_of(tensor)
@@ -185,6 +186,7 @@ class Scope(threading.local):
 
     def __init__(self) -> None:
         self.owner: Any = None  # the frame that opened it, or "by hand"
+        self.replaces = False  # not in a model without such layers, whose modules need not be searched again
         self.outer: Any = None  # the hooks that were there
         self.records: dict[int, Rebuildable] = {}
         self.rebuilding = 0  # how deep: a join is rebuilt from the join before it
@@ -201,12 +203,13 @@ class Scope(threading.local):
         self.close()
         return False
 
-    def open(self, owner: Any) -> None:
-        while self._is_on_top:  # left there by a scope that ended below other hooks
+    def open(self, owner: Any, *, replaces: bool = True) -> None:
+        while self._is_on_top:  # left by a scope that ended below other hooks
             pop_saved_hooks()
-        self.outer = top_saved_hooks(True)
-        self.owner = owner
-        push_saved_hooks(self._pack, self._unpack)
+        self.owner, self.replaces = owner, replaces
+        if replaces:
+            self.outer = top_saved_hooks(True)
+            push_saved_hooks(self._pack, self._unpack)
 
     def close(self) -> None:
         self.owner = self.outer = None
@@ -219,16 +222,13 @@ class Scope(threading.local):
         top = top_saved_hooks(True)
         return top is not None and top[0] == self._pack
 
-    def register(self, tensor: Tensor, rebuild: Callable[[], Tensor], owner: object) -> Rebuildable | None:
-        """Have saves of this tensor replaced from now on; None where no scope is open, or the owner's is written to.
+    def register(self, tensor: Tensor, rebuild: Callable[[], Tensor], calls: CheckedCalls) -> Rebuildable | None:
+        """Replace saves of this tensor from now on; None where no scope is open, or the layer's output is written to.
 
-        Nor where other hooks are on top, as in a user's checkpoint: what the layer keeps is theirs, and they may give
-        it back only once.
+        Also None where other hooks are on top, as in a user's checkpoint: they own what the layer saves, and may return
+        it only once.
         """
-        if not self.is_open or not self._is_on_top:
-            return None
-        calls = calls_of(owner)
-        if calls.is_written:
+        if calls.is_written or not self.is_open or not self._is_on_top:
             return None
         key, records = storage_id(tensor.untyped_storage()), self.records
         record = records[key] = Rebuildable(tensor, rebuild, lambda _: records.pop(key, None), calls)
@@ -264,14 +264,16 @@ def keep_one_buffer() -> Generator[None]:
 
     Nothing happens inside another scope, in a backward pass or under ``torch.func``.
     """
-    if scope.is_open or not may_open():
+    if (scope.is_open and scope.replaces) or not may_open():
         yield
         return
+    around = scope.owner
     scope.open("by hand")
     try:
         yield
     finally:
         scope.close()
+        scope.owner, scope.replaces = around, False
 
 
 def may_open() -> bool:
@@ -290,55 +292,67 @@ def may_open() -> bool:
 
 # -- the outermost forward -------------------------------------------------------------------------------
 
-_layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_kinds: set[type[nn.Module]] = set()  # of layers: replicas of nn.DataParallel are made without a constructor
-_holders: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-_hooks: list[Any] = []
-
 
 def watch(layer: nn.Module) -> None:
-    """Open a scope around every outermost forward while a layer lives that makes use of it."""
-    _layers.add(layer)
-    _kinds.add(type(layer))
-    _holders.clear()
-    # torch.compile(model) warns that global hooks run once more, around its wrapper. Ours do nothing there.
-    warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
-    if not _hooks:
-        _hooks.append(nn_module.register_module_forward_pre_hook(_before))
-        _hooks.append(nn_module.register_module_forward_hook(_after, always_call=True))
-        _hooks.append(nn_module.register_module_module_registration_hook(lambda *_: _holders.clear()))
+    """Open a scope around the outermost forward of each model that holds this layer, while the layer lives.
+
+    A layer does not know the models around it, so this takes hooks on the forward of every module. The first layer
+    installs them, and they go with the last one.
+    """
+    _watched.add(layer)
 
 
-def _before(module: nn.Module, args: Any) -> None:
-    if torch.compiler.is_compiling() or scope.is_open:
-        return
-    if not _layers:
-        while _hooks:
-            _hooks.pop().remove()
-    elif may_open() and not runs_compiled(module) and _holds_layer(module) and not _is_nested(frame_at(1)):
-        scope.open(frame_at(1))
+class _Watched:
+    """The layers that live, and the hooks on all modules that they need."""
+
+    def __init__(self) -> None:
+        self._layers: set[weakref.ref[nn.Module]] = set()
+        self._kinds: set[type[nn.Module]] = set()  # replicas of nn.DataParallel are made without a constructor
+        self._undo = Undo()
+
+    def add(self, layer: nn.Module) -> None:
+        if not self._layers:
+            for register, hook in (
+                (nn_module.register_module_forward_pre_hook, self._before),
+                (partial(nn_module.register_module_forward_hook, always_call=True), self._after),
+            ):
+                self._undo.add(register(hook).remove)
+            self._undo.add(_ignore_warning(r"Using `torch\.compile\(module\)` when there are global hooks"))
+        self._layers.add(weakref.ref(layer, self._forget))
+        self._kinds.add(type(layer))
+
+    def _forget(self, layer: weakref.ref[nn.Module]) -> None:
+        self._layers.discard(layer)
+        if not self._layers:
+            self._undo()
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or scope.is_open or not may_open() or runs_compiled(module):
+            return
+        scope.open(frame_at(1), replaces=any(type(part) in self._kinds for part in module.modules()))
+
+    def _after(self, module: nn.Module, args: Any, out: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if scope.owner is frame_at(1):
+            scope.close()
+        elif scope.owner is not None and frame_at(1).f_code is CALL:
+            _ = scope.is_open  # after an exception: closed, if the frame that ended is the scope's
 
 
-def _after(module: nn.Module, args: Any, out: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    if scope.owner is frame_at(1):
-        scope.close()
-    elif scope.owner is not None and frame_at(1).f_code is CALL:
-        _ = scope.is_open  # after an exception: closed, if the frame that ended is the scope's
+_watched = _Watched()
 
 
-def _holds_layer(module: nn.Module) -> bool:
-    """Whether a watched layer is somewhere in the module; other models in the process pay nothing."""
-    if module not in _holders:
-        _holders[module] = any(type(part) in _kinds for part in module.modules())
-    return _holders[module]
+def _ignore_warning(message: str) -> Callable[[], None]:
+    """Ignore torch's warning that hooks on all modules run once more around a compiled model: ours do nothing there.
 
+    Calling the result ends it.
+    """
+    warnings.filterwarnings("ignore", message, UserWarning)
+    entry = warnings.filters[0]
 
-def _is_nested(frame: FrameType | None) -> bool:
-    """Whether the module that is being called was called by another module's forward."""
-    calls = 0
-    while frame is not None and calls < 2:
-        calls += frame.f_code is CALL
-        frame = frame.f_back
-    return calls > 1
+    def restore() -> None:
+        with suppress(ValueError):  # others reset the filters since
+            warnings.filters.remove(entry)  # pyright: ignore[reportAttributeAccessIssue]
+
+    return restore

@@ -13,18 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowtide.compat.autograd import in_backward
 from lowtide.compat.modules import check_input
 from lowtide.errors import LowtideError
-from lowtide.kernels.activations import Activation
 from lowtide.kernels.reference.batchnorm import Running
-from lowtide.nn.batchnorm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, _BatchNormAct
+from lowtide.nn.batchnorm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, _BatchNormAct, is_symbolic
 from lowtide.nn.functional import batch_norm_act
-from lowtide.nn.fx_leaf import is_symbolic
 from lowtide.nn.statistics import Statistics, batch_statistics
-from lowtide.nn.strategies import Strategy
 
 Limit = float | Callable[[Tensor], float | Tensor]
 
@@ -43,39 +40,11 @@ class _BatchRenormAct(_BatchNormAct):
     dmax: Limit = 5.0
     warmup: int = 0
 
-    def __init__(
-        self,
-        num_features: int,
-        activation: str | nn.Module | Activation | None = "relu",
-        strategy: Strategy = "auto",
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        process_group: Any = None,
-        rebuild_joins: bool = True,
-        *,
-        rmax: Limit = 3.0,
-        dmax: Limit = 5.0,
-        warmup: int = 0,
-        device: Any = None,
-        dtype: Any = None,
-        bias: bool = True,
-    ) -> None:
+    def __init__(self, *args: Any, rmax: Limit = 3.0, dmax: Limit = 5.0, warmup: int = 0, **options: Any) -> None:
+        """Other arguments are those of the batch norm layer."""
         if (isinstance(rmax, (int, float)) and rmax < 1) or (isinstance(dmax, (int, float)) and dmax < 0):
             raise LowtideError(f"rmax={rmax}, dmax={dmax} are no limits", hint="rmax is at least 1, dmax at least 0.")
-        super().__init__(
-            num_features,
-            activation,
-            strategy,
-            eps,
-            momentum,
-            affine,
-            process_group=process_group,
-            rebuild_joins=rebuild_joins,
-            device=device,
-            dtype=dtype,
-            bias=bias,
-        )
+        super().__init__(*args, **options)
         self.rmax, self.dmax, self.warmup = rmax, dmax, warmup
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -97,7 +66,7 @@ class _BatchRenormAct(_BatchNormAct):
             rebuild=residual is None or self.rebuild_joins,
             group=self.process_group,
             statistics=statistics,
-            where=self,
+            layer=self,
         )
 
     def _correction(self, input: Tensor) -> tuple[Statistics, Tensor, Tensor]:
@@ -150,7 +119,7 @@ class BatchRenormAct2d(_BatchRenormAct, BatchNormAct2d):
     The paper lets rmax grow from 1 to 3 between its steps 5000 and 40000:
 
     >>> layer = BatchRenormAct2d(8, "relu", rmax=lambda step: 1 + 2 * ((step - 5000) / 35000).clamp(0, 1))
-    >>> layer(torch.randn(4, 8, 5, 5)).shape, list(layer.state_dict()) == list(nn.BatchNorm2d(8).state_dict())
+    >>> layer(torch.randn(4, 8, 5, 5)).shape, list(layer.state_dict()) == list(torch.nn.BatchNorm2d(8).state_dict())
     (torch.Size([4, 8, 5, 5]), True)
     """
 

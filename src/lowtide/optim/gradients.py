@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lowtide.errors import LowtideError
 from lowtide.kernels.adamw8bit import random_bits
-from lowtide.kernels.reference.adamw8bit import BLOCK, round_by
-from lowtide.optim.hooks import StepPart, refuse_clipping, refuse_ddp, refuse_where, take_part
+from lowtide.kernels.reference.adamw8bit import BLOCK, blocks_as_rows, round_by
+from lowtide.optim.hooks import StepPart, refuse_clipping, refuse_unsharded, refuse_where, take_part
 from lowtide.optim.in_backward import is_stepped_in_backward
 from lowtide.optim.one_parameter import SingleStep
 from lowtide.undo import Undo
@@ -44,7 +44,7 @@ def store_gradients(optimizer: torch.optim.Optimizer, bits: Bits = "16bit", *, s
             "Parameters that are stepped in backward have no gradients to keep",
             hint="Use stored gradients or steps in backward, not both.",
         )
-    refuse_ddp(parameters)
+    refuse_unsharded(parameters)
     refuse_where(optimizer, "needs_gradients", "stored gradients")
     store = GradientStore(optimizer, bits, seed)
     with Undo(store.give_back) as undo:
@@ -69,7 +69,6 @@ class GradientStore(StepPart):
         self.bits: Bits = bits
         self.seed = seed
         self.packed: dict[Tensor, _Packed] = {}
-        self._is_first = True
 
     def __str__(self) -> str:
         return f"gradients in {self.bits}"
@@ -106,9 +105,7 @@ class GradientStore(StepPart):
 
     def __call__(self, parameter: Tensor) -> None:
         """Runs when a gradient is there: pack it, with what is there already."""
-        if self._is_first:  # the model may have been wrapped since
-            refuse_ddp([parameter])
-            self._is_first = False
+        refuse_unsharded([parameter])  # processes may have been started since
         gradient = parameter.grad
         assert gradient is not None
         if gradient.layout is not torch.strided:
@@ -141,7 +138,7 @@ def pack(gradient: Tensor, bits: Bits, *, seed: int, onto: _Packed | None = None
     """
     flat = gradient.reshape(-1)
     codes = torch.empty_like(flat, dtype=torch.bfloat16 if bits == "16bit" else torch.int8)
-    scale = None if bits == "16bit" else torch.empty(_blocks(flat), dtype=torch.float32, device=flat.device)
+    scale = None if bits == "16bit" else torch.empty(-(-flat.numel() // BLOCK), dtype=torch.float32, device=flat.device)
     for number, (start, end) in enumerate(_pieces(flat)):
         wide = flat[start:end].float()
         if onto is not None:
@@ -175,12 +172,8 @@ def _pieces(flat: Tensor) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, flat.numel())
 
 
-def _blocks(flat: Tensor) -> int:
-    return -(-flat.numel() // BLOCK)
-
-
 def _to_8_bits(wide: Tensor, seed: int) -> _Packed8:
-    rows = _rows(wide)
+    rows = blocks_as_rows(wide)
     scale = rows.abs().amax(1)
     share = rows / torch.where(scale == 0, 1.0, scale)[:, None] * 127
     noise = random_bits(share, seed).float() / 65536
@@ -192,11 +185,5 @@ def _unpacked(packed: _Packed, start: int, end: int) -> Tensor:
     codes, scale = packed[0][start:end], packed[1]
     if scale is None:
         return codes.float()
-    share = _rows(codes).float() / 127
+    share = blocks_as_rows(codes).float() / 127
     return (share * scale[start // BLOCK : -(-end // BLOCK), None]).view(-1)[: codes.numel()]
-
-
-def _rows(flat: Tensor) -> Tensor:
-    """Blocks as rows, the last one filled with zeros."""
-    missing = -flat.numel() % BLOCK
-    return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, BLOCK)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -137,17 +136,19 @@ def refuse_where(optimizer: Any, needs: Literal["needs_gradients", "needs_step"]
             raise LowtideError(f"{reason}, and {what} leave nothing for it", hint="Undo one of the two.")
 
 
-def refuse_ddp(parameters: Iterable[Tensor]) -> None:
-    """Refuse parameters that DDP holds: it adds gradients up over processes only after the parameters' own hooks."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    from torch.nn.parallel import DistributedDataParallel
+def refuse_unsharded(parameters: Iterable[Tensor]) -> None:
+    """Refuse whole parameters among several processes.
 
-    wrapped = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
-    if not {p for module in wrapped for p in module.parameters()}.isdisjoint(parameters):
+    ``DistributedDataParallel`` sums their gradients over processes only after the parameters' own hooks have run.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    from torch.distributed.tensor import DTensor
+
+    if not all(isinstance(parameter, DTensor) for parameter in parameters):
         raise LowtideError(
-            "DistributedDataParallel adds gradients up over processes after they would be used or packed in backward",
-            hint="Use FSDP2 (fully_shard), which does so before, or leave gradients until the step.",
+            "Gradients would be used in backward, before DistributedDataParallel sums them over processes",
+            hint="Use FSDP2 (fully_shard), which sums them before, or leave gradients until the step.",
         )
 
 

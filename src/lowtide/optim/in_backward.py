@@ -9,7 +9,14 @@ from torch import Tensor
 
 from lowtide.compat.autograd import gradient_hooks
 from lowtide.errors import LowtideError
-from lowtide.optim.hooks import part_of, refuse_clipping, refuse_closure, refuse_ddp, refuse_where, tell_of_scalers
+from lowtide.optim.hooks import (
+    part_of,
+    refuse_clipping,
+    refuse_closure,
+    refuse_unsharded,
+    refuse_where,
+    tell_of_scalers,
+)
 from lowtide.optim.one_parameter import SingleStep
 from lowtide.undo import Undo
 
@@ -37,7 +44,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> Undo:
         raise LowtideError(
             "A parameter is stepped in backward already", hint="Call undo() of the first one before applying it."
         )
-    refuse_ddp(parameters)
+    refuse_unsharded(parameters)
     refuse_where(optimizer, "needs_step", "steps in backward")
     hook = StepHook(optimizer)
     handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
@@ -69,16 +76,13 @@ class StepHook:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.step = SingleStep(optimizer)
-        self._is_first = True
 
     def of(self, optimizer: torch.optim.Optimizer) -> StepHook:
         """The hook for a copy of the optimizer, over other parameters."""
         return StepHook(optimizer)
 
     def __call__(self, parameter: Tensor) -> None:
-        if self._is_first:  # the model may have been wrapped since
-            refuse_ddp([parameter])
-            self._is_first = False
+        refuse_unsharded([parameter])  # processes may have been started since
         part = part_of(self.step.optimizer)  # looked up each time: it may come after this
         if part is not None and part.takes(parameter):
             with torch.no_grad():

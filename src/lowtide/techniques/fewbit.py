@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import LowtideError, PlanError
-from lowtide.kernels.fewbit_activations import Curve, is_in_place, read_module
+from lowtide.kernels.activations import Activation, is_in_place, read_module
 from lowtide.kernels.reference.fewbit import packed_bytes
 from lowtide.nn.fewbit import book_for, few_bit
 from lowtide.nn.fewbit_tables import Density, Normal, table_of
@@ -181,7 +181,7 @@ class FewBitForward(Forward):
 
     def __call__(self, input: Tensor) -> Tensor:
         curve = read_module(self.module)
-        if curve != self._book.curve:  # somebody changed a number of the module
+        if curve != self._book.activation:  # somebody changed a number of the module
             self._book = book_for(curve, self.bits, self.density)
         return few_bit(input, self._book, inplace=is_in_place(self.module))
 
@@ -239,7 +239,7 @@ class _SavedByModule:
         return _CLASSES[self.kind].is_gate
 
 
-_CLASSES: dict[str, Curve] = {
+_CLASSES: dict[str, Activation] = {
     kind.__name__: curve
     for kind in (
         *(nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.SELU, nn.CELU, nn.Softplus, nn.Tanh, nn.Sigmoid, nn.LogSigmoid),
@@ -247,7 +247,7 @@ _CLASSES: dict[str, Curve] = {
         *(nn.Hardshrink, nn.Softshrink),
     )
     if (curve := read_module(kind())) is not None
-} | {"Threshold": Curve.of("threshold")}
+} | {"Threshold": Activation.pointwise("threshold")}
 
 
 def _sites(graph: Graph) -> dict[str, _SavedByModule]:

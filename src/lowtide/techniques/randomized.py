@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lowtide.errors import LowtideError, PlanError
 from lowtide.kernels.reference.randomized import KINDS, Sketch
 from lowtide.kernels.reference.randomized import Kind as SketchKind
+from lowtide.nn.hidden_writes import CheckedCalls
 from lowtide.nn.randomized import randomized_linear
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
@@ -60,11 +61,11 @@ class Randomized(Forward):
 
     def __init__(self, module: nn.Module, sketch: Sketch) -> None:
         super().__init__(module)
-        self.sketch = sketch
+        self.sketch, self.calls = sketch, CheckedCalls()
 
     def __call__(self, input: Tensor) -> Tensor:
         layer: nn.Linear = self.module  # pyright: ignore[reportAssignmentType]
-        return randomized_linear(input, layer.weight, layer.bias, self.sketch, training=layer.training)
+        return randomized_linear(input, layer.weight, layer.bias, self.sketch, self.calls, training=layer.training)
 
     def __repr__(self) -> str:
         return f"Randomized(ratio={self.sketch.ratio}, sketch={self.sketch.kind!r})"

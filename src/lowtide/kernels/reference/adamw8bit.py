@@ -48,7 +48,7 @@ def levels(codes: torch.dtype) -> int:
 
 def encode(x: Tensor, codes: torch.dtype) -> tuple[Tensor, Tensor]:
     """The codes (int8 or uint8) of a flat float32 tensor, and the scales of its blocks."""
-    rows = _rows(x)
+    rows = blocks_as_rows(x)
     scale = rows.abs().amax(1)
     share = rows.abs() / torch.where(scale == 0, 1.0, scale)[:, None]
     level = (share.sqrt().sqrt() * levels(codes) + 0.5).floor()
@@ -58,7 +58,7 @@ def encode(x: Tensor, codes: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def decode(code: Tensor, scale: Tensor) -> Tensor:
     """The float32 values of codes."""
-    share = _rows(code).float() / levels(code.dtype)
+    share = blocks_as_rows(code).float() / levels(code.dtype)
     fourth = share.square().square()
     fourth = torch.copysign(fourth, share) if code.dtype == torch.int8 else fourth
     return (fourth * scale[:, None]).view(-1)[: code.numel()]
@@ -113,6 +113,7 @@ def round_by(x: Tensor, noise: Tensor) -> Tensor:
     return torch.where(x.isfinite(), bits.view(torch.float32), x).bfloat16()
 
 
-def _rows(x: Tensor) -> Tensor:
+def blocks_as_rows(x: Tensor) -> Tensor:
+    """Return a flat tensor with a block in each row, the last one filled with zeros."""
     missing = -x.numel() % BLOCK
     return (torch.nn.functional.pad(x, (0, missing)) if missing else x).view(-1, BLOCK)

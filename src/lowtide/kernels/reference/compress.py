@@ -90,28 +90,6 @@ def split(buffer: Tensor, numel: int, bits: int, group: int, dtype: torch.dtype)
     return buffer[:size].view(wide), buffer[size : 2 * size].view(wide), codes
 
 
-def philox(seed: int, call: int, group: int, device: torch.device | str = "cpu") -> Noise:
-    """The random numbers of the kernel in Triton: 8 of 16 bits from each block of Philox4x32, one for each part."""
-    key = seed + call
-    width = group // PARTS
-
-    def noise(first: int, count: int) -> Tensor:
-        counter = torch.arange(first * width, (first + count) * width, dtype=torch.int64, device=device)
-        c = [counter & _WORD, counter >> 32, torch.zeros_like(counter), torch.zeros_like(counter)]
-        k0, k1 = key & _WORD, (key >> 32) & _WORD
-        for _ in range(PHILOX_ROUNDS):
-            a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57  # wraps around in 64 bits, which the shift and mask undo
-            c = [(b >> 32 & _WORD) ^ c[1] ^ k0, b & _WORD, (a >> 32 & _WORD) ^ c[3] ^ k1, a & _WORD]
-            k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-        halves = [half for word in c for half in (word & 0xFFFF, word >> 16)]
-        return torch.stack([half.view(count, width) for half in halves], dim=1).view(count, group).int()
-
-    return noise
-
-
-_WORD = 0xFFFFFFFF
-
-
 def _encode(values: Tensor, bits: int, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
     zeros = (low == 0) & (high > 0)

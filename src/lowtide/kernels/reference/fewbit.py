@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowtide.compat.dispatch import without_modes
-from lowtide.kernels.fewbit_activations import Curve
+from lowtide.kernels.activations import Activation
 
 _LEAST, _MOST_PIECES = 2**16, 8  # what is coded at a time: what that takes beside the codes stays small
 
@@ -30,7 +30,7 @@ class Codebook:
     A gate has no boundaries: its code is 1 where it is open.
     """
 
-    curve: Curve
+    activation: Activation
     boundaries: tuple[float, ...] = ()
     levels: tuple[float, ...] = ()
 
@@ -42,24 +42,24 @@ class Codebook:
     @cached_property
     def key(self) -> str:
         """A name that no other codebook has."""
-        own = "" if self.curve.function is None else f"@{id(self.curve.function)}"
+        own = "" if self.activation.function is None else f"@{id(self.activation.function)}"
         content = hashlib.sha256(repr((self.boundaries, self.levels)).encode()).hexdigest()[:16]
-        return f"{self.curve.name}{self.curve.numbers}{own}/{self.bits}/{content}"
+        return f"{self.activation.name}{self.activation.numbers}{own}/{self.bits}/{content}"
 
     def __reduce__(self) -> Any:
-        return codebook, (self.curve, self.boundaries, self.levels)
+        return codebook, (self.activation, self.boundaries, self.levels)
 
     def __repr__(self) -> str:
-        return f"Codebook({self.curve}, {self.bits} bits)"
+        return f"Codebook({self.activation}, {self.bits} bits)"
 
 
 BOOKS: dict[str, Codebook] = {}  # by key: ops that are compiled or captured hold no objects
 
 
-def codebook(curve: Curve, boundaries: Sequence[float] = (), levels: Sequence[float] = ()) -> Codebook:
+def codebook(activation: Activation, boundaries: Sequence[float] = (), levels: Sequence[float] = ()) -> Codebook:
     """The one codebook with this content."""
-    made = Codebook(curve, tuple(boundaries), tuple(levels))
-    return BOOKS.setdefault(made.key, made)
+    book = Codebook(activation, tuple(boundaries), tuple(levels))
+    return BOOKS.setdefault(book.key, book)
 
 
 def packed_bytes(count: int, bits: int) -> int:
@@ -141,11 +141,10 @@ def in_memory(x: Tensor) -> Tensor:
 
 def _which(x: Tensor, book: Codebook) -> Tensor:
     """The code of each input, a byte each."""
-    if book.curve.is_gate:
+    if book.activation.is_gate:
         # By torch's own derivative, so that the ends of a gate are torch's to the last bit.
-        gate = book.curve.gate
-        closed = gate.backward(x.new_ones(1), x.new_full((1,), gate.closed_at))
-        return (gate.backward(torch.ones_like(x), x) != closed).view(torch.uint8)
+        closed, _ = book.activation.backward(x.new_ones(1), x.new_full((1,), book.activation.gate.closed_at))
+        return (book.activation.backward(torch.ones_like(x), x)[0] != closed).view(torch.uint8)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if book.bits > 4:
         boundaries = constants(book, x.device, wide.dtype)[0]
@@ -157,12 +156,13 @@ def _which(x: Tensor, book: Codebook) -> Tensor:
 
 
 def _scaled(dy: Tensor, which: Tensor, book: Codebook) -> Tensor:
-    if not book.curve.is_gate:
+    if not book.activation.is_gate:
         wide = torch.promote_types(dy.dtype, torch.float32)
         levels = constants(book, dy.device, wide)[1].index_select(0, which.int())
         return levels.mul_(dy).to(dy.dtype)
-    gate = book.curve.gate
-    return gate.backward(dy, torch.full_like(dy, gate.closed_at).masked_fill_(which != 0, gate.open_at))
+    gate = book.activation.gate
+    x = torch.full_like(dy, gate.closed_at).masked_fill_(which != 0, gate.open_at)
+    return book.activation.backward(dy, x)[0]
 
 
 @lru_cache(maxsize=1024)

@@ -114,8 +114,10 @@ class Cut(NamedTuple):
         return ((place + 1) * self.blocks - 1) // total
 
 
-def philox(seed: Tensor, c0: Any, c1: Any, c2: Any, c3: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words of 32 random bits for each counter (Salmon et al., 2011: Philox4x32-10), held as int64."""
+def philox(
+    seed: Tensor, c0: Any, c1: Any, c2: Any, c3: int, rounds: int = 10
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four words of 32 random bits for each counter (Salmon et al., 2011: Philox4x32), held as int64."""
     # A number that is filled in on the device, and not copied to it, may be captured in a CUDA graph.
     given = (c if isinstance(c, Tensor) else seed.new_full((), c) for c in (c0, c1, c2, c3))
     counter = torch.broadcast_tensors(*given)
@@ -123,18 +125,18 @@ def philox(seed: Tensor, c0: Any, c1: Any, c2: Any, c3: int) -> tuple[Tensor, Te
         w0, w1, w2, w3 = (seed.new_empty(counter[0].shape) for _ in range(4))  # as much as numpy's way shows
         return w0, w1, w2, w3
     if seed.device.type != "cpu":
-        w0, w1, w2, w3 = _rounds(seed, *counter)
+        w0, w1, w2, w3 = _rounds(seed, *counter, rounds=rounds)
         return w0, w1, w2, w3
     # The same by numpy, whose small ops take a fraction of torch's time; on one number it would warn of wrapping.
     shape = counter[0].shape
-    words = _rounds(seed.reshape(1).numpy(), *(c.reshape(-1).numpy() for c in counter))
+    words = _rounds(seed.reshape(1).numpy(), *(c.reshape(-1).numpy() for c in counter), rounds=rounds)
     w0, w1, w2, w3 = (torch.from_numpy(word).view(shape) for word in words)
     return w0, w1, w2, w3
 
 
-def _rounds(seed: Any, c0: Any, c1: Any, c2: Any, c3: Any) -> tuple[Any, Any, Any, Any]:
+def _rounds(seed: Any, c0: Any, c1: Any, c2: Any, c3: Any, *, rounds: int) -> tuple[Any, Any, Any, Any]:
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
-    for _ in range(10):
+    for _ in range(rounds):
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # they wrap, which leaves all 64 bits right
         c0, c1, c2, c3 = ((b >> 32) & _WORD) ^ c1 ^ k0, b & _WORD, ((a >> 32) & _WORD) ^ c3 ^ k1, a & _WORD
         k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD

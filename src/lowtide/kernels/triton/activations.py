@@ -9,20 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CODES = {
-    "identity": 0,
-    "relu": 1,
-    "leaky_relu": 2,
-    "elu": 3,
-    "celu": 4,
-    "silu": 5,
-    "gelu": 6,
-    "hardswish": 8,
-    "tanh": 9,
-    "sigmoid": 10,
-    "softplus": 11,
-    "prelu": 12,
-}
+from lowtide.kernels.activations import FUSED
+
+CODES = {**FUSED, "prelu": 12}
 GELU_TANH = 7
 GELU_CUDA13 = 13
 

@@ -186,9 +186,9 @@ def forward(
     """The output z, mean, 1/σ, and x̂ if wanted; the running statistics follow."""
     grid = _grid(x)
     if grid.whole is None:
-        mean, invstd = _measure(grid, x, running, eps)
+        mean, invstd = measure(x, running, eps=eps)
         affine = Affine(mean, invstd, weight, bias)
-        z, xhat = _normalize(grid, x, "x", affine, activation, slopes, residual, keep_xhat)
+        z, xhat = normalize(x, "x", affine, activation, slopes, residual, keep_xhat=keep_xhat)
         return z, mean, invstd, xhat
     mean, invstd = _per_channel(grid, x), _per_channel(grid, x)
     z = torch.empty_like(x)
@@ -209,10 +209,7 @@ def forward(
 
 def measure(x: Tensor, running: Running, *, eps: float, streams: int | None = None) -> tuple[Tensor, Tensor]:
     """The mean and 1/σ of each channel; the running statistics follow."""
-    return _measure(_grid(x, streams), x, running, eps)
-
-
-def _measure(grid: LaunchGrid, x: Tensor, running: Running, eps: float) -> tuple[Tensor, Tensor]:
+    grid = _grid(x, streams)
     mean, invstd = _per_channel(grid, x), _per_channel(grid, x)
     scratch = _scratch(grid, x)
     held, var, momentum, batches = running
@@ -239,19 +236,7 @@ def normalize(
     streams: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The output z from x or x̂ with the statistics given, and x̂ if wanted."""
-    return _normalize(_grid(kept, streams), kept, keeps, affine, activation, slopes, residual, keep_xhat)
-
-
-def _normalize(
-    grid: LaunchGrid,
-    kept: Tensor,
-    keeps: Keeps,
-    affine: Affine,
-    activation: Activation,
-    slopes: Tensor | None,
-    residual: Tensor | None,
-    keep_xhat: bool,
-) -> tuple[Tensor, Tensor | None]:
+    grid = _grid(kept, streams)
     z = torch.empty_like(kept)
     xhat = torch.empty_like(kept) if keep_xhat else None
     code, a, b = _numbers(activation)

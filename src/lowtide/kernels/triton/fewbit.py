@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowtide.compat.dispatch import without_modes
 from lowtide.compat.fake import FakeTensor, FakeTensorMode
-from lowtide.kernels.fewbit_activations import Curve
+from lowtide.kernels.activations import Activation
 from lowtide.kernels.reference.fewbit import Codebook, constants, packed_bytes
 from lowtide.kernels.triton.activations import CODES, GELU_CUDA13, GELU_TANH, phi
 from lowtide.kernels.triton.launcher import Launcher
@@ -30,13 +30,13 @@ _TABLE = -1  # in place of a gate's kind
 _NO_ACTIVATION = -1
 
 
-def activations(curve: Curve) -> tuple[int, ...]:
+def activations(activation: Activation) -> tuple[int, ...]:
     """The ways in which ``forward`` can compute it. They differ in last bits."""
-    if curve.function is not None or curve.name not in CODES:
+    if activation.function is not None or activation.name not in CODES:
         return ()
-    if curve.name == "gelu":
-        return (GELU_TANH,) if curve.numbers[0] else (GELU_CUDA13, CODES["gelu"])
-    return (CODES[curve.name],)
+    if activation.name == "gelu":
+        return (GELU_TANH,) if activation.numbers[0] else (GELU_CUDA13, CODES["gelu"])
+    return (CODES[activation.name],)
 
 
 def forward(x: Tensor, book: Codebook, activation: int) -> tuple[Tensor, Tensor]:
@@ -54,12 +54,12 @@ def _encode(x: Tensor, y: Tensor | None, book: Codebook, act: int, *, rounded: b
     count, bits = x.numel(), book.bits
     codes = torch.empty(packed_bytes(count, bits), dtype=torch.uint8, device=x.device)
     kind, low, high = _TABLE, 0.0, 0.0
-    if book.curve.is_gate:
-        gate = book.curve.gate
+    if book.activation.is_gate:
+        gate = book.activation.gate
         kind, low, high = gate.kind, gate.low, gate.high
         if rounded:
             low, high = torch.tensor([low, high], dtype=x.dtype).tolist()
-    a, b = (*book.curve.numbers, 0.0, 0.0)[:2]
+    a, b = (*book.activation.numbers, 0.0, 0.0)[:2]
     _encode_launch(
         -(-count // (8 * _GROUPS)), (x, y, codes, _table(book, x, 0)),
         (count, count // 8, float(low), float(high), float(a), float(b)),
@@ -72,8 +72,8 @@ def decode(dy: Tensor, codes: Tensor, book: Codebook) -> Tensor:
     """Dx of a dense dy that lies in memory as the coded x did."""
     dx = torch.empty_like(dy)
     count, kind, on, off = dy.numel(), _TABLE, 0.0, 0.0
-    if book.curve.is_gate:
-        gate = book.curve.gate
+    if book.activation.is_gate:
+        gate = book.activation.gate
         kind, on, off = gate.kind, gate.on, gate.off
     _decode_launch(
         -(-count // (8 * _GROUPS)), (dy, codes, dx, _table(book, dy, 1)), (count, count // 8, float(on), float(off)),
@@ -84,7 +84,7 @@ def decode(dy: Tensor, codes: Tensor, book: Codebook) -> Tensor:
 
 def _table(book: Codebook, x: Tensor, which: int) -> Tensor | None:
     """Boundaries or levels; a gate has none."""
-    if book.curve.is_gate:
+    if book.activation.is_gate:
         return None
     if not isinstance(x, FakeTensor):
         return constants(book, x.device, torch.float32)[which]

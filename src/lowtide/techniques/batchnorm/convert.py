@@ -17,8 +17,15 @@ from lowtide.compat.dynamo import assume_constant_result
 from lowtide.compat.modules import BatchNormBase, own_buffers, own_children, own_parameters, runs_compiled
 from lowtide.errors import LowtideError
 from lowtide.kernels.activations import Activation
-from lowtide.nn.batchnorm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, SyncBatchNormAct, _BatchNormAct
-from lowtide.nn.fx_leaf import is_symbolic, leaf
+from lowtide.nn.batchnorm import (
+    BatchNormAct1d,
+    BatchNormAct2d,
+    BatchNormAct3d,
+    SyncBatchNormAct,
+    _BatchNormAct,
+    is_symbolic,
+    leaf,
+)
 from lowtide.nn.pooling import can_pool, max_pool
 from lowtide.nn.strategies import Strategy, resolve
 from lowtide.techniques.batchnorm.consumers import behind

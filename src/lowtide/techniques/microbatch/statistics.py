@@ -312,7 +312,7 @@ class _RunByWhole(_ByWhole):
             residual=residual,
             rebuild=residual is None or norm.rebuild_joins,
             statistics=Statistics(*self.statistics(), of_input=False),
-            where=norm,
+            layer=norm,
         )
 
 
