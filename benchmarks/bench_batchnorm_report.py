@@ -34,6 +34,8 @@ from benchmarks.data import COMMANDS, Samples, mnist, speech_commands
 from benchmarks.drawing import color_by, say_drawn, side_by_side
 from benchmarks.harness import RESULTS, ROOT, Row, arguments, default_device, read, record, results_of, skip
 from lowtide import LowtideError, Workload, profile, zoo
+from lowtide.reporting.charts import alt, chart_of
+from lowtide.reporting.figures import save_figure
 from lowtide.zoo.batches import classification_loss
 
 NAME = "batchnorm_report"
@@ -286,23 +288,19 @@ COLORS = dict(zip(VARIANTS, ("#8a8f98", "#e69f00", "#009e73", "#0072b2"), strict
 
 def draw_curves(results: Path, path: Path) -> Path:
     """The loss curves of the latest rows, a panel for each experiment."""
-    from lowtide.reporting.charts import altair_module, chart_of
-    from lowtide.reporting.figures import save_figure
-
-    alt: Any = altair_module()
-    panels = [_panel(alt, chart_of(alt, points), title) for title, points in _points(results).items()]
+    panels = [_panel(chart_of(points), title) for title, points in _points(results).items()]
     subtitle = "Median over the runs; each point is the mean of some steps."
-    return save_figure(side_by_side(alt, panels, "Training loss", subtitle), path)
+    return save_figure(side_by_side(panels, "Training loss", subtitle), path)
 
 
-def _panel(alt: Any, points: Any, title: str) -> Any:
+def _panel(points: Any, title: str) -> Any:
     lines = points.mark_line(strokeWidth=1.8).encode(
         x=alt.X("step:Q", title="step", scale=alt.Scale(nice=False), axis=alt.Axis(tickCount=8)),
         # A logarithm, since LeNet's falls to a thirtieth.
         y=alt.Y(
             "loss:Q", title="loss (log scale)", scale=alt.Scale(type="log", nice=False), axis=alt.Axis(tickCount=5)
         ),
-        color=color_by(alt, "variant", COLORS, columns=1),
+        color=color_by("variant", COLORS, columns=1),
     )
     heading = alt.TitleParams(title, anchor="start", fontSize=11, fontWeight=500)
     return lines.properties(width=400, height=280, title=heading)

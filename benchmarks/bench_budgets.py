@@ -33,6 +33,8 @@ from benchmarks.steps import peak_of, plain_step, seconds_of
 from lowtide import Workload, apply, plan, zoo
 from lowtide.errors import BudgetError
 from lowtide.planning.baseline import baseline_profile
+from lowtide.reporting.charts import FONT, alt, chart_of
+from lowtide.reporting.figures import save_figure
 
 BF16 = {"autocast": torch.bfloat16}
 CASES: dict[str, dict[str, Any]] = {
@@ -119,10 +121,6 @@ def budgets_between(smallest: int, largest: int, peers: Sequence[int]) -> list[i
 
 def draw_steps(rows: Path, path: Path) -> Path:
     """Seconds as a multiple of the plain step's, over the measured peak: plans as a line, by hand as points."""
-    from lowtide.reporting.charts import FONT, altair_module, chart_of
-    from lowtide.reporting.figures import save_figure
-
-    alt: Any = altair_module()
     latest = {(row["case"], row["subject"], row["metric"]): float(row["value"]) for row in read(rows)}
     points = [
         {
@@ -140,10 +138,10 @@ def draw_steps(rows: Path, path: Path) -> Path:
         shared = {
             "x": alt.X("peak:Q", title="measured peak, GiB", scale=alt.Scale(zero=False, padding=20)),
             "y": alt.Y("ratio:Q", title="step, times the plain one's", scale=alt.Scale(zero=False, padding=20)),
-            "color": color_by(alt, "how", COLORS, columns=3, columnPadding=48),
+            "color": color_by("how", COLORS, columns=3, columnPadding=48),
         }
-        line = chart_of(alt, [p for p in own if p["how"].startswith("lowtide")]).mark_line(point=True, strokeWidth=2)
-        marks = chart_of(alt, [p for p in own if not p["how"].startswith("lowtide")]).mark_point(size=90, filled=True)
+        line = chart_of([p for p in own if p["how"].startswith("lowtide")]).mark_line(point=True, strokeWidth=2)
+        marks = chart_of([p for p in own if not p["how"].startswith("lowtide")]).mark_point(size=90, filled=True)
         layers = alt.layer(line.encode(**shared), marks.encode(**shared))
         return layers.properties(width=400, height=300, title=alt.TitleParams(case, anchor="start", fontSize=12))
 

@@ -18,6 +18,8 @@ import numpy as np
 from benchmarks.drawing import color_by, say_drawn
 from benchmarks.harness import RESULTS, ROOT, Row, arguments, read, record, seconds
 from lowtide.chains import Chain, OptimalSchedules, Schedule, keep_all, recursive, simulate, sqrt
+from lowtide.reporting.charts import FONT, alt, chart_of
+from lowtide.reporting.figures import save_figure
 
 DEPTHS = [4, 8, 16, 32, 64, 128, 256, 512, 1024]
 DEEPEST_OPTIMAL = 256  # O(n³): 1024 stages take a minute
@@ -120,10 +122,6 @@ def unequal(stages: int) -> Chain:
 
 def draw_laws(rows: Path, path: Path) -> Path:
     """Memory and time over depth: as the laws are lines, memory and depth in powers of two."""
-    from lowtide.reporting.charts import FONT, altair_module, chart_of
-    from lowtide.reporting.figures import save_figure
-
-    alt: Any = altair_module()
     latest = {(row["case"], row["subject"], row["metric"]): float(row["value"]) for row in read(rows)}
     points = [
         {"depth": int(case.split()[0]), "planner": subject, "metric": metric, "value": value}
@@ -131,11 +129,11 @@ def draw_laws(rows: Path, path: Path) -> Path:
         if case.endswith(" equal stages")
     ]
     naive = "datum.label == 'keep everything' ? 'keep everything (naive)' : datum.label"
-    color = color_by(alt, "planner", COLORS, columns=4, columnPadding=48, labelExpr=naive)
+    color = color_by("planner", COLORS, columns=4, columnPadding=48, labelExpr=naive)
 
     def panel(metric: str, title: str, scale: Any) -> Any:
         own = [point for point in points if point["metric"] == metric]
-        lines = chart_of(alt, own).mark_line(point=True, strokeWidth=2)
+        lines = chart_of(own).mark_line(point=True, strokeWidth=2)
         return lines.encode(
             x=alt.X(
                 "depth:Q", title="stages", scale=alt.Scale(type="log", base=2), axis=alt.Axis(values=DEPTHS, format="d")

@@ -24,6 +24,8 @@ from benchmarks.harness import RESULTS, ROOT, Row, arguments, compare, record
 from lowtide.kernels.activations import CURVES, Activation
 from lowtide.nn import fewbit
 from lowtide.nn.fewbit_tables import BITS, table_of
+from lowtide.reporting.charts import FONT, alt, chart_of
+from lowtide.reporting.figures import save_figure
 
 FIGURE = ROOT / "docs" / "images" / "fewbit.svg"
 SHAPES = [((16, 1024, 4096), torch.bfloat16), ((16, 1024, 4096), torch.float32), ((64, 128, 3072), torch.bfloat16)]
@@ -136,10 +138,6 @@ def _count(saved: list[int], tensor: Tensor) -> Tensor:
 
 def draw_curves(path: Path) -> Path:
     """The derivative of every activation, and the steps that stand for it."""
-    from lowtide.reporting.charts import FONT, altair_module, chart_of
-    from lowtide.reporting.figures import save_figure
-
-    alt: Any = altair_module()
     x = torch.linspace(-4, 4, 321, dtype=torch.float64)
     names = {"f'": "#8a8f98", "1 bit": "#e69f00", "3 bits": "#0072b2"}
     color = alt.Color("line:N", title=None, scale=alt.Scale(domain=list(names), range=list(names.values())))
@@ -162,8 +160,8 @@ def draw_curves(path: Path) -> Path:
             "y": alt.Y("y:Q", title=None),
             "color": color,
         }
-        back = chart_of(alt, smooth).mark_line(strokeWidth=3, opacity=0.7).encode(**axes)
-        front = chart_of(alt, steps).mark_line(strokeWidth=1.5).encode(**axes)
+        back = chart_of(smooth).mark_line(strokeWidth=3, opacity=0.7).encode(**axes)
+        front = chart_of(steps).mark_line(strokeWidth=1.5).encode(**axes)
         return (back + front).properties(width=170, height=130, title=name)
 
     subtitle = "The best 2 and the best 8 steps for inputs from the standard normal distribution."

@@ -29,6 +29,8 @@ from lowtide.planning.programs.strategies import (
     sqrt_without_cheap,
     without_cheap,
 )
+from lowtide.reporting.charts import alt, chart_of
+from lowtide.reporting.figures import save_figure
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.capture.loss import capture_joint
 
@@ -160,10 +162,6 @@ def gradients(work: Workload, loss: Callable[[Any], Tensor]) -> list[Tensor]:
 
 def draw_curves(rows: Path, path: Path) -> Path:
     """Bytes over depth, a panel for each network, both in powers of two: what grows with a power is a line."""
-    from lowtide.reporting.charts import altair_module, chart_of
-    from lowtide.reporting.figures import save_figure
-
-    alt: Any = altair_module()
     latest = {(row["case"], row["subject"]): float(row["value"]) / 2**20 for row in read(rows)}
     panels: list[Any] = []
     for network, (_, what, _, _) in NETWORKS.items():
@@ -172,9 +170,9 @@ def draw_curves(rows: Path, path: Path) -> Path:
             for (case, strategy), size in latest.items()
             if case.startswith(f"{network}, ") and case.endswith(what)
         ]
-        panels.append(_panel(alt, chart_of(alt, points + _law(points)), f"{network}: {what}", points))
+        panels.append(_panel(chart_of(points + _law(points)), f"{network}: {what}", points))
     subtitle = "One arena with static offsets; parameters and their gradients are apart. Bytes by the joint graph."
-    chart = side_by_side(alt, panels, "Results of a step, by how memory is planned", subtitle)
+    chart = side_by_side(panels, "Results of a step, by how memory is planned", subtitle)
     return save_figure(chart.configure_legend(labelFontSize=12), path)
 
 
@@ -186,7 +184,7 @@ def _law(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**p, "strategy": name, "size": first["size"] * math.sqrt(p["depth"] / first["depth"])} for p in own]
 
 
-def _panel(alt: Any, lines: Any, title: str, points: list[dict[str, Any]]) -> Any:
+def _panel(lines: Any, title: str, points: list[dict[str, Any]]) -> Any:
     depths = sorted({point["depth"] for point in points})
     name, what = title.split(": ")
     encoded = lines.encode(
@@ -197,7 +195,7 @@ def _panel(alt: Any, lines: Any, title: str, points: list[dict[str, Any]]) -> An
             axis=alt.Axis(values=depths),
         ),
         y=alt.Y("size:Q", title="MiB", scale=alt.Scale(type="log", base=2), axis=alt.Axis(format="~g", tickCount=8)),
-        color=color_by(alt, "strategy", COLORS, columns=4, columnPadding=48),
+        color=color_by("strategy", COLORS, columns=4, columnPadding=48),
     )
     law = f"datum.strategy == '{list(COLORS)[-1]}'"
     solid = encoded.transform_filter(f"!({law})").mark_line(point=True)

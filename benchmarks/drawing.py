@@ -1,4 +1,4 @@
-"""What the figures of benchmarks share: colours by name, panels under one title, a word where altair is missing."""
+"""Parts that figures of benchmarks share: colours by name, panels under one title, a word where altair is missing."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import MissingExtra
+from lowtide.reporting.charts import FONT, alt
 
 
 def say_drawn(draw: Callable[[], Path]) -> None:
-    """Draw, and say where to; without altair, say that."""
+    """Draw, and print the path; without altair, print what to install."""
     try:
         print(f"drawn to {draw()}")
     except MissingExtra as missing:
         print(missing)
 
 
-def color_by(alt: Any, field: str, colors: Mapping[str, str], **legend: Any) -> Any:
-    """A colour for each name, in this order, with a legend below."""
+def color_by(field: str, colors: Mapping[str, str], **legend: Any) -> Any:
+    """Colour by name, in the given order, with a legend below."""
     return alt.Color(
         f"{field}:N",
         title=None,
@@ -27,10 +28,8 @@ def color_by(alt: Any, field: str, colors: Mapping[str, str], **legend: Any) -> 
     )
 
 
-def side_by_side(alt: Any, panels: Iterable[Any], title: str, subtitle: str) -> Any:
-    """Panels in a row under one title."""
-    from lowtide.reporting.charts import FONT
-
+def side_by_side(panels: Iterable[Any], title: str, subtitle: str) -> Any:
+    """Put panels in a row under one title."""
     heading = alt.TitleParams(title, subtitle=subtitle, anchor="start", subtitleColor="#666", offset=14)
     chart = alt.hconcat(*panels, title=heading, background="white", padding=16)
     return chart.configure(font=FONT).configure_view(stroke=None).configure_axis(gridColor="#e6e8eb")

@@ -1,46 +1,19 @@
-import json
 import os
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 
 import pytest
 
 from lowtide.errors import LowtideError, MissingExtra
 from lowtide.profiling.profile import Outside
 from lowtide.reporting.html import report
-from lowtide.reporting.palette import COLORS, STACK
+from lowtide.reporting.palette import COLORS
+from tests.reporting.pages import Document
 
 MIB = 2**20
 
 EVIL = "<script>alert(1)</script>"
-
-
-class Document(HTMLParser):
-    """Collects elements and the text of scripts, as a browser would read them."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.elements, self.scripts, self._inside = [], [], False
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        self._inside = tag == "script"
-        if self._inside:
-            self.scripts.append("")
-
-    def handle_endtag(self, tag):
-        self._inside = False
-
-    def handle_data(self, data):
-        if self._inside:
-            self.scripts[-1] += data
-
-    @property
-    def data(self):
-        return next(json.loads(text) for text in self.scripts if text.startswith('{"categories"'))
 
 
 @pytest.fixture
@@ -70,30 +43,6 @@ def test_the_page_opens_with_the_peaks(tmp_path, profile):
         ("Time of all ops", "20.0 ms"),
     ]
     assert "<code>convolution_backward</code> in <code>3.conv</code>" in text
-
-
-def test_the_embedded_timeline_is_the_profiles(tmp_path, profile):
-    packed = Document(report(profile, tmp_path / "page.html").read_text()).data["profiles"][0]
-    for category, differences in zip(STACK, packed["live"], strict=True):
-        total, live = 0, []
-        for change in differences:
-            total += change
-            live.append(total)
-        assert live == profile.timeline.by_category[category].tolist()
-    assert packed["peak_bytes"] == profile.peak_bytes
-    names = [packed["strings"][i] for i in packed["ops"]["name"]]
-    assert names == [op.name for op in profile.graph.ops]
-
-
-def test_the_embedded_storages_are_those_alive_at_the_peak(tmp_path, profile):
-    packed = Document(report(profile, tmp_path / "page.html").read_text()).data["profiles"][0]
-    columns = packed["storages"]
-    alive = [
-        packed["strings"][label]
-        for label, birth, death in zip(columns["label"], columns["birth"], columns["death"], strict=True)
-        if birth <= packed["peak_op"] < death
-    ]
-    assert alive == [s.label for s in profile.alive_at_peak]
 
 
 def test_names_are_never_markup(tmp_path, make_profile):
@@ -133,12 +82,6 @@ def test_a_sweep_marks_cells_above_the_limit(tmp_path, sweep):
 
 def test_an_empty_step_has_a_page(tmp_path, make_profile):
     assert report(make_profile(blocks=0), tmp_path / "page.html").exists()
-
-
-def test_a_long_step_stays_small(tmp_path, make_profile):
-    profile = make_profile(blocks=1000)
-    assert len(profile.graph.ops) == 5000
-    assert report(profile, tmp_path / "page.html").stat().st_size < 3_000_000
 
 
 def test_an_unknown_subject_is_refused(tmp_path):

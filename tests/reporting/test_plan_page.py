@@ -1,4 +1,4 @@
-"""Plans and steps have pages too."""
+"""Plans, predictions and steps have pages too."""
 
 import pytest
 import torch
@@ -12,74 +12,62 @@ from lowtide.sizes import format_size
 
 @pytest.fixture(scope="module")
 def work():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(9)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
     return lowtide.Workload(model, lambda model, x: model(x).square().mean(), torch.randn(256, 64))
 
 
-def test_a_plan_page_gives_the_budget_and_the_choice(work, tmp_path):
-    plan = lowtide.plan(work, "80%", engine="eager")
-    text = report(plan, tmp_path / "made" / "plan.html").read_text()
-    assert format_size(plan.budget_bytes) in text
-    assert format_size(plan.peak_bytes) in text
-    assert str(plan.choices[0].option) in text
-
-
-def test_a_plan_page_of_the_graph_engine_names_the_program(work, tmp_path):
-    plan = lowtide.plan(work, "80%", engine="graph")
-    text = report(plan, tmp_path / "plan.html").read_text()
-    assert str(plan.program) in text
-    assert "nothing is changed" not in text
-
-
-def test_a_step_page_shows_the_planned_step(work, tmp_path):
-    step = lowtide.apply(lowtide.plan(work, "80%"), work)
-    text = report(step, tmp_path / "step.html").read_text()
-    step.undo()
-    assert f"planned for {format_size(step.plan.budget_bytes)}" in text
+@pytest.fixture(scope="module")
+def before(work):
+    return lowtide.profile(work)
 
 
 @pytest.fixture(scope="module")
-def graph_plan(work):
-    before = lowtide.profile(work)
-    return predict_plan(work, lowtide.plan(work, "70%", profile=before, engine="graph"), before)
+def predictions(work, before):
+    """The same budget on both engines."""
+    plans = {e: lowtide.plan(work, "80%", profile=before, engine=e, tune=False) for e in ("eager", "graph")}
+    return {engine: predict_plan(work, plan, before) for engine, plan in plans.items()}
 
 
-def test_a_prediction_is_the_plans_and_the_step_keeps_it(work, graph_plan):
-    plan = graph_plan.plan
-    assert (graph_plan.after.peak_bytes, graph_plan.after.storage_peak_bytes) == (
-        plan.peak_bytes,
-        plan.storage_peak_bytes,
-    )
+@pytest.mark.parametrize("engine", ["eager", "graph"])
+def test_a_plan_page_gives_the_budget_and_the_change(predictions, engine, tmp_path):
+    plan = predictions[engine].plan
+    text = report(plan, tmp_path / "made" / "plan.html").read_text()
+    change = plan.choices[0].option if engine == "eager" else plan.program
+    assert all(part in text for part in (format_size(plan.budget_bytes), format_size(plan.peak_bytes), str(change)))
+
+
+def test_a_step_page_shows_the_planned_step_as_predicted(work, predictions, tmp_path):
+    prediction = predictions["graph"]
+    plan, after = prediction.plan, prediction.after
+    assert (after.peak_bytes, after.storage_peak_bytes) == (plan.peak_bytes, plan.storage_peak_bytes)
     with lowtide.apply(plan, work) as step:
-        assert step.profile().storage_peak_bytes == graph_plan.after.storage_peak_bytes
-    assert 0 < graph_plan.after.saved_bytes < graph_plan.before.saved_bytes
-    again = [choice for _, choice in graph_plan.stages if not choice.kept]
-    assert again
-    assert sum(choice.seconds_again for choice in again) == pytest.approx(plan.program.seconds)
+        assert step.profile().storage_peak_bytes == after.storage_peak_bytes
+        assert f"planned for {format_size(plan.budget_bytes)}" in report(step, tmp_path / "step.html").read_text()
 
 
-def test_a_prediction_page_shows_the_program_and_says_why(graph_plan, tmp_path):
-    text = report(graph_plan, tmp_path / "plan.html").read_text()
+def test_a_prediction_says_which_stages_are_recomputed(predictions, tmp_path):
+    prediction = predictions["graph"]
+    assert 0 < prediction.after.saved_bytes < prediction.before.saved_bytes
+    recomputed = [choice for _, choice in prediction.stages if not choice.kept]
+    assert sum(choice.seconds_again for choice in recomputed) == pytest.approx(prediction.plan.program.seconds)
+    text = report(prediction, tmp_path / "plan.html").read_text()
     assert "graph engine" in text
     assert '<svg class="figure"' in text
-    assert text.count("<code>") >= len(graph_plan.stages)
-    made_again = sum(not choice.kept for _, choice in graph_plan.stages)
-    assert text.count("</i>made again") == made_again > 0
-    assert "What modules keep" not in text  # a captured graph has no modules
+    assert text.count("</i>recomputed") == len(recomputed) > 0
+    assert "by module" not in text  # a captured graph has no modules
 
 
-def test_a_prediction_of_an_eager_plan_compares_modules(work, tmp_path):
-    before = lowtide.profile(work)
-    found = predict_plan(work, lowtide.plan(work, "80%", profile=before, engine="eager"), before)
-    assert found.program is None
-    assert found.after.peak_bytes == found.plan.peak_bytes
-    text = report(found, tmp_path / "plan.html").read_text()
-    assert str(found.plan.choices[0].option) in text
-    assert "What modules keep" in text
-    assert "The program" not in text
+def test_a_prediction_of_an_eager_plan_compares_modules(predictions, tmp_path):
+    prediction = predictions["eager"]
+    assert prediction.program is None
+    assert prediction.after.peak_bytes == prediction.plan.peak_bytes
+    text = report(prediction, tmp_path / "plan.html").read_text()
+    assert str(prediction.plan.choices[0].option) in text
+    assert "by module" in text
+    assert '<svg class="figure"' not in text
 
 
-def test_a_plan_of_another_graph_is_refused(work, graph_plan):
+def test_a_plan_of_another_graph_is_refused(work, predictions):
     other = lowtide.Workload(work.model, lambda model, x: model(x).abs().mean(), work.batch)
     with pytest.raises(lowtide.LowtideError, match="another graph"):
-        predict_plan(other, graph_plan.plan, lowtide.profile(other))
+        predict_plan(other, predictions["graph"].plan, lowtide.profile(other))

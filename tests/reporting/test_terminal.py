@@ -1,19 +1,20 @@
 import io
 import sys
+from importlib import import_module
 
 import pytest
 from rich.console import Console
 
 from lowtide.errors import MissingExtra
 from lowtide.profiling.profile import Outside
-from lowtide.reporting.terminal import progress, show, show_comparison, show_sweep
+from lowtide.reporting.terminal import progress, show, show_sweep
 
 MIB = 2**20
 
 
-def text_of(show_it, subject, *, width=120, color=None, encoding="utf-8"):
+def text_of(show_it, subject, *, width=120, encoding="utf-8"):
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    console = Console(file=file, width=width, color_system=color, force_terminal=color is not None)
+    console = Console(file=file, width=width, color_system=None)
     show_it(subject, console)
     file.flush()
     return file.buffer.getvalue().decode(encoding)
@@ -21,17 +22,8 @@ def text_of(show_it, subject, *, width=120, color=None, encoding="utf-8"):
 
 def test_show_prints_both_peaks_and_who_holds_them(profile):
     text = text_of(show, profile)
-    for part in (
-        "chain",
-        "NVIDIA H200",
-        "predicted without running",
-        "428 MiB",
-        "420 MiB",
-        "100 MiB",
-        "256 MiB",
-    ):
+    for part in ("chain", "NVIDIA H200", "predicted", "428 MiB", "420 MiB", "100 MiB", "256 MiB"):
         assert part in text
-    assert "peak in backward: convolution_backward in 3.conv" in text
     assert "activation 192 MiB 45%" in text
     assert "workspace 64.0 MiB 15%" in text
     assert "4 × Block" in text
@@ -40,34 +32,12 @@ def test_show_prints_both_peaks_and_who_holds_them(profile):
     assert "Seconds come from the roofline." in text
 
 
-def test_measured_and_untimed_profiles_say_so(make_profile):
-    text = text_of(show, make_profile(fake=False, timed=False))
-    assert "measured" in text
-    assert "predicted" not in text
-    assert "seconds" not in text
-
-
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_no_line_is_wider_than_the_terminal(make_profile, width):
     lines = text_of(show, make_profile(root="a_rather_long_name_of_a_module"), width=width).splitlines()
     assert max(map(len, lines)) <= width
-
-
-def test_sizes_survive_a_narrow_terminal(profile):
-    text = text_of(show, profile, width=80)
-    assert text.count("64.0 MiB   ") >= 4
-    assert "source" not in text
-
-
-def test_the_chart_reaches_its_top_at_the_peak(profile):
-    lines = text_of(show, profile).splitlines()
-    pointer = next(i for i, line in enumerate(lines) if "▼" in line)
-    assert lines[pointer + 1][lines[pointer].index("▼")] == "█"
-
-
-def test_colors_are_the_palette(profile):
-    text = text_of(show, profile, color="truecolor")
-    assert "38;2;213;94;0" in text  # activation, #d55e00
+    assert sum("64.0 MiB   " in line for line in lines) >= 4  # sizes stay, names give way
+    assert any("source" in line for line in lines) == (width >= 100)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
@@ -80,23 +50,9 @@ def test_output_that_is_not_utf8_gets_ascii(profile, sweep, encoding):
     assert "6.00!" in text_of(show_sweep, sweep, encoding=encoding)
 
 
-def test_an_empty_step_is_shown(make_profile):
-    text = text_of(show, make_profile(blocks=0))
-    assert "0 B" in text
-
-
 def test_outside_explains_nvidia_smi(make_profile):
     text = text_of(show, make_profile(outside=Outside(500 * MIB, 480 * MIB, 0, 1024 * MIB)))
     assert "nvidia-smi shows 980 MiB" in text
-
-
-def test_comparison_prints_the_change(profile, planned):
-    text = text_of(show_comparison, profile.compare(planned))
-    assert "428 MiB" in text
-    assert "planned" in text
-    change = profile.peak_bytes - planned.peak_bytes
-    assert f"{-change / profile.peak_bytes:+.0%}" in text
-    assert "0.relu" in text
 
 
 def test_sweep_marks_cells_above_the_limit(sweep):
@@ -120,9 +76,15 @@ def test_progress_is_silent_without_a_terminal(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_without_rich_show_names_the_extra_and_progress_still_works(monkeypatch, profile):
+def test_measured_untimed_and_empty_profiles_are_shown(make_profile):
+    text = text_of(show, make_profile(fake=False, timed=False))
+    assert "measured" in text
+    assert "seconds" not in text
+    assert "0 B" in text_of(show, make_profile(blocks=0))
+
+
+def test_a_missing_rich_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.delitem(sys.modules, "lowtide.reporting.terminal")
     with pytest.raises(MissingExtra, match=r"rich.*lowtide\[cli\]"):
-        show(profile)
-    with progress("Sweeping", total=1) as advance:
-        advance()
+        import_module("lowtide.reporting.terminal")

@@ -1,4 +1,4 @@
-"""What happened, looked at: functions over profiles, comparisons and sweeps. Nothing heavy until used."""
+"""Profiles, comparisons, sweeps and plans as text, HTML and figures. Nothing heavy is imported until used."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowtide.reporting.figures import save_figure
     from lowtide.reporting.html import report
-    from lowtide.reporting.terminal import progress, show, show_comparison, show_sweep
+    from lowtide.reporting.terminal import progress, show, show_sweep
     from lowtide.reporting.value_timeline import Overlay
 
-__all__ = ["Overlay", "progress", "report", "save_figure", "show", "show_comparison", "show_sweep"]
+__all__ = ["Overlay", "progress", "report", "save_figure", "show", "show_sweep"]
 
 _HOMES = {
     "Overlay": "value_timeline",
@@ -19,7 +19,6 @@ _HOMES = {
     "report": "html",
     "save_figure": "figures",
     "show": "terminal",
-    "show_comparison": "terminal",
     "show_sweep": "terminal",
 }
 

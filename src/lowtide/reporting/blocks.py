@@ -19,18 +19,15 @@ CHART_ROWS = 8
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
-def block_chart(profile: Profile, console: Console, top: int | None = None) -> RenderableType | None:
-    """Draw the timeline: a column per stretch of ops, at its highest op, so that the peak is there.
-
-    ``top`` is the size at the top, to draw two profiles on one scale; by default the profile's peak.
-    """
+def block_chart(profile: Profile, console: Console) -> RenderableType | None:
+    """Draw the timeline. A column shows the highest op of its stretch, so the peak is always drawn."""
     from rich.console import Group
     from rich.text import Text
 
     graph, timeline = profile.graph, profile.timeline
     if not graph.ops:
         return None
-    top = max(profile.peak_bytes if top is None else top, 1)
+    top = max(profile.peak_bytes, 1)
     labels = [format_size(top), *[""] * (CHART_ROWS - 2), "0 "]
     margin = max(map(len, labels)) + 1
     width = max(20, min(console.width, 110) - margin - 1)
@@ -50,15 +47,18 @@ def block_chart(profile: Profile, console: Console, top: int | None = None) -> R
     where = graph.ops[profile.peak_op]
     peak = f"peak in {where.phase}: {short_op(where.name)} in {where.module or 'the model'}"
     column = margin + max(range(width), key=lambda i: int(timeline.allocated[ops[i]]))
-    pointer = Text(" " * column + "▼ " + peak, no_wrap=True)
-    if column + len(peak) + 2 > console.width:
-        pointer = Text(" " * max(0, column - len(peak) - 1) + f"{peak} ▼", no_wrap=True)
+    if column + len(peak) + 2 <= console.width:
+        pointer = " " * column + f"▼ {peak}"
+    elif column > len(peak):
+        pointer = " " * (column - len(peak) - 1) + f"{peak} ▼"
+    else:  # room on neither side
+        pointer = f"{peak}\n" + " " * column + "▼"
 
     marks = Text(" " * margin, no_wrap=True)
     for run in phase_runs(graph):
         start, end = (round(i * width / len(graph.ops)) for i in (run.start, run.end))
         marks.append(f"╵{run.phase}"[: end - start].ljust(end - start), PHASE_COLORS[run.phase])
-    return Group(pointer, *lines, marks)
+    return Group(Text(pointer, no_wrap=True), *lines, marks)
 
 
 def _stack(sizes: Iterable[tuple[Category, int]], top: int, colored: bool) -> list[str]:

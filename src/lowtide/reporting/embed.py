@@ -1,27 +1,26 @@
 """A profile as the compact JSON that the HTML page draws.
 
-``Profile.to_json()`` is the form for people and programs; this one is several times smaller: columns, not
-objects, every text once, the timeline as differences. Its only reader is ``templates/report.js``.
+``Profile.to_json()`` is the form for people and programs. This one is several times smaller: columns instead of
+objects, every text once, the timeline as differences. Only ``templates/report.js`` reads it.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from lowtide.profiling.profile import Profile
 from lowtide.reporting.palette import COLORS, PHASE_COLORS, STACK
-from lowtide.reporting.tables import SavedRow, saved_rows
+from lowtide.reporting.tables import saved_rows
 from lowtide.tracing.graph import PHASES
-
-Columns = dict[str, list[Any]]
 
 
 def embed(profiles: list[Profile]) -> str:
-    """The page's data, safe inside a ``<script>`` element whatever the names in it."""
+    """Write the page's data, safe inside a ``<script>`` element whatever the names in it."""
     data = {
         "categories": [{"name": c, "color": COLORS[c]} for c in STACK],
         "phases": [{"name": p, "color": PHASE_COLORS[p]} for p in PHASES],
@@ -32,18 +31,17 @@ def embed(profiles: list[Profile]) -> str:
 
 
 def pack(profile: Profile) -> dict[str, Any]:
-    """One profile; numbers in the columns of names, modules and sources are places in ``strings``."""
+    """Pack one profile. Numbers in the columns of names, modules and sources are places in ``strings``."""
     graph, strings = profile.graph, _Strings()
     storages = sorted(graph.on_device, key=lambda s: s.bytes, reverse=True)
+    modules, saved = profile.by_module, saved_rows(profile)
     return {
         "name": profile.name,
         "peak_op": profile.peak_op,
         "peak_bytes": profile.peak_bytes,
-        "live": [_differences(profile.timeline.by_category[c]) for c in STACK],
+        "live": [np.diff(profile.timeline.by_category[c], prepend=0).tolist() for c in STACK],
         "ops": {
-            "name": [strings(op.name) for op in graph.ops],
-            "module": [strings(op.module) for op in graph.ops],
-            "source": [strings(op.source) for op in graph.ops],
+            **strings.columns(graph.ops, "name", "module", "source"),
             "phase": [PHASES.index(op.phase) for op in graph.ops],
             "recompute": [int(op.recompute) for op in graph.ops],
             "seconds": [_seconds(op.seconds) for op in graph.ops],
@@ -54,33 +52,24 @@ def pack(profile: Profile) -> dict[str, Any]:
             "category": [STACK.index(s.category) for s in storages],
             "birth": [s.birth for s in storages],
             "death": [s.death for s in storages],
-            "label": [strings(s.label) for s in storages],
-            "module": [strings(s.module) for s in storages],
+            **strings.columns(storages, "label", "module"),
         },
         "modules": {
-            "path": [strings(m.path) for m in profile.by_module],
-            "type": [strings(m.type) for m in profile.by_module],
-            "parameters": [m.total.parameter_bytes for m in profile.by_module],
-            "saved": [m.total.saved_bytes for m in profile.by_module],
-            "peak": [m.total.peak_bytes for m in profile.by_module],
-            "seconds": [_seconds(m.total.seconds) for m in profile.by_module],
+            **strings.columns(modules, "path", "type"),
+            "parameters": [m.total.parameter_bytes for m in modules],
+            "saved": [m.total.saved_bytes for m in modules],
+            "peak": [m.total.peak_bytes for m in modules],
+            "seconds": [_seconds(m.total.seconds) for m in modules],
         },
-        "saved": _saved(saved_rows(profile), strings),
-        "strings": strings.all,
-    }
-
-
-def _saved(rows: list[SavedRow], strings: _Strings) -> Columns:
-    return {
-        "bytes": [row.bytes for row in rows],
-        "category": [STACK.index(row.category) for row in rows],
-        "shape": [list(row.shape) for row in rows],
-        "dtype": [strings(row.dtype) for row in rows],
-        "made_by": [strings(row.made_by) for row in rows],
-        "made_in": [strings(row.made_in) for row in rows],
-        "needed_by": [[strings(op) for op in row.needed_by] for row in rows],
-        "needed_in": [[strings(module) for module in row.needed_in] for row in rows],
-        "source": [strings(row.source) for row in rows],
+        "saved": {
+            "bytes": [row.bytes for row in saved],
+            "category": [STACK.index(row.category) for row in saved],
+            "shape": [list(row.shape) for row in saved],
+            **strings.columns(saved, "dtype", "made_by", "made_in", "source"),
+            "needed_by": [[strings(op) for op in row.needed_by] for row in saved],
+            "needed_in": [[strings(module) for module in row.needed_in] for row in saved],
+        },
+        "strings": list(strings.places),
     }
 
 
@@ -93,13 +82,8 @@ class _Strings:
     def __call__(self, text: str) -> int:
         return self.places.setdefault(text, len(self.places))
 
-    @property
-    def all(self) -> list[str]:
-        return list(self.places)
-
-
-def _differences(live: np.ndarray[Any, np.dtype[np.int64]]) -> list[int]:
-    return np.diff(live, prepend=0).tolist()
+    def columns(self, rows: Sequence[object], *names: str) -> dict[str, list[int]]:
+        return {name: [self(getattr(row, name)) for row in rows] for name in names}
 
 
 def _seconds(seconds: float) -> float | None:

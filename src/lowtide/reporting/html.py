@@ -1,13 +1,12 @@
-"""One HTML file that works offline: the timeline, who holds the bytes, what the backward pass keeps."""
+"""Reports as one HTML file that works offline: the timeline, who holds the bytes, which values are saved."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import singledispatch
-from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowtide.engines.step import Step
 from lowtide.errors import LowtideError, MissingExtra
@@ -15,9 +14,9 @@ from lowtide.planning.plan import Plan
 from lowtide.planning.prediction import Prediction
 from lowtide.profiling.profile import Comparison, Profile
 from lowtide.profiling.sweep import Sweep
+from lowtide.reporting.charts import inline
 from lowtide.reporting.embed import embed
-from lowtide.reporting.inline import inline
-from lowtide.reporting.palette import AGAIN, COLORS, RUNS, STACK, heat, ink
+from lowtide.reporting.palette import COLORS, RECOMPUTED, RUNS, STACK, heat, ink
 from lowtide.reporting.tables import (
     format_shape,
     grid,
@@ -27,40 +26,30 @@ from lowtide.reporting.tables import (
     short_source,
     workspace_rows,
 )
-from lowtide.reporting.value_timeline import Overlay, lives_chart, overlay_chart
+from lowtide.reporting.value_timeline import Overlay, lifetimes_chart, overlay_chart
 from lowtide.sizes import format_seconds, format_size
 from lowtide.version import __version__
 
-if TYPE_CHECKING:
-    import jinja2
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A number at the top of a page."""
-
-    label: str
-    value: str
-    detail: str = ""
+Figure = tuple[str, str, str]  # label, value, detail
 
 
 @dataclass(frozen=True)
 class Page:
-    """What a template needs. A new kind of subject is a function registered with ``page`` and a template."""
+    """Input of a template. A new kind of subject is a function registered with ``page``, and a template."""
 
     template: str
     title: str
-    tags: tuple[str, ...]  # hardware, versions, how the figures were got
-    figures: tuple[Figure, ...]
+    tags: tuple[str, ...]  # hardware, versions, source of the figures
+    figures: tuple[Figure, ...]  # at the top of the page
     context: dict[str, Any]
-    profiles: tuple[Profile, ...] = ()  # those whose timelines and tables the script draws
+    profiles: tuple[Profile, ...] = ()  # the script draws their timelines and tables
 
 
 def report(subject: object, path: str | Path) -> Path:
     """Write a profile, a comparison, a sweep, a plan or a step as one self-contained HTML file; return its path.
 
-    A ``Prediction`` of a plan, from ``lowtide.planning.predict_plan``, has both timelines and, on the graph engine, the
-    program. Folders on the way are made. A step is traced once for it.
+    A ``Prediction``, from ``lowtide.planning.predict_plan``, shows both timelines and the graph engine's program.
+    A step is traced once for its report. Missing folders are created.
     """
     path = check_name(Path(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +58,7 @@ def report(subject: object, path: str | Path) -> Path:
 
 
 def check_name(path: Path) -> Path:
-    """Return the path if its name is a page's."""
+    """Return the path if its name ends as a page's does."""
     if path.suffix.lower() not in {".html", ".htm"}:
         raise LowtideError(
             f"Cannot write a report as {path.name!r}",
@@ -80,7 +69,7 @@ def check_name(path: Path) -> Path:
 
 @singledispatch
 def page(subject: object) -> Page:
-    """The page of a subject, by its type."""
+    """Build the page of a subject, by its type."""
     raise LowtideError(
         f"There is no report for a {type(subject).__name__}",
         hint="Pass what lowtide.profile, profile.compare, lowtide.sweep, lowtide.plan or lowtide.apply returned.",
@@ -88,11 +77,10 @@ def page(subject: object) -> Page:
 
 
 def render(content: Page) -> str:
-    """A page as HTML: the template, with the style, the script and the data inside."""
+    """Render a page: the template, with the style, the script and the data inside."""
     environment = _environment()
 
     def source(name: str) -> str:
-        assert environment.loader is not None
         return environment.loader.get_source(environment, name)[0]
 
     return environment.get_template(content.template).render(
@@ -110,16 +98,19 @@ def render(content: Page) -> str:
 def _profile_page(profile: Profile) -> Page:
     graph, held = profile.graph, holders(profile, 8)
     most = max((h.bytes for h in held), default=0)
+    seconds: tuple[Figure, ...] = ()
+    if profile.seconds_source != "none":
+        seconds = (("Time of all ops", format_seconds(profile.seconds), profile.seconds_source),)
     return Page(
         template="profile.html",
         title=profile.name or "Training step",
         tags=_tags(profile),
         figures=(
-            Figure("Allocated peak", format_size(profile.peak_bytes), "what a memory budget is about"),
-            Figure("Storage peak", format_size(profile.storage_peak_bytes), "tensors alone, exact to the byte"),
-            Figure("Static", format_size(profile.static_bytes), "what every step starts with"),
-            Figure("Saved for backward", format_size(profile.saved_bytes), "activations that forward keeps"),
-            *_seconds_figure(profile),
+            ("Allocated peak", format_size(profile.peak_bytes), "a memory budget limits this"),
+            ("Storage peak", format_size(profile.storage_peak_bytes), "tensors alone, exact to the byte"),
+            ("Static", format_size(profile.static_bytes), "allocated between steps"),
+            ("Saved for backward", format_size(profile.saved_bytes), "activations"),
+            *seconds,
         ),
         context={
             "profile": profile,
@@ -139,20 +130,20 @@ def _comparison_page(comparison: Comparison) -> Page:
     share = comparison.saved_bytes / max(before.peak_bytes, 1)
     word = "lower" if share >= 0 else "higher"
     names = [before.name or "before", after.name or "after"]
-    seconds = ()
+    seconds: tuple[Figure, ...] = ()
     if "none" not in (before.seconds_source, after.seconds_source) and before.seconds:
         change = after.seconds / before.seconds - 1
         cost = f"{format_seconds(before.seconds)} → {format_seconds(after.seconds)}"
-        seconds = (Figure("Time of all ops", f"{change:+.0%}", cost),)
+        seconds = (("Time of all ops", f"{change:+.0%}", cost),)
     return Page(
         template="comparison.html",
         title=names[0] if names[0] == names[1] else f"{names[0]} → {names[1]}",
         tags=_tags(after),
         figures=(
-            Figure(f"Peak {word} by", f"{abs(share):.0%}", format_size(abs(comparison.saved_bytes))),
-            Figure("Peak before", format_size(before.peak_bytes), "allocated"),
-            Figure("Peak after", format_size(after.peak_bytes), "allocated"),
-            Figure("Saved for backward", format_size(after.saved_bytes), f"was {format_size(before.saved_bytes)}"),
+            (f"Peak {word} by", f"{abs(share):.0%}", format_size(abs(comparison.saved_bytes))),
+            ("Peak before", format_size(before.peak_bytes), "allocated"),
+            ("Peak after", format_size(after.peak_bytes), "allocated"),
+            ("Saved for backward", format_size(after.saved_bytes), f"was {format_size(before.saved_bytes)}"),
             *seconds,
         ),
         context={
@@ -169,14 +160,14 @@ def _comparison_page(comparison: Comparison) -> Page:
 def _sweep_page(sweep: Sweep) -> Page:
     layout = grid(sweep)
     peaks = [cell.peak_bytes for cell in sweep.cells]
-    figures = [
-        Figure("Smallest peak", f"{layout.label(min(peaks, default=0))} {layout.unit}", "allocated"),
-        Figure("Largest peak", f"{layout.label(max(peaks, default=0))} {layout.unit}", "allocated"),
+    figures: list[Figure] = [
+        ("Smallest peak", f"{layout.label(min(peaks, default=0))} {layout.unit}", "allocated"),
+        ("Largest peak", f"{layout.label(max(peaks, default=0))} {layout.unit}", "allocated"),
     ]
     if sweep.limit_bytes is not None:
         fits = sum(not layout.over(peak) for peak in peaks)
-        figures.append(Figure("Limit", f"{layout.label(sweep.limit_bytes)} {layout.unit}", "of allocated bytes"))
-        figures.append(Figure("Within the limit", f"{fits} of {len(peaks)}", "points of the sweep"))
+        figures.append(("Limit", f"{layout.label(sweep.limit_bytes)} {layout.unit}", "of allocated bytes"))
+        figures.append(("Within the limit", f"{fits} of {len(peaks)}", "points of the sweep"))
     return Page(
         template="sweep.html",
         title=sweep.name or "Sweep",
@@ -200,9 +191,9 @@ def _plan_page(plan: Plan) -> Page:
         title=f"A step in {format_size(plan.budget_bytes)}",
         tags=(plan.device, f"{plan.engine} engine", str(plan.fidelity), f"seconds {plan.seconds_source}"),
         figures=(
-            Figure("Budget", format_size(plan.budget_bytes), "the most that may be allocated"),
-            Figure("Planned peak", format_size(plan.peak_bytes), f"plain {format_size(plain.peak_bytes)}"),
-            Figure("Planned time", format_seconds(plan.seconds), f"plain {format_seconds(plain.seconds)}"),
+            ("Budget", format_size(plan.budget_bytes), "the largest peak allowed"),
+            ("Planned peak", format_size(plan.peak_bytes), f"plain {format_size(plain.peak_bytes)}"),
+            ("Planned time", format_seconds(plan.seconds), f"plain {format_seconds(plain.seconds)}"),
         ),
         context={"plan": plan},
     )
@@ -212,28 +203,28 @@ def _plan_page(plan: Plan) -> Page:
 def _prediction_page(prediction: Prediction) -> Page:
     plan, before, after = prediction.plan, prediction.before, prediction.after
     compared = page(prediction.comparison)
-    seconds = ()
+    seconds: tuple[Figure, ...] = ()
     if plan.seconds_source != "none":
-        # by the plan: the ops' own seconds were measured in one step and forecast for the other
+        # The plan's seconds: those of the ops were measured in one step and modelled for the other.
         cost = f"{format_seconds(plan.baseline.seconds)} plain; {plan.seconds_source}"
-        seconds = (Figure("Planned time", format_seconds(plan.seconds), cost),)
+        seconds = (("Planned time", format_seconds(plan.seconds), cost),)
     return replace(
         compared,
         template="prediction.html",
         title=f"{before.name or 'A step'} in {format_size(plan.budget_bytes)}",
         tags=(*_tags(before), f"{plan.engine} engine", str(plan.fidelity)),
         figures=(
-            Figure("Budget", format_size(plan.budget_bytes), "the most that may be allocated"),
-            Figure("Planned peak", format_size(after.peak_bytes), f"plain {format_size(before.peak_bytes)}"),
-            Figure("Saved for backward", format_size(after.saved_bytes), f"plain {format_size(before.saved_bytes)}"),
+            ("Budget", format_size(plan.budget_bytes), "the largest peak allowed"),
+            ("Planned peak", format_size(after.peak_bytes), f"plain {format_size(before.peak_bytes)}"),
+            ("Saved for backward", format_size(after.saved_bytes), f"plain {format_size(before.saved_bytes)}"),
             *seconds,
         ),
         context={
             **compared.context,
             "plan": plan,
             "stages": prediction.stages,
-            "again": AGAIN,
-            "lives": inline(lives_chart(after)) if prediction.program is not None else "",
+            "recomputed": RECOMPUTED,
+            "lifetimes": inline(lifetimes_chart(after)) if prediction.program is not None else "",
         },
     )
 
@@ -246,9 +237,9 @@ def _overlay_page(overlay: Overlay) -> Page:
         title=overlay.title,
         tags=_tags(first),
         figures=(
-            Figure("Plain peak", format_size(first.peak_bytes), "allocated"),
+            ("Plain peak", format_size(first.peak_bytes), "allocated"),
             *(
-                Figure(profile.name, format_size(profile.peak_bytes), _share(profile, first, budget))
+                (profile.name, format_size(profile.peak_bytes), _share(profile, first, budget))
                 for profile, budget in zip(rest, overlay.budgets[1:], strict=True)
             ),
         ),
@@ -269,7 +260,7 @@ def _step_page(step: Step) -> Page:
     return replace(shown, tags=(*shown.tags, budget))
 
 
-def _environment() -> jinja2.Environment:
+def _environment() -> Any:
     try:
         import jinja2
     except ImportError:
@@ -304,15 +295,9 @@ def _share(profile: Profile, plain: Profile, budget: int | None) -> str:
     return share if budget is None else f"{share}, budget {format_size(budget)}"
 
 
-def _seconds_figure(profile: Profile) -> tuple[Figure, ...]:
-    if profile.seconds_source == "none":
-        return ()
-    return (Figure("Time of all ops", format_seconds(profile.seconds), profile.seconds_source),)
-
-
 @dataclass(frozen=True)
 class Slice:
-    """A category's part of a whole, in percent, for bars and the pie."""
+    """A part of a whole in percent, for bars and the pie."""
 
     name: str
     color: str
@@ -322,34 +307,32 @@ class Slice:
 
 
 def _slices(sizes: Mapping[Any, int], whole: int = 0) -> list[Slice]:
-    whole = max(whole, sum(sizes.values()), 1)
+    return _side_by_side([(c, COLORS[c], sizes[c]) for c in STACK if sizes.get(c)], whole)
+
+
+def _side_by_side(parts: Sequence[tuple[str, str, int]], whole: int) -> list[Slice]:
+    """Turn names, colours and sizes into slices of a whole, one after the other."""
+    percent = 100 / max(whole, sum(size for *_, size in parts), 1)
     slices: list[Slice] = []
     start = 0
-    for category in STACK:
-        size = sizes.get(category, 0)
-        if size:
-            slices.append(Slice(category, COLORS[category], size, 100 * start / whole, 100 * size / whole))
-            start += size
+    for name, color, size in parts:
+        slices.append(Slice(name, color, size, start * percent, size * percent))
+        start += size
     return slices
 
 
 def _outside(profile: Profile) -> list[Slice]:
-    """What fills the GPU's memory, from the allocated peak outwards; empty where it could not be read."""
+    """Parts of the GPU's memory, from the allocated peak outwards; empty where it could not be read."""
     outside = profile.outside
     if outside is None or not outside.device_bytes:
         return []
     others = profile.other_bytes
     cached = max(0, outside.reserved_bytes - profile.peak_bytes - others)
-    parts = (
+    parts = [
         ("allocated by PyTorch at the peak", COLORS["parameter"], profile.peak_bytes),
         *([("other tensors of this process", COLORS["input"], others)] if others else ()),
         ("reserved by PyTorch, not allocated", COLORS["optimizer state"], cached),
         ("CUDA context and libraries", COLORS["gradient"], outside.context_bytes),
         ("other processes", COLORS["buffer"], outside.other_bytes),
-    )
-    ends = list(accumulate((size for *_, size in parts), initial=0))
-    percent = 100 / max(outside.device_bytes, ends[-1])
-    return [
-        Slice(name, color, size, start * percent, size * percent)
-        for (name, color, size), start in zip(parts, ends, strict=False)
     ]
+    return _side_by_side(parts, outside.device_bytes)

@@ -12,7 +12,7 @@ from lowtide.profiling.profile import ModuleUsage, Usage
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the tree; ``usage`` is of its modules and of all below them."""
+    """A line of the tree. ``usage`` covers its modules and all below them."""
 
     depth: int
     name: str
@@ -21,10 +21,10 @@ class Line:
 
 
 def outline(modules: Sequence[ModuleUsage], *, limit: int = 16, breadth: int = 6) -> list[Line]:
-    """The module tree in about ``limit`` lines.
+    """Outline the module tree in about ``limit`` lines.
 
-    Siblings that are built alike share one (``0 … 23``, ``24 × Block``), the heaviest branches are opened,
-    and of more than ``breadth`` siblings the lightest are folded.
+    Siblings of the same structure share a line (``0 … 23``, ``24 × Block``). The heaviest branches are opened.
+    Beyond ``breadth`` siblings, the lightest are folded.
     """
     tree = _Tree(modules)
     if tree.root is None:
@@ -34,10 +34,10 @@ def outline(modules: Sequence[ModuleUsage], *, limit: int = 16, breadth: int = 6
     queue = [(0, 0, tree.root)]  # heaviest first; the second number breaks ties in the model's order
     while queue and count < limit:
         *_, group = heapq.heappop(queue)
-        kept, folded = tree.below(group, breadth)
-        if kept:
+        shown, folded = tree.below(group, breadth)
+        if shown:
             opened.add(group)
-            for below in kept:
+            for below in shown:
                 count += 1
                 heapq.heappush(queue, (-below.weight, count, below))
             count += bool(folded)
@@ -47,8 +47,8 @@ def outline(modules: Sequence[ModuleUsage], *, limit: int = 16, breadth: int = 6
     def write(group: _Group, depth: int) -> None:
         lines.append(Line(depth, group.name, group.type, group.usage))
         if group in opened:
-            kept, folded = tree.below(group, breadth)
-            for below in kept:
+            shown, folded = tree.below(group, breadth)
+            for below in shown:
                 write(below, depth + 1)
             if folded:
                 rest = sum(len(g.members) for g in folded)
@@ -60,7 +60,7 @@ def outline(modules: Sequence[ModuleUsage], *, limit: int = 16, breadth: int = 6
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A module, or several that are built alike."""
+    """A module, or several of the same structure."""
 
     name: str
     members: tuple[ModuleUsage, ...]
@@ -76,7 +76,7 @@ class _Group:
 
     @property
     def weight(self) -> int:
-        """Bytes at the peak, or what is kept for the backward pass if that is more."""
+        """Bytes at the peak, or bytes saved for the backward pass if these are more."""
         return max(self.usage.peak_bytes, self.usage.saved_bytes)
 
 
@@ -97,17 +97,17 @@ class _Tree:
                 break
         return path
 
-    def build(self, path: str) -> tuple[object, ...]:
-        """What makes two modules alike: their classes, their parameters, and what is below them."""
+    def structure(self, path: str) -> tuple[object, ...]:
+        """The structure of a module: its class, its parameters, and the modules below."""
         module = self.by_path[path]
-        below = tuple((m.path[len(path) :], self.build(m.path)) for m in self.children.get(path, ()))
+        below = tuple((m.path[len(path) :], self.structure(m.path)) for m in self.children.get(path, ()))
         return module.type, module.total.parameter_bytes, below
 
     def below(self, group: _Group, breadth: int) -> tuple[list[_Group], list[_Group]]:
-        """The groups inside a group: those that get a line, and those that are folded."""
+        """The groups inside a group: first those with a line, then the folded ones."""
         first = group.members[0].path
         groups: list[_Group] = []
-        for _, run in groupby(self.children.get(first, ()), key=lambda m: self.build(m.path)):
+        for _, run in groupby(self.children.get(first, ()), key=lambda m: self.structure(m.path)):
             ends = [m.path[len(first) :] for m in run]
             names = [end.removeprefix(".") for end in ends]
             members = tuple(self.by_path[m.path + end] for end in ends for m in group.members)

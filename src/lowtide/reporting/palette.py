@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from lowtide.tracing.graph import Category, Phase
 
-# What stays between steps is at the bottom: what the step adds is seen above a flat floor.
+# Static bytes lie at the bottom, so that a step rises from a flat floor.
 STACK: tuple[Category, ...] = (
     "parameter",
     "optimizer state",
@@ -34,7 +34,7 @@ COLORS: dict[Category, str] = {
 PHASE_COLORS: dict[Phase, str] = {"forward": "#3f8fc4", "backward": "#c8713a", "optimizer": "#7d7ab8"}
 
 RUNS = ("#8a8f98", "#0072b2", "#d55e00", "#009e73", "#cc79a7")  # several steps over each other, the plain one first
-AGAIN = "#7b4bb3"  # made again in the backward pass
+RECOMPUTED = "#7b4bb3"  # recomputed in the backward pass
 OVER = "#d0342c"  # above the limit
 HEAT = ("#e3f1fa", "#0b4a75")  # least and most memory of a sweep
 
@@ -50,5 +50,5 @@ def heat(fraction: float) -> str:
 
 
 def ink(fraction: float) -> str:
-    """Text that is read on ``heat(fraction)``."""
+    """Text colour that is readable on ``heat(fraction)``."""
     return "#ffffff" if fraction > 0.65 else "#10212e"

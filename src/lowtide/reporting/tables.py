@@ -1,12 +1,14 @@
-"""The rows that the terminal, the figures and the HTML page all show, as functions over a profile."""
+"""Rows that the terminal, the figures and the HTML page share, as functions over a profile."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from operator import attrgetter
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SavedRow:
-    """A storage kept for the backward pass: one row, however many tensors were saved from it."""
+    """A storage saved for the backward pass: one row, however many tensors were saved from it."""
 
     bytes: int
     shape: tuple[int, ...]
@@ -34,7 +36,7 @@ class SavedRow:
 
 
 def saved_rows(profile: Profile) -> list[SavedRow]:
-    """What the backward pass keeps, largest first; the activations add up to ``profile.saved_bytes``."""
+    """Storages saved for the backward pass, largest first. The activations add up to ``profile.saved_bytes``."""
     sizes = {s.id: s.bytes for s in profile.graph.on_device}
     groups: dict[int, list[Saved]] = {}
     for tensor in profile.saved:
@@ -43,25 +45,16 @@ def saved_rows(profile: Profile) -> list[SavedRow]:
     rows: list[SavedRow] = []
     for storage, tensors in groups.items():
         largest = max(tensors, key=lambda t: t.bytes)
-        rows.append(
-            SavedRow(
-                bytes=sizes[storage],
-                shape=largest.shape,
-                dtype=largest.dtype,
-                category=largest.category,
-                made_by=largest.made_by,
-                made_in=largest.made_in,
-                needed_by=tuple(dict.fromkeys(t.needed_by for t in tensors)),
-                needed_in=tuple(dict.fromkeys(t.needed_in for t in tensors)),
-                source=largest.source,
-            )
-        )
+        needed_by = tuple(dict.fromkeys(t.needed_by for t in tensors))
+        needed_in = tuple(dict.fromkeys(t.needed_in for t in tensors))
+        origin = (largest.shape, largest.dtype, largest.category, largest.made_by, largest.made_in)
+        rows.append(SavedRow(sizes[storage], *origin, needed_by, needed_in, largest.source))
     return sorted(rows, key=lambda row: row.bytes, reverse=True)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceRow:
-    """What one kernel allocates inside itself, once for all calls with the same signature."""
+    """Bytes that one kernel allocates inside itself, once for all calls with the same signature."""
 
     bytes: int
     name: str
@@ -76,47 +69,38 @@ def workspace_rows(profile: Profile, limit: int | None = None) -> list[Workspace
     """The kernels that need room above their outputs, largest first."""
     groups: dict[tuple[str, Phase], WorkspaceRow] = {}
     for op in profile.graph.ops:
-        if op.workspace_bytes <= 0:
-            continue
-        key = (op.signature, op.phase)
-        seen = groups.get(key)
-        groups[key] = WorkspaceRow(
-            bytes=max(op.workspace_bytes, seen.bytes if seen else 0),
-            name=op.name,
-            phase=op.phase,
-            shapes=tuple(v.shape for v in op.inputs),
-            module=seen.module if seen else op.module,
-            source=seen.source if seen else op.source,
-            calls=seen.calls + 1 if seen else 1,
-        )
+        if op.workspace_bytes > 0:
+            shapes = tuple(view.shape for view in op.inputs)
+            new = WorkspaceRow(op.workspace_bytes, op.name, op.phase, shapes, op.module, op.source, calls=0)
+            row = groups.get((op.signature, op.phase), new)
+            larger = max(row.bytes, op.workspace_bytes)
+            groups[op.signature, op.phase] = replace(row, bytes=larger, calls=row.calls + 1)
     return sorted(groups.values(), key=lambda row: row.bytes, reverse=True)[:limit]
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """What one module made or owns, without those below it, of the bytes alive at the peak."""
+    """Bytes alive at the peak that one module made or owns, without the modules below it."""
 
     path: str
-    sizes: dict[Category, int]
+    sizes: Counter[Category]
 
     @property
     def bytes(self) -> int:
         """All categories together."""
-        return sum(self.sizes.values())
+        return self.sizes.total()
 
 
 def holders(profile: Profile, limit: int) -> list[Holder]:
     """The modules that hold most at the peak, largest first."""
-    held: dict[str, dict[Category, int]] = {}
+    held: dict[str, Counter[Category]] = {}
     for storage in profile.alive_at_peak:
-        sizes = held.setdefault(storage.module, {})
-        sizes[storage.category] = sizes.get(storage.category, 0) + storage.bytes
+        held.setdefault(storage.module, Counter())[storage.category] += storage.bytes
     rows = (Holder(path, sizes) for path, sizes in held.items())
     return sorted(rows, key=lambda row: row.bytes, reverse=True)[:limit]
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseRun:
+class PhaseRun(NamedTuple):
     """Consecutive ops of one phase: ``start`` to ``end - 1``."""
 
     phase: Phase
@@ -126,17 +110,12 @@ class PhaseRun:
 
 def phase_runs(graph: Graph) -> list[PhaseRun]:
     """The phases in the order in which they ran; accumulation over microbatches gives several of each."""
-    runs: list[PhaseRun] = []
-    for op in graph.ops:
-        if runs and runs[-1].phase == op.phase:
-            runs[-1] = PhaseRun(op.phase, runs[-1].start, op.index + 1)
-        else:
-            runs.append(PhaseRun(op.phase, op.index, op.index + 1))
-    return runs
+    runs = (list(ops) for _, ops in groupby(graph.ops, key=lambda op: op.phase))
+    return [PhaseRun(ops[0].phase, ops[0].index, ops[-1].index + 1) for ops in runs]
 
 
 def buckets(live: NDArray[np.int64], count: int) -> list[int]:
-    """One op for each of ``count`` equal stretches of the step, its highest: the peak is never lost.
+    """The highest op of each of ``count`` equal stretches of the step. The peak is one of them.
 
     >>> buckets(np.array([1, 5, 2, 2, 9, 3]), 3), buckets(np.array([4, 7]), 4)
     ([1, 2, 4], [0, 0, 1, 1])
@@ -150,21 +129,18 @@ def buckets(live: NDArray[np.int64], count: int) -> list[int]:
 
 
 def saved_changes(comparison: Comparison, limit: int = 20) -> list[tuple[str, str, int, int]]:
-    """Modules that keep more or less than before: path, type, bytes before, bytes after; largest first."""
-    before = {m.path: m for m in comparison.before.by_module}
-    after = {m.path: m for m in comparison.after.by_module}
-    rows: list[tuple[str, str, int, int]] = []
-    for path, module in (before | after).items():
-        old = before[path].own.saved_bytes if path in before else 0
-        new = after[path].own.saved_bytes if path in after else 0
-        if old != new:
-            rows.append((path, module.type, old, new))
-    return sorted(rows, key=lambda row: abs(row[3] - row[2]), reverse=True)[:limit]
+    """Modules that save more or less than before: path, type, bytes before, bytes after; largest first."""
+    before = {m.path: m.own.saved_bytes for m in comparison.before.by_module}
+    after = {m.path: m.own.saved_bytes for m in comparison.after.by_module}
+    types = {m.path: m.type for m in (*comparison.before.by_module, *comparison.after.by_module)}
+    rows = [(path, kind, before.get(path, 0), after.get(path, 0)) for path, kind in types.items()]
+    changed = [row for row in rows if row[2] != row[3]]
+    return sorted(changed, key=lambda row: abs(row[3] - row[2]), reverse=True)[:limit]
 
 
 @dataclass(frozen=True)
 class SweepTable:
-    """A sweep as a table: ``cells[row][column]``, labelled in ``unit`` (GB, or MB where all are small)."""
+    """A sweep as ``cells[row][column]``, labelled in ``unit`` (GB, or MB where all are small)."""
 
     row_axis: str  # "" for a sweep over one axis
     column_axis: str
@@ -194,11 +170,11 @@ def grid(sweep: Sweep, size: Callable[[SweepPoint], int] = attrgetter("peak_byte
     """Lay out a sweep over one or two axes; the last axis runs along the columns."""
     *first, (column_axis, columns) = sweep.axes.items()
     row_axis, rows = first[0] if first else ("", (0,))
-    found = {(cell.point.get(row_axis, 0), cell.point[column_axis]): cell for cell in sweep.cells}
+    by_point = {(cell.point.get(row_axis, 0), cell.point[column_axis]): cell for cell in sweep.cells}
     peaks = [size(cell) for cell in sweep.cells]
     within = [p for p in peaks if sweep.limit_bytes is None or p <= sweep.limit_bytes] or peaks
     unit, scale = ("GB", 10**9) if max(peaks, default=0) >= 10**8 else ("MB", 10**6)
-    cells = tuple(tuple(found.get((row, column)) for column in columns) for row in rows)
+    cells = tuple(tuple(by_point.get((row, column)) for column in columns) for row in rows)
     smallest, largest = min(within, default=0), max(within, default=0)
     return SweepTable(
         row_axis, column_axis, rows, columns, cells, unit, scale, sweep.limit_bytes, smallest, largest

@@ -1,4 +1,4 @@
-"""Profiles, comparisons and sweeps in the terminal."""
+"""Profiles and sweeps in the terminal."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lowtide.errors import MissingExtra
-from lowtide.profiling.profile import Comparison, Profile
+from lowtide.profiling.profile import Profile
 from lowtide.reporting.blocks import block_chart
 from lowtide.reporting.outline import outline
 from lowtide.reporting.palette import COLORS, OVER, STACK, heat, ink
 from lowtide.reporting.tables import (
     format_shape,
     grid,
-    saved_changes,
     saved_rows,
     short_op,
     short_source,
@@ -25,20 +24,26 @@ from lowtide.reporting.tables import (
 )
 from lowtide.sizes import format_seconds, format_size
 
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+try:
+    from rich import box
+    from rich.console import Console, Group, RenderableType
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Table
     from rich.text import Text
+except ImportError:
+    raise MissingExtra("rich", extra="cli") from None
 
+if TYPE_CHECKING:
     from lowtide.profiling.sweep import Sweep
 
-# What stands for our few signs where the output is not UTF-8.
+# Replacements for block characters and signs where the output is not UTF-8.
 ASCII = str.maketrans("█▇▆▅▄▃▂▁■▼╵…×·→↓–•", "#####...#v|~x.>v-*")
+RIGHT = {"bytes", "parameters", "saved", "at peak", "seconds", "calls"}
 
 
 def show(profile: Profile, console: Console | None = None) -> None:
-    """Print where the memory goes: the peaks, who holds them and when, what is kept for the backward pass."""
-    console = _console(console)
+    """Print where the memory goes: the peaks, who holds them and when, which values are saved for backward."""
+    console = console or Console()
     _print(
         console,
         _header(profile),
@@ -56,41 +61,9 @@ def show(profile: Profile, console: Console | None = None) -> None:
     )
 
 
-def show_comparison(comparison: Comparison, console: Console | None = None) -> None:
-    """Print a step before and after a change: the figures, both timelines on one scale, the modules."""
-    from rich.text import Text
-
-    console = _console(console)
-    before, after = comparison.before, comparison.after
-    title = Text.assemble((before.name or "step", "bold"), "  →  ", (after.name or "step", "bold"))
-    table = _table("", "before", "after", "change", "")
-    for name, old, new in comparison.rows():
-        if old or new:
-            row = name, format_size(old), format_size(new), _signed(new - old), _percent(old, new)
-            table.add_row(*row, style="bold" if name == "allocated peak" else "")
-    top = max(before.peak_bytes, after.peak_bytes)
-    changes = _table("module", "type", "before", "after")
-    for path, kind, old, new in saved_changes(comparison, limit=8):
-        changes.add_row(Text(path or "(model)"), _cut(kind, "dim"), format_size(old), format_size(new))
-    _print(
-        console,
-        title,
-        "",
-        table,
-        "\nbefore",
-        block_chart(before, console, top),
-        "\nafter",
-        block_chart(after, console, top),
-        _titled("Modules that keep more or less for the backward pass", changes),
-    )
-
-
 def show_sweep(sweep: Sweep, console: Console | None = None) -> None:
-    """Print a sweep's allocated peaks as a table of coloured cells; those above the limit stand out."""
-    from rich.table import Table
-    from rich.text import Text
-
-    console = _console(console)
+    """Print a sweep's allocated peaks as a table of coloured cells. Peaks above the limit stand out."""
+    console = console or Console()
     layout = grid(sweep)
     table = Table(box=None, padding=0, header_style="bold", pad_edge=False)
     table.add_column(Text(f"{layout.row_axis} ↓ {layout.column_axis} →" if layout.row_axis else layout.column_axis))
@@ -120,32 +93,18 @@ def show_sweep(sweep: Sweep, console: Console | None = None) -> None:
 
 @contextmanager
 def progress(description: str, total: int) -> Generator[Callable[..., None]]:
-    """A progress bar on a terminal, silence elsewhere or without rich; yields what to call after each part.
+    """Show a progress bar on a terminal, nothing elsewhere. Yields a function to call after each part.
 
-    What it is called with is ignored, so that it can be passed on: ``sweep(..., progress=advance)``.
+    The function ignores its arguments, so that it can be passed on: ``sweep(..., progress=advance)``.
 
     >>> with progress("Profiling", total=2) as advance:
     ...     advance()
     """
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    except ImportError:  # a bar is never worth failing for
-        yield lambda *_: None
-        return
     console = Console(file=sys.stderr)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(description, total=total)
         yield lambda *_: bar.advance(task)
-
-
-def _console(console: Console | None) -> Console:
-    try:
-        from rich.console import Console
-    except ImportError:
-        raise MissingExtra("rich", extra="cli") from None
-    return Console() if console is None else console
 
 
 def _print(console: Console, *parts: RenderableType | None) -> None:
@@ -159,16 +118,11 @@ def _print(console: Console, *parts: RenderableType | None) -> None:
 
 
 def _header(profile: Profile) -> Text:
-    from rich.text import Text
-
     how = "predicted without running" if profile.graph.fake else "measured"
     return Text.assemble((profile.name or "step", "bold"), "  ", profile.hardware, ("  " + how, "dim"), overflow="fold")
 
 
 def _figures(profile: Profile) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
     figures = [
         ("allocated peak", format_size(profile.peak_bytes)),
         ("storage peak", format_size(profile.storage_peak_bytes)),
@@ -184,14 +138,9 @@ def _figures(profile: Profile) -> Table:
 
 
 def _category_bar(profile: Profile, console: Console) -> RenderableType:
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
     sizes = [profile.by_category.get(category, 0) for category in STACK]
     ends = np.cumsum([0, *sizes]) * min(console.width, 100) / max(profile.peak_bytes, 1)
     bar = Text(no_wrap=True)
-    legend = Table.grid(padding=(0, 3, 0, 0))
     entries: list[Text] = []
     for i, (category, size) in enumerate(zip(STACK, sizes, strict=True)):
         bar.append("█" * (round(ends[i + 1]) - round(ends[i])), COLORS[category])
@@ -199,6 +148,7 @@ def _category_bar(profile: Profile, console: Console) -> RenderableType:
             share = f" {size / max(profile.peak_bytes, 1):.0%}"
             swatch = ("■ ", COLORS[category])
             entries.append(Text.assemble(swatch, f"{category} ", (format_size(size), "bold"), (share, "dim")))
+    legend = Table.grid(padding=(0, 3, 0, 0))
     per_row = max(1, min(console.width, 110) // 36)
     for i in range(0, len(entries), per_row):
         legend.add_row(*entries[i : i + per_row])
@@ -206,37 +156,26 @@ def _category_bar(profile: Profile, console: Console) -> RenderableType:
 
 
 def _table(*columns: str) -> Table:
-    """A table whose columns of sizes are on the right, and whose rows take one line each."""
-    from rich import box
-    from rich.table import Table
-
-    right = {"bytes", "parameters", "saved", "at peak", "seconds", "before", "after", "change", "calls", ""}
+    """Start a table. Sizes stand on the right, and a row takes one line."""
     table = Table(box=box.SIMPLE_HEAD, header_style="dim", show_edge=False, pad_edge=False)
     for i, column in enumerate(columns):
-        is_size = i > 0 and column in right
+        is_size = i > 0 and column in RIGHT
         fixed = is_size or i == 0 or column in {"dtype", "phase"}
         table.add_column(column, justify="right" if is_size else "left", no_wrap=fixed, overflow="ellipsis")
     return table
 
 
 def _cut(text: str, style: str = "") -> Text:
-    """Text that gives way to the sizes beside it: cut on a narrow terminal, never wrapped."""
-    from rich.text import Text
-
+    """Text that is cut on a narrow terminal, never wrapped, so that the sizes beside it stay."""
     return Text(text, style, no_wrap=True, overflow="ellipsis")
 
 
 def _titled(title: str, table: Table) -> RenderableType | None:
-    """A table under its title; nothing where the table is empty."""
-    from rich.console import Group
-    from rich.text import Text
-
+    """Put a table under its title; None for an empty table."""
     return Group(Text(f"\n{title}", "bold"), table) if table.row_count else None
 
 
 def _modules(profile: Profile) -> RenderableType | None:
-    from rich.text import Text
-
     timed = profile.seconds_source != "none"
     table = _table("path", "type", "parameters", "saved", "at peak", *(["seconds"] if timed else []))
     for row in outline(profile.by_module):
@@ -252,8 +191,6 @@ def _modules(profile: Profile) -> RenderableType | None:
 
 
 def _saved(profile: Profile, console: Console, limit: int = 10) -> RenderableType | None:
-    from rich.text import Text
-
     rows = [row for row in saved_rows(profile) if row.category == "activation"]
     wide = console.width >= 100
     table = _table("shape", "dtype", "bytes", "made in", "needed by", *(["source"] if wide else []))
@@ -268,12 +205,10 @@ def _saved(profile: Profile, console: Console, limit: int = 10) -> RenderableTyp
             *([_cut(short_source(row.source), "dim")] if wide else []),
         )
     count = f"{len(rows)} storages, {format_size(profile.saved_bytes)}"
-    return _titled(f"Kept for the backward pass: {count}", table)
+    return _titled(f"Saved for the backward pass: {count}", table)
 
 
 def _workspaces(profile: Profile, limit: int = 5) -> RenderableType | None:
-    from rich.text import Text
-
     table = _table("op", "bytes", "calls", "phase", "inputs", "first in")
     for row in workspace_rows(profile, limit):
         table.add_row(
@@ -288,8 +223,6 @@ def _workspaces(profile: Profile, limit: int = 5) -> RenderableType | None:
 
 
 def _outside(profile: Profile) -> Text | None:
-    from rich.text import Text
-
     outside = profile.outside
     if outside is None or not outside.reserved_bytes:
         return None
@@ -304,19 +237,9 @@ def _outside(profile: Profile) -> Text | None:
 
 
 def _notes(profile: Profile) -> Text | None:
-    from rich.text import Text
-
     notes = profile.graph.notes
     return Text("\n".join(f"• {note}" for note in notes), "yellow") if notes else None
 
 
 def _size(size: int) -> str:
     return format_size(size) if size else "·"
-
-
-def _signed(size: int) -> str:
-    return f"+{format_size(size)}" if size > 0 else format_size(size)
-
-
-def _percent(old: int, new: int) -> str:
-    return f"{(new - old) / old:+.0%}" if old else ""

@@ -1,89 +1,85 @@
-"""Planned steps as charts: which large values live when, and several steps over each other."""
+"""Planned steps as charts: when large values are live, and several steps over each other."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowtide.profiling.profile import Profile
 from lowtide.reporting.charts import (
     HEIGHT,
     Row,
-    altair_module,
-    category_color,
+    alt,
     chart_of,
     finished,
     op_axis,
     phase_marks,
+    stacked_area,
     steps_of,
     styled,
     unit_of,
 )
-from lowtide.reporting.palette import AGAIN, COLORS, RUNS, STACK
+from lowtide.reporting.palette import COLORS, RECOMPUTED, RUNS, STACK
 from lowtide.sizes import format_size
 from lowtide.tracing.graph import STATIC, Category, Storage
 
-if TYPE_CHECKING:
-    import altair as alt
-
 WIDE = 900
 VALUES = 40
-MADE_AGAIN = "made again"
 
 
 @dataclass(frozen=True)
 class Overlay:
-    """Several traces of one step, the plain one first, each with its budget; and a table of what was found."""
+    """Several traces of one step, the plain one first, each with its budget; and a table of results."""
 
     title: str
     profiles: tuple[Profile, ...]
     budgets: tuple[int | None, ...]
     columns: tuple[str, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()  # one for each profile
-    lines: tuple[str, ...] = ()  # said below the table
+    lines: tuple[str, ...] = ()  # below the table
 
 
-def lives_chart(profile: Profile, limit: int = VALUES) -> alt.VConcatChart:
-    """From when to when the large values of forward and backward live, below the bytes that all add up to.
+def lifetimes_chart(profile: Profile, limit: int = VALUES) -> Any:
+    """Draw the lifetimes of the large values of forward and backward, below the curve of all bytes.
 
-    A row is a value, a bar one of its lives: a value that is let go and made again has several.
+    A row is a value, a bar one of its lifetimes: a value that is freed and recomputed has several.
     """
-    alt = altair_module()
     end = _end(profile)
     values = large_values(profile, limit)
-    names = [_named(lives[0]) for lives in values]
+    names = [_name(lifetimes[0]) for lifetimes in values]
     rows: list[Row] = [
-        {"value": name, "op": life.birth, "end": min(life.death, end), "category": _kind(profile, life)}
-        for name, lives in zip(names, values, strict=True)
-        for life in lives
+        {"value": name, "op": storage.birth, "end": min(storage.death, end), "category": _kind(profile, storage)}
+        for name, lifetimes in zip(names, values, strict=True)
+        for storage in lifetimes
     ]
     present: list[Category] = [c for c in STACK if any(row["category"] == c for row in rows)]
-    colors = alt.Scale(domain=[*present, MADE_AGAIN], range=[*(COLORS[c] for c in present), AGAIN])
-    axis = op_axis(alt, end)
-    bars = chart_of(alt, rows).mark_bar(height=8, cornerRadius=1)
+    colors = alt.Scale(domain=[*present, "recomputed"], range=[*(COLORS[c] for c in present), RECOMPUTED])
+    axis = op_axis(end)
+    bars = chart_of(rows).mark_bar(height=8, cornerRadius=1)
     bars = bars.encode(
         x=axis,
         x2="end:Q",
         y=alt.Y("value:N", sort=names, title=None, axis=alt.Axis(labelLimit=300, labelFontSize=10, grid=True)),
         color=alt.Color("category:N", title="values", scale=colors),
     )
-    lives = alt.layer(bars, *phase_marks(alt, profile, end)).properties(width=WIDE, height=12 * max(len(values), 4))
     title = alt.TitleParams(
-        "What lives when",
+        "Lifetimes of values",
         subtitle=f"{len(values)} values that hold most bytes for longest, of {profile.name or 'the step'}",
     )
-    both = alt.vconcat(_curve(alt, profile).properties(title=title), lives).resolve_scale(color="independent")
-    return finished(both)
+    marks = phase_marks(profile, end)
+    curve = alt.layer(stacked_area(profile, axis.title(None), end, legend="bytes"), *marks)
+    above = curve.properties(width=WIDE, height=150, title=title)
+    below = alt.layer(bars, *marks).properties(width=WIDE, height=12 * max(len(values), 4))
+    return finished(alt.vconcat(above, below).resolve_scale(color="independent"))
 
 
-def overlay_chart(overlay: Overlay) -> alt.LayerChart:
-    """The allocated bytes of several steps on one axis, each with its budget as a dashed line.
+def overlay_chart(overlay: Overlay) -> Any:
+    """Draw the allocated bytes of several steps on one axis, each with its budget as a dashed line.
 
     The optimizer's ops are left out where no step has its peak there.
     """
-    alt = altair_module()
-    profiles, budgets = overlay.profiles, overlay.budgets
+    profiles = overlay.profiles
     unit, scale = unit_of(max(profile.peak_bytes for profile in profiles))
     names = [profile.name for profile in profiles]
     end = max(len(profile.graph.ops) for profile in profiles)
@@ -91,19 +87,17 @@ def overlay_chart(overlay: Overlay) -> alt.LayerChart:
         end = min(end, max(map(_end, profiles)) + end // 50)
     rows: list[Row] = []
     limits: list[Row] = []
-    for profile, budget in zip(profiles, budgets, strict=True):
+    for profile, budget in zip(profiles, overlay.budgets, strict=True):
         live = profile.timeline.allocated[:end]
         rows += [{"op": x, "size": int(live[op]) / scale, "run": profile.name} for x, op in steps_of(live)]
         if budget is not None:
-            text = f"budget {format_size(budget)}"
-            limits.append({"size": budget / scale, "run": profile.name, "label": text})
+            limits.append({"size": budget / scale, "run": profile.name, "label": f"budget {format_size(budget)}"})
     colors = alt.Scale(domain=names, range=list(RUNS[: len(names)]))
     color = alt.Color("run:N", title=None, scale=colors, sort=names)
-    x = op_axis(alt, end)
     y = alt.Y("size:Q", title=f"allocated ({unit})")
-    lines = chart_of(alt, rows).mark_line(interpolate="step-after", strokeWidth=1.6).encode(x=x, y=y, color=color)
-    rules = chart_of(alt, limits).mark_rule(strokeDash=[5, 4]).encode(y="size:Q", color=color)
-    labels = chart_of(alt, limits).mark_text(align="right", dx=-4, dy=-6, fontWeight=600)
+    lines = chart_of(rows).mark_line(interpolate="step-after", strokeWidth=1.6).encode(x=op_axis(end), y=y, color=color)
+    rules = chart_of(limits).mark_rule(strokeDash=[5, 4]).encode(y="size:Q", color=color)
+    labels = chart_of(limits).mark_text(align="right", dx=-4, dy=-6, fontWeight=600)
     labels = labels.encode(x=alt.value(WIDE), y="size:Q", text="label:N", color=color)
     title = alt.TitleParams(
         "One step, several budgets", subtitle=f"{profiles[0].hardware}, allocated bytes over the ops of a step"
@@ -112,29 +106,32 @@ def overlay_chart(overlay: Overlay) -> alt.LayerChart:
 
 
 def large_values(profile: Profile, limit: int) -> list[list[Storage]]:
-    """The lives of each value that holds most bytes for longest before the optimizer, in the order of their birth."""
+    """The lifetimes of each value that holds most bytes for longest before the optimizer, by first birth."""
     end = _end(profile)
-    lives: dict[tuple[str, str, int], list[Storage]] = {}
+    lifetimes: dict[tuple[str, str, int], list[Storage]] = {}
     for storage in profile.graph.on_device:
         if storage.category not in STATIC and storage.category != "workspace" and storage.birth < end:
-            lives.setdefault((storage.label, storage.module, storage.bytes), []).append(storage)
-    held = {key: sum(s.bytes * (min(s.death, end) - s.birth) for s in found) for key, found in lives.items()}
-    chosen = sorted(lives, key=lambda key: held[key], reverse=True)[:limit]
-    return sorted((lives[key] for key in chosen), key=lambda found: found[0].birth)
+            lifetimes.setdefault((storage.label, storage.module, storage.bytes), []).append(storage)
+
+    def byte_ops(storages: list[Storage]) -> int:
+        return sum(s.bytes * (min(s.death, end) - s.birth) for s in storages)
+
+    largest = sorted(lifetimes.values(), key=byte_ops, reverse=True)[:limit]
+    return sorted(largest, key=lambda storages: storages[0].birth)
 
 
 def _end(profile: Profile) -> int:
-    """Where the optimizer starts: what it makes and lets go is no matter of a program."""
+    """The op at which the optimizer starts: programs exclude it."""
     return profile.timeline.phase_starts.get("optimizer", len(profile.graph.ops))
 
 
-def _named(value: Storage) -> str:
+def _name(value: Storage) -> str:
     where = f"{value.module} " if value.module else ""
     return f"{where}{_readable(value.label)}, {format_size(value.bytes)}"
 
 
 def _readable(label: str) -> str:
-    """A captured op's name without what only tells its overloads apart, and its shape if it has one.
+    """A captured op's name without the parts that only tell overloads apart, and its shape if it has one.
 
     >>> _readable("_native_batch_norm_legit_functional_2 []"), _readable("relu [8, 4]")
     ('batch_norm_2', 'relu 8×4')
@@ -144,24 +141,5 @@ def _readable(label: str) -> str:
     return f"{name} {shape[1:-1].replace(', ', '×')}".strip()
 
 
-def _kind(profile: Profile, life: Storage) -> str:
-    return MADE_AGAIN if profile.graph.ops[life.birth].recompute else life.category
-
-
-def _curve(alt: Any, profile: Profile) -> Any:
-    unit, scale = unit_of(profile.peak_bytes)
-    timeline, end = profile.timeline, _end(profile)
-    present: list[Category] = [c for c in STACK if timeline.by_category[c][:end].any()]
-    rows: list[Row] = [
-        {"op": x, "category": c, "order": i, "size": int(timeline.by_category[c][op]) / scale}
-        for i, c in enumerate(present)
-        for x, op in steps_of(timeline.allocated[:end])
-    ]
-    area = chart_of(alt, rows).mark_area(interpolate="step-after", opacity=1)
-    area = area.encode(
-        x=op_axis(alt, end).title(None),
-        y=alt.Y("size:Q", title=f"allocated ({unit})", stack="zero"),
-        color=category_color(alt, present).title("bytes"),
-        order=alt.Order("order:Q"),
-    )
-    return alt.layer(area, *phase_marks(alt, profile, end)).properties(width=WIDE, height=150)
+def _kind(profile: Profile, storage: Storage) -> str:
+    return "recomputed" if profile.graph.ops[storage.birth].recompute else storage.category
