@@ -33,7 +33,7 @@ from lowtide.tracing.dense_parts import address, dtype_name, flatten, leaves, pa
 from lowtide.tracing.generators import has_own_generator, host_states
 from lowtide.tracing.graph import Category, Graph, Phase, TensorView, signature
 from lowtide.tracing.meter import Meter
-from lowtide.tracing.op_calls import Call
+from lowtide.tracing.op_calls import Call, draws, trains
 from lowtide.tracing.other_tensors import OtherTensors
 from lowtide.tracing.plain_aten.backward_formulas import PRODUCTS, formula_of
 from lowtide.tracing.plain_aten.gradient_accumulation import (
@@ -92,13 +92,13 @@ class Recorder(TorchDispatchMode):
 
     # -- what the step's owner tells ------------------------------------------------------------------
 
-    def own(self, tensor: Tensor, category: Category, label: str, module: str = "") -> None:
+    def own(self, tensor: Tensor, category: Category, label: str, module: str = "", *, state_key: str = "") -> None:
         """Register a tensor that exists before the step: a parameter, a buffer, optimizer state, input."""
         for part in parts(self._twin(tensor)):
             index = self._see(part, birth=0, label=label)
             storage = self._record.storages[index]
             if storage.category == "temporary":  # the first owner names a shared storage
-                storage.category, storage.label, storage.module = category, label, module
+                storage.name(category, label, module, tuple(tensor.shape), state_key)
 
     def label(self, tensor: Tensor, category: Category, label: str, module: str = "") -> None:
         """Name a storage that the step made, such as a gradient."""
@@ -106,7 +106,7 @@ class Recorder(TorchDispatchMode):
             index = self._alive.get(address(part))
             if index is not None and self._record.storages[index].category in ("temporary", "activation"):
                 storage = self._record.storages[index]
-                storage.category, storage.label, storage.module = category, label, module or storage.module
+                storage.name(category, label, module or storage.module)
 
     def forget(self, tensor: Tensor) -> None:
         """Leave out a tensor that exists only because of the trace."""
@@ -188,7 +188,7 @@ class Recorder(TorchDispatchMode):
             finally:
                 self._stands_in = False
             for storage in self._record.storages[known:]:
-                if storage.label == OUTSIDE:  # a stand-in, which a plain step does not have
+                if storage.is_outside:  # a stand-in, which a plain step does not have
                     storage.death = storage.birth
         return formula is not None
 
@@ -223,7 +223,8 @@ class Recorder(TorchDispatchMode):
         inputs = tuple(self._value(t, index) for t in tensors)
         with self._meter.op(_kind(func, inputs, arguments)):
             out = func(*args, **kwargs)
-        self._finish(_name(func), inputs, leaves(out), arguments, own_generator=has_own_generator(args, kwargs))
+        op = self._finish(_name(func), inputs, leaves(out), arguments, own_generator=has_own_generator(args, kwargs))
+        op.is_random, op.is_training = draws(func, args, kwargs), trains(func, args, kwargs)
         self._numbers.note(args, out)
         if func in PRODUCTS and not self._fake and bool((args[0] == 0).any()):
             self._with_zeros.add(next_sequence_number() - 1)
@@ -257,7 +258,7 @@ class Recorder(TorchDispatchMode):
         arguments: str,
         *,
         own_generator: bool = False,
-    ) -> None:
+    ) -> LiveOp:
         index = len(self._record.ops)
         place, recompute = self._place(name)
         if self.phase == "forward" and place.module != self._drawing_module:
@@ -265,14 +266,14 @@ class Recorder(TorchDispatchMode):
             self._drawing_module = place.module
         known = len(self._record.storages)
         outputs = tuple(self._value(tensor, index, place) for tensor in made)
-        self._record.ops.append(
-            LiveOp(
-                place.op, self.phase, place.module, place.source, inputs, outputs, arguments, recompute, own_generator
-            )
+        op = LiveOp(
+            place.op, self.phase, place.module, place.source, inputs, outputs, arguments, recompute, own_generator
         )
+        self._record.ops.append(op)
         if recompute:
             for storage in self._record.storages[known:]:
                 storage.recomputed = True
+        return op
 
     def _draws_on_host(self) -> bool:
         """Whether Python or numpy drew numbers since this was asked last: then so did the ops of the last module."""
@@ -378,7 +379,9 @@ class Recorder(TorchDispatchMode):
                 label=label,
                 module=place.module if place else (self.modules[-1] if self.modules else ""),
                 source=place.source if place else "",
+                shape=tuple(tensor.shape),
                 made_by=place.op if place else "",
+                is_outside=place is None and label == OUTSIDE,
             )
         )
         if address not in self._watch:

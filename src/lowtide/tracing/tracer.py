@@ -322,7 +322,7 @@ def _own_optimizer(recorder: Recorder, optimizer: torch.optim.Optimizer, owners:
         name, module = owners.get(parameter, ("", ""))
         for key, value in state.items():
             if isinstance(value, Tensor):
-                recorder.own(value, "optimizer state", f"{name}.{key}", module)
+                recorder.own(value, "optimizer state", f"{name}.{key}", module, state_key=key)
 
 
 def _init_optimizer_state(work: Workload) -> list[Tensor]:
