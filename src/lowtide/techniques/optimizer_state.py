@@ -82,7 +82,7 @@ def _lowered(profile: Profile, kind: str) -> Iterator[tuple[Storage, int]]:
     """The states that would be lowered, with the bytes that they would still take on the device."""
     graph = profile.graph
     states = [s for s in graph.on_device if s.category == "optimizer state"]
-    keys = {s.label.rpartition(".")[2] for s in states}
+    keys = {s.state_key for s in states}
     if kind == "cpu":
         if graph.tensor_device == "cuda":
             yield from ((s, 0) for s in states if s.bytes > 8)
@@ -96,5 +96,5 @@ def _lowered(profile: Profile, kind: str) -> Iterator[tuple[Storage, int]]:
         return
     for storage in states:
         size = {"float32": 4, "bfloat16": 2, "float16": 2}.get(storage.dtype, 0)
-        if size and storage.label.endswith(moments) and storage.bytes // size >= LEAST:
+        if size and storage.state_key in moments and storage.bytes // size >= LEAST:
             yield storage, round(storage.bytes // size * _BYTES[kind])

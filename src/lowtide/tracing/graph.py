@@ -60,9 +60,12 @@ class Storage:
     category: Category
     birth: int
     death: int
-    label: str  # the parameter's name, or the op and the shape
+    label: str  # for people: the parameter's name, or the op and the shape
     module: str  # path of the module that made or owns it
     source: str  # file:line of the user's code that made it
+    shape: tuple[int, ...] = ()  # of the tensor that it was made or owned as
+    made_by: str = ""  # the op that made it, "" for parameters and inputs
+    state_key: str = ""  # of optimizer state: its key in the optimizer, such as "exp_avg"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +79,13 @@ class Op:
     source: str
     inputs: tuple[TensorView, ...]
     outputs: tuple[TensorView, ...]
-    arguments: str  # the arguments that are not tensors, as text; part of the signature
+    arguments: str  # the arguments that are not tensors, as text for the signature alone
     recompute: bool  # a forward op run again in the backward pass
     seconds: float  # nan where not measured
     workspace_bytes: int  # allocated inside the kernel above its outputs, and freed by its end
     own_generator: bool = False  # it, or the code around it, draws from other generators than torch's default ones
+    is_random: bool = False  # it draws random numbers
+    is_training: bool = False  # it was called for training, as a batch norm that takes its batch's statistics
 
     @property
     def signature(self) -> str:
@@ -192,7 +197,7 @@ def handed_on(graph: Graph) -> tuple[Saved, ...]:
     """Activations that a program's forward pass leaves for its backward pass."""
     start = graph.phase_starts().get("backward", len(graph.ops))
     return tuple(
-        Saved(s.id, (), s.dtype, s.bytes, s.category, s.label.split(" ")[0], s.module, "", "", s.source)
+        Saved(s.id, (), s.dtype, s.bytes, s.category, s.made_by, s.module, "", "", s.source)
         for s in graph.storages
         if s.category == "activation" and s.birth < start < s.death
     )

@@ -58,7 +58,9 @@ class LiveStorages:
                 label=label,
                 module=place.module if place else (self._modules[-1] if self._modules else ""),
                 source=place.source if place else "",
+                shape=tuple(tensor.shape),
                 made_by=place.op if place else "",
+                is_outside=place is None and label == OUTSIDE,
             )
         )
         if where not in self._watch:
@@ -72,11 +74,19 @@ class LiveStorages:
         if index is not None:
             self._record.storages[index].death = len(self._record.ops)
 
-    def name(self, tensor: Tensor, category: Category, label: str, module: str) -> None:
+    def name(
+        self,
+        tensor: Tensor,
+        category: Category,
+        label: str,
+        module: str,
+        shape: tuple[int, ...] | None = None,
+        state_key: str = "",
+    ) -> None:
         """Name a living storage. The first owner names a shared one."""
         storage = self.get(tensor)
         if storage is not None and storage.category in ("temporary", "activation"):
-            storage.category, storage.label, storage.module = category, label, module or storage.module
+            storage.name(category, label, module or storage.module, shape, state_key)
 
     def forget(self, tensor: Tensor) -> None:
         """Leave a storage out of the step."""

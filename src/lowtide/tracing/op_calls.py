@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.compat import pytree
+from lowtide.compat.operators import schema_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +60,27 @@ class Call:
     def tensors(self, device: torch.device) -> tuple[Any, Any]:
         """Arguments for a call: floats are random, integers zero."""
         return pytree.tree_map_only(_TensorShape, lambda s: s.make(device), (self.args, self.kwargs))
+
+
+def draws(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op call draws random numbers: one that drops a share of 0 does not."""
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return False
+    share = next((name for name in ("dropout_p", "dropout") if name in _positions(function)), None)
+    return share is None or bool(_argument(share, function, args, kwargs))
+
+
+def trains(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op call is told to train, as batch norms are; those that update statistics always do."""
+    return "with_update" in function.__name__ or _argument("training", function, args, kwargs) is True
+
+
+def _argument(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An argument as it was given; None where it was left at its default."""
+    place = _positions(function).get(name, len(args))
+    return args[place] if place < len(args) else kwargs.get(name)
+
+
+@cache
+def _positions(function: Any) -> dict[str, int]:
+    return {argument.name: place for place, argument in enumerate(schema_of(function).arguments)}

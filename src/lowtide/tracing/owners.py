@@ -53,7 +53,7 @@ def _own_optimizer(recorder: Recorder, optimizer: torch.optim.Optimizer, owners:
         name, module = owners.get(parameter, ("", ""))
         for key, value in state.items():
             if isinstance(value, Tensor):
-                recorder.own(value, "optimizer state", f"{name}.{key}", module)
+                recorder.own(value, "optimizer state", f"{name}.{key}", module, state_key=key)
 
 
 @contextmanager

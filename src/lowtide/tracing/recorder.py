@@ -31,7 +31,7 @@ from lowtide.tracing.generators import HostDraws, has_own_generator
 from lowtide.tracing.graph import Category, Graph, Phase, TensorView, signature
 from lowtide.tracing.live_storages import LiveStorages
 from lowtide.tracing.meter import Meter
-from lowtide.tracing.op_calls import Call
+from lowtide.tracing.op_calls import Call, draws, trains
 from lowtide.tracing.plain_aten.backward_formulas import PRODUCTS, formula_of
 from lowtide.tracing.plain_aten.gradient_accumulation import (
     ADD_IN_PLACE,
@@ -41,7 +41,7 @@ from lowtide.tracing.plain_aten.gradient_accumulation import (
 )
 from lowtide.tracing.plain_aten.in_place import DIFFERING, form_after_product, form_in_formula
 from lowtide.tracing.plain_aten.saved_numbers import KeptNumbers
-from lowtide.tracing.trace_builder import OUTSIDE, LiveOp, Place, Record, Save
+from lowtide.tracing.trace_builder import LiveOp, Place, Record, Save
 
 _PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor, int, float, bool, list, tuple, str, type(None)})
 _DEVICE = torch.ops.prim.device.default
@@ -87,11 +87,11 @@ class Recorder(TorchDispatchMode):
 
     # -- what the step's owner tells ------------------------------------------------------------------
 
-    def own(self, tensor: Tensor, category: Category, label: str, module: str = "") -> None:
+    def own(self, tensor: Tensor, category: Category, label: str, module: str = "", *, state_key: str = "") -> None:
         """Register a tensor that exists before the step: a parameter, a buffer, optimizer state, input."""
         for part in parts(self._twin(tensor)):
             self._storages.see(part, birth=0, label=label)
-            self._storages.name(part, category, label, module)
+            self._storages.name(part, category, label, module, tuple(tensor.shape), state_key)
 
     def label(self, tensor: Tensor, category: Category, label: str, module: str = "") -> None:
         """Name a storage that the step made, such as a gradient."""
@@ -169,7 +169,7 @@ class Recorder(TorchDispatchMode):
             finally:
                 self._stands_in = False
             for storage in self._record.storages[known:]:
-                if storage.label == OUTSIDE:  # a stand-in, which a plain step does not have
+                if storage.is_outside:  # a stand-in, which a plain step does not have
                     storage.death = storage.birth
         return formula is not None
 
@@ -204,7 +204,8 @@ class Recorder(TorchDispatchMode):
         inputs = tuple(map(self._value, tensors))
         with self.meter.op(_kind(func, inputs, arguments)):
             out = func(*args, **kwargs)
-        self._finish(str(func), inputs, leaves(out), arguments, own_generator=has_own_generator(args, kwargs))
+        op = self._finish(str(func), inputs, leaves(out), arguments, own_generator=has_own_generator(args, kwargs))
+        op.is_random, op.is_training = draws(func, args, kwargs), trains(func, args, kwargs)
         self._numbers.note(args, out)
         if func in PRODUCTS and not self._fake and bool((args[0] == 0).any()):
             self._with_zeros.add(next_sequence_number() - 1)
@@ -237,20 +238,20 @@ class Recorder(TorchDispatchMode):
         arguments: str,
         *,
         own_generator: bool = False,
-    ) -> None:
+    ) -> LiveOp:
         place, recompute = self._place(name)
         if self.phase == "forward":
             own_generator |= self._host_draws.enter(place.module)
         known = len(self._record.storages)
         outputs = tuple(self._value(tensor, place) for tensor in made)
-        self._record.ops.append(
-            LiveOp(
-                place.op, self.phase, place.module, place.source, inputs, outputs, arguments, recompute, own_generator
-            )
+        op = LiveOp(
+            place.op, self.phase, place.module, place.source, inputs, outputs, arguments, recompute, own_generator
         )
+        self._record.ops.append(op)
         if recompute:
             for storage in self._record.storages[known:]:
                 storage.recomputed = True
+        return op
 
     def _place(self, name: str) -> tuple[Place, bool]:
         """Where this op belongs (in the backward pass: where its forward op was called), and if it is run again.

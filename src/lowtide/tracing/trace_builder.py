@@ -20,9 +20,19 @@ class LiveStorage:
     module: str
     source: str
     category: Category = "temporary"
+    shape: tuple[int, ...] = ()
     made_by: str = ""
+    state_key: str = ""
     death: int = -1
     recomputed: bool = False
+    is_outside: bool = False  # no op made it, and nobody has named it yet
+
+    def name(
+        self, category: Category, label: str, module: str, shape: tuple[int, ...] | None = None, state_key: str = ""
+    ) -> None:
+        """Name an owner."""
+        self.category, self.label, self.module, self.is_outside = category, label, module, False
+        self.shape, self.state_key = self.shape if shape is None else shape, state_key
 
 
 OUTSIDE = "made outside of ops"
@@ -58,6 +68,8 @@ class LiveOp:
     arguments: str
     recompute: bool
     own_generator: bool
+    is_random: bool = False
+    is_training: bool = False
 
 
 @dataclass(slots=True)
@@ -102,6 +114,9 @@ class Record:
                         s.label,
                         s.module,
                         s.source,
+                        s.shape,
+                        s.made_by,
+                        s.state_key,
                     )
                 )
         saved = [self._frozen_save(s, kept) for s in self.saves if s.storage in kept]
@@ -133,8 +148,9 @@ class Record:
     def _own_what_stays(self) -> None:
         """Own storages that no op made and that outlive the step, such as a mask of the loss or a module."""
         for storage in self.storages:
-            if storage.label == OUTSIDE and storage.death < 0:  # or a module keeps what it made of no tensor: as good
-                storage.category, storage.birth, storage.label = "buffer", 0, "held beside model and batch"
+            if storage.is_outside and storage.death < 0:  # or a module keeps what it made of no tensor: as good
+                storage.name("buffer", "held beside model and batch", storage.module)
+                storage.birth = 0
 
     def _outlives_recompute(self, storage: LiveStorage, death: int) -> bool:
         return any(not op.recompute for op in self.ops[storage.birth + 1 : death])
@@ -153,6 +169,8 @@ class Record:
             seconds,
             workspace_bytes,
             op.own_generator,
+            op.is_random,
+            op.is_training,
         )
 
     def _frozen_save(self, save: Save, kept: dict[int, int]) -> Saved:

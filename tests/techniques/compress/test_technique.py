@@ -242,8 +242,8 @@ def test_a_model_learns_as_well_in_four_bits():
         work = Workload(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, teacher(x).argmax(1)))
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
         sites = tuple(str(i) for i in range(5))
-        option = Option("compress", sites, CompressConfig((bits,) * 5))
-        with Compress().apply(work, [option] if bits else []) as applied:
+        options = [Option("compress", sites, CompressConfig((bits,) * 5))] if bits else []
+        with Compress().apply(work, options) as applied:
             for _ in range(60):
                 optimizer.zero_grad()
                 applied.work.compute_loss().backward()

@@ -289,16 +289,17 @@ class _Planned:
             return
         if count and storage not in self.index:
             made = node.meta.get("val") if node is not None else None
-            shape = list(made.shape) if isinstance(made, Tensor) else []
+            shape = tuple(made.shape) if isinstance(made, Tensor) else ()
             dtype = dtype_name(made) if isinstance(made, Tensor) else "uint8"
             on_host = storage.is_state or storage.on_host
             device = "cpu" if on_host else self.forecast.plain.graph.tensor_device
             self.index[storage] = len(self.storages)
             is_made = each.kind is not Kind.RETURN_GRAD or bool(each.reads)  # else it is there, as the loss's gradient
             birth = max(0, len(self.ops) - is_made)
-            label, module = f"{each.cell.op} {shape}", module_of(node) if node is not None else ""
+            op, module = each.cell.op, module_of(node) if node is not None else ""
+            place, label = len(self.storages), f"{op} {list(shape)}"
             self.storages.append(
-                Storage(len(self.storages), size, device, dtype, "temporary", birth, -1, label, module, "")
+                Storage(place, size, device, dtype, "temporary", birth, -1, label, module, "", shape, op)
             )
         elif not count:
             place = self.index.pop(storage)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -21,7 +20,7 @@ from lowtide.techniques.microbatch.proof import Proof, prove
 from lowtide.techniques.microbatch.weights import REDUCTIONS, Proved
 from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, whole_step
 from lowtide.tracing.call_sites import short_name
-from lowtide.tracing.graph import Graph, Op, Storage
+from lowtide.tracing.graph import Graph, Storage
 from lowtide.tracing.snapshot import unchanged
 from lowtide.undo import Applied
 from lowtide.workload import Workload
@@ -221,8 +220,7 @@ def _obstacle(graph: Graph) -> str:
 
 def _samples(graph: Graph) -> int:
     """How many samples the step has; 0 where the tensors of its batch do not agree."""
-    shapes = [json.loads(s.label.removeprefix("batch ")) for s in graph.storages if s.category == "input"]
-    sizes = {shape[0] for shape in shapes if shape}
+    sizes = {s.shape[0] for s in graph.storages if s.category == "input" and s.shape}
     return sizes.pop() if len(sizes) == 1 else 0
 
 
@@ -251,12 +249,17 @@ def _divides(storage: Storage, shape: tuple[int, ...], samples: int) -> bool:
     return storage.bytes > 0 and any(length and length % samples == 0 for length in shape)
 
 
+def _draws(graph: Graph) -> bool:
+    """Whether the loss draws random numbers."""
+    return any(op.is_random for op in graph.ops if op.phase == "forward")
+
+
 def _normalises(graph: Graph) -> bool:
     """Whether a batch norm takes statistics of its batch."""
     kinds = dict(graph.modules)
     norms = [op for op in graph.ops if "batch_norm" in op.name and op.phase == "forward"]
     plain = {op.module for op in norms}
-    if any(_in_training(op) and "InstanceNorm" not in kinds.get(op.module, "") for op in norms):
+    if any(op.is_training and "InstanceNorm" not in kinds.get(op.module, "") for op in norms):
         return True
     # A layer of lowtide's runs as other ops.
     ran = {op.module for op in graph.ops if op.phase == "forward"} - plain
@@ -269,34 +272,3 @@ def _writes(graph: Graph) -> bool:
     ops = (op for op in graph.ops if op.phase == "forward")
     writing = (op for op in ops if short_name(op.name).endswith("_") or op.name.endswith("out"))
     return any(value.storage in buffers for op in writing for value in op.outputs)
-
-
-def _in_training(op: Op) -> bool:
-    return "True" in op.arguments or "with_update" in op.name
-
-
-_RANDOM = ("dropout", "bernoulli", "rand", "normal_", "uniform_", "exponential_", "multinomial", "poisson")
-
-
-def _draws(graph: Graph) -> bool:
-    """Whether the loss draws random numbers."""
-    return any(_is_random(op) for op in graph.ops if op.phase == "forward")
-
-
-def _is_random(op: Op) -> bool:
-    name = op.name.partition(".")[2]
-    if "attention" in name:
-        return any(number > 0 for number in _floats(op.arguments)[:1])  # the first is the share that is dropped
-    if name.startswith("_cudnn_rnn"):
-        return any(0 < number < 1 for number in _floats(op.arguments))
-    return any(part in name for part in _RANDOM)
-
-
-def _floats(text: str) -> list[float]:
-    found: list[float] = []
-    for word in text.replace("(", " ").replace(")", " ").replace(",", " ").replace("=", " ").split():
-        try:
-            found.append(float(word))
-        except ValueError:
-            continue
-    return found
