@@ -20,7 +20,11 @@ from ..soak import in_soak
 from .variance import variance
 
 GPU = torch.cuda.is_available()
+
+
 DEVICE = "cuda" if GPU else "cpu"
+
+
 DRAWS = 2_000
 
 
@@ -124,9 +128,6 @@ def test_where_nothing_is_kept_it_is_plain(mode):
         assert torch.equal(torch.autograd.grad(y.sum(), layer.weight)[0], expected[0])
 
 
-# -- sharing ------------------------------------------------------------------------------------------------
-
-
 class Heads(nn.Module):
     """Three layers that read one tensor, with dropout around them."""
 
@@ -220,9 +221,6 @@ def test_a_sketch_is_not_shared_across_the_border_of_a_checkpoint():
         y = checkpoint(inside, x, use_reentrant=False) if recomputed else inside(x)
         found.append(torch.autograd.grad((outside * y).sum(), x)[0])
     assert torch.equal(*found)
-
-
-# -- as a module --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -345,14 +343,6 @@ def test_float16_sketches_of_large_values_do_not_overflow(kind, large):
         made(x.half().to(dtype)).backward(dy.half().to(dtype))
         found.append(made.weight.grad.double())
     torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2 * float(found[1].abs().max()))
-
-
-@pytest.mark.parametrize("needs_input", [True, False])
-def test_gradients_of_gradients_are_refused(needs_input):
-    _, layer = pair()
-    x = torch.randn(30, 16, device=DEVICE, requires_grad=needs_input)
-    with pytest.raises(LowtideError, match="gradients of gradients"):  # the loss is linear: torch's guard is silent
-        torch.autograd.grad(layer(x).sum(), x if needs_input else layer.weight, create_graph=True)
 
 
 def test_transforms_of_functions_have_the_plain_gradient():

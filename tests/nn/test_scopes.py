@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.nn import BatchNormAct2d, keep_one_buffer
@@ -37,9 +36,6 @@ def gradients(net, x, call=lambda net, x: net(x)):
     leaf = x.clone().requires_grad_()
     call(net, leaf).square().sum().backward()
     return [leaf.grad, *(p.grad.clone() for p in net.parameters())]
-
-
-# -- interruptions -------------------------------------------------------------------------------------
 
 
 class Stop(nn.Module):
@@ -161,9 +157,6 @@ def test_models_without_such_a_layer_see_no_hooks():
     assert seen[1] is not None, "a layer that joins a model later is seen"
 
 
-# -- threads -------------------------------------------------------------------------------------------
-
-
 def test_threads_have_scopes_of_their_own():
     expected, found, errors = {}, {}, []
     start = threading.Barrier(4)
@@ -197,9 +190,6 @@ def test_backward_may_run_in_another_thread():
     torch.testing.assert_close([p.grad for p in ours.parameters()], gradients(plain, batch())[1:])
 
 
-# -- torch.utils.checkpoint and torch.func -------------------------------------------------------------
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("strategy", ONE_BUFFER)
 @pytest.mark.parametrize("inside", [True, False], ids=["in the model", "around the model"])
@@ -224,46 +214,6 @@ def test_a_users_checkpoint_gives_torchs_gradients(strategy, reentrant, inside):
     assert hooks_now() is None
 
 
-@pytest.mark.parametrize("strategy", ONE_BUFFER)
-def test_gradients_by_torch_func_are_torchs(strategy):
-    ours, plain = networks(strategy)
-    found = []
-    for net in (ours, plain):
-        parameters = {n: p.detach() for n, p in net.named_parameters()}
-        buffers = {n: b.clone() for n, b in net.named_buffers()}
-
-        def loss(parameters, buffers, x, net=net):
-            return functional_call(net, (parameters, buffers), (x,)).square().sum()
-
-        found.append([list(grad(loss)(parameters, buffers, batch()).values()), list(buffers.values())])
-    torch.testing.assert_close(*found)
-
-
-@pytest.mark.parametrize("strategy", ONE_BUFFER)
-def test_gradients_per_sample_by_vmap_are_torchs(strategy):
-    ours, plain = networks(strategy, track_running_stats=False)
-    found = []
-    for net in (ours, plain):
-        values = {n: p.detach() for n, p in net.named_parameters()}
-
-        def loss(values, x, net=net):
-            return functional_call(net, values, (x[None],)).square().sum()
-
-        found.append([g for _, g in sorted(vmap(grad(loss), (None, 0))(values, batch()).items())])
-    torch.testing.assert_close(*found)
-
-
-@pytest.mark.parametrize("strategy", ONE_BUFFER)
-def test_functional_call_gives_torchs_gradients_of_the_values_given(strategy):
-    layer, plain = pair(strategy, "prelu" if strategy.startswith("checkpoint") else "leaky_relu")
-    found = []
-    for net in (layer.double(), plain.double()):
-        values = {n: (p.detach() * 1.5).requires_grad_() for n, p in net.named_parameters()}
-        functional_call(net, values, (batch(),)).square().sum().backward()
-        found.append([values[n].grad for n in values])
-    torch.testing.assert_close(*found)
-
-
 def test_a_layer_of_a_plain_function_needs_no_scope():
     layer, plain = pair("checkpoint")
     weight = torch.randn(4, 4, 1, 1, dtype=torch.float64)
@@ -275,9 +225,6 @@ def test_a_layer_of_a_plain_function_needs_no_scope():
         found.append(leaf.grad)
     torch.testing.assert_close(*found)
     assert isinstance(plain, Plain)
-
-
-# -- what comes after an interruption ------------------------------------------------------------------
 
 
 def interrupted(model):

@@ -114,9 +114,7 @@ class Cut(NamedTuple):
         return ((place + 1) * self.blocks - 1) // total
 
 
-def philox(
-    seed: Tensor, c0: Any, c1: Any, c2: Any, c3: int, rounds: int = 10
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(seed: Tensor, c0: Any, c1: Any, c2: Any, c3: int, rounds: int = 10) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four words of 32 random bits for each counter (Salmon et al., 2011: Philox4x32), held as int64."""
     # A number that is filled in on the device, and not copied to it, may be captured in a CUDA graph.
     given = (c if isinstance(c, Tensor) else seed.new_full((), c) for c in (c0, c1, c2, c3))

@@ -1,5 +1,7 @@
-"""Under torch.compile a layer is still plain batch norm and its activation, and still keeps one buffer."""
+"""Torch's own ops where nothing of lowtide's can run: compiled, exported, traced and under ``torch.func``."""
 
+import copy
+import importlib.util
 from functools import partial
 
 import pytest
@@ -12,14 +14,16 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lowtide.nn import BatchNormAct2d, BatchRenormAct2d
-from tests.nn.plain import ACTIVATIONS, Plain
+from tests.nn.plain import ACTIVATIONS, ONE_BUFFER, Plain, pair
 from tests.soak import SOAK, in_soak
 
 # Dynamo looks at .grad of what it compiles, and its own warning must not stop it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
 
 CHANNELS, BATCH = 4, (2, 4, 6, 6)
 
@@ -119,10 +123,9 @@ class Graphs:
         return len(self.forward.graph.find_nodes(op="call_function", target=torch.ops.aten.var_mean.correction))
 
 
-# -- the same training -----------------------------------------------------------------------------------
-
-
 TRAINED = ["relu", "leaky_relu", "silu", "prelu", "identity", "gelu_tanh", "softplus"]
+
+
 JOINED = TRAINED if SOAK else ["relu", "silu"]
 
 
@@ -221,9 +224,6 @@ def test_batch_renormalization_compiles():
     assert_same_steps(model, eager, torch.compile(model, fullgraph=True, backend="aot_eager"))
 
 
-# -- one buffer ------------------------------------------------------------------------------------------
-
-
 KEPT = ["relu", "leaky_relu", "silu", "gelu", "prelu", "identity"]
 
 
@@ -298,9 +298,6 @@ def test_a_users_checkpoint_decides_and_statistics_move_once(policy):
     assert_same_steps(model, plain, torch.compile(around, fullgraph=True, backend="aot_eager"))
 
 
-# -- what stays plain --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("activation", "strategy"), [("relu", "standard"), ("mish", "checkpoint")])
 def test_the_standard_strategy_and_unknown_activations_stay_plain(activation, strategy):
     model, plain = nets(activation, strategy)
@@ -326,9 +323,6 @@ def test_statistics_move_without_gradients():
     torch.testing.assert_close(model.second.running_var, plain.second.norm.running_var)
 
 
-# -- beside eager layers -----------------------------------------------------------------------------------
-
-
 def test_a_compiled_part_of_an_eager_model_trains_as_plain_torch_does():
     (part, plain_part), (rest, plain_rest) = nets("relu"), nets("silu")
     model, plain = nn.Sequential(part, rest), nn.Sequential(plain_part, plain_rest)
@@ -351,3 +345,95 @@ def test_compiled_calls_see_no_saved_tensor_hooks_of_ours():
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     compiled(torch.randn(BATCH, dtype=torch.float64))
     assert seen == [None]
+
+
+# -- torch.func ----------------------------------------------------------------------------------------
+
+
+SHAPE = (5, 4, 6, 6)
+
+
+def batch(seed=3):
+    return torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def networks(strategy, activation="leaky_relu", **options):
+    """conv-bn-act-conv with a layer of lowtide's, and with torch's."""
+    layer, plain = pair(strategy, activation, **options)
+    first, last = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+    return [nn.Sequential(copy.deepcopy(first), m, copy.deepcopy(last)).double() for m in (layer, plain)]
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+def test_gradients_by_torch_func_are_torchs(strategy):
+    ours, plain = networks(strategy)
+    found = []
+    for net in (ours, plain):
+        parameters = {n: p.detach() for n, p in net.named_parameters()}
+        buffers = {n: b.clone() for n, b in net.named_buffers()}
+
+        def loss(parameters, buffers, x, net=net):
+            return functional_call(net, (parameters, buffers), (x,)).square().sum()
+
+        found.append([list(grad(loss)(parameters, buffers, batch()).values()), list(buffers.values())])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+def test_gradients_per_sample_by_vmap_are_torchs(strategy):
+    ours, plain = networks(strategy, track_running_stats=False)
+    found = []
+    for net in (ours, plain):
+        values = {n: p.detach() for n, p in net.named_parameters()}
+
+        def loss(values, x, net=net):
+            return functional_call(net, values, (x[None],)).square().sum()
+
+        found.append([g for _, g in sorted(vmap(grad(loss), (None, 0))(values, batch()).items())])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+def test_functional_call_gives_torchs_gradients_of_the_values_given(strategy):
+    layer, plain = pair(strategy, "prelu" if strategy.startswith("checkpoint") else "leaky_relu")
+    found = []
+    for net in (layer.double(), plain.double()):
+        values = {n: (p.detach() * 1.5).requires_grad_() for n, p in net.named_parameters()}
+        functional_call(net, values, (batch(),)).square().sum().backward()
+        found.append([values[n].grad for n in values])
+    torch.testing.assert_close(*found)
+
+
+# -- traced and exported -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+def test_tracing_in_eval_mode_agrees(strategy):
+    layer, plain = pair(strategy)
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), layer, nn.Conv2d(4, 4, 1)).eval()
+    traced = torch.jit.trace(model, torch.randn(2, 4, 5, 5))
+    x = torch.randn(3, 4, 6, 6)
+    torch.testing.assert_close(traced(x), nn.Sequential(model[0], plain.eval(), model[2])(x))
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+def test_exporting_in_eval_mode_agrees(strategy):
+    layer, plain = pair(strategy)
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), layer).eval()
+    x = torch.randn(2, 4, 5, 5)
+    exported = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(exported(x), nn.Sequential(model[0], plain.eval())(x))
+
+
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime")), reason="needs onnx"
+)
+def test_onnx_in_eval_mode_agrees(tmp_path):
+    import onnxruntime
+
+    layer, plain = pair("checkpoint")
+    x = torch.randn(2, 4, 5, 5)
+    torch.onnx.export(layer.eval(), (x,), str(tmp_path / "layer.onnx"))
+    session = onnxruntime.InferenceSession(str(tmp_path / "layer.onnx"))
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), plain.eval()(x))
