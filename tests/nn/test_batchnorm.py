@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowtide import LowtideError
-from lowtide.nn import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchRenormAct2d
+from lowtide.nn import BatchNormAct2d, BatchRenormAct2d
 from tests.nn.buffers import LARGE, kept_by_allocator, network
 from tests.nn.plain import (
     ACTIVATIONS,
@@ -17,6 +17,7 @@ from tests.nn.plain import (
     NORMS,
     ONE_BUFFER,
     Plain,
+    assert_same,
     assert_same_statistics,
     assert_same_step,
     pair,
@@ -74,15 +75,14 @@ def test_a_trained_model_is_torchs(strategy):
 @pytest.mark.parametrize("strategy", ONE_BUFFER)
 def test_a_frozen_layer_in_a_training_model_is_torchs(strategy):
     layer, plain = pair(strategy)
-    found, expected = nn.Sequential(nn.Conv2d(4, 4, 1), layer), nn.Sequential(nn.Conv2d(4, 4, 1), plain)
-    expected[0].load_state_dict(found[0].state_dict())
-    before = copy.deepcopy(layer.state_dict())
-    x = torch.randn(5, 4, 3, 3)
-    for model, norm in ((found, layer), (expected, plain.norm)):
-        model.train()
-        norm.eval()
+    conv, x, before = nn.Conv2d(4, 4, 1), torch.randn(5, 4, 3, 3), copy.deepcopy(layer.state_dict())
+
+    def run(norm):
+        model = nn.Sequential(copy.deepcopy(conv), norm.eval())
         model(x).square().sum().backward()
-    torch.testing.assert_close([p.grad for p in found.parameters()], [p.grad for p in expected.parameters()])
+        return [p.grad for p in model.parameters()]
+
+    assert_same(run, layer, plain)
     torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
 
 
@@ -101,14 +101,14 @@ def test_frozen_parameters_get_no_gradient_and_the_others_torchs(strategy, froze
 def test_a_frozen_stem_before_what_is_trained_is_torchs(strategy):
     """No input of the layer needs a gradient, and yet a later layer keeps z."""
     layer, plain = pair(strategy)
-    head = nn.Conv2d(4, 2, 1)
-    x = torch.randn(5, 4, 3, 3)
-    gradients = []
-    for stem in (layer, plain):
+    head, x = nn.Conv2d(4, 2, 1), torch.randn(5, 4, 3, 3)
+
+    def run(stem):
         head.zero_grad()
         nn.Sequential(stem.requires_grad_(False), head)(x).square().sum().backward()
-        gradients.append(head.weight.grad)
-    torch.testing.assert_close(*gradients)
+        return head.weight.grad
+
+    assert_same(run, layer, plain)
     assert_same_statistics(layer, plain.norm)
 
 
@@ -126,25 +126,14 @@ def test_a_layer_made_from_a_batch_norm_shares_its_parameters_and_its_mode(dims)
 
 
 def test_a_layer_is_not_made_from_a_batch_norm_of_other_dimensions():
-    with pytest.raises(LowtideError, match="BatchNormAct2d is made from a BatchNorm2d, not from a BatchNorm1d"):
+    with pytest.raises(LowtideError, match="BatchNorm1d"):
         BatchNormAct2d.from_batch_norm(nn.BatchNorm1d(4), "relu")
 
 
-SHAPE = (6, 4, 5, 3)
-
-
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        (BatchNormAct1d, (2, 3, 4, 5)),
-        (BatchNormAct1d, (4,)),
-        (BatchNormAct2d, (2, 3, 4)),
-        (BatchNormAct3d, (2, 3, 4, 5)),
-    ],
-)
-def test_wrong_dimensions_are_torchs_error(layer, shape):
+@pytest.mark.parametrize(("dims", "shape"), [(1, (2, 3, 4, 5)), (1, (4,)), (2, (2, 3, 4)), (3, (2, 3, 4, 5))])
+def test_wrong_dimensions_are_torchs_error(dims, shape):
     with pytest.raises(ValueError, match="input"):
-        layer(3)(torch.randn(shape))
+        LAYERS[dims](3)(torch.randn(shape))
 
 
 @pytest.mark.parametrize("dims", LAYERS)
@@ -154,12 +143,14 @@ def test_a_layer_is_made_on_a_device_and_in_a_dtype(dims):
     assert kinds == {(torch.float64, "meta")}
 
 
-def test_prelu_by_name_learns():
-    layer = BatchNormAct2d(4, "prelu")
-    plain = Plain(nn.BatchNorm2d(4), nn.PReLU())
-    x, gradient = torch.randn(2, *SHAPE)
+def test_prelu_by_name_learns_and_moves_to_another_dtype():
+    layer, plain = BatchNormAct2d(4, "prelu"), Plain(nn.BatchNorm2d(4), nn.PReLU())
+    x, gradient = torch.randn(2, 6, 4, 5, 3)
     assert_same_step(layer, plain, x, gradient)
     assert layer.activation.weight.grad is not None
+    layer.zero_grad()
+    plain.zero_grad()
+    assert_same_step(layer.double(), plain.double(), x.double(), gradient.double())
 
 
 # -- state, copies and torch.fx ------------------------------------------------------------------------
@@ -178,19 +169,11 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dims", LAYERS)
-def test_the_state_dict_is_a_batch_norms(dims, options):
-    ours = LAYERS[dims](6, "silu", **options).state_dict()
-    torchs = NORMS[dims](6, **options).state_dict()
-    assert list(ours) == list(torchs)
-    assert [(t.shape, t.dtype) for t in ours.values()] == [(t.shape, t.dtype) for t in torchs.values()]
-    torch.testing.assert_close(dict(ours), dict(torchs), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dims", LAYERS)
-def test_state_loads_both_ways(dims, options):
+def test_the_state_dict_is_a_batch_norms_and_loads_both_ways(dims, options):
     torch.manual_seed(0)
-    norm, layer = NORMS[dims](6, **options), LAYERS[dims](6, **options)
+    norm, layer = NORMS[dims](6, **options), LAYERS[dims](6, "silu", **options)
+    torch.testing.assert_close(dict(layer.state_dict()), dict(norm.state_dict()), rtol=0, atol=0)
+    assert list(layer.state_dict()) == list(norm.state_dict())
     for tensor in norm.state_dict().values():
         tensor.copy_(torch.randint(1, 9, tensor.shape))
     layer.load_state_dict(norm.state_dict())
@@ -209,10 +192,10 @@ def test_state_of_an_old_version_loads_as_into_a_batch_norm():
 
 def test_missing_and_unexpected_keys_are_errors():
     state = nn.BatchNorm2d(4).state_dict()
-    with pytest.raises(RuntimeError, match=r'Unexpected key.*"extra"'):
+    with pytest.raises(RuntimeError, match='"extra"'):
         BatchNormAct2d(4).load_state_dict({**state, "extra": torch.zeros(1)})
     del state["running_var"]
-    with pytest.raises(RuntimeError, match=r'Missing key.*"running_var"'):
+    with pytest.raises(RuntimeError, match='"running_var"'):
         BatchNormAct2d(4).load_state_dict(state)
 
 
@@ -236,33 +219,26 @@ def by_torch_save(layer):
 @pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle, by_torch_save])
 @pytest.mark.parametrize(
     ("strategy", "activation"),
-    [(s, "leaky_relu") for s in ONE_BUFFER] + [("checkpoint", a) for a in ("gelu_tanh", "prelu", "mish")],
+    [("inplace", "leaky_relu"), *(("checkpoint", a) for a in ("gelu_tanh", "prelu", "mish"))],
 )
 def test_a_copy_does_what_the_layer_does_and_shares_nothing(copied, strategy, activation):
     layer, plain = pair(strategy, activation)
-    made = copied(layer)
-    assert repr(made) == repr(layer)
-    before = copy.deepcopy(layer.state_dict())
+    twin, before = copied(layer), copy.deepcopy(layer.state_dict())
+    assert repr(twin) == repr(layer)
     x, gradient = torch.randn(2, 5, 4, 3, 3)
-    assert_same_step(made, plain, x, gradient)
+    assert_same_step(twin, plain, x, gradient)
     torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
     assert all(p.grad is None for p in layer.parameters())
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle, by_torch_save])
-def test_a_copied_model_keeps_one_buffer_too(copied):
-    model = copied(network(nn.SiLU(), "checkpoint"))
-    assert kept_by_allocator(model, torch.randn(LARGE)) == 2
-
-
-def test_a_model_can_be_copied_after_a_step():
+def test_a_model_copied_after_a_step_keeps_one_buffer_too(copied):
     model, x = network(nn.SiLU(), "checkpoint"), torch.randn(LARGE)
     model(x).sum().backward()
-    made = copy.deepcopy(model)
-    for net in (model, made):
-        net.zero_grad()
-        net(x).square().sum().backward()
-    torch.testing.assert_close([p.grad for p in made.parameters()], [p.grad for p in model.parameters()])
+    model.zero_grad()
+    twin = copied(model)
+    assert_same(lambda net: torch.autograd.grad(net(x).square().sum(), list(net.parameters())), twin, model)
+    assert kept_by_allocator(twin, x) == 2
 
 
 def test_torch_fx_has_a_layer_for_a_leaf():
@@ -279,10 +255,3 @@ def test_what_is_printed_says_the_activation_and_the_strategy(activation):
     assert shown.startswith("BatchNormAct2d(4, ")
     assert activation.partition("_tanh")[0] in shown.lower()
     assert "strategy='checkpoint'" in shown
-
-
-def test_moving_to_another_dtype_moves_what_the_activation_learns():
-    layer, plain = pair("checkpoint", "prelu")
-    x, gradient = torch.randn(2, 5, 4, 3, 3, dtype=torch.float64)
-    found, expected = step(layer.double(), x, gradient), step(plain.double(), x, gradient)
-    torch.testing.assert_close(found, expected)
