@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lowtide.nn import BatchNormAct2d, BatchRenormAct2d
 from tests.nn.plain import ACTIVATIONS, ONE_BUFFER, Plain, pair
-from tests.soak import SOAK, in_soak
+from tests.soak import in_soak
 
 # Dynamo looks at .grad of what it compiles, and its own warning must not stop it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -123,10 +123,10 @@ class Graphs:
         return len(self.forward.graph.find_nodes(op="call_function", target=torch.ops.aten.var_mean.correction))
 
 
-TRAINED = ["relu", "leaky_relu", "silu", "prelu", "identity", "gelu_tanh", "softplus"]
+TRAINED = ["relu", "silu", "prelu", "identity", *in_soak(("leaky_relu", "gelu_tanh", "softplus"))]
 
 
-JOINED = TRAINED if SOAK else ["relu", "silu"]
+JOINED = ["silu", *in_soak(TRAINED)]
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,9 @@ JOINED = TRAINED if SOAK else ["relu", "silu"]
 )
 def test_training_is_that_of_plain_torch(activation, joined):
     model, plain = nets(activation, joined=joined)
-    assert_same_steps(model, plain, torch.compile(model, fullgraph=True, backend="aot_eager"))
-    assert counters["stats"]["unique_graphs"] == 1  # no graph break, nothing compiled again
+    call = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same_steps(model, plain, call, batches=(2, 3, 5))
+    assert counters["stats"]["unique_graphs"] == 2  # one for a batch of 2, one for all others; no graph break
     assert_same_steps(model, plain, model)  # and eager still works
 
 
@@ -162,21 +163,21 @@ def test_one_value_per_channel_is_refused_as_torch_does(momentum):
         torch.compile(layer, backend="aot_eager")(torch.randn(1, CHANNELS, 1, 1))
 
 
-@pytest.mark.parametrize("how", ["torch.compile(model)", "model.compile()"])
-def test_inductor_trains_as_plain_torch_does(how):
-    model, plain = nets("relu", joined=True)
+HOW = [("torch.compile(model)", False), *in_soak([("model.compile()", False), ("torch.compile(model)", True)])]
+
+
+@pytest.mark.parametrize(("how", "joined"), HOW)
+def test_inductor_trains_as_plain_torch_does_and_keeps_one_buffer_per_layer(how, joined):
+    model, plain = (net.to(memory_format=torch.channels_last) for net in nets("relu", joined=joined))
     call = model
     if how == "model.compile()":
         model.compile(fullgraph=True)
     else:
         call = torch.compile(model, fullgraph=True)
-    assert_same_steps(model, plain, call, batches=(2, 3, 5))
-    assert counters["stats"]["unique_graphs"] == 2  # one for a batch of 2, one for all others
-
-
-def test_inductor_trains_channels_last_with_a_cumulative_average():
-    model, plain = (net.to(memory_format=torch.channels_last) for net in nets("silu", momentum=None))
-    assert_same_steps(model, plain, torch.compile(model, fullgraph=True))
+    assert_same_steps(model, plain, call)
+    out = call(torch.randn(BATCH, dtype=torch.float64))
+    saved = [*out.grad_fn.saved_tensors, *getattr(out.grad_fn, "_tensors_no_vc_check", [])]
+    assert sum(t.numel() == out.numel() for t in saved) == 3 + joined  # the net's input is one
 
 
 @pytest.mark.gpu
@@ -224,7 +225,7 @@ def test_batch_renormalization_compiles():
     assert_same_steps(model, eager, torch.compile(model, fullgraph=True, backend="aot_eager"))
 
 
-KEPT = ["relu", "leaky_relu", "silu", "gelu", "prelu", "identity"]
+KEPT = ["relu", "silu", "prelu", "identity", *in_soak(("leaky_relu", "gelu"))]
 
 
 @pytest.mark.parametrize(
@@ -248,14 +249,6 @@ def test_autocast_keeps_one_buffer_in_16_bits(dtype):
     out.float().square().sum().backward()
     assert [kept.dtype for kept in graphs.kept] == [dtype] * 3  # the net's input, cast, is one
     assert graphs.reductions == 2
-
-
-def test_inductor_keeps_one_buffer_per_layer():
-    model, _ = nets("relu")
-    out = torch.compile(model, fullgraph=True)(torch.randn(BATCH, dtype=torch.float64))
-    node = out.grad_fn
-    saved = [*node.saved_tensors, *getattr(node, "_tensors_no_vc_check", [])]
-    assert sum(t.numel() == out.numel() for t in saved) == 3  # the two layers' and the net's input
 
 
 def test_a_join_whose_output_is_kept_does_not_keep_its_residual():
