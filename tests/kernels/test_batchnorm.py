@@ -1,106 +1,14 @@
-"""The kernels in Triton against float64: in Triton's interpreter on a CPU, compiled on a GPU."""
+"""Launches of batch norm in Triton: how a tensor is cut into blocks, and that no cut and no timing changes results."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from lowtide.kernels.activations import Activation
 from lowtide.kernels.reference.batchnorm import Affine, Running
 
 triton = pytest.importorskip("triton")
 from lowtide.kernels.triton import batchnorm as kernels  # noqa: E402
-
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-NAMES = [
-    "identity", "relu", "leaky_relu", "elu", "celu", "silu", "gelu", "hardswish", "tanh", "sigmoid", "softplus",
-    "prelu",
-]  # fmt: skip
-ACTIVATIONS = [*map(Activation.of, NAMES), Activation("gelu", (1.0,))]
-SHAPES = {
-    "rows": (7, 10),
-    "NCL": (2, 3, 9),
-    "NCHW": (3, 5, 4, 6),
-    "NHWC": (3, 5, 4, 6),
-    "NDHWC": (2, 3, 2, 3, 4),
-    "many parts": (9, 3, 30, 41) if not GPU else (70, 5, 50, 61),
-    "many parts, NHWC": (9, 3, 30, 41) if not GPU else (70, 37, 50, 61),
-}
-# The interpreter takes seconds for many parts, whose sums only these two have in different ways.
-CASES = [
-    (name, act)
-    for act in ACTIVATIONS
-    for name in SHAPES
-    if GPU or not name.startswith("many") or act.name in ("leaky_relu", "prelu")
-]
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # a few units of the dtype
-
-
-def make(name, dtype=torch.float32, *, mean=3.0):
-    shape = SHAPES[name]
-    torch.manual_seed(0)
-    x = (torch.randn(shape) * 2 + mean).to(dtype)
-    dz = torch.randn(shape).to(dtype)
-    if "NHWC" in name or name == "NDHWC":
-        layout = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
-        x, dz = (t.to(memory_format=layout) for t in (x, dz))
-    channels = shape[1]
-    weight, bias = torch.rand(channels) + 0.5, torch.randn(channels)
-    weight[0] *= -1
-    return tuple(t.to(DEVICE) for t in (x, dz, weight, bias))
-
-
-def reference(x, dz, weight, bias, act, slopes=None, residual=None):
-    """z, the running statistics, and the gradients by float64 autograd."""
-    wide = [None if t is None else t.double().detach().requires_grad_() for t in (x, weight, bias, slopes, residual)]
-    running = torch.zeros(x.shape[1], device=DEVICE).double(), torch.ones(x.shape[1], device=DEVICE).double()
-    y = F.batch_norm(wide[0], *running, wide[1], wide[2], True, 0.1, 1e-5)
-    y = y if residual is None else y + wide[4]
-    z = F.prelu(y, wide[3]) if slopes is not None else act(y)
-    inputs = [t for t in wide if t is not None]
-    return z.detach(), running, torch.autograd.grad(z, inputs, dz.double())
-
-
-def close(found, expected, tolerance):
-    error = float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))
-    assert error < tolerance, f"{error:.1e}"
-
-
-def slopes_of(act, channels):
-    return torch.rand(channels, device=DEVICE) if act.name == "prelu" else None
-
-
-@pytest.mark.parametrize(("name", "act"), CASES, ids=repr)
-def test_forward_and_backward_are_those_of_float64(name, act):
-    x, dz, weight, bias = make(name)
-    slopes = slopes_of(act, x.shape[1])
-    z_ref, running_ref, gradients = reference(x, dz, weight, bias, act, slopes)
-    running = Running(torch.zeros(x.shape[1], device=DEVICE), torch.ones(x.shape[1], device=DEVICE), 0.1)
-    z, mean, invstd, _ = kernels.forward(x, weight, bias, running, act, slopes, eps=1e-5)
-    close(z, z_ref, 2e-6)
-    close(running.mean, running_ref[0], 2e-6)
-    close(running.var, running_ref[1], 2e-6)
-    affine = Affine(mean, invstd, weight, bias)
-    _, _, _, xhat = kernels.forward(x, weight, bias, Running(), act, slopes, eps=1e-5, keep_xhat=True)
-    kept = {"x": x, "xhat": xhat}
-    if act.name in ("identity", "leaky_relu"):  # others lose digits where they saturate: the guard's business
-        kept["z"] = z
-    for keeps, tensor in kept.items():
-        dx, dweight, dbias, dslopes, _ = kernels.backward(dz, tensor, keeps, affine, act, slopes, training=True)
-        found = [dx, dweight, dbias] if slopes is None else [dx, dweight, dbias, dslopes]
-        for mine, expected in zip(found, gradients, strict=True):
-            close(mine, expected, 1e-5)
-
-
-@pytest.mark.parametrize("name", ["NCHW", "NHWC", "many parts"])
-def test_rebuilding_gives_the_same_bits(name):
-    x, _, weight, bias = make(name)
-    act = Activation.of("relu")
-    z, mean, invstd, xhat = kernels.forward(x, weight, bias, Running(), act, eps=1e-5, keep_xhat=True)
-    affine = Affine(mean, invstd, weight, bias)
-    assert torch.equal(kernels.normalize(xhat, "xhat", affine, act)[0], z)
-    z, mean, invstd, _ = kernels.forward(x, weight, bias, Running(), act, eps=1e-5)
-    assert torch.equal(kernels.normalize(x, "x", Affine(mean, invstd, weight, bias), act)[0], z)
+from tests.kernels.test_batchnorm_programs import make  # noqa: E402
 
 
 @pytest.mark.parametrize("name", ["NCHW", "NHWC", "rows"])
@@ -116,72 +24,6 @@ def test_parts_and_whole_tiles_agree(name):
     parts = kernels.backward(dz, z, "z", affine, act, training=True, streams=8)
     for found, expected in zip(parts[:3], whole[:3], strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # sums in another order
-
-
-@pytest.mark.parametrize("name", ["NCHW", "many parts", "many parts, NHWC"])
-def test_a_mean_of_10000_costs_no_more_than_in_torch(name):
-    x, dz, weight, bias = make(name, mean=1e4)
-    act = Activation.of("relu")
-    z_ref, _, gradients = reference(x, dz, weight, bias, act)
-    plain = F.batch_norm(x, None, None, weight, bias, True, 0.1, 1e-5)
-    torch_error = float((act(plain).double() - z_ref).norm())
-    z, mean, invstd, _ = kernels.forward(x, weight, bias, Running(), act, eps=1e-5)
-    assert float((z.double() - z_ref).norm()) <= 1.5 * torch_error
-    dx = kernels.backward(dz, x, "x", Affine(mean, invstd, weight, bias), act, training=True)[0]
-    close(dx, gradients[0], 2e-2)  # values next to 0 change sides
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["NCHW", "NHWC", "many parts"])
-def test_16_bits_with_float32_parameters(name, dtype):
-    x, dz, weight, bias = make(name, dtype)
-    act = Activation.of("leaky_relu")
-    z_ref, _, gradients = reference(x, dz, weight, bias, act)
-    z, mean, invstd, _ = kernels.forward(x, weight, bias, Running(), act, eps=1e-5)
-    assert z.dtype == dtype
-    close(z, z_ref, TOLERANCE[dtype])
-    found = kernels.backward(dz, x, "x", Affine(mean, invstd, weight, bias), act, training=True)
-    for mine, expected in zip(found[:3], gradients, strict=True):
-        close(mine, expected, TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("name", ["NCHW", "NHWC", "many parts"])
-def test_a_residual_is_added_and_gets_its_gradient(name):
-    x, dz, weight, bias = make(name)
-    residual = torch.randn_like(x)
-    act = Activation.of("silu")
-    z_ref, _, gradients = reference(x, dz, weight, bias, act, residual=residual)
-    z, mean, invstd, _ = kernels.forward(x, weight, bias, Running(), act, None, residual, eps=1e-5)
-    close(z, z_ref, 2e-6)
-    affine = Affine(mean, invstd, weight, bias)
-    dx, dweight, dbias, _, dy = kernels.backward(dz, x, "x", affine, act, None, residual, training=True)
-    for mine, expected in zip((dx, dweight, dbias, dy), gradients, strict=True):
-        close(mine, expected, 1e-5)
-
-
-def test_without_parameters_and_with_given_statistics():
-    x, dz, _, _ = make("NCHW")
-    act = Activation.of("relu")
-    mean, invstd = torch.randn(5, device=DEVICE), torch.rand(5, device=DEVICE)
-    z = kernels.normalize(x, "x", Affine(mean, invstd), act)[0]
-    shape = (1, 5, 1, 1)
-    y = ((x - mean.view(shape)) * invstd.view(shape)).requires_grad_()
-    torch.testing.assert_close(z, y.relu().detach())
-    dx = kernels.backward(dz, x, "x", Affine(mean, invstd), act, training=False)[0]
-    expected = torch.autograd.grad(y.relu(), y, dz)[0] * invstd.view(shape)
-    torch.testing.assert_close(dx, expected)
-
-
-def test_sums_over_processes_come_between_the_sweeps():
-    x, dz, weight, bias = make("NCHW")
-    act = Activation.of("relu")
-    _, mean, invstd, _ = kernels.forward(x, weight, bias, Running(), act, eps=1e-5)
-    affine = Affine(mean, invstd, weight, bias)
-    rows = x.numel() // x.shape[1]
-    alone = kernels.backward(dz, x, "x", affine, act, training=True)
-    summed = kernels.backward(dz, x, "x", affine, act, training=True, sums=lambda a, b: (a / rows, b / rows))
-    for found, expected in zip(summed[:3], alone[:3], strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -223,18 +65,3 @@ def test_blocks_are_powers_of_two_whatever_the_channels(dtype, nhwc):
             blocks = (*grid.sums.constants[-2:], *grid.map.constants[-2:], grid.at_once)
             assert all(block & (block - 1) == 0 for block in blocks), (channels, rows, blocks)
             assert grid.parts <= grid.sums.blocks
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("channels", [65, 72, 96, 144, 192])
-def test_any_number_of_channels_in_NHWC(channels):
-    x = (torch.randn(16, channels, 14, 14, device=DEVICE) + 3).to(memory_format=torch.channels_last)
-    dz = torch.randn_like(x)
-    weight, bias = torch.rand(channels, device=DEVICE) + 0.5, torch.randn(channels, device=DEVICE)
-    act = Activation.of("silu")
-    z, mean, invstd, _ = kernels.forward(x, weight, bias, Running(), act, eps=1e-5)
-    found = kernels.backward(dz, x, "x", Affine(mean, invstd, weight, bias), act, training=True)
-    expected, _, gradients = reference(x, dz, weight, bias, act)
-    close(z, expected, 2e-6)
-    for ours, theirs in zip(found[:3], gradients, strict=True):
-        close(ours, theirs, 2e-6)

@@ -1,5 +1,7 @@
 """Sketches: the reference against what S must be, and the kernels in Triton against the reference."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -11,6 +13,7 @@ from lowtide.kernels.reference import randomized as reference
 from lowtide.kernels.reference.randomized import KINDS, Sketch, philox
 
 from ..nn.variance import variance
+from ..soak import SOAK, count, in_soak
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -99,7 +102,7 @@ def test_products_are_right_on_average_with_the_variance_of_theory(kind, blocks)
     Blocks are independent of each other, so a batch that is there a hundred times has a hundred draws.
     """
     torch.manual_seed(3)
-    rows, times, seeds = 45, 100, 40
+    rows, times, seeds = 45, 100, count(12, soak=40)
     x = torch.randn(rows, 3) * torch.rand(rows, 1).exp()  # rows of unlike size
     y = torch.randn(rows, 4) + 0.5 * x[:, :1]
     sketch, both = Sketch(kind, 0.2, rows // blocks), torch.cat([x, y], 1).repeat(times, 1)
@@ -140,8 +143,6 @@ def kernels():
     return randomized
 
 
-# The interpreter has no products of bfloat16.
-DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 LAYOUTS = {
     "rows": lambda x: x,
     "transposed": lambda x: x.T.contiguous().T,
@@ -150,9 +151,15 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+# Each cut with one kind in float32, and each kind in float16; all on a GPU and under ``make soak``.
+GIVEN = [
+    *((kind, cut, torch.float32) for kind, cut in zip(KINDS * 2, CUTS, strict=False)),
+    *((kind, CUTS[1], torch.float16) for kind in KINDS),
+    *(product(KINDS, CUTS, [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]) if GPU or SOAK else ()),
+]  # the interpreter has no products of bfloat16
+
+
+@pytest.mark.parametrize(("kind", "cut", "dtype"), GIVEN, ids=str)
 def test_kernels_give_the_sketch_of_the_reference(kernels, kind, cut, dtype):
     rows, block, ratio = cut
     torch.manual_seed(0)
@@ -160,8 +167,7 @@ def test_kernels_give_the_sketch_of_the_reference(kernels, kind, cut, dtype):
     close(kernels.project(x, seed, Sketch(kind, ratio, block)), x, seed, Sketch(kind, ratio, block))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "layout"), [*zip(KINDS, LAYOUTS, strict=True), *in_soak(product(KINDS, LAYOUTS))])
 def test_kernels_read_any_strides(kernels, kind, layout):
     x, seed = LAYOUTS[layout](torch.randn(60, 131, device=DEVICE)), torch.tensor(SEED, device=DEVICE)
     close(kernels.project(x, seed, Sketch(kind, 0.2, 32)), x, seed, Sketch(kind, 0.2, 32))

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from lowtide.nn import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
+from tests.soak import in_soak
 
 LAYERS = {1: BatchNormAct1d, 2: BatchNormAct2d, 3: BatchNormAct3d}
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -32,15 +33,18 @@ ACTIVATIONS = {**INVERTIBLE, **FOLDING}
 
 CHECKPOINTS = ("checkpoint", "checkpoint_xhat")
 IN_PLACE = ("inplace", "inplace2")
-ONE_BUFFER = (*CHECKPOINTS, *IN_PLACE, "auto")
+# On a CPU "auto" is "checkpoint", and "inplace2" differs from "inplace" on no device.
+ONE_BUFFER = (*CHECKPOINTS, "inplace", *in_soak(("inplace2", "auto")))
 
-# Every strategy with every activation that it can serve; "auto" is one of them.
+# Every activation with the strategies that keep x and z, and every strategy; under ``make soak`` all pairs.
 POSSIBLE = [
-    (strategy, name)
-    for strategy in ("standard", *CHECKPOINTS, *IN_PLACE)
-    for name in ACTIVATIONS
-    if strategy not in IN_PLACE or name in INVERTIBLE
-] + [("auto", "relu"), ("auto", "leaky_relu"), ("auto", "silu")]
+    *(("checkpoint", name) for name in ACTIVATIONS),
+    *(("inplace", name) for name in INVERTIBLE),
+    *(("checkpoint_xhat", name) for name in ("silu", "prelu", *in_soak(ACTIVATIONS))),
+    *(("inplace2", name) for name in ("elu", *in_soak(INVERTIBLE))),
+    *(("standard", name) for name in ("relu", *in_soak(ACTIVATIONS))),
+    ("auto", "leaky_relu"),
+]
 
 
 class Plain(nn.Module):
@@ -87,13 +91,18 @@ def ordered(model):
     return [named[name] for name in ("weight", "bias", "activation.weight") if name in named]
 
 
+def assert_same(run, ours, plain, **tolerance):
+    """What ``run`` returns of lowtide's model is what it returns of torch's."""
+    torch.testing.assert_close(run(ours), run(plain), **tolerance)
+
+
 def assert_same_step(layer, plain, x, gradient, *others, **tolerance):
     """Output and gradients are those of plain torch, dtypes and layouts too."""
-    for found, expected in zip(step(layer, x, gradient, *others), step(plain, x, gradient, *others), strict=True):
-        if expected is None:
-            assert found is None
+    for ours, torchs in zip(step(layer, x, gradient, *others), step(plain, x, gradient, *others), strict=True):
+        if torchs is None:
+            assert ours is None
         else:
-            torch.testing.assert_close(found, expected, check_stride=expected.dim() > 1, **tolerance)
+            torch.testing.assert_close(ours, torchs, check_stride=torchs.dim() > 1, **tolerance)
     assert_same_statistics(layer, plain.norm)
 
 

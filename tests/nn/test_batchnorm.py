@@ -1,110 +1,28 @@
-"""BatchNormAct is batch norm and its activation: the same values, gradients and statistics under every strategy."""
+"""BatchNormAct is batch norm and its activation; to ``state_dict`` and to copies it is a plain batch norm."""
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
 from lowtide import LowtideError
-from lowtide.nn import BatchNormAct1d, BatchNormAct2d, batch_norm_act
+from lowtide.nn import BatchNormAct2d, BatchRenormAct2d
+from tests.nn.buffers import LARGE, kept_by_allocator, network
 from tests.nn.plain import (
     ACTIVATIONS,
-    FOLDING,
-    IN_PLACE,
     LAYERS,
     NORMS,
     ONE_BUFFER,
-    POSSIBLE,
     Plain,
+    assert_same,
     assert_same_statistics,
     assert_same_step,
-    ordered,
     pair,
     step,
 )
-
-SHAPES = {"NC": (4, 2), "NCL": (2, 2, 3), "NCHW": (2, 2, 1, 2), "NCDHW": (2, 2, 1, 2, 1)}
-
-
-def dims_of(shape):
-    return max(len(shape) - 2, 1)
-
-
-# -- gradients -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", SHAPES)
-@pytest.mark.parametrize(("strategy", "activation"), POSSIBLE)
-def test_gradients_are_those_of_finite_differences(strategy, activation, layout):
-    layer, _ = pair(strategy, activation, dims=dims_of(SHAPES[layout]), channels=2)
-    layer.double()
-    x = torch.randn(SHAPES[layout], dtype=torch.float64, requires_grad=True)
-    # gradcheck writes into the parameters that it is given, so the layer sees every change
-    assert torch.autograd.gradcheck(lambda x, *parameters: layer(x), (x, *layer.parameters()))
-
-
-@pytest.mark.parametrize(("strategy", "activation"), POSSIBLE)
-def test_gradients_in_eval_mode_are_those_of_finite_differences(strategy, activation):
-    layer, _ = pair(strategy, activation, channels=2)
-    layer.double().eval()
-    x = torch.randn(2, 2, 1, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x, *parameters: layer(x), (x, *layer.parameters()))
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("training", [True, False])
-def test_gradients_of_gradients_are_those_of_finite_differences(activation, training):
-    layer, _ = pair("checkpoint", activation, channels=2)
-    layer.double().train(training)
-    x = torch.randn(2, 2, 1, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda x, *parameters: layer(x), (x, *layer.parameters()))
-
-
-def test_gradients_of_gradients_of_a_model_that_shares_a_layer_and_has_a_join_are_torchs():
-    layer, plain = pair("checkpoint", "silu")
-    found, expected = [], []
-    for model, results in ((layer.double(), found), (plain.double(), expected)):
-        torch.manual_seed(1)
-        h = torch.randn(3, 4, 2, 2, dtype=torch.float64, requires_grad=True)
-        inner = model(h * h)
-        out = model(inner * h, inner)  # x depends on the residual, and both on the same parameters
-        first = torch.autograd.grad(out.square().sum(), [h, *ordered(model)], create_graph=True)
-        second = torch.autograd.grad(sum(g.square().sum() for g in first), [h, *ordered(model)])
-        results += [*first, *second]
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("strategy", ["checkpoint_xhat", *IN_PLACE])
-def test_gradients_of_gradients_that_cannot_be_had_are_an_error_that_names_the_alternative(strategy):
-    layer, _ = pair(strategy)
-    x = torch.randn(3, 4, 2, 2, requires_grad=True)
-    with pytest.raises(LowtideError, match=r"BatchNormAct2d\(4.*strategy='checkpoint'"):
-        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
-
-
-@pytest.mark.parametrize("activation", FOLDING)
-@pytest.mark.parametrize("strategy", IN_PLACE)
-def test_an_activation_without_inverse_in_place_is_an_error_that_names_the_alternative(strategy, activation):
-    with pytest.raises(LowtideError, match=r"no inverse.*strategy='checkpoint'"):
-        BatchNormAct2d(4, ACTIVATIONS[activation](), strategy)
-
-
-def test_an_unknown_strategy_is_an_error_that_names_those_there_are():
-    with pytest.raises(LowtideError, match=r"'in_place'.*BatchNormAct1d.*checkpoint_xhat, inplace"):
-        BatchNormAct1d(4, "relu", "in_place")
-
-
-# -- values --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", ["NC", "NCHW"])
-@pytest.mark.parametrize(("strategy", "activation"), POSSIBLE)
-def test_a_step_is_torchs(strategy, activation, layout):
-    shape = (6, 4, *(3,) * (len(SHAPES[layout]) - 2))
-    layer, plain = pair(strategy, activation, dims=dims_of(shape))
-    x, gradient = torch.randn(2, *shape)
-    assert_same_step(layer, plain, x, gradient)
 
 
 @pytest.mark.parametrize("strategy", ONE_BUFFER)
@@ -126,19 +44,6 @@ def test_options_are_torchs(strategy, options, training):
     plain.train(training)
     x, gradient = torch.randn(2, 5, 4, 3, 3)
     assert_same_step(layer, plain, x, gradient)
-
-
-@pytest.mark.parametrize("strategy", ONE_BUFFER)
-@pytest.mark.parametrize("momentum", [0.1, 0.25, None])
-def test_statistics_after_twenty_steps_are_torchs_bit_for_bit(strategy, momentum):
-    layer, plain = pair(strategy, "leaky_relu", momentum=momentum)
-    for _ in range(20):
-        x = torch.randn(5, 4, 3, 3) * 3 + 2
-        layer(x.requires_grad_()).sum().backward()
-        plain(x.detach().requires_grad_()).sum().backward()
-    for name, expected in plain.norm.named_buffers():
-        assert torch.equal(getattr(layer, name), expected), name
-    assert layer.num_batches_tracked == 20
 
 
 @pytest.mark.parametrize("strategy", ONE_BUFFER)
@@ -170,15 +75,14 @@ def test_a_trained_model_is_torchs(strategy):
 @pytest.mark.parametrize("strategy", ONE_BUFFER)
 def test_a_frozen_layer_in_a_training_model_is_torchs(strategy):
     layer, plain = pair(strategy)
-    found, expected = nn.Sequential(nn.Conv2d(4, 4, 1), layer), nn.Sequential(nn.Conv2d(4, 4, 1), plain)
-    expected[0].load_state_dict(found[0].state_dict())
-    before = copy.deepcopy(layer.state_dict())
-    x = torch.randn(5, 4, 3, 3)
-    for model, norm in ((found, layer), (expected, plain.norm)):
-        model.train()
-        norm.eval()
+    conv, x, before = nn.Conv2d(4, 4, 1), torch.randn(5, 4, 3, 3), copy.deepcopy(layer.state_dict())
+
+    def run(norm):
+        model = nn.Sequential(copy.deepcopy(conv), norm.eval())
         model(x).square().sum().backward()
-    torch.testing.assert_close([p.grad for p in found.parameters()], [p.grad for p in expected.parameters()])
+        return [p.grad for p in model.parameters()]
+
+    assert_same(run, layer, plain)
     torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
 
 
@@ -197,28 +101,15 @@ def test_frozen_parameters_get_no_gradient_and_the_others_torchs(strategy, froze
 def test_a_frozen_stem_before_what_is_trained_is_torchs(strategy):
     """No input of the layer needs a gradient, and yet a later layer keeps z."""
     layer, plain = pair(strategy)
-    head = nn.Conv2d(4, 2, 1)
-    x = torch.randn(5, 4, 3, 3)
-    gradients = []
-    for stem in (layer, plain):
+    head, x = nn.Conv2d(4, 2, 1), torch.randn(5, 4, 3, 3)
+
+    def run(stem):
         head.zero_grad()
         nn.Sequential(stem.requires_grad_(False), head)(x).square().sum().backward()
-        gradients.append(head.weight.grad)
-    torch.testing.assert_close(*gradients)
+        return head.weight.grad
+
+    assert_same(run, layer, plain)
     assert_same_statistics(layer, plain.norm)
-
-
-@pytest.mark.parametrize("activation", ["relu", "prelu"])
-def test_the_functional_form_is_torchs(activation):
-    _, plain = pair("checkpoint", activation)
-    x, gradient = torch.randn(2, 5, 4, 3, 3)
-    norm = copy.deepcopy(plain.norm)
-    found = x.clone().requires_grad_()
-    z = batch_norm_act(found, norm.weight, norm.bias, norm.running_mean, norm.running_var, activation=activation)
-    z.backward(gradient)
-    expected = step(plain, x, gradient)
-    torch.testing.assert_close([z.detach(), found.grad, norm.weight.grad, norm.bias.grad], expected[:4])
-    torch.testing.assert_close(norm.running_var, plain.norm.running_var)
 
 
 @pytest.mark.parametrize("dims", LAYERS)
@@ -235,5 +126,132 @@ def test_a_layer_made_from_a_batch_norm_shares_its_parameters_and_its_mode(dims)
 
 
 def test_a_layer_is_not_made_from_a_batch_norm_of_other_dimensions():
-    with pytest.raises(LowtideError, match="BatchNormAct2d is made from a BatchNorm2d, not from a BatchNorm1d"):
+    with pytest.raises(LowtideError, match="BatchNorm1d"):
         BatchNormAct2d.from_batch_norm(nn.BatchNorm1d(4), "relu")
+
+
+@pytest.mark.parametrize(("dims", "shape"), [(1, (2, 3, 4, 5)), (1, (4,)), (2, (2, 3, 4)), (3, (2, 3, 4, 5))])
+def test_wrong_dimensions_are_torchs_error(dims, shape):
+    with pytest.raises(ValueError, match="input"):
+        LAYERS[dims](3)(torch.randn(shape))
+
+
+@pytest.mark.parametrize("dims", LAYERS)
+def test_a_layer_is_made_on_a_device_and_in_a_dtype(dims):
+    layer = LAYERS[dims](4, "prelu", dtype=torch.float64, device="meta")
+    kinds = {(t.dtype, t.device.type) for name, t in layer.state_dict().items() if name != "num_batches_tracked"}
+    assert kinds == {(torch.float64, "meta")}
+
+
+def test_prelu_by_name_learns_and_moves_to_another_dtype():
+    layer, plain = BatchNormAct2d(4, "prelu"), Plain(nn.BatchNorm2d(4), nn.PReLU())
+    x, gradient = torch.randn(2, 6, 4, 5, 3)
+    assert_same_step(layer, plain, x, gradient)
+    assert layer.activation.weight.grad is not None
+    layer.zero_grad()
+    plain.zero_grad()
+    assert_same_step(layer.double(), plain.double(), x.double(), gradient.double())
+
+
+# -- state, copies and torch.fx ------------------------------------------------------------------------
+
+
+OPTIONS = [
+    {},
+    {"bias": False},
+    {"affine": False},
+    {"track_running_stats": False},
+    {"affine": False, "track_running_stats": False},
+    {"dtype": torch.float64},
+    {"dtype": torch.bfloat16},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dims", LAYERS)
+def test_the_state_dict_is_a_batch_norms_and_loads_both_ways(dims, options):
+    torch.manual_seed(0)
+    norm, layer = NORMS[dims](6, **options), LAYERS[dims](6, "silu", **options)
+    torch.testing.assert_close(dict(layer.state_dict()), dict(norm.state_dict()), rtol=0, atol=0)
+    assert list(layer.state_dict()) == list(norm.state_dict())
+    for tensor in norm.state_dict().values():
+        tensor.copy_(torch.randint(1, 9, tensor.shape))
+    layer.load_state_dict(norm.state_dict())
+    back = NORMS[dims](6, **options)
+    back.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(dict(back.state_dict()), dict(norm.state_dict()), rtol=0, atol=0)
+
+
+def test_state_of_an_old_version_loads_as_into_a_batch_norm():
+    """Before version 2 there was no num_batches_tracked."""
+    old = {name: t for name, t in nn.BatchNorm2d(4).state_dict().items() if name != "num_batches_tracked"}
+    for norm in (nn.BatchNorm2d(4), BatchNormAct2d(4)):
+        norm.load_state_dict(old)
+        assert norm.num_batches_tracked == 0
+
+
+def test_missing_and_unexpected_keys_are_errors():
+    state = nn.BatchNorm2d(4).state_dict()
+    with pytest.raises(RuntimeError, match='"extra"'):
+        BatchNormAct2d(4).load_state_dict({**state, "extra": torch.zeros(1)})
+    del state["running_var"]
+    with pytest.raises(RuntimeError, match='"running_var"'):
+        BatchNormAct2d(4).load_state_dict(state)
+
+
+def test_resetting_parameters_is_a_batch_norms():
+    layer, _ = pair("checkpoint")
+    layer.reset_parameters()
+    torch.testing.assert_close(dict(layer.state_dict()), dict(nn.BatchNorm2d(4).state_dict()))
+
+
+def by_pickle(layer):
+    return pickle.loads(pickle.dumps(layer))
+
+
+def by_torch_save(layer):
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle, by_torch_save])
+@pytest.mark.parametrize(
+    ("strategy", "activation"),
+    [("inplace", "leaky_relu"), *(("checkpoint", a) for a in ("gelu_tanh", "prelu", "mish"))],
+)
+def test_a_copy_does_what_the_layer_does_and_shares_nothing(copied, strategy, activation):
+    layer, plain = pair(strategy, activation)
+    twin, before = copied(layer), copy.deepcopy(layer.state_dict())
+    assert repr(twin) == repr(layer)
+    x, gradient = torch.randn(2, 5, 4, 3, 3)
+    assert_same_step(twin, plain, x, gradient)
+    torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
+    assert all(p.grad is None for p in layer.parameters())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle, by_torch_save])
+def test_a_model_copied_after_a_step_keeps_one_buffer_too(copied):
+    model, x = network(nn.SiLU(), "checkpoint"), torch.randn(LARGE)
+    model(x).sum().backward()
+    model.zero_grad()
+    twin = copied(model)
+    assert_same(lambda net: torch.autograd.grad(net(x).square().sum(), list(net.parameters())), twin, model)
+    assert kept_by_allocator(twin, x) == 2
+
+
+def test_torch_fx_has_a_layer_for_a_leaf():
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), BatchNormAct2d(4, "silu"), BatchRenormAct2d(4))
+    traced, x = torch.fx.symbolic_trace(copy.deepcopy(model)), torch.randn(3, 4, 6, 6)
+    assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == ["0", "1", "2"]
+    assert torch.equal(traced(x), model(x))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_what_is_printed_says_the_activation_and_the_strategy(activation):
+    layer, _ = pair("checkpoint", activation)
+    shown = repr(layer)
+    assert shown.startswith("BatchNormAct2d(4, ")
+    assert activation.partition("_tanh")[0] in shown.lower()
+    assert "strategy='checkpoint'" in shown

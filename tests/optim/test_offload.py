@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowtide.optim as lo
 from lowtide.optim.hooks import part_of
-from tests.optim.training import BATCHES, OPTIMIZERS, equal, make, train
+from tests.optim.training import BATCHES, OPTIMIZERS, equal, make, started, train
 
 
 def moments(optimizer):
@@ -45,8 +45,7 @@ class Recorded:
 
 
 def test_a_state_dict_and_an_undo_wait_for_the_copies():
-    model = make()
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    model, optimizer = started()
     undo = lo.lower_state(optimizer, "cpu")
     train(model, optimizer, BATCHES[:1])
     stream = part_of(optimizer)._streams[torch.device("cuda", 0)] = Recorded()
@@ -61,8 +60,7 @@ def test_a_state_dict_and_an_undo_wait_for_the_copies():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_state_in_another_dtype_is_loaded_as_torch_loads_it(dtype):
     """What float32 weights saved goes to bfloat16 ones as into a plain optimizer."""
-    model = make()
-    saver = OPTIMIZERS["AdamW"](model.parameters())
+    model, saver = started()
     train(model, saver, BATCHES[:2])
     results = []
     for lowers in (False, True):
@@ -76,8 +74,7 @@ def test_a_state_in_another_dtype_is_loaded_as_torch_loads_it(dtype):
 
 
 def test_8bit_states_on_the_host_load_what_torch_saved():
-    model = make()
-    saver = OPTIMIZERS["AdamW"](model.parameters())
+    model, saver = started()
     train(model, saver, BATCHES[:2])
     saved = copy.deepcopy((model.state_dict(), saver.state_dict()))
     results = []
@@ -94,8 +91,7 @@ def test_8bit_states_on_the_host_load_what_torch_saved():
 
 
 def test_a_load_that_fails_leaves_the_optimizer_as_it_was():
-    model = make()
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    model, optimizer = started()
     other = OPTIMIZERS["AdamW"](list(model.parameters())[:2])
     lo.lower_state(optimizer, "cpu")
     train(model, optimizer, BATCHES[:1])

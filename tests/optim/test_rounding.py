@@ -1,7 +1,6 @@
 """16-bit weights without a float32 copy: rounding that loses nothing, and states as they should be."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -11,7 +10,8 @@ import lowtide.optim as lo
 from lowtide import Workload
 from lowtide.techniques import Option, techniques
 from lowtide.techniques.precision import PrecisionConfig
-from tests.optim.training import BATCHES, OPTIMIZERS, equal, make, train
+from tests.optim.training import BATCHES, OPTIMIZERS, equal, make, resumes, started, train
+from tests.soak import in_soak
 
 
 def test_stochastic_rounding_is_right_on_average():
@@ -95,8 +95,7 @@ def test_undo_leaves_states_as_a_plain_step_has_them(name, how):
 
 
 def test_an_undo_without_a_step_gives_states_back_bit_for_bit():
-    model = make(torch.bfloat16)
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    model, optimizer = started(dtype=torch.bfloat16)
     train(model, optimizer, BATCHES[:2])
     before = copy.deepcopy(optimizer.state_dict()["state"])
     lo.round_updates(optimizer)()
@@ -122,8 +121,7 @@ def test_8bit_states_keep_their_dtypes_through_an_undo():
 
 
 def test_8bit_states_can_be_taken_back_while_updates_are_rounded():
-    model = make(torch.bfloat16)
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    model, optimizer = started(dtype=torch.bfloat16)
     with lo.round_updates(optimizer):
         with lo.lower_state(optimizer, "8bit"):
             train(model, optimizer, BATCHES[:1])
@@ -133,20 +131,13 @@ def test_8bit_states_can_be_taken_back_while_updates_are_rounded():
 
 @pytest.mark.parametrize("how", ["stochastic", "kahan"])
 def test_a_state_that_was_saved_without_rounding_is_loaded(how):
-    model = make(torch.bfloat16)
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
-    train(model, optimizer, BATCHES[:2])
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    lo.round_updates(optimizer, how)
-    expected = train(model, optimizer, BATCHES[2:5])
+    def plain():
+        return started(dtype=torch.bfloat16)
 
-    model = make(torch.bfloat16)
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
-    lo.round_updates(optimizer, how)
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.float32
-    assert equal(train(model, optimizer, BATCHES[2:5]), expected)
+    def rounded():
+        return started("AdamW", how, dtype=torch.bfloat16)
+
+    assert resumes(rounded, saver=plain, then=lambda optimizer: lo.round_updates(optimizer, how))
 
 
 def lion(parameters):
@@ -161,8 +152,9 @@ LOWERED = {
 }
 
 
-@pytest.mark.parametrize("how", ["stochastic", "kahan"])
-@pytest.mark.parametrize("first", ["lowered", "rounded"])
+@pytest.mark.parametrize(
+    ("first", "how"), [("lowered", "stochastic"), ("rounded", "kahan"), *in_soak([("lowered", "kahan")])]
+)
 @pytest.mark.parametrize("name", LOWERED)
 def test_lowered_states_with_rounded_updates_resume_bit_for_bit(name, first, how):
     pytest.importorskip("torchao" if name == "4bit" else "bitsandbytes" if "bitsandbytes" in name else "torch")
@@ -179,22 +171,11 @@ def test_lowered_states_with_rounded_updates_resume_bit_for_bit(name, first, how
             way()
         return model, optimizer
 
-    model, optimizer = start()
-    train(model, optimizer, BATCHES[:3])
-    file = io.BytesIO()
-    torch.save((model.state_dict(), optimizer.state_dict()), file)
-    expected = train(model, optimizer, BATCHES[3:6])
-    file.seek(0)
-    saved = torch.load(file, weights_only=False)
-    model, optimizer = start()
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    assert equal(train(model, optimizer, BATCHES[3:6]), expected)
+    assert resumes(start, weights_only=False)
 
 
 def test_8bit_states_come_and_go_without_what_was_rounded_away_being_lost():
-    model = make(torch.bfloat16)
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    model, optimizer = started(dtype=torch.bfloat16)
 
     def kept():
         return [optimizer.state[p]["rounded_away"] for p in model.parameters()]
@@ -210,8 +191,7 @@ def test_8bit_states_come_and_go_without_what_was_rounded_away_being_lost():
 
 
 def test_a_state_that_was_saved_with_rounding_is_loaded_by_a_plain_optimizer():
-    model = make(torch.bfloat16)
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    model, optimizer = started(dtype=torch.bfloat16)
     lo.round_updates(optimizer, "kahan")
     train(model, optimizer, BATCHES[:2])
     saved = optimizer.state_dict()
@@ -222,8 +202,7 @@ def test_a_state_that_was_saved_with_rounding_is_loaded_by_a_plain_optimizer():
 
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
 def test_the_technique_gives_float32_weights_with_float32_states_back(rounding):
-    model = make()
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    model, optimizer = started()
     train(model, optimizer, BATCHES[:1])
     before = model[0].weight.detach().clone()
     work = Workload(model, lambda m, x: m(x).float().square().mean(), BATCHES[0], optimizer)

@@ -1,7 +1,6 @@
 """States that take less, on an optimizer that is there: in 8 bits, in 4, and as they were again."""
 
 import copy
-import io
 import sys
 
 import pytest
@@ -12,7 +11,7 @@ import lowtide
 import lowtide.optim as lo
 from lowtide.errors import LowtideError
 from lowtide.profiling import profile
-from tests.optim.training import BATCHES, OPTIMIZERS, equal, make, train
+from tests.optim.training import BATCHES, OPTIMIZERS, equal, make, resumes, started, train
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
@@ -36,8 +35,7 @@ def test_8bit_states_take_two_bytes_and_small_ones_stay(kind):
 
 
 def test_8bit_states_that_were_not_stepped_come_back_bit_for_bit():
-    model = make()
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    model, optimizer = started()
     train(model, optimizer, BATCHES[:2])
     before = copy.deepcopy(optimizer.state_dict())
     lo.lower_state(optimizer, "8bit")()
@@ -48,8 +46,7 @@ def test_8bit_states_that_were_not_stepped_come_back_bit_for_bit():
 
 
 def test_a_scheduler_made_before_8bit_states_does_not_bypass_them():
-    model = make()
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    model, optimizer = started()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     with lo.lower_state(optimizer, "8bit"):
         train(model, optimizer, BATCHES[:1])
@@ -120,8 +117,7 @@ def test_4bit_states_are_on_the_host_in_neither_order():
 
 def test_states_that_are_there_are_put_into_4_bits():
     pytest.importorskip("torchao")
-    model = make()
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    model, optimizer = started()
     train(model, optimizer, BATCHES[:1])
     plain = copy.deepcopy(optimizer.state_dict()["state"])
     with lo.lower_state(optimizer, "4bit"):
@@ -174,8 +170,7 @@ def test_a_group_that_was_added_while_states_are_lowered_is_a_plain_one_after_un
 
 
 def test_an_undo_before_a_step_keeps_what_was_loaded():
-    model = make()
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    model, optimizer = started()
     train(model, optimizer, BATCHES[:1])
     undo = lo.lower_state(optimizer, "8bit")
     other = make()
@@ -200,24 +195,12 @@ def test_amsgrad_of_one_group_is_refused(kind):
 def test_4bit_states_resume_bit_for_bit_and_take_plain_ones(saved_in):
     pytest.importorskip("torchao")
 
-    def start(*, lowers):
-        model = make()
-        optimizer = OPTIMIZERS["AdamW"](model.parameters())
-        if lowers:
-            lo.lower_state(optimizer, "4bit")
+    def lowered():
+        model, optimizer = started()
+        lo.lower_state(optimizer, "4bit")
         return model, optimizer
 
-    model, optimizer = start(lowers=saved_in == "4bit")
-    train(model, optimizer, BATCHES[:3])
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    if saved_in == "plain":
-        lo.lower_state(optimizer, "4bit")
-    expected = train(model, optimizer, BATCHES[3:6])
-    file.seek(0)
-    saved = torch.load(file, weights_only=False)  # torchao's tensors are classes of its own
-    model, optimizer = start(lowers=True)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    assert optimizer.state[model[0].weight]["exp_avg"].codes.nbytes == 64 * 96 // 2
-    assert equal(train(model, optimizer, BATCHES[3:6]), expected)
+    if saved_in == "4bit":
+        assert resumes(lowered, weights_only=False)  # torchao's tensors are classes of its own
+    else:
+        assert resumes(lowered, saver=started, then=lambda optimizer: lo.lower_state(optimizer, "4bit"))

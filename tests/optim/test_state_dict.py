@@ -1,11 +1,9 @@
 """What is saved and loaded: a resumed run goes on bit for bit."""
 
-import io
-
 import pytest
 import torch
 
-from tests.optim.training import BATCHES, OPTIMIZERS, WAYS, equal, make, train
+from tests.optim.training import WAYS, resumes, started
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -20,20 +18,4 @@ from tests.optim.training import BATCHES, OPTIMIZERS, WAYS, equal, make, train
     ],
 )
 def test_a_resumed_run_goes_on_bit_for_bit(name, way, dtype):
-    def start():
-        model = make(dtype)
-        optimizer = OPTIMIZERS[name](model.parameters())
-        WAYS[way](optimizer)
-        return model, optimizer
-
-    model, optimizer = start()
-    train(model, optimizer, BATCHES[:4])
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    expected = train(model, optimizer, BATCHES[4:8])
-    file.seek(0)
-    saved = torch.load(file)
-    model, optimizer = start()
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    assert equal(train(model, optimizer, BATCHES[4:8]), expected)
+    assert resumes(lambda: started(name, way, dtype=dtype))

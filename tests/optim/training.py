@@ -1,5 +1,7 @@
 """What these tests train: a small model, batches for it, optimizers, and what can be done with them."""
 
+import io
+
 import torch
 from torch import nn
 
@@ -40,5 +42,33 @@ def train(model, optimizer, batches):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def equal(found, expected):
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+def equal(ours, expected):
+    return all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+def started(name="AdamW", *ways, dtype=torch.float32):
+    """A model and its optimizer, changed in these ways."""
+    model = make(dtype)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for way in ways:
+        WAYS[way](optimizer)
+    return model, optimizer
+
+
+def resumes(start, *, saver=None, weights_only=True, then=lambda optimizer: None):
+    """Whether a run that is saved after three steps and loaded by another process goes on bit for bit.
+
+    ``start()`` gives a model and its optimizer; ``saver()`` those of the first run, which ``then`` changes.
+    """
+    model, optimizer = (saver or start)()
+    train(model, optimizer, BATCHES[:3])
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    then(optimizer)
+    expected = train(model, optimizer, BATCHES[3:6])
+    file.seek(0)
+    saved = torch.load(file, weights_only=weights_only)
+    model, optimizer = start()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    return equal(train(model, optimizer, BATCHES[3:6]), expected)

@@ -6,8 +6,8 @@ from lowtide.nn.compress import compressed
 from lowtide.nn.fewbit import FewBit
 from lowtide.nn.functional import batch_norm_act
 from lowtide.nn.randomized import RandomizedLinear
-from lowtide.nn.rebuild import keep_one_buffer
 from lowtide.nn.renorm import BatchRenormAct1d, BatchRenormAct2d, BatchRenormAct3d
+from lowtide.nn.scopes import keep_one_buffer
 
 __all__ = [
     "BatchNormAct1d",

@@ -22,7 +22,7 @@ from lowtide.errors import LowtideError, TraceError
 from lowtide.kernels.activations import Activation
 from lowtide.nn.functional import batch_norm_act
 from lowtide.nn.hidden_writes import CheckedCalls
-from lowtide.nn.rebuild import watch
+from lowtide.nn.scopes import watch
 from lowtide.nn.strategies import InverseGuard, Strategy, resolve
 
 

@@ -23,7 +23,8 @@ from lowtide.compat.frames import frame_at
 from lowtide.compat.tensors import base_of, storage_id, version_of
 from lowtide.kernels.compress import DTYPES, GROUP, Draws, buffer_bytes, check, compress, decompress
 from lowtide.kernels.reference.compress import Noise
-from lowtide.nn.rebuild import Chained, SavedTensor, may_open
+from lowtide.nn.rebuild import Chained, SavedTensor
+from lowtide.nn.scopes import may_open
 
 LEAST_BYTES = 1024  # smaller tensors are kept as they are: there is nothing to gain, and they are often statistics
 

@@ -18,12 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.compat.cuda import current_stream
 from lowtide.compat.fake import FakeTensor
 from lowtide.kernels.activations import Activation
+from lowtide.kernels.launches import Launcher
 from lowtide.kernels.reference.batchnorm import Affine, Keeps, Running, Sums
 from lowtide.kernels.triton import batchnorm_programs as programs
 from lowtide.kernels.triton.activations import CODES, GELU_TANH
-from lowtide.kernels.triton.launcher import Launcher, current_stream
 
 _KEEPS = {"x": 0, "xhat": 1, "z": 2}
 _STAGES = 3  # loads that a program that sums has in flight

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.kernels.launches import Launcher
 from lowtide.kernels.reference.chunked_loss import Rules
-from lowtide.kernels.triton.launcher import Launcher
 
 _BLOCK = 4096
 _WARPS = 8

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.kernels.launches import Launcher
 from lowtide.kernels.reference.compress import PHILOX_ROUNDS, SMALLEST, buffer_bytes, groups_of
-from lowtide.kernels.triton.launcher import Launcher
 
 _VALUES = 4096  # that a program works on
 _WARPS = 4

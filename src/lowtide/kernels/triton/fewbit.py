@@ -20,9 +20,9 @@ from torch import Tensor
 from lowtide.compat.dispatch import without_modes
 from lowtide.compat.fake import FakeTensor, FakeTensorMode
 from lowtide.kernels.activations import Activation
+from lowtide.kernels.launches import Launcher
 from lowtide.kernels.reference.fewbit import Codebook, constants, packed_bytes
 from lowtide.kernels.triton.activations import CODES, GELU_CUDA13, GELU_TANH, phi
-from lowtide.kernels.triton.launcher import Launcher
 
 _GROUPS = 256  # of 8 elements, for each program
 _WARPS = 4

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.kernels.launches import Launcher
 from lowtide.kernels.reference.randomized import DCT_SIGNS, KINDS, NORMALS, PLACES, SIGNS, Cut, Sketch
-from lowtide.kernels.triton.launcher import Launcher
 
 MOST_ROWS = 128  # of a block whose rows or frequencies are drawn by comparing each with each
 

@@ -23,7 +23,8 @@ from lowtide.compat.tensors import storage_id
 from lowtide.errors import LowtideError
 from lowtide.kernels.compress import BITS, GROUP, buffer_bytes, check
 from lowtide.nn.compress import Hooks, sensitive
-from lowtide.nn.rebuild import SavedTensor, may_open
+from lowtide.nn.rebuild import SavedTensor
+from lowtide.nn.scopes import may_open
 from lowtide.sizes import format_size
 from lowtide.workload import Workload
 

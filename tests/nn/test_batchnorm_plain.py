@@ -1,5 +1,7 @@
-"""Under torch.compile a layer is still plain batch norm and its activation, and still keeps one buffer."""
+"""Torch's own ops where nothing of lowtide's can run: compiled, exported, traced and under ``torch.func``."""
 
+import copy
+import importlib.util
 from functools import partial
 
 import pytest
@@ -12,14 +14,16 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lowtide.nn import BatchNormAct2d, BatchRenormAct2d
-from tests.nn.plain import ACTIVATIONS, Plain
-from tests.soak import SOAK, in_soak
+from tests.nn.plain import ACTIVATIONS, ONE_BUFFER, Plain, pair
+from tests.soak import in_soak
 
 # Dynamo looks at .grad of what it compiles, and its own warning must not stop it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
 
 CHANNELS, BATCH = 4, (2, 4, 6, 6)
 
@@ -119,11 +123,10 @@ class Graphs:
         return len(self.forward.graph.find_nodes(op="call_function", target=torch.ops.aten.var_mean.correction))
 
 
-# -- the same training -----------------------------------------------------------------------------------
+TRAINED = ["relu", "silu", "prelu", "identity", *in_soak(("leaky_relu", "gelu_tanh", "softplus"))]
 
 
-TRAINED = ["relu", "leaky_relu", "silu", "prelu", "identity", "gelu_tanh", "softplus"]
-JOINED = TRAINED if SOAK else ["relu", "silu"]
+JOINED = ["silu", *in_soak(TRAINED)]
 
 
 @pytest.mark.parametrize(
@@ -131,8 +134,9 @@ JOINED = TRAINED if SOAK else ["relu", "silu"]
 )
 def test_training_is_that_of_plain_torch(activation, joined):
     model, plain = nets(activation, joined=joined)
-    assert_same_steps(model, plain, torch.compile(model, fullgraph=True, backend="aot_eager"))
-    assert counters["stats"]["unique_graphs"] == 1  # no graph break, nothing compiled again
+    call = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same_steps(model, plain, call, batches=(2, 3, 5))
+    assert counters["stats"]["unique_graphs"] == 2  # one for a batch of 2, one for all others; no graph break
     assert_same_steps(model, plain, model)  # and eager still works
 
 
@@ -159,21 +163,21 @@ def test_one_value_per_channel_is_refused_as_torch_does(momentum):
         torch.compile(layer, backend="aot_eager")(torch.randn(1, CHANNELS, 1, 1))
 
 
-@pytest.mark.parametrize("how", ["torch.compile(model)", "model.compile()"])
-def test_inductor_trains_as_plain_torch_does(how):
-    model, plain = nets("relu", joined=True)
+HOW = [("torch.compile(model)", False), *in_soak([("model.compile()", False), ("torch.compile(model)", True)])]
+
+
+@pytest.mark.parametrize(("how", "joined"), HOW)
+def test_inductor_trains_as_plain_torch_does_and_keeps_one_buffer_per_layer(how, joined):
+    model, plain = (net.to(memory_format=torch.channels_last) for net in nets("relu", joined=joined))
     call = model
     if how == "model.compile()":
         model.compile(fullgraph=True)
     else:
         call = torch.compile(model, fullgraph=True)
-    assert_same_steps(model, plain, call, batches=(2, 3, 5))
-    assert counters["stats"]["unique_graphs"] == 2  # one for a batch of 2, one for all others
-
-
-def test_inductor_trains_channels_last_with_a_cumulative_average():
-    model, plain = (net.to(memory_format=torch.channels_last) for net in nets("silu", momentum=None))
-    assert_same_steps(model, plain, torch.compile(model, fullgraph=True))
+    assert_same_steps(model, plain, call)
+    out = call(torch.randn(BATCH, dtype=torch.float64))
+    saved = [*out.grad_fn.saved_tensors, *getattr(out.grad_fn, "_tensors_no_vc_check", [])]
+    assert sum(t.numel() == out.numel() for t in saved) == 3 + joined  # the net's input is one
 
 
 @pytest.mark.gpu
@@ -221,10 +225,7 @@ def test_batch_renormalization_compiles():
     assert_same_steps(model, eager, torch.compile(model, fullgraph=True, backend="aot_eager"))
 
 
-# -- one buffer ------------------------------------------------------------------------------------------
-
-
-KEPT = ["relu", "leaky_relu", "silu", "gelu", "prelu", "identity"]
+KEPT = ["relu", "silu", "prelu", "identity", *in_soak(("leaky_relu", "gelu"))]
 
 
 @pytest.mark.parametrize(
@@ -248,14 +249,6 @@ def test_autocast_keeps_one_buffer_in_16_bits(dtype):
     out.float().square().sum().backward()
     assert [kept.dtype for kept in graphs.kept] == [dtype] * 3  # the net's input, cast, is one
     assert graphs.reductions == 2
-
-
-def test_inductor_keeps_one_buffer_per_layer():
-    model, _ = nets("relu")
-    out = torch.compile(model, fullgraph=True)(torch.randn(BATCH, dtype=torch.float64))
-    node = out.grad_fn
-    saved = [*node.saved_tensors, *getattr(node, "_tensors_no_vc_check", [])]
-    assert sum(t.numel() == out.numel() for t in saved) == 3  # the two layers' and the net's input
 
 
 def test_a_join_whose_output_is_kept_does_not_keep_its_residual():
@@ -298,9 +291,6 @@ def test_a_users_checkpoint_decides_and_statistics_move_once(policy):
     assert_same_steps(model, plain, torch.compile(around, fullgraph=True, backend="aot_eager"))
 
 
-# -- what stays plain --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("activation", "strategy"), [("relu", "standard"), ("mish", "checkpoint")])
 def test_the_standard_strategy_and_unknown_activations_stay_plain(activation, strategy):
     model, plain = nets(activation, strategy)
@@ -326,9 +316,6 @@ def test_statistics_move_without_gradients():
     torch.testing.assert_close(model.second.running_var, plain.second.norm.running_var)
 
 
-# -- beside eager layers -----------------------------------------------------------------------------------
-
-
 def test_a_compiled_part_of_an_eager_model_trains_as_plain_torch_does():
     (part, plain_part), (rest, plain_rest) = nets("relu"), nets("silu")
     model, plain = nn.Sequential(part, rest), nn.Sequential(plain_part, plain_rest)
@@ -351,3 +338,95 @@ def test_compiled_calls_see_no_saved_tensor_hooks_of_ours():
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     compiled(torch.randn(BATCH, dtype=torch.float64))
     assert seen == [None]
+
+
+# -- torch.func ----------------------------------------------------------------------------------------
+
+
+SHAPE = (5, 4, 6, 6)
+
+
+def batch(seed=3):
+    return torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def networks(strategy, activation="leaky_relu", **options):
+    """conv-bn-act-conv with a layer of lowtide's, and with torch's."""
+    layer, plain = pair(strategy, activation, **options)
+    first, last = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+    return [nn.Sequential(copy.deepcopy(first), m, copy.deepcopy(last)).double() for m in (layer, plain)]
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+def test_gradients_by_torch_func_are_torchs(strategy):
+    ours, plain = networks(strategy)
+    found = []
+    for net in (ours, plain):
+        parameters = {n: p.detach() for n, p in net.named_parameters()}
+        buffers = {n: b.clone() for n, b in net.named_buffers()}
+
+        def loss(parameters, buffers, x, net=net):
+            return functional_call(net, (parameters, buffers), (x,)).square().sum()
+
+        found.append([list(grad(loss)(parameters, buffers, batch()).values()), list(buffers.values())])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+def test_gradients_per_sample_by_vmap_are_torchs(strategy):
+    ours, plain = networks(strategy, track_running_stats=False)
+    found = []
+    for net in (ours, plain):
+        values = {n: p.detach() for n, p in net.named_parameters()}
+
+        def loss(values, x, net=net):
+            return functional_call(net, values, (x[None],)).square().sum()
+
+        found.append([g for _, g in sorted(vmap(grad(loss), (None, 0))(values, batch()).items())])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+def test_functional_call_gives_torchs_gradients_of_the_values_given(strategy):
+    layer, plain = pair(strategy, "prelu" if strategy.startswith("checkpoint") else "leaky_relu")
+    found = []
+    for net in (layer.double(), plain.double()):
+        values = {n: (p.detach() * 1.5).requires_grad_() for n, p in net.named_parameters()}
+        functional_call(net, values, (batch(),)).square().sum().backward()
+        found.append([values[n].grad for n in values])
+    torch.testing.assert_close(*found)
+
+
+# -- traced and exported -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+def test_tracing_in_eval_mode_agrees(strategy):
+    layer, plain = pair(strategy)
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), layer, nn.Conv2d(4, 4, 1)).eval()
+    traced = torch.jit.trace(model, torch.randn(2, 4, 5, 5))
+    x = torch.randn(3, 4, 6, 6)
+    torch.testing.assert_close(traced(x), nn.Sequential(model[0], plain.eval(), model[2])(x))
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+def test_exporting_in_eval_mode_agrees(strategy):
+    layer, plain = pair(strategy)
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), layer).eval()
+    x = torch.randn(2, 4, 5, 5)
+    exported = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(exported(x), nn.Sequential(model[0], plain.eval())(x))
+
+
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime")), reason="needs onnx"
+)
+def test_onnx_in_eval_mode_agrees(tmp_path):
+    import onnxruntime
+
+    layer, plain = pair("checkpoint")
+    x = torch.randn(2, 4, 5, 5)
+    torch.onnx.export(layer.eval(), (x,), str(tmp_path / "layer.onnx"))
+    session = onnxruntime.InferenceSession(str(tmp_path / "layer.onnx"))
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), plain.eval()(x))

@@ -1,0 +1,331 @@
+"""One node for batch norm and activation: torch's values and gradients for any layout, shape and dtype."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide import LowtideError
+from tests.nn.plain import (
+    ACTIVATIONS,
+    CHECKPOINTS,
+    IN_PLACE,
+    LAYERS,
+    ONE_BUFFER,
+    POSSIBLE,
+    assert_same,
+    assert_same_statistics,
+    assert_same_step,
+    ordered,
+    pair,
+    step,
+)
+from tests.soak import in_soak
+
+# -- gradients -----------------------------------------------------------------------------------------
+
+
+SHAPES = {"NC": (4, 2), "NCL": (2, 2, 3), "NCHW": (2, 2, 1, 2), "NCDHW": (2, 2, 1, 2, 1)}
+CHECKED = [
+    *((strategy, name, "NCHW", training) for strategy, name in POSSIBLE for training in (True, False)),
+    *((strategy, "elu", layout, True) for strategy in ONE_BUFFER for layout in SHAPES),
+]
+
+
+def dims_of(shape):
+    return max(len(shape) - 2, 1)
+
+
+@pytest.mark.parametrize(("strategy", "activation", "layout", "training"), CHECKED)
+def test_gradients_are_those_of_finite_differences(strategy, activation, layout, training):
+    layer, _ = pair(strategy, activation, dims=dims_of(SHAPES[layout]), channels=2)
+    layer.double().train(training)
+    x = torch.randn(SHAPES[layout], dtype=torch.float64, requires_grad=True)
+    # gradcheck writes into the parameters that it is given, so the layer sees every change
+    assert torch.autograd.gradcheck(lambda x, *parameters: layer(x), (x, *layer.parameters()))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("training", [True, False])
+def test_gradients_of_gradients_are_those_of_finite_differences(activation, training):
+    layer, _ = pair("checkpoint", activation, channels=2)
+    layer.double().train(training)
+    x = torch.randn(2, 2, 1, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x, *parameters: layer(x), (x, *layer.parameters()))
+
+
+def test_gradients_of_gradients_of_a_model_that_shares_a_layer_and_has_a_join_are_torchs():
+    layer, plain = pair("checkpoint", "silu")
+
+    def run(model):
+        torch.manual_seed(1)
+        h = torch.randn(3, 4, 2, 2, dtype=torch.float64, requires_grad=True)
+        inner = model(h * h)
+        out = model(inner * h, inner)  # x depends on the residual, and both on the same parameters
+        first = torch.autograd.grad(out.square().sum(), [h, *ordered(model)], create_graph=True)
+        return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), [h, *ordered(model)])]
+
+    assert_same(run, layer.double(), plain.double())
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint_xhat", *IN_PLACE])
+def test_gradients_of_gradients_that_cannot_be_had_are_an_error_that_names_the_alternative(strategy):
+    layer, _ = pair(strategy)
+    x = torch.randn(3, 4, 2, 2, requires_grad=True)
+    with pytest.raises(LowtideError, match=r"BatchNormAct2d\(4.*strategy='checkpoint'"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("layout", ["NC", "NCHW"])
+@pytest.mark.parametrize(("strategy", "activation"), POSSIBLE)
+def test_a_step_is_torchs(strategy, activation, layout):
+    shape = (6, 4, *(3,) * (len(SHAPES[layout]) - 2))
+    layer, plain = pair(strategy, activation, dims=dims_of(shape))
+    x, gradient = torch.randn(2, *shape)
+    assert_same_step(layer, plain, x, gradient)
+
+
+# -- layouts, shapes and dtypes ------------------------------------------------------------------------
+SHAPE = (6, 4, 5, 3)
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "every second": lambda x: x.repeat_interleave(2, dim=3)[..., ::2],
+    "a slice of channels": lambda x: torch.cat([x, x], dim=1)[:, : x.shape[1]],
+    "batch last": lambda x: x.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2),
+}
+
+
+@pytest.mark.parametrize("of_input", LAYOUTS)
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+def test_any_layout_of_inputs_and_gradients_gives_torchs_step(strategy, of_input):
+    layer, plain = pair(strategy)
+    x, gradient = torch.randn(2, *SHAPE)
+    expected = step(plain, x, gradient)
+    for of_gradient in LAYOUTS.values():
+        layer.zero_grad()
+        results = step(layer, LAYOUTS[of_input](x), of_gradient(gradient))
+        torch.testing.assert_close(results, expected)
+        assert results[0].stride() == plain(LAYOUTS[of_input](x)).stride()
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+@pytest.mark.parametrize("shape", [(1, 4, 5, 6), (3, 4, 1, 6), (3, 4, 5, 1), (1, 4, 1, 6), (3, 1, 5, 6)], ids=str)
+def test_any_layout_is_right_where_a_dimension_is_1(strategy, shape):
+    """There torch's own gradients are wrong for some pairs of layouts (2.13, on a CPU): none is taken as the truth."""
+    layer, plain = pair(strategy, channels=shape[1])
+    layer.double()
+    x, gradient = torch.randn(2, *shape, dtype=torch.float64)
+    expected = step(plain.double(), x, gradient)
+    for of_input in LAYOUTS.values():
+        for order in ((0, 2, 3, 1), (2, 3, 0, 1), (2, 0, 3, 1), (1, 0, 2, 3)):
+            layer.zero_grad()
+            back = [order.index(axis) for axis in range(4)]
+            laid_out = gradient.permute(order).contiguous().permute(back)
+            torch.testing.assert_close(step(layer, of_input(x), laid_out), expected)
+
+
+@pytest.mark.parametrize(("strategy", "activation"), POSSIBLE)
+@pytest.mark.parametrize("dims", [2, 3])
+def test_channels_last_stays_channels_last(strategy, activation, dims):
+    layer, _ = pair(strategy, activation, dims=dims)
+    layout = torch.channels_last if dims == 2 else torch.channels_last_3d
+    x = torch.randn(3, 4, *(5,) * dims).contiguous(memory_format=layout).requires_grad_()
+    z = layer(x)
+    assert z.is_contiguous(memory_format=layout)
+    z.backward(torch.randn_like(z))
+    assert x.grad.is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize(("strategy", "activation"), POSSIBLE)
+def test_an_expanded_gradient_gives_torchs_gradients(strategy, activation):
+    x = torch.randn(SHAPE)
+
+    def run(model):
+        leaf = x.clone().requires_grad_()
+        model(leaf).mul(torch.arange(4.0).view(4, 1, 1)).sum((1, 2, 3)).sum().backward()
+        return [leaf.grad, *(p.grad for p in model.parameters())]
+
+    # dx is 0 but for the rounding of sums of 90
+    assert_same(run, *pair(strategy, activation), atol=1e-5, rtol=1.3e-6)
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+def test_a_sum_gives_torchs_gradients(strategy):
+    layer, plain = pair(strategy)
+    x = torch.randn(SHAPE)
+    assert_same_step(layer, plain, x, torch.ones(()).expand(SHAPE))
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+@pytest.mark.parametrize("shape", [(7, 4), (7, 4, 6), (7, 4, 1), (1, 4, 6)], ids=str)
+def test_a_1d_layer_takes_what_torchs_takes(strategy, shape):
+    layer, plain = pair(strategy, dims=1)
+    x, gradient = torch.randn(2, *shape)
+    assert_same_step(layer, plain, x, gradient)
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+def test_a_wrong_number_of_channels_is_an_error(strategy):
+    layer, plain = pair(strategy)
+    for model in (layer, plain):
+        with pytest.raises(RuntimeError):
+            model(torch.randn(2, 5, 3, 3, requires_grad=True))
+
+
+def dtypes(model, x, gradient):
+    return [t.dtype for t in (*step(model, x, gradient), *model.buffers())]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("strategy", "activation"), POSSIBLE)
+def test_dtypes_are_torchs_with_inputs_alone_or_the_whole_model_in_16_bits(strategy, activation, dtype):
+    layer, plain = pair(strategy, activation)
+    x, gradient = torch.randn(2, *SHAPE).to(dtype)
+    if activation == "prelu":  # torch's own needs its slopes in the dtype of its input
+        layer.activation.to(dtype)
+        plain.activation.to(dtype)
+    assert dtypes(layer, x, gradient) == dtypes(plain, x, gradient)
+    layer.to(dtype).zero_grad()
+    plain.to(dtype).zero_grad()
+    assert dtypes(layer, x, gradient) == dtypes(plain, x, gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("strategy", "activation"), POSSIBLE)
+def test_under_autocast_a_model_has_torchs_dtypes_and_values(strategy, activation, dtype):
+    layer, plain = pair(strategy, activation)
+    torch.manual_seed(1)
+    first, last = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+    x = torch.randn(SHAPE)
+    results = []
+    for middle in (layer, plain):
+        model = nn.Sequential(first, middle, last)
+        model.zero_grad()
+        shown = []
+        handle = middle.register_forward_hook(lambda m, args, out, shown=shown: shown.append(out.dtype))
+        with torch.autocast("cpu", dtype):
+            out = model(x)
+        handle.remove()
+        out.float().square().sum().backward()
+        results.append((shown, out, [p.grad.clone() for p in (*first.parameters(), *last.parameters())]))
+    (ours, out, grads), (theirs, expected, torchs) = results
+    assert ours == theirs
+    assert out.dtype is expected.dtype
+    if strategy == "checkpoint":
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(grads, torchs)
+    assert_same_statistics(layer, plain.norm)
+
+
+# -- errors against float64, at most 1.5 times those of torch ------------------------------------------
+
+
+NAMES = ("z", "dx", "dγ", "dβ", "dslopes")
+WIDE = (6, 64, 5, 5)
+FACTOR = 1.5
+ERRING = [(strategy, name) for strategy, name in POSSIBLE if strategy != "standard"]
+SIXTEEN_BITS = [torch.bfloat16, torch.float16]
+
+
+# Where φ' jumps, the side on which y falls is a matter of its rounding, and one value that falls on the other side
+# outweighs all other errors: no gradient flows into values that are nearer to a jump than this.
+JUMPS = (-3.0, 0.0, 3.0)
+NEAR = 0.03
+
+
+def errors(strategy, activation, dtype, *, mean=0.0, scale=1.0, training=True, whole=False, **options):
+    """For each tensor of a step: the norm of our error and of torch's, over three seeds, and that of the truth."""
+    ours, theirs, truth = torch.zeros(3, len(NAMES), dtype=torch.float64)
+    for seed in range(3):
+        layer, plain = pair(strategy, activation, channels=WIDE[1], seed=seed, **options)
+        if plain.norm.affine:
+            for norm in (layer, plain.norm):
+                norm.weight.data.abs_().mul_(scale)
+        x, gradient = torch.randn(2, *WIDE)
+        if not training and options.get("track_running_stats", True):
+            x = x * layer.running_var.sqrt()[:, None, None] + layer.running_mean[:, None, None]
+        x = (x + mean).to(dtype)
+        for model in (layer, plain) if whole else (getattr(layer, "activation", None), plain.activation):
+            if model is not None:
+                model.to(dtype)
+        layer.train(training)
+        plain.train(training)
+        exact = copy.deepcopy(plain).double()
+        y = copy.deepcopy(exact.norm)(x.double())
+        smooth = torch.stack([(y - jump).abs() > NEAR for jump in JUMPS]).all(dim=0)
+        gradient = (gradient * smooth).to(dtype)
+        steps = zip(
+            step(layer, x, gradient),
+            step(plain, x, gradient),
+            step(exact, x.double(), gradient.double()),
+            strict=True,
+        )
+        for i, (mine, torchs, expected) in enumerate(steps):
+            assert mine.dtype is torchs.dtype
+            ours[i] += (mine.double() - expected).square().sum()
+            theirs[i] += (torchs.double() - expected).square().sum()
+            truth[i] += expected.square().sum()
+    count = i + 1
+    return {n: (a.item(), b.item(), c.item()) for n, a, b, c in
+            zip(NAMES[:count], ours.sqrt(), theirs.sqrt(), truth.sqrt(), strict=False)}  # fmt: skip
+
+
+def assert_errs_no_more(norms, names=NAMES):
+    factors = {name: ours / theirs for name, (ours, theirs, _) in norms.items() if name in names and ours > 0}
+    assert max(factors.values()) <= FACTOR, factors
+
+
+@pytest.mark.parametrize(("strategy", "activation"), ERRING)
+@pytest.mark.parametrize("case", ["plain", "mean of 1e4", "frozen"])
+def test_float32_errs_no_more_than_torch(strategy, activation, case):
+    mean = 1e4 if case == "mean of 1e4" else 0.0
+    assert_errs_no_more(errors(strategy, activation, torch.float32, mean=mean, training=case != "frozen"))
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("whole", "training"), [(False, True), (True, False), *in_soak([(True, True), (False, False)])]
+)
+def test_16_bits_with_x_kept_err_no_more_than_torch(dtype, activation, whole, training):
+    assert_errs_no_more(errors("checkpoint", activation, dtype, whole=whole, training=training))
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+@pytest.mark.parametrize(("strategy", "activation"), [(s, a) for s, a in ERRING if s != "checkpoint"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "frozen"])
+def test_16_bits_with_x_not_kept_err_no_more_than_torch_but_in_sums_over_xhat(dtype, strategy, activation, training):
+    """What is kept has 16 bits, and x̂ with it. torch has x, and sums dy·x̂ in float32: no such dγ can be had."""
+    norms = errors(strategy, activation, dtype, training=training)
+    assert_errs_no_more(norms, ("z", "dx"))
+    for name in norms.keys() - {"z", "dx"}:
+        ours, theirs, truth = norms[name]
+        assert ours <= max(FACTOR * theirs, torch.finfo(dtype).eps * truth), (name, ours / truth, theirs / truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN_BITS])
+@pytest.mark.parametrize("strategy", ["inplace", *in_soak((*CHECKPOINTS, "inplace2"))])
+@pytest.mark.parametrize("activation", ["elu", "celu", "tanh", "sigmoid", "softplus"])
+@pytest.mark.parametrize("scale", [8.0, 40.0])
+def test_a_saturated_activation_errs_no_more_than_torch(dtype, strategy, activation, scale):
+    assert_errs_no_more(errors(strategy, activation, dtype, scale=scale), ("z", "dx"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN_BITS])
+@pytest.mark.parametrize(
+    "options",
+    [{"track_running_stats": False}, {"affine": False}, {"affine": False, "track_running_stats": False}],
+    ids=str,
+)
+def test_without_parameters_or_statistics_a_step_errs_no_more_than_torch(dtype, options):
+    assert_errs_no_more(errors("checkpoint", "silu", dtype, mean=3.0, **options))
+
+
+def test_a_mean_of_1e4_with_a_variance_of_one_does_not_lose_the_variance():
+    layer = LAYERS[2](4, "identity", "checkpoint", affine=False)
+    x = torch.randn(64, 4, 8, 8, requires_grad=True)
+    z = layer(x + 1e4)
+    assert z.detach().var((0, 2, 3)) == pytest.approx([1.0] * 4, abs=1e-3)

@@ -1,0 +1,40 @@
+"""A backward pass without second derivatives refuses ``create_graph=True``."""
+
+import pytest
+import torch
+from torch import nn
+from torch._functorch import config as functorch
+
+from lowtide.errors import LowtideError
+from lowtide.nn import LinearCrossEntropy, RandomizedLinear, fewbit
+
+TARGET = torch.arange(30) % 8
+LAYERS = {
+    "fewbit": (fewbit.GELU(), lambda layer, x: layer(x)),
+    "randomized": (RandomizedLinear(16, 8), lambda layer, x: layer(x)),
+    "chunked loss": (LinearCrossEntropy(16, 8), lambda layer, x: layer(x, TARGET)),
+}
+
+
+@pytest.mark.parametrize("needs", ["input", "weights"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_of_gradients_are_refused_where_the_loss_is_linear_too(name, needs):
+    """There torch's own ``once_differentiable`` is silent."""
+    layer, run = LAYERS[name]
+    before = nn.Linear(16, 16).requires_grad_(needs == "weights")
+    x = torch.randn(30, 16, requires_grad=needs == "input")
+    with pytest.raises(LowtideError, match="gradients of gradients"):
+        torch.autograd.grad(run(layer, before(x)).sum(), x if needs == "input" else before.weight, create_graph=True)
+
+
+@functorch.patch(donated_buffer=False)  # or else torch may refuse earlier, by what it has cached
+def test_a_compiled_activation_refuses_them_too():
+    x = torch.randn(5, 4, requires_grad=True)
+    compiled = torch.compile(nn.Sequential(nn.Linear(4, 3), fewbit.GELU()), backend="aot_eager")
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(compiled(x).sum(), x, create_graph=True)[0].sum().backward()
+
+
+def test_a_hessian_is_refused():
+    with pytest.raises(LowtideError):
+        torch.autograd.functional.hessian(lambda x: fewbit.GELU()(x).sum(), torch.randn(5))

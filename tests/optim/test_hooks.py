@@ -1,0 +1,116 @@
+"""What takes part in a step refuses what would go wrong: closures, clipping, and whole parameters among processes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+import lowtide.optim as lo
+from lowtide import LowtideError
+from lowtide.optim import hooks
+from lowtide.optim.in_backward import is_stepped_in_backward
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        (lambda optimizer: lo.store_gradients(optimizer, "8bit"), "Stored gradients wait for the step"),
+        (lambda optimizer: lo.scale_rates(optimizer, 4, warmup_steps=2), "Scaled rates act while the optimizer steps"),
+        (lambda optimizer: lo.LossScale().guard(optimizer), "A scaled loss looks at the gradients"),
+    ],
+    ids=["stored gradients", "scaled rates", "a scaled loss"],
+)
+def test_what_needs_the_step_refuses_steps_in_backward(before, reason):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    with before(optimizer):
+        with pytest.raises(LowtideError, match=reason):
+            lo.step_in_backward(optimizer)
+        assert not is_stepped_in_backward(weight)
+    lo.step_in_backward(optimizer)()
+
+
+def clip_with_norm(parameters, largest):
+    parameters = list(parameters)
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    nn.utils.clip_grads_with_norm_(parameters, largest, norm)
+
+
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, clip_with_norm])
+@pytest.mark.parametrize("act", [lo.step_in_backward, lo.store_gradients])
+def test_clipping_is_refused_where_gradients_are_gone(act, clip):
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def is_clipped(module: nn.Module) -> bool:
+        clip(module.parameters(), 1e-3)
+        return all(p.grad is not None and bool((p.grad.abs() <= 1e-3).all()) for p in module.parameters())
+
+    with act(optimizer):
+        (model(torch.ones(2, 4)) + other(torch.ones(2, 4))).sum().backward()
+        for parameters in (model.parameters(), [*model.parameters(), *other.parameters()]):
+            with pytest.raises(LowtideError, match=r"\(4, 4\)"):
+                clip(parameters, 1e-3)
+        assert is_clipped(other)
+    model(torch.ones(2, 4)).sum().backward()
+    assert is_clipped(model)
+
+
+def test_torchs_clipping_is_restored_by_the_last_undo():
+    functions = (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, nn.utils.clip_grads_with_norm_)
+
+    def watched() -> list[bool]:
+        return [f.__wrapped__ not in [cell.cell_contents for cell in f.__closure__] for f in functions]
+
+    for left_by_another_test in list(hooks._refusals):
+        hooks._end_refusal(left_by_another_test)
+    assert not any(watched())
+    for _ in range(2):
+        first = lo.step_in_backward(torch.optim.SGD(nn.Linear(2, 2).parameters()))
+        second = lo.store_gradients(torch.optim.SGD(nn.Linear(2, 2).parameters()))
+        assert all(watched())
+        first()
+        first()
+        assert all(watched())
+        second()
+        assert not any(watched())
+
+
+def test_clipping_nothing_still_warns_while_it_is_watched():
+    with (
+        lo.step_in_backward(torch.optim.SGD(nn.Linear(2, 2).parameters())),
+        pytest.warns(UserWarning, match="empty generator"),
+    ):
+        nn.utils.clip_grad_norm_((p for p in ()), 1.0)
+
+
+def test_a_closure_is_refused():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.5)
+    with lo.step_in_backward(optimizer), pytest.raises(LowtideError, match="closure"):
+        optimizer.step(lambda: 0.0)
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("act", [lo.step_in_backward, lo.store_gradients])
+def test_whole_parameters_among_several_processes_are_refused_before_anything_is_stepped(act, one_process, monkeypatch):
+    """DistributedDataParallel sums gradients over processes after the hooks of parameters."""
+    model = nn.Linear(4, 4)
+    undo = act(torch.optim.SGD(model.parameters(), lr=0.1))
+    sharded = nn.Parameter(distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,))))
+    before = model.weight.detach().clone()
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    with pytest.raises(LowtideError, match="fully_shard"):
+        model(torch.randn(2, 4)).sum().backward()
+    assert torch.equal(model.weight, before)
+    undo()
+    with pytest.raises(LowtideError, match="fully_shard"):
+        act(torch.optim.SGD(model.parameters(), lr=0.1))
+    act(torch.optim.SGD([sharded], lr=0.1))()
