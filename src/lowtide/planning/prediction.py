@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -17,8 +16,7 @@ from lowtide.planning.programs.program import Program
 from lowtide.profiling import Comparison, Profile, profile
 from lowtide.profiling.kernels import Workspaces
 from lowtide.techniques.registry import find_technique
-from lowtide.techniques.technique import Kind, Option, Price, Technique
-from lowtide.tracing.fake.abridged import abridged
+from lowtide.techniques.technique import Kind, Option, Price, Technique, loss_for_peaks
 from lowtide.tracing.graph import Graph
 from lowtide.tracing.snapshot import unchanged
 from lowtide.undo import Applied, Undo
@@ -50,8 +48,8 @@ def predict(work: Workload, options: Sequence[Option], baseline: Profile, *, onl
     measure = (lambda signature: signature not in known) if is_measured else False
     with unchanged(work, fake=True), apply_options(work, options) as applied:
         try:
-            with abridged() if only_peaks else nullcontext():
-                found = profile(applied.work, fake=True, device=baseline.graph.device, measure=measure)
+            loss = loss_for_peaks(applied.work.loss) if only_peaks else applied.work.loss
+            found = profile(replace(applied.work, loss=loss), fake=True, device=baseline.graph.device, measure=measure)
         except TraceError:
             if baseline.graph.fake:
                 raise

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -20,7 +20,7 @@ from lowtide.planning.plan import ProgramChoice
 from lowtide.planning.prediction import apply_options, estimate_peak, predict
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import has_ranks
-from lowtide.techniques.registry import study, techniques
+from lowtide.techniques.registry import measure, study, techniques
 from lowtide.techniques.technique import Fidelity, Option, Price, Technique
 from lowtide.tracing.snapshot import unchanged
 from lowtide.workload import Workload
@@ -212,8 +212,7 @@ class Search:
     def _measure(self, name: str) -> None:
         """Let a technique run a part of the step, and price its options by the seconds that it took."""
         self._unmeasured.discard(name)
-        technique: Any = techniques()[name]
-        technique.measure(self.work, self.baseline)
+        measure(name, self.work, self.baseline)
         self._price_again({name})
 
     def _price_again(self, names: Collection[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -80,6 +80,8 @@ class Profile:
     versions: dict[str, str]
     outside: Outside | None = None
     fingerprint: Fingerprint | None = None  # of the step; None where it is not known
+    # By technique: what it learned by capturing or running the step. A step is planned for several budgets.
+    findings: dict[str, Any] = field(default_factory=dict[str, Any], init=False, compare=False, repr=False)
 
     @property
     def peak_bytes(self) -> int:

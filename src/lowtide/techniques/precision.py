@@ -15,7 +15,17 @@ from lowtide.optim.rounding import ROUNDINGS, How, round_updates
 from lowtide.optim.scaling import LossScale
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.microbatch.loss import in_pieces
-from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, whole_step
+from lowtide.techniques.technique import (
+    Check,
+    Config,
+    Fidelity,
+    Interval,
+    Kind,
+    Option,
+    Price,
+    loss_for_peaks,
+    whole_step,
+)
 from lowtide.tracing.graph import Graph
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload, autocast
@@ -112,6 +122,10 @@ class LowerLoss:
         self.device = device
         self.dtype = dtype
         self.scale = scale
+
+    def for_peaks(self) -> LowerLoss:
+        """The same around the wrapped loss's own."""
+        return LowerLoss(loss_for_peaks(self.__wrapped__), self.device, self.dtype, self.scale)
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         pieces = in_pieces(self.__wrapped__)

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from lowtide.errors import LowtideError, PlanError
 from lowtide.techniques.technique import Config, Kind, Technique
@@ -61,11 +61,17 @@ def find_technique(name: str) -> Technique:
 
 
 def study(work: Workload, profile: Profile) -> None:
-    """Let techniques look at a profiled step before they offer options; those with a method ``study`` do."""
-    for technique in techniques().values():
+    """Let techniques with a method ``study`` capture a profiled step. The profile keeps their findings."""
+    for name, technique in techniques().items():
         look = getattr(technique, "study", None)
         if look is not None:
-            look(work, profile)
+            profile.findings[name] = look(work, profile)
+
+
+def measure(name: str, work: Workload, profile: Profile) -> None:
+    """Let a technique with a method ``measure`` run a part of the step. The profile keeps its findings."""
+    technique: Any = find_technique(name)
+    profile.findings[name] = technique.measure(work, profile)
 
 
 def register(technique: object) -> Undo:

@@ -26,8 +26,10 @@ class Technique(Protocol):
 
     ``options`` and ``price`` are pure: they read the profile and touch neither the model nor a GPU.
     ``apply`` changes the model in place, or the step around it, or raises and leaves both as they were.
-    Where fidelity depends on more than a profile, a method ``study(work, profile)`` is called before ``options``.
-    Where seconds do, ``measure(work, profile)`` runs the step once an option is a contender, and changes nothing.
+
+    Two more methods are optional. Both return findings, which ``options`` and ``price`` then read in
+    ``profile.findings`` under the technique's name. ``study(work, profile)`` captures the step, where fidelity depends
+    on more than a profile. ``measure(work, profile)`` runs the step once an option is a contender, and changes nothing.
     Prices may only rise by it, or a larger budget could get a slower plan.
     """
 
@@ -187,6 +189,15 @@ def whole_step(options: Sequence[Option]) -> Option:
             hint='Give one option whose site is ("",).',
         )
     return options[0]
+
+
+def loss_for_peaks(loss: Any) -> Any:
+    """A loss with the same peaks, for a trace that needs nothing else; the loss itself where it offers none.
+
+    A loss that repeats itself offers one by a method ``for_peaks()``, and may skip repetitions there.
+    """
+    shorter = getattr(loss, "for_peaks", None)
+    return loss if shorter is None else shorter()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from typing import Any
 
 import torch
 
-from lowtide.techniques.microbatch.calls import PairedCall, shape_of
 from lowtide.techniques.microbatch.facts import (
     FIXED,
     Fact,
+    PairedCall,
+    Rule,
     added,
     are_plain,
     broadcast,
     is_rows,
     reshaped,
+    shape_of,
 )
 
 # -- views and layouts ---------------------------------------------------------------------------------------
 
 
-def view(call: PairedCall) -> Fact | None:
-    fact, (after, _) = call.of("self"), call.shapes
-    if fact is None or fact.kind not in ("rows", "place"):
-        return fact
-    return reshaped(fact, call.shape("self"), after, call.sizes.whole)
+def moved(place: Callable[[PairedCall, Fact], Fact | None]) -> Rule:
+    """A rule for ops that keep every element: ``place`` finds the samples, and all else stays as it is."""
+
+    def rule(call: PairedCall) -> Fact | None:
+        fact = call.of("self")
+        return fact if fact is None or fact.kind not in ("rows", "place") else place(call, fact)
+
+    return rule
+
+
+@moved
+def view(call: PairedCall, fact: Fact) -> Fact | None:
+    return reshaped(fact, call.shape("self"), call.shapes[0], call.sizes.whole)
 
 
 def expand(call: PairedCall) -> Fact | None:
@@ -53,7 +64,8 @@ def repeat(call: PairedCall) -> Fact | None:
     return Fact("rows", fact.power, dim) if times[dim] % call.sizes.whole == 0 else None
 
 
-def permute(call: PairedCall) -> Fact | None:
+@moved
+def permute(call: PairedCall, fact: Fact) -> Fact:
     ndim = len(call.shape("self"))
     order = list(range(ndim))
     if "dims" in call.whole:
@@ -61,23 +73,18 @@ def permute(call: PairedCall) -> Fact | None:
     elif ndim > 1:
         a, b = (call.whole.get(name, default) % ndim for name, default in (("dim0", 0), ("dim1", 1)))
         order[a], order[b] = order[b], order[a]
-    fact = call.of("self")
-    return fact.at(order.index(fact.dim)) if fact is not None and fact.kind in ("rows", "place") else fact
+    return fact.at(order.index(fact.dim))
 
 
-def unsqueeze(call: PairedCall) -> Fact | None:
-    fact, (after, _) = call.of("self"), call.shapes
-    if fact is None or fact.kind not in ("rows", "place"):
-        return fact
-    return fact.at(fact.dim + (call.whole["dim"] % len(after) <= fact.dim))
+@moved
+def unsqueeze(call: PairedCall, fact: Fact) -> Fact:
+    return fact.at(fact.dim + (call.whole["dim"] % len(call.shapes[0]) <= fact.dim))
 
 
-def squeeze(call: PairedCall) -> Fact | None:
-    fact, shape = call.of("self"), call.shape("self")
-    if fact is None or fact.kind not in ("rows", "place"):
-        return fact
-    gone = [dim for dim in call.dims() if shape[dim] == 1]
-    return fact.at(fact.dim - sum(dim < fact.dim for dim in gone))
+@moved
+def squeeze(call: PairedCall, fact: Fact) -> Fact:
+    shape = call.shape("self")
+    return fact.at(fact.dim - sum(dim < fact.dim for dim in call.dims() if shape[dim] == 1))
 
 
 def sliced(call: PairedCall) -> Fact | None:
@@ -94,19 +101,12 @@ def _is_all(call: PairedCall) -> bool:
     return call.shapes[0] == call.shape("self") and all(not a.get("start") and a.get("step", 1) == 1 for a in both)
 
 
-def select(call: PairedCall) -> Fact | None:
-    fact, (dim,) = call.of("self"), call.dims()
-    if fact is None or not call.is_same() or (is_rows(fact) and dim == fact.dim) or fact.kind == "place":
-        return None
-    return fact.at(fact.dim - (dim < fact.dim)) if is_rows(fact) else fact
-
-
-def split(call: PairedCall) -> Fact | None:
-    """Parts of a dimension that has no samples; all results alike. For ``unbind`` that dimension is gone."""
+def parted(call: PairedCall) -> Fact | None:
+    """Parts of a dimension that has no samples; all results alike. Some ops take that dimension away."""
     fact, (dim,) = call.of("self"), call.dims()
     if fact is None or not call.is_same() or fact.kind == "place" or (is_rows(fact) and dim == fact.dim):
         return None
-    gone = call.name == "unbind" and dim < fact.dim
+    gone = call.name in ("select", "unbind") and dim < fact.dim
     return fact.at(fact.dim - gone) if is_rows(fact) else fact
 
 
@@ -130,15 +130,6 @@ def concatenate(call: PairedCall) -> Fact | None:
         return first if all(fact == first for fact in rows) else None
     inner = {shape_of(node)[dim] // fact.outer for node, fact in zip(nodes, rows, strict=True)}
     return first.at(dim, sum(fact.outer for fact in rows)) if len(inner) == 1 else None
-
-
-def padded(call: PairedCall) -> Fact | None:
-    fact = call.of("self")
-    if fact is None or not call.is_same() or not are_plain([fact]):
-        return None
-    pads: list[int] = call.whole.get("pad", call.whole.get("padding", ()))  # of the last dimension first
-    place = len(call.shape("self")) - 1 - fact.dim
-    return None if is_rows(fact) and any(pads[2 * place : 2 * place + 2]) else fact
 
 
 # -- tables and indices --------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -25,7 +26,6 @@ from lowtide.techniques.microbatch.pieces import Batch, Split
 from lowtide.techniques.microbatch.statistics import Recording, WholeStatistics, takes_statistics
 from lowtide.techniques.microbatch.weights import Proved, Reduction, Weight, find_reduction
 from lowtide.tracing.compiled import compiled_modules
-from lowtide.tracing.fake.abridged import is_abridged
 from lowtide.tracing.step_state import modules_of
 from lowtide.workload import Workload
 
@@ -118,6 +118,7 @@ class MicrobatchLoss:
         self.endings = Endings()
         self._planned = _structure(work.batch)
         self.steps = 0  # real ones, of which the first are looked at more closely
+        self.skips_alike = False  # where peaks alone are wanted: seconds and sums are then too small
         self._optimizer = work.optimizer
         own = set(work.model.modules())
         self._held = [module for module in modules_of(work) if module not in own]  # a criterion of the loss's own
@@ -140,6 +141,12 @@ class MicrobatchLoss:
         if self.found is None and self.weight is None and not is_traced:
             self.found = find_reduction(self.__wrapped__, model, modules, whole, self.size)
         return _PiecewiseRun(self, model, whole, is_traced=is_traced)()
+
+    def for_peaks(self) -> MicrobatchLoss:
+        """A loss with the same peaks, for a trace that needs nothing else: it skips pieces with equal bytes."""
+        loss = copy.copy(self)
+        loss.skips_alike = True
+        return loss
 
     def modules(self, model: nn.Module) -> list[nn.Module]:
         """All that the loss may run."""
@@ -198,7 +205,7 @@ class _PiecewiseRun:
             recording = None if loss.exact else stack.enter_context(Recording(self.modules, skip=loss.compiled))
             # From the second to the last but three, pieces are alike to the byte (the last two may be smaller); batch
             # norms keep something of each.
-            alike = range(2, len(pieces) - 3) if is_abridged() and recording and not recording.layers else range(0)
+            alike = range(2, len(pieces) - 3) if loss.skips_alike and recording and not recording.layers else range(0)
             for number, (start, end) in enumerate(pieces):
                 if number in alike:
                     values.append(torch.empty_like(values[-1]))

@@ -18,8 +18,7 @@ from torch import Tensor, fx, nn
 
 from lowtide.compat.operators import OpOverload, schema_of
 from lowtide.errors import LowtideError, TraceError
-from lowtide.techniques.microbatch.calls import PairedCall, constant_of, shape_of
-from lowtide.techniques.microbatch.facts import FIXED, SAMPLES, Fact, Sizes
+from lowtide.techniques.microbatch.facts import FIXED, SAMPLES, Fact, PairedCall, Sizes, constant_of, shape_of
 from lowtide.techniques.microbatch.pieces import Batch
 from lowtide.techniques.microbatch.rules import find_rule
 from lowtide.techniques.microbatch.weights import Proved

@@ -6,7 +6,7 @@ of every result are compared between the two captures, so a rule need not look a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +15,16 @@ from torch import fx
 
 from lowtide.compat.operators import schema_of
 from lowtide.techniques.microbatch import layouts
-from lowtide.techniques.microbatch.calls import PairedCall, Rule, constant_of
 from lowtide.techniques.microbatch.facts import (
     FIXED,
     TOTAL,
     Fact,
+    PairedCall,
+    Rule,
     added,
     are_plain,
     broadcast,
+    constant_of,
     divided,
     is_rows,
     multiplied,
@@ -105,12 +107,6 @@ def is_zero(value: Any) -> bool:
     return name == "zeros" or (name == "full" and is_zero(value.args[1]))
 
 
-def dropout(call: PairedCall) -> Fact | None:
-    """Random masks are drawn for each element."""
-    fact = call.of(call.tensors()[0])
-    return fact if fact is not None and call.is_same() and are_plain([fact]) else None
-
-
 # -- along dimensions ----------------------------------------------------------------------------------------
 
 
@@ -129,22 +125,48 @@ def summed(call: PairedCall) -> Fact | None:
     return Fact("total", fact.power, keys=counted_by(call.whole["self"]) if is_count else frozenset())
 
 
+def apart(dims: Callable[[PairedCall], Iterable[int]], *, differing: str = "") -> Rule:
+    """Any function of the first tensor that mixes these dimensions alone; other tensors are constants.
+
+    The argument ``differing`` may be another number for the piece.
+    """
+
+    def rule(call: PairedCall) -> Fact | None:
+        first, *others = call.tensors()
+        fact = call.of(first)
+        if fact is None or not are_plain([fact]) or not call.is_same(differing):
+            return None
+        is_mixed = any(call.of(name) != FIXED for name in others) or (is_rows(fact) and fact.dim in dims(call))
+        return None if is_mixed else fact
+
+    return rule
+
+
+def _last(count: int) -> Callable[[PairedCall], Iterable[int]]:
+    return lambda call: range(_ndim(call) - count, _ndim(call))
+
+
+def _ndim(call: PairedCall) -> int:
+    return len(call.shape(call.tensors()[0]))
+
+
+def _named(call: PairedCall) -> Iterable[int]:
+    return call.dims("dims" if "dims" in call.whole else "dim")
+
+
+def _padded(call: PairedCall) -> Iterable[int]:
+    pads: list[int] = call.whole.get("pad", call.whole.get("padding", ()))  # of the last dimension first
+    return [_ndim(call) - 1 - place // 2 for place, pad in enumerate(pads) if pad]
+
+
+def _all_but_first(call: PairedCall) -> Iterable[int]:
+    return range(1, _ndim(call))
+
+
 def reduced(call: PairedCall) -> Fact | None:
     """Any function of whole dimensions without samples."""
-    name = call.tensors()[0]
-    fact, dims = call.of(name), call.dims()
-    if fact is None or len(call.tensors()) > 1 or not call.is_same() or not are_plain([fact]):
-        return None
-    return None if is_rows(fact) and fact.dim in dims else _without(call, fact, dims)
-
-
-def along(call: PairedCall) -> Fact | None:
-    """Any function along dimensions without samples that keeps them."""
-    name = call.tensors()[0]
-    fact, dims = call.of(name), call.dims("dims" if "dims" in call.whole else "dim")
-    if fact is None or len(call.tensors()) > 1 or not call.is_same() or not are_plain([fact]):
-        return None
-    return None if is_rows(fact) and fact.dim in dims else fact
+    fact = apart(_named)(call)
+    return None if fact is None or len(call.tensors()) > 1 else _without(call, fact, call.dims())
 
 
 def _without(call: PairedCall, fact: Fact, dims: list[int]) -> Fact:
@@ -202,13 +224,6 @@ def _contracted(a: Fact, b: Fact, first: str, second: str, out: str) -> Fact | N
     return replace(TOTAL, power=power) if len(rows) == 2 else None
 
 
-def convolution(call: PairedCall) -> Fact | None:
-    fact, weights = call.of("input"), [call.of(name) for name in ("weight", "bias") if call.whole.get(name) is not None]
-    if fact is None or not call.is_same() or any(weight != FIXED for weight in weights):
-        return None
-    return fact if is_rows(fact) and fact.dim == 0 and not fact.power else None
-
-
 def attention(call: PairedCall) -> Fact | None:
     """Each sample attends to itself alone."""
     names = call.tensors()
@@ -227,45 +242,15 @@ def attention(call: PairedCall) -> Fact | None:
 # -- layers --------------------------------------------------------------------------------------------------
 
 
-def normalised(call: PairedCall) -> Fact | None:
-    """Layer norm and RMS norm, over the last dimensions."""
-    names = call.tensors()
-    fact = call.of(names[0])
-    if fact is None or not are_plain([fact]) or any(call.of(name) != FIXED for name in names[1:]) or not call.is_same():
-        return None
-    ndim = len(call.shape(names[0]))
-    return None if is_rows(fact) and fact.dim >= ndim - len(call.whole["normalized_shape"]) else fact
-
-
-def group_norm(call: PairedCall) -> Fact | None:
-    fact, weights = call.of("input"), [call.of(name) for name in call.tensors()[1:]]
-    if fact is None or not is_rows(fact) or fact.power or fact.dim != 0:
-        return None
-    return fact if all(weight == FIXED for weight in weights) and call.is_same("N") else None
-
-
 def batch_norm(call: PairedCall) -> Fact | None:
     """In evaluation; in training where samples are channels, as instance norm has them."""
-    names = call.tensors()
-    fact, others = call.of(names[0]), [call.of(name) for name in names[1:]]
+    if not call.whole.get("training", call.whole.get("train", False)):
+        return apart(lambda _: [1])(call)
+    first, *others = call.tensors()
+    fact = call.of(first)
     if fact is None or not is_rows(fact) or fact.power or not call.is_same():
         return None
-    if not call.whole.get("training", call.whole.get("train", False)):
-        return fact if fact.dim != 1 and all(other == FIXED for other in others) else None
-    return fact if fact.dim == 1 and all(other == fact.at(0) for other in others) else None
-
-
-def spatial(dims: int) -> Rule:
-    """Pooling, resampling and padding over the last dimensions."""
-
-    def rule(call: PairedCall) -> Fact | None:
-        names = call.tensors()
-        fact = call.of(names[0])
-        if fact is None or len(names) > 1 or not call.is_same() or not are_plain([fact]):
-            return None
-        return None if is_rows(fact) and fact.dim >= len(call.shape(names[0])) - dims else fact
-
-    return rule
+    return fact if fact.dim == 1 and all(call.of(name) == fact.at(0) for name in others) else None
 
 
 # -- losses --------------------------------------------------------------------------------------------------
@@ -303,7 +288,7 @@ _GROUPS: list[tuple[Rule, str]] = [
     (divide, "div"),
     (linear, "neg"),
     (copied, "_to_copy clone detach alias lift_fresh lift_fresh_copy contiguous positive"),
-    (dropout, "native_dropout bernoulli rand_like randn_like"),
+    (apart(lambda _: ()), "native_dropout bernoulli rand_like randn_like"),
     (layouts.view, "view _unsafe_view reshape _reshape_alias view_as"),
     (layouts.expand, "expand"),
     (layouts.repeat, "repeat"),
@@ -311,33 +296,32 @@ _GROUPS: list[tuple[Rule, str]] = [
     (layouts.unsqueeze, "unsqueeze"),
     (layouts.squeeze, "squeeze"),
     (layouts.sliced, "slice"),
-    (layouts.select, "select"),
-    (layouts.split, "split split_with_sizes unbind"),
+    (layouts.parted, "select split split_with_sizes unbind"),
     (layouts.concatenate, "cat stack"),
-    (layouts.padded, "constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d"),
+    (apart(_padded), "constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d"),
     (summed, "sum mean"),
     (
         reduced,
         "amax amin all any argmax argmin max min logsumexp prod var std var_mean std_mean linalg_vector_norm",
     ),
-    (along, "_softmax _log_softmax _safe_softmax cumsum cumprod logcumsumexp sort topk flip roll glu"),
+    (apart(_named), "_softmax _log_softmax _safe_softmax cumsum cumprod logcumsumexp sort topk flip roll glu"),
     (product("mk", "kn", "mn"), "mm addmm"),
     (product("bmk", "bkn", "bmn"), "bmm baddbmm"),
     (product("mk", "k", "m"), "mv addmv"),
     (product("k", "k", ""), "dot"),
-    (convolution, "convolution"),
-    (normalised, "native_layer_norm _fused_rms_norm"),
-    (group_norm, "native_group_norm"),
+    (apart(_all_but_first), "convolution"),
+    (apart(lambda call: _last(len(call.whole["normalized_shape"]))(call)), "native_layer_norm _fused_rms_norm"),
+    (apart(_all_but_first, differing="N"), "native_group_norm"),
     (
         batch_norm,
         "_native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training",
     ),
     (batch_norm, "native_batch_norm cudnn_batch_norm"),
-    (spatial(1), "_adaptive_avg_pool1d avg_pool1d upsample_linear1d upsample_nearest1d"),
-    (spatial(2), "_adaptive_avg_pool2d avg_pool2d max_pool2d_with_indices upsample_bilinear2d upsample_nearest2d"),
-    (spatial(2), "adaptive_max_pool2d upsample_bicubic2d tril triu"),
-    (spatial(3), "_adaptive_avg_pool3d avg_pool3d max_pool3d_with_indices upsample_trilinear3d pixel_shuffle"),
-    (spatial(3), "upsample_nearest3d pixel_unshuffle"),
+    (apart(_last(1)), "_adaptive_avg_pool1d avg_pool1d upsample_linear1d upsample_nearest1d"),
+    (apart(_last(2)), "_adaptive_avg_pool2d avg_pool2d max_pool2d_with_indices upsample_bilinear2d upsample_nearest2d"),
+    (apart(_last(2)), "adaptive_max_pool2d upsample_bicubic2d tril triu"),
+    (apart(_last(3)), "_adaptive_avg_pool3d avg_pool3d max_pool3d_with_indices upsample_trilinear3d pixel_shuffle"),
+    (apart(_last(3)), "upsample_nearest3d pixel_unshuffle"),
     (layouts.embedding, "embedding"),
     (layouts.gather, "gather"),
     (layouts.index_select, "index_select"),

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
-
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
@@ -46,6 +44,15 @@ class MicrobatchConfig(Config):
         self.require("exact", bool)
 
 
+@dataclass(frozen=True)
+class MicrobatchFindings:
+    """Knowledge of a step that needs more than its profile."""
+
+    proof: Proof | None = None  # of the loss's reduction; None where the loss was not captured
+    is_measured: bool = False
+    piece: _Piece | None = None  # None where pieces were not measured, or did not run
+
+
 class Microbatch:
     """The whole step over pieces of its batch."""
 
@@ -55,28 +62,35 @@ class Microbatch:
     needs = "a batch of two or more samples, the first dimension of all its tensors"
     conflicts: Mapping[str, str] = {}
 
-    def study(self, work: Workload, profile: Profile) -> None:
+    def study(self, work: Workload, profile: Profile) -> MicrobatchFindings:
         """Capture the loss of a profiled step and prove its reduction, once. Without this nothing is proved."""
-        if profile not in _proofs and _samples(profile.graph) > 1 and not _obstacle(profile.graph):
-            _proofs[profile] = prove(work)
+        findings = self._findings(profile)
+        if findings.proof is not None or _samples(profile.graph) < 2 or _obstacle(profile.graph):
+            return findings
+        return replace(findings, proof=prove(work))
 
-    def measure(self, work: Workload, profile: Profile) -> None:
+    def measure(self, work: Workload, profile: Profile) -> MicrobatchFindings:
         """Run the largest and the smallest pieces, once for a profile; seconds of those between are on a line.
 
         Nothing is changed. Where a piece does not run, estimates stay.
         """
-        sizes = _sizes(_samples(profile.graph))
-        if profile in _pieces or not sizes:
-            return
-        _pieces[profile] = None
+        sizes, findings = _sizes(_samples(profile.graph)), self._findings(profile)
+        if findings.is_measured or not sizes:
+            return findings
+        piece = None
         with unchanged(work), warnings.catch_warnings(), contextlib.suppress(Exception):
             warnings.simplefilter("ignore")  # of a step that may not be taken
-            _pieces[profile] = _measured_piece(work, sizes[0], sizes[-1])
+            piece = _measured_piece(work, sizes[0], sizes[-1])
+        return replace(findings, is_measured=True, piece=piece)
+
+    def _findings(self, profile: Profile) -> MicrobatchFindings:
+        return profile.findings.get(self.name) or MicrobatchFindings()
 
     def options(self, profile: Profile) -> list[Option]:
         """Two pieces, four, eight, and so on: to a sample each, or to 32."""
         samples = _samples(profile.graph)
-        proof = _proof(profile)
+        why = _obstacle(profile.graph)
+        proof = Proof(None, why) if why else self._findings(profile).proof or Proof(None, "the loss was not captured")
         random, reduction, because = _draws(profile.graph), proof.reduction or "", "" if proof.reduction else proof.why
         configs = (MicrobatchConfig(size, samples, random, reduction, because) for size in _sizes(samples))
         return [Option(self.name, ("",), config) for config in configs]
@@ -104,7 +118,7 @@ class Microbatch:
             elif storage.id in scaled and storage.birth < min(storage.death, last):
                 bytes_less = storage.bytes - math.ceil(storage.bytes * size / samples)
                 removed.append(Interval(bytes_less, storage.birth, min(storage.death, last), "of other pieces"))
-        seconds, measured = _seconds_more(graph, pieces, gradients), _pieces.get(profile)
+        seconds, measured = _seconds_more(graph, pieces, gradients), self._findings(profile).piece
         if measured is not None:
             seconds = max(seconds, (measured.share(size) * samples / size - 1) * _seconds_of_loss(graph))
         source = "modelled" if measured is None else "measured"
@@ -194,16 +208,6 @@ def _fidelity(config: MicrobatchConfig) -> Fidelity:
     if config.reduction in ("", "several"):  # a later batch may break the second
         return Fidelity.CHANGED
     return Fidelity.UNBIASED if config.random else Fidelity.ROUNDOFF
-
-
-# By the profile of the plain step, which is all that options and prices see.
-_proofs: MutableMapping[Profile, Proof] = WeakIdKeyDictionary()
-_pieces: MutableMapping[Profile, _Piece | None] = WeakIdKeyDictionary()
-
-
-def _proof(profile: Profile) -> Proof:
-    why = _obstacle(profile.graph)
-    return Proof(None, why) if why else _proofs.get(profile, Proof(None, "the loss was not captured"))
 
 
 def _obstacle(graph: Graph) -> str:
