@@ -10,6 +10,7 @@ from typing import Any
 from lowtide.compat.dispatch import UncompiledMode
 from lowtide.compat.fake import FakeTensorMode, fake_dispatch, replace_dispatch
 from lowtide.compat.operators import schema_of
+from lowtide.tracing.process_patch import ProcessPatch
 
 Answer = Callable[..., Any]
 
@@ -47,8 +48,6 @@ class _Asking(threading.local):
 
 
 _asking = _Asking()
-_lock = threading.Lock()
-_installed = 0  # how many threads are asking
 
 
 @contextmanager
@@ -57,20 +56,13 @@ def answering(answers: dict[Any, Answer], fixes: dict[Any, Answer]) -> Generator
 
     No mode can be put above those, so their own dispatch is replaced for the time; other threads are not asked.
     """
-    global _installed
     before = _asking.answers, _asking.fixes
-    with _lock:
-        replace_dispatch(_answer)
-        _installed += 1
-    _asking.answers, _asking.fixes = answers, fixes
-    try:
-        yield
-    finally:
-        _asking.answers, _asking.fixes = before
-        with _lock:
-            _installed -= 1
-            if not _installed:
-                replace_dispatch(fake_dispatch)
+    with _OWN_DISPATCH:
+        _asking.answers, _asking.fixes = answers, fixes
+        try:
+            yield
+        finally:
+            _asking.answers, _asking.fixes = before
 
 
 def _answer(
@@ -88,3 +80,11 @@ def _answer(
         finally:
             _asking.answered = _asking.answered[:-1]
     return out if fix is None else fix(out, *args, **kwargs)
+
+
+def _replace_dispatch() -> Callable[[], None]:
+    replace_dispatch(_answer)
+    return lambda: replace_dispatch(fake_dispatch)
+
+
+_OWN_DISPATCH = ProcessPatch(_replace_dispatch)
