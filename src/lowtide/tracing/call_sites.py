@@ -1,4 +1,4 @@
-"""Where an op belongs: the module that runs it, the line of user code that called it."""
+"""Call sites of ops: the module that runs one, and the line of user code that called it."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ def source_line() -> str:
 
 
 def is_library(filename: str) -> bool:
-    """Whether a file is torch's or lowtide's, rather than user code. The zoo counts as user code."""
+    """Tell whether a file is torch's or lowtide's, rather than user code. The zoo counts as user code."""
     return filename.startswith(_TORCH) or (filename.startswith(_LOWTIDE) and not filename.startswith(_ZOO))

@@ -27,7 +27,9 @@ def test_inputs_of_a_captured_loss_have_origins():
     assert int(model[1].num_batches_tracked) == 0
 
 
-@pytest.mark.parametrize("loss", [lambda m, x: Double.apply(m(x)).mean(), lambda m, x: m(x).mean() if x.sum() > 0 else m(x).sum()])
+@pytest.mark.parametrize(
+    "loss", [lambda m, x: Double.apply(m(x)).mean(), lambda m, x: m(x).mean() if x.sum() > 0 else m(x).sum()]
+)
 def test_a_loss_that_is_not_its_ops_is_refused(loss):
     with pytest.raises(TraceError):
         capture_forward(Workload(nn.Linear(4, 4), loss, torch.randn(8, 4)))

@@ -113,7 +113,7 @@ class CapturedGraph:
 
 
 def _is_plain(joint: Joint, inputs: Sequence[Any], metadata: Any) -> bool:
-    """Whether inputs are the graph's own, one output leaves, and nothing but values of buffers changes."""
+    """Tell whether inputs are the graph's own, one output leaves, and nothing but values of buffers changes."""
     mutated = [metadata.input_info[i] for i in metadata.mutated_inp_runtime_indices] if metadata is not None else []
     return (
         metadata is not None
@@ -144,7 +144,7 @@ class Capture:
         self.graph.run, self._backend.recapture = run, recapture
 
     def give_back(self) -> None:
-        """Free what the engine made, and all if it is not shared, or if Dynamo captured other graphs for the engine."""
+        """Free the engine's program. Free the capture too if it is not shared, or if Dynamo captured other graphs."""
         if self._backend.is_recaptured or not self._is_shared:
             self.release()
         else:
