@@ -91,6 +91,7 @@ class CpuMeter:
         return _MeteredOp(self, key)
 
     def knows(self, key: Hashable) -> bool:
+        """Tell whether an op with this key was measured."""
         return key in self._inside
 
     def put(self, key: Hashable, seconds: float, threads: list[list[Any]] | None) -> None:
@@ -99,16 +100,11 @@ class CpuMeter:
         self._keys.append(key)
         self._seconds.append(seconds)
         if threads is not None:
-            self._inside[key] = _inside(threads)
+            peak, level = _peak_and_level(threads)
+            self._inside[key] = peak - level
 
     def readings(self, live: NDArray[np.int64], static_bytes: int, requested: int) -> Readings:
         return Readings(self._seconds, [self._inside[key] for key in self._keys])
-
-
-def _inside(threads: list[list[Any]]) -> int:
-    """Bytes at an op's peak above those at its end."""
-    peak, level = _peak_and_level(threads)
-    return peak - level
 
 
 def _peak_and_level(threads: list[list[Any]]) -> tuple[int, int]:

@@ -325,7 +325,7 @@ class Recorder(TorchDispatchMode):
 
     def graph(self, modules: dict[str, str], *, device: str, notes: tuple[str, ...] = ()) -> Graph:
         """Freeze the step as a graph. Storages are no longer followed."""
-        self.survivors = self._storages.stop()
+        self.survivors = self._storages.stop(constants=self._fake)
         return self._record.graph(self.meter, modules, device=device, fake=self._fake, notes=notes)
 
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from lowtide import Workload
 from lowtide.errors import TraceError
 from lowtide.tracing import trace
-from lowtide.tracing.fake.kernel_dispatch import Answers
+from lowtide.tracing.fake.kernel_dispatch import FakeKernels
 from lowtide.tracing.fake.kernels import FIXES, SUBSTITUTES, lstm_workspace_bytes
 from tests.tracing import layers
 from tests.tracing.comparing import assert_fake_is_real
@@ -313,7 +313,7 @@ def test_every_fix_gives_what_the_real_op_gives_and_is_needed(op):
         for _ in range(2):
             with FakeTensorMode():
                 wrong += described(call()) != real
-        with FakeTensorMode(), Answers({}, {op: FIXES[op]}):
+        with FakeTensorMode(), FakeKernels({}, {op: FIXES[op]}):
             assert described(call()) == real
     assert wrong
 
@@ -332,7 +332,7 @@ def test_every_fix_gives_what_the_real_op_gives_on_a_gpu(op):
             except RuntimeError as error:
                 refused.append(str(error).splitlines()[0])
                 continue
-            with FakeTensorMode(), Answers({}, {op: FIXES[op]}):
+            with FakeTensorMode(), FakeKernels({}, {op: FIXES[op]}):
                 assert described(call()) == real
     if len(refused) == len(CALLS[op]):
         pytest.skip(f"not on a GPU: {'; '.join(refused)}")
@@ -367,7 +367,7 @@ def test_every_substitute_gives_what_the_real_op_gives_and_is_needed(op):
         real = described(call())
         with FakeTensorMode(allow_fallback_kernels=False), pytest.raises((RuntimeError, ValueError)):
             call()
-        with FakeTensorMode(allow_fallback_kernels=False), Answers({op: SUBSTITUTES[op]}, FIXES):
+        with FakeTensorMode(allow_fallback_kernels=False), FakeKernels({op: SUBSTITUTES[op]}, FIXES):
             assert described(call()) == real
 
 

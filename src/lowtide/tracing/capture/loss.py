@@ -33,7 +33,7 @@ from lowtide.errors import TraceError
 from lowtide.tracing.capture.decompositions import plain_composites
 from lowtide.tracing.capture.joint import Joint, Origin, origin_of
 from lowtide.tracing.compiled import compiled_modules
-from lowtide.tracing.fake.kernel_dispatch import answering
+from lowtide.tracing.fake.kernel_dispatch import replaced_kernels
 from lowtide.tracing.fake.kernels import FIXES, SUBSTITUTES
 from lowtide.tracing.plain_aten.gradient_accumulation import held_by_call
 from lowtide.tracing.snapshot import unchanged
@@ -262,7 +262,7 @@ class CompiledLoss:
         held = held_by_call()
         try:
             with (
-                answering(SUBSTITUTES, FIXES),
+                replaced_kernels(SUBSTITUTES, FIXES),
                 plain_composites,
                 dynamo_config().patch(_settings()),
                 silenced(METRICS),

@@ -200,7 +200,7 @@ GPU_FIXES: dict[Any, Callable[..., Any]] = {
 }
 
 # Ops that torch's fake kernels do not know, or know wrongly: called instead of them.
-ANSWERS: dict[Any, Callable[..., Any]] = {
+GPU_SUBSTITUTES: dict[Any, Callable[..., Any]] = {
     aten.clone.default: _clone,
     aten._cudnn_rnn.default: _cudnn_rnn,
     aten._cudnn_rnn_backward.default: _cudnn_rnn_backward,
