@@ -103,10 +103,6 @@ MODELS = {
     "saved twice": Call(lambda m, x: (y := m.a(x)) * y + y.exp(), a=nn.Linear(64, 64)),
     "frozen layer": Call(lambda m, x: m.b(m.a(x)), a=nn.Linear(64, 64).requires_grad_(False), b=nn.Linear(64, 64)),
     "no_grad inside": Call(lambda m, x: m.a(x) * torch.no_grad()(m.b)(x).detach(), **layers()),
-    "gru": Call(lambda m, x: m.a(x[None])[0], a=nn.GRU(64, 32)),
-    "bidirectional lstm": Call(lambda m, x: m.a(x[None])[0], a=nn.LSTM(64, 32, bidirectional=True)),
-    "attention": Call(lambda m, x: m.a(x[None], x[None], x[None])[0], a=nn.MultiheadAttention(64, 4, dropout=0.1)),
-    "group norm": Call(lambda m, x: m.a(x), a=nn.Sequential(nn.Linear(64, 64), nn.GroupNorm(8, 64))),
 }
 
 
