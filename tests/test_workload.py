@@ -164,3 +164,21 @@ def test_an_optimizer_that_accelerate_prepared_is_planned_for() -> None:
 def test_an_autocast_that_cannot_be_says_what_can(autocast: Any) -> None:
     with pytest.raises(WorkloadError, match="bfloat16"):
         Workload(nn.Linear(4, 4), square_loss, torch.randn(3, 4), autocast=autocast)
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (lambda model, x: model(x).mean().detach(), "no graph"),
+        (lambda model, x: model(x), r"shape \[3, 4\]"),
+        (lambda model, x: None, "NoneType"),
+    ],
+)
+def test_a_loss_without_a_backward_pass_is_refused(loss: Any, says: str) -> None:
+    with pytest.raises(WorkloadError, match=says):
+        Workload(nn.Linear(4, 4), loss, torch.randn(3, 4)).compute_loss()
+
+
+def test_a_batch_on_another_device_is_refused() -> None:
+    with pytest.raises(WorkloadError, match="meta"):
+        Workload(nn.Linear(4, 4), square_loss, torch.randn(3, 4, device="meta"))

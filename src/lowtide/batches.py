@@ -1,7 +1,6 @@
-"""Batches of any structure: torch's pytrees, and what those take for leaves though it holds tensors.
+"""Batches of any structure: torch's pytrees, other mappings, and objects with tensors in their attributes.
 
-Such are mappings that are no plain dict, as a tokenizer's encoding, and objects with tensors in their attributes, as a
-dataclass. Put together again, they are of the same type, with all that they hold beside tensors.
+Examples are a tokenizer's encoding and a dataclass. Rebuilt, they have the same type and hold the same other values.
 """
 
 from __future__ import annotations
@@ -36,31 +35,31 @@ def tensors(batch: Any) -> list[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
-    """The same structure, with what a function makes of each tensor."""
+    """Apply a function to each tensor of a batch."""
     leaves, structure = flatten(batch)
     return unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 
 
 def with_own_containers(batch: Any) -> Any:
-    """The same tensors in containers of their own: a loss may take its batch apart."""
+    """Copy the containers, not the tensors: a loss may take its batch apart."""
     return map_tensors(lambda tensor: tensor, batch)
 
 
 def flatten(batch: Any) -> tuple[list[Any], Structure]:
-    """The leaves of a batch, and what ``unflatten`` puts them together by."""
+    """Return the leaves of a batch, and the structure for ``unflatten``."""
     return pytree.tree_flatten(_opened(batch, _DEPTH))
 
 
 def flatten_with_path(batch: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Structure]:
-    """The same, each leaf with the keys that lead to it."""
+    """Do as ``flatten``, with the keys that lead to each leaf."""
     return pytree.tree_flatten_with_path(_opened(batch, _DEPTH))
 
 
 def _opened(batch: Any, depth: int) -> Any:
     """The batch, with what torch takes for leaves as nodes."""
     leaves, structure = pytree.tree_flatten(batch)
-    found = [_open(leaf, depth) for leaf in leaves]
-    return unflatten(found, structure) if any(map(is_not, found, leaves)) else batch
+    opened = [_open(leaf, depth) for leaf in leaves]
+    return unflatten(opened, structure) if any(map(is_not, opened, leaves)) else batch
 
 
 def _open(leaf: Any, depth: int) -> Any:
@@ -99,29 +98,29 @@ class _PytreeNode:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a node is put together by: two of the same type and names are alike, whatever else they hold."""
+    """The structure of a node. Two of the same type and names are equal, whatever else they hold."""
 
     type: type
     names: tuple[Any, ...]
     value: Any = field(compare=False, repr=False)
 
     def with_parts(self, parts: Sequence[Any]) -> Any:
-        found = dict(zip(self.names, parts, strict=True))
+        named = dict(zip(self.names, parts, strict=True))
         if isinstance(self.value, Mapping) and not isinstance(self.value, MutableMapping):
-            return self.type(found)
-        made: Any = copy.copy(self.value)
+            return self.type(named)
+        rebuilt: Any = copy.copy(self.value)
         if not isinstance(self.value, MutableMapping):
-            for name, part in found.items():
-                object.__setattr__(made, name, part)  # a frozen dataclass too
-            return made
+            for name, part in named.items():
+                object.__setattr__(rebuilt, name, part)  # a frozen dataclass too
+            return rebuilt
         if getattr(self.value, "__dict__", None) is self.value:  # its items are its attributes
-            made.__dict__ = made
+            rebuilt.__dict__ = rebuilt
         elif not isinstance(self.value, UserDict):  # what it keeps its items in must be its own
-            held = getattr(made, "__dict__", {})
+            held = getattr(rebuilt, "__dict__", {})
             held.update({name: copy.copy(each) for name, each in held.items() if isinstance(each, MutableMapping)})
-        for name, part in found.items():
-            made[name] = part
-        return made
+        for name, part in named.items():
+            rebuilt[name] = part
+        return rebuilt
 
 
 pytree.register_pytree_node(

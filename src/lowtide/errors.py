@@ -1,4 +1,4 @@
-"""What lowtide raises: every error says what is wrong, where, and what to try."""
+"""Errors of lowtide: each says what is wrong, where, and what to try."""
 
 
 class LowtideError(Exception):

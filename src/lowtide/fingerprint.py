@@ -1,4 +1,4 @@
-"""What tells one training step from another: its model, its batch, its optimizer."""
+"""Identity of a training step: its model, its batch, its optimizer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lowtide.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a plan or a profile is of.
+    """The step of a plan or a profile.
 
-    Two steps with the same one need the same memory, as far as modules, batch and optimizer can tell: the code of
-    ``forward`` and of the loss function is not looked at.
+    Two steps with equal fingerprints need the same memory, as far as modules, batch and optimizer can tell. The code
+    of ``forward`` and of the loss function is not compared.
     """
 
     model: str  # hash of the names, shapes and dtypes of parameters and buffers, and of what is trained

@@ -1,4 +1,4 @@
-"""Take changes back: an undo, and an undo that carries the step to run meanwhile."""
+"""Undo changes: alone, or with the step to run until then."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Undo:
-    """Takes back what was done, last thing first; a second call does nothing. Works as a context manager too.
+    """Reverts changes, last one first; a second call does nothing. Also a context manager.
 
     >>> undo = Undo(lambda: print("restored"))
     >>> undo()
@@ -25,14 +25,14 @@ class Undo:
             self.add(action)
 
     def add(self, action: Callable[[], object]) -> None:
-        """Have this taken back too, before all that was added earlier."""
+        """Add an action that runs before all earlier ones."""
         self._stack.callback(action)
 
     def keep(self) -> Undo:
-        """Hand the actions on, so that leaving this undo's ``with`` block takes nothing back."""
-        kept = Undo()
-        kept._stack = self._stack.pop_all()
-        return kept
+        """Move the actions to a new undo, so that leaving this one's ``with`` block reverts nothing."""
+        moved = Undo()
+        moved._stack = self._stack.pop_all()
+        return moved
 
     def __call__(self) -> None:
         self._stack.close()
@@ -47,8 +47,8 @@ class Undo:
 class Applied(Undo):
     """An undo that also has the step to run until it is called.
 
-    What acts inside the model gives back the workload it was given; what acts on the step gives another one over the
-    same model: with another loss around the first, another autocast or another optimizer.
+    A change inside the model keeps the workload. A change to the step has another workload over the same model: with
+    another loss, autocast or optimizer.
     """
 
     def __init__(self, work: Workload, *actions: Callable[[], object]) -> None:

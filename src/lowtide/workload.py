@@ -102,11 +102,11 @@ class Workload:
             with autocast(self.device.type, self.autocast):
                 loss = self.loss(model, batch)
         except RuntimeError as error:
-            made = [tensor for tensor in tensors_of(batch) if tensor.is_inference()]
-            if not made or "inference tensor" not in str(error).lower():
+            frozen = [tensor for tensor in tensors_of(batch) if tensor.is_inference()]
+            if not frozen or "inference tensor" not in str(error).lower():
                 raise
             raise WorkloadError(
-                f"The batch's tensor of shape {list(made[0].shape)} was made under torch.inference_mode(), "
+                f"The batch's tensor of shape {list(frozen[0].shape)} was made under torch.inference_mode(), "
                 "and can be neither saved for backward nor written to",
                 where=_place(self.loss),
                 hint="Make the batch outside of it, or pass batch.clone().",
@@ -169,7 +169,7 @@ def autocast(device_type: str, dtype: torch.dtype | None) -> Generator[None]:
 
 
 def _steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Whether an optimizer has a parameter of the model; True where one of the two has none at all."""
+    """Tell whether an optimizer has a parameter of the model; True where one of the two has none at all."""
     own = {id(parameter) for parameter in model.parameters()}
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return not own or not stepped or not own.isdisjoint(stepped)

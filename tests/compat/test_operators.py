@@ -26,6 +26,12 @@ def test_a_schema_has_names_and_arguments() -> None:
     assert operators.schema_of(aten.exp.default).overload_name == ""
 
 
+def test_ops_have_forms_in_place_or_none() -> None:
+    ops = (aten.add.Tensor, aten.relu.default, aten.index_put.default, aten.mm.default)
+    forms = (aten.add_.Tensor, aten.relu_.default, aten.index_put_.default, None)
+    assert tuple(map(operators.in_place_form, ops)) == forms
+
+
 def test_memory_formats_and_strides_are_those_of_kernels() -> None:
     x = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
     assert operators.suggest_memory_format(x) is torch.channels_last

@@ -5,6 +5,8 @@ import random
 import numpy as np
 import torch
 
+from lowtide.tracing import trace
+
 
 def snapshot(work):
     """Values, gradients, buffers, optimizer state, generators; and the objects that hold them."""
@@ -49,3 +51,32 @@ def _copy(value):
     if isinstance(value, list):
         return [_copy(item) for item in value]
     return value
+
+
+def view(graph, arguments=True):
+    """All that a trace says but for what is measured, and for the strides of single elements, which mean nothing."""
+    return (
+        [
+            (
+                op.name, op.phase, op.module, op.arguments if arguments else "", op.recompute,
+                [(v.storage, v.dtype, strides(v)) for v in (*op.inputs, *op.outputs)],
+            )
+            for op in graph.ops
+        ],
+        [
+            (s.bytes, s.device, s.dtype, s.category, s.birth, s.death, s.label, s.module)
+            for s in graph.storages
+            if s.category != "workspace"
+        ],
+        graph.saved,
+        graph.storage_peak_bytes,
+    )  # fmt: skip
+
+
+def strides(tensor):
+    return [(size, stride if size > 1 else 0) for size, stride in zip(tensor.shape, tensor.stride, strict=True)]
+
+
+def assert_fake_is_real(work, **options):
+    real, fake = (view(trace(work, fake=fake), **options) for fake in (False, True))
+    assert real == fake

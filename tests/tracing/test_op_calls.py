@@ -1,4 +1,4 @@
-"""Op calls by what their arguments say: random or not, for training or not."""
+"""Op calls: what their arguments say, and calls without tensors that are repeated alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from lowtide import zoo
 from lowtide.profiling import profile
-from lowtide.tracing.op_calls import draws, trains
+from lowtide.tracing.op_calls import Call, draws, trains
 from lowtide.workload import Workload
 
 aten = torch.ops.aten
@@ -52,3 +52,28 @@ def test_a_trace_tells_shapes_of_the_batch_and_keys_of_the_state() -> None:
     assert {s.state_key for s in states} == {"exp_avg", "exp_avg_sq", "step"}
     assert {s.shape for s in states if s.state_key == "exp_avg"} == {tuple(p.shape) for p in work.model.parameters()}
     assert all(s.made_by for s in graph.storages if s.category == "activation")
+
+
+def test_a_call_is_repeated_with_the_same_shapes():
+    x = torch.ones(4, 3).t()
+    call = Call.of(aten.add.Tensor, (x, torch.ones(3, 1, dtype=torch.bfloat16)), {"alpha": 2})
+    args, kwargs = call.tensors(torch.device("cpu"))
+    assert [(t.shape, t.stride(), t.dtype) for t in args] == [
+        ((3, 4), (1, 3), torch.float32),
+        ((3, 1), (1, 1), torch.bfloat16),
+    ]
+    assert kwargs == {"alpha": 2}
+    assert call.function(*args, **kwargs).shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "alone"),
+    [
+        (aten.mm.default, (torch.ones(2, 2), torch.ones(2, 2)), True),
+        (aten._foreach_add_.Scalar, ([torch.ones(2)], 1), False),
+        (aten.mul.Tensor, (torch.ones(2, dtype=torch.uint8), 2), False),  # bytes may be a library's own record
+        (aten.mul.Tensor, (torch.ones(2, device="meta"), 2), False),
+    ],
+)
+def test_calls_whose_values_matter_do_not_run_alone(function, args, alone):
+    assert Call.of(function, args, {}).runs_alone == alone

@@ -6,6 +6,7 @@ import signal
 import sys
 import weakref
 from collections import OrderedDict, deque
+from functools import cache
 
 import pytest
 import torch
@@ -305,6 +306,16 @@ def test_a_tensor_that_an_object_keeps_is_warned_about(fake):
     model = Keeping(Store(), lambda model, x: setattr(model.kept, "features", x))
     with pytest.warns(RuntimeWarning, match="fake tensors" if fake else "left tensors"):
         trace(Workload(model, mean, torch.randn(3, 4)), fake=fake)
+
+
+@cache
+def table(length):
+    return torch.arange(length, dtype=torch.float32).cos()
+
+
+def test_a_cached_table_is_no_matter_for_a_warning():
+    trace(Workload(nn.Linear(4, 4), lambda model, x: (model(x) * table(4)).mean(), torch.randn(3, 4)))
+    assert table.cache_info().currsize == 1
 
 
 def test_the_gradient_of_a_parameter_that_nothing_names_is_warned_about():

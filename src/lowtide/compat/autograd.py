@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from operator import attrgetter, methodcaller
-from types import FrameType
 from typing import Any
 
 import torch
@@ -107,13 +105,3 @@ def tensor_hooks(tensor: Tensor) -> dict[int, Any]:
 def gradient_hooks(parameter: Tensor) -> dict[int, Any]:
     """Return the hooks that run after a parameter's gradient was accumulated, in their order."""
     return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-
-
-_WRAPPERS = tuple(os.path.join(os.path.dirname(torch.__file__), name) for name in ("_compile.py", "_dynamo"))
-
-
-def engine_called(caller: FrameType | None) -> bool:
-    """Tell whether an op seen by a dispatch mode comes from the engine: no Python but ``backward`` is below it."""
-    while caller is not None and caller.f_code.co_filename.startswith(_WRAPPERS):  # of every dispatch mode
-        caller = caller.f_back
-    return caller is None or caller.f_code.co_name == "_engine_run_backward"

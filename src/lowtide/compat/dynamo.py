@@ -7,7 +7,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -15,9 +15,6 @@ import torch
 from torch import _compile, fx, nn
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-CONSTANT = "_dynamo_marked_constant"
-"""The mark of a function that Dynamo runs while it traces, to take its result as a constant."""
 
 METRICS = "torch._dynamo.metrics_context"
 """The logger of Dynamo's metrics: torch 2.11 fails to log settings that hold functions."""
@@ -39,7 +36,7 @@ def assume_constant_result(function: _Function) -> _Function:
     """
     if "torch._dynamo" in sys.modules:
         return torch.compiler.assume_constant_result(function)
-    setattr(function, CONSTANT, True)
+    vars(function)["_dynamo_marked_constant"] = True
     return function
 
 
@@ -70,13 +67,8 @@ def mark_boxed(function: Any) -> None:
 
 
 def dynamo_config() -> Any:
-    """Return Dynamo's settings."""
+    """Return Dynamo's settings; ``.patch(settings)`` changes some inside a block."""
     return importlib.import_module("torch._dynamo").config
-
-
-def patched_config(settings: dict[str, Any]) -> AbstractContextManager[None]:
-    """Change Dynamo's settings inside a block."""
-    return dynamo_config().patch(settings)
 
 
 def source_of(placeholder: fx.Node) -> Any:

@@ -55,6 +55,12 @@ def name_of(op: Any) -> str:
     return getattr(getattr(op, "_schema", None), "name", "")
 
 
+def in_place_form(op: Any) -> Any:
+    """Return the overload of an ATen op that writes its result over the first argument, or None."""
+    packet = getattr(torch.ops.aten, f"{op._schema.name.removeprefix('aten::')}_", None)
+    return getattr(packet, op._schema.overload_name or "default", None)
+
+
 def load_decompositions() -> None:
     """Register torch's decompositions in Python, which are imported on demand."""
     import_module("torch._decomp")

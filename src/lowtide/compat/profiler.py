@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 
 _autograd: Any = vars(torch._C)["_autograd"]
+_profiler: Any = vars(torch._C)["_profiler"]
+_CPU_MEMORY = _profiler.ProfilerConfig(
+    _profiler.ProfilerState.CPU, False, True, False, False, False, _profiler._ExperimentalConfig(), ""
+)
 
 
 def is_running() -> bool:
@@ -17,16 +20,9 @@ def is_running() -> bool:
 
 def start() -> None:
     """Start a profiler of memory on the CPU."""
-    _autograd._enable_profiler_legacy(_configuration())
+    _autograd._enable_profiler_legacy(_CPU_MEMORY)
 
 
 def stop() -> Any:
     """Stop the profiler, and return its events by thread."""
     return _autograd._disable_profiler_legacy()
-
-
-@cache
-def _configuration() -> Any:
-    profiler: Any = vars(torch._C)["_profiler"]
-    state, experimental = profiler.ProfilerState.CPU, profiler._ExperimentalConfig()
-    return profiler.ProfilerConfig(state, False, True, False, False, False, experimental, "")

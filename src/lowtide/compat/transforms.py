@@ -1,4 +1,4 @@
-"""Whether torch transforms or exports the code that runs now."""
+"""Transforms and exports of the code that runs now."""
 
 from __future__ import annotations
 

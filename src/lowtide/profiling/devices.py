@@ -1,4 +1,4 @@
-"""The device table: what a GPU can do, for predictions where it is not there."""
+"""The device table: rates of GPUs, for predictions on machines without them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def find_device(name: str) -> Device:
 
 
 def hardware_name(device: str) -> str:
-    """What a step ran on, as a person would say it."""
+    """Name the hardware of a step as people do."""
     if device == "cpu":
         return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
     if device == "cuda" and torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What kernels allocate inside themselves, by op signature: measured here, looked up, or modelled.
+"""Workspaces of kernels by op signature: measured here, looked up, or modelled.
 
 A fake step runs nothing, so its kernels' own allocations come from three places, in this order: measurements made
 on this machine (``measure=True``, kept on disk), measurements that lowtide ships for the H200, and a rule for the
@@ -28,7 +28,7 @@ from lowtide.tracing.graph import Graph, Op, Storage, TensorView
 from lowtide.tracing.meter import measure_cpu_call
 from lowtide.tracing.op_calls import Call
 
-_Found = TypeVar("_Found")
+_Measured = TypeVar("_Measured")
 
 _SHIPPED = "h200.json"
 _HOPPER = ("NVIDIA H200", "NVIDIA H100")  # one chip: their libraries choose alike
@@ -85,29 +85,29 @@ def measure(calls: Mapping[str, Call], device: torch.device, hardware: str) -> d
 
     Ops that cannot run alone are left out.
     """
-    found = _alone(calls, device, _workspace_of)
-    _remember(find_device(hardware).name, {kernel_key(signature): size for signature, size in found.items()})
-    return {kernel_key(signature): size for signature, size in found.items()}
+    sizes = {kernel_key(key): size for key, size in _alone(calls, device, _workspace_of).items()}
+    _remember(find_device(hardware).name, sizes)
+    return sizes
 
 
 def seconds_alone(calls: Mapping[str, Call], device: torch.device) -> dict[str, float]:
-    """What each call takes, run alone, by its key in ``calls``. Ops that cannot run alone are left out."""
+    """Time each call alone, by its key in ``calls``. Ops that cannot run alone are left out."""
     return _alone(calls, device, _seconds_of)
 
 
 def _alone(
-    calls: Mapping[str, Call], device: torch.device, look: Callable[[Callable[[], object], torch.device], _Found]
-) -> dict[str, _Found]:
-    """What is found at each call that runs, on values of no meaning; generators stay as they are."""
+    calls: Mapping[str, Call], device: torch.device, look: Callable[[Callable[[], object], torch.device], _Measured]
+) -> dict[str, _Measured]:
+    """Measure each call that runs, on random values. Generators are restored."""
     if not calls or (device.type == "cuda" and not torch.cuda.is_available()):
         return {}
-    found: dict[str, _Found] = {}
+    measured: dict[str, _Measured] = {}
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         for key, call in calls.items():
             with suppress(RuntimeError, TypeError, ValueError, IndexError):
                 args, kwargs = call.tensors(device)
-                found[key] = look(partial(call.function, *args, **kwargs), device)
-    return found
+                measured[key] = look(partial(call.function, *args, **kwargs), device)
+    return measured
 
 
 def _workspace_of(run: Callable[[], object], device: torch.device) -> int:
@@ -124,7 +124,7 @@ def _workspace_of(run: Callable[[], object], device: torch.device) -> int:
 
 
 def _seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    """Of the fastest of three calls, after one that may load the kernel."""
+    """Time the fastest of three calls, after one that may load the kernel."""
     times: list[float] = []
     for _ in range(4):
         if device.type == "cuda":
@@ -167,7 +167,7 @@ def _with_library(graph: Graph) -> Graph:
     return replace(graph, storages=(*graph.storages, held))
 
 
-# -- what is known -------------------------------------------------------------------------------------
+# -- measurements --------------------------------------------------------------------------------------
 
 
 def kernel_key(signature: str) -> str:
@@ -199,10 +199,9 @@ def _kernels(data: dict[str, dict[str, int]]) -> dict[str, int]:
     return {key: int(size) for key, size in data["kernels"].items()}
 
 
-def _remember(hardware: str, found: Mapping[str, int]) -> None:
+def _remember(hardware: str, sizes: Mapping[str, int]) -> None:
     path = _cache_file(hardware)
-    merged = {**_read(path), **found}
-    data = {"hardware": hardware, "kernels": merged}
+    data = {"hardware": hardware, "kernels": {**_read(path), **sizes}}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}")

@@ -1,4 +1,4 @@
-"""What nvidia-smi shows above the allocated bytes: the allocator's reserve, the context, other processes."""
+"""Memory that nvidia-smi shows above the allocated bytes: the allocator's reserve, the context, other processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowtide.profiling.profile import Outside
 
 
 def read_outside(device: torch.device) -> Outside | None:
-    """Read it for a CUDA device; None elsewhere. Through NVML where it is installed (the extra ``gpu``)."""
+    """Read this memory for a CUDA device; None elsewhere. Through NVML where it is installed (the extra ``gpu``)."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

@@ -22,7 +22,7 @@ JSON_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a module, or a module with all below it, accounts for."""
+    """The share of a module, or of a module with all below it."""
 
     parameter_bytes: int = 0
     saved_bytes: int = 0  # activations that it made and that are kept for the backward pass
@@ -70,7 +70,7 @@ class Outside:
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the memory of one training step goes. ``print`` it, ``to_json()`` it, or ``lowtide.report`` it."""
+    """The memory of one training step, by owner and time. ``print`` it, ``to_json()`` it, or ``lowtide.report`` it."""
 
     name: str
     graph: Graph
@@ -95,7 +95,7 @@ class Profile:
 
     @property
     def static_bytes(self) -> int:
-        """What stays between steps: parameters, buffers, optimizer state, and the batch."""
+        """Bytes that stay between steps: parameters, buffers, optimizer state, and the batch."""
         return self.graph.static_bytes
 
     @property
@@ -131,19 +131,22 @@ class Profile:
 
     @cached_property
     def alive_at_peak(self) -> list[Storage]:
-        """What was alive at the peak, largest first."""
+        """Storages alive at the peak, largest first."""
         return self.graph.alive_at(self.peak_op)
 
     @property
     def saved(self) -> tuple[Saved, ...]:
-        """Every tensor that an op kept for its backward, parameters included."""
+        """Every tensor that an op saved for its backward, parameters included."""
         return self.graph.saved
 
     @cached_property
     def saved_bytes(self) -> int:
         """Activations kept for the backward pass, each storage once."""
-        kept = {s.storage for s in self.saved if s.category == "activation"}
-        return sum(s.bytes for s in self.graph.on_device if s.id in kept)
+        return sum(s.bytes for s in self.graph.on_device if s.id in self._saved_storages)
+
+    @cached_property
+    def _saved_storages(self) -> set[int]:
+        return {s.storage for s in self.saved if s.category == "activation"}
 
     @cached_property
     def by_module(self) -> tuple[ModuleUsage, ...]:
@@ -156,14 +159,13 @@ class Profile:
                 path = path.rpartition(".")[0]
             own[path] += usage
 
-        kept = {s.storage for s in self.saved if s.category == "activation"}
         for s in self.graph.on_device:
             alive = s.birth <= self.peak_op < s.death
             charge(
                 s.module,
                 Usage(
                     parameter_bytes=s.bytes if s.category == "parameter" else 0,
-                    saved_bytes=s.bytes if s.id in kept else 0,
+                    saved_bytes=s.bytes if s.id in self._saved_storages else 0,
                     peak_bytes=s.bytes if alive else 0,
                 ),
             )

@@ -24,11 +24,11 @@ from lowtide.workload import Workload, check_workload
 def profile(
     work: Workload, *, fake: bool = False, device: str | None = None, measure: bool | Callable[[str], bool] = False
 ) -> Profile:
-    """Where the memory of one training step goes, and when.
+    """Show where the memory of one training step goes, and when.
 
-    Runs one step (zero_grad, forward, backward, optimizer) and puts everything back, bit for bit. With ``fake``,
-    or for another ``device`` ("cuda", "h200", ...), nothing is allocated or computed: the step is predicted. What its
-    kernels allocate inside themselves then comes from a table and rules; with ``measure``, each distinct op runs
+    Runs one step (zero_grad, forward, backward, optimizer) and restores everything, bit for bit. With ``fake``,
+    or for another ``device`` ("cuda", "h200", ...), nothing is allocated or computed: the step is predicted. Workspaces
+    of its kernels then come from a table and rules; with ``measure``, each distinct op runs
     once, alone, on this machine instead (kept on disk for the next time). A function chooses ops by their signatures.
 
     >>> model = torch.nn.Linear(1000, 1000)

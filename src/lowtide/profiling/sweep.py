@@ -1,4 +1,4 @@
-"""A grid of predicted peaks over batch size, sequence length or anything else a workload is made from."""
+"""A grid of predicted peaks over batch size, sequence length or another argument of a workload."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def sweep(
         )
     grid = {axis: tuple(values) for axis, values in axes.items()}
     profiles = _Profiles(make_workload, grid, device, progress)
-    found = profiles.all()
-    first = next(iter(found.values()))
+    by_point = profiles.all()
+    first = next(iter(by_point.values()))
     cells = [
         SweepPoint(
             dict(zip(grid, point, strict=True)), p.peak_bytes, p.storage_peak_bytes, p.saved_bytes, p.by_category
         )
-        for point, p in found.items()
+        for point, p in by_point.items()
     ]
     limit_bytes = None if limit is None else parse_size(limit)
     return Sweep(first.name, first.hardware, grid, tuple(cells), profiles.traced, limit_bytes)
@@ -116,7 +116,7 @@ class _Profiles:
         self._device = device
         self._points = list(itertools.product(*grid.values()))
         self._progress = progress
-        self._found: dict[Point, Profile] = {}
+        self._profiles: dict[Point, Profile] = {}
         self.traced = 0
 
     def all(self) -> dict[Point, Profile]:
@@ -129,13 +129,13 @@ class _Profiles:
             proof = max(others, key=math.prod)
             if _alike(basis) and _same_sizes(self._trace(proof), _interpolated(basis, nodes, proof)):
                 for point in others:
-                    self._add(point, self._found.get(point) or _interpolated(basis, nodes, point))
+                    self._add(point, self._profiles.get(point) or _interpolated(basis, nodes, point))
         for point in self._points:
             self._trace(point)
-        return {point: self._found[point] for point in self._points}
+        return {point: self._profiles[point] for point in self._points}
 
     def _trace(self, point: Point) -> Profile:
-        if point not in self._found:
+        if point not in self._profiles:
             self.traced += 1
             sizes = dict(zip(self._grid, point, strict=True))
             try:
@@ -145,12 +145,12 @@ class _Profiles:
             except ValueError as error:
                 where = ", ".join(f"{axis}={value}" for axis, value in sizes.items())
                 raise WorkloadError(f"There is no such step: {error}", where=where, hint="Leave it out.") from error
-        return self._found[point]
+        return self._profiles[point]
 
-    def _add(self, point: Point, found: Profile) -> None:
-        self._found[point] = found
+    def _add(self, point: Point, profiled: Profile) -> None:
+        self._profiles[point] = profiled
         if self._progress is not None:
-            self._progress(len(self._found), len(self._points))
+            self._progress(len(self._profiles), len(self._points))
 
 
 def _nodes(values: tuple[int, ...]) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ def _nodes(values: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _alike(profiles: Sequence[Profile]) -> bool:
-    """The same ops and lifetimes, and no workspaces, which follow rules of their own."""
+    """Tell whether ops and lifetimes are the same, and no op has a workspace, which follows rules of its own."""
 
     def shape(p: Profile) -> object:
         names = tuple(op.name for op in p.graph.ops)

@@ -47,5 +47,5 @@ def seconds_of_loss(work: Workload) -> float:
 
 
 def has_ranks() -> bool:
-    """Whether there are other processes, whose clocks would choose other plans."""
+    """Tell whether there are other processes, whose clocks would choose other plans."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -28,7 +28,7 @@ def compiled_modules(work: Workload) -> set[int]:
 
 
 def is_compiled(loss: Any) -> bool:
-    """Whether a loss function is captured as a whole, as that of a planned step is."""
+    """Tell whether a loss function is captured as a whole, like a planned step's."""
     return bool(getattr(loss, "is_compiled", False))
 
 

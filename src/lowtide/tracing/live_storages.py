@@ -100,8 +100,22 @@ class LiveStorages:
             if self._record.storages[index].category == "temporary":
                 self._record.storages[index].category = "activation"
 
-    def stop(self) -> list[tuple[str, weakref.ref[Any]]]:
-        """Stop following. Return labels of, and references to, living storages that ops of the step made."""
-        storages = [(self._record.storages[index], self._watch[where]()) for where, index in self._alive.items()]
+    def stop(self, *, constants: bool) -> list[tuple[str, weakref.ref[Any]]]:
+        """Stop following. Return labels of, and references to, living storages that ops of the step made.
+
+        Those that depend on neither parameters nor batch, such as a cached table, only where ``constants`` count.
+        """
+        made = {index: where for where, index in self._alive.items() if self._record.storages[index].made_by}
+        if made and not constants:
+            made = {index: made[index] for index in made.keys() & self._from_data()}
+        living = [(self._record.storages[index].label, self._watch[where]()) for index, where in made.items()]
         self._watch.clear()
-        return [(known.label, weakref.ref(each)) for known, each in storages if known.made_by and each is not None]
+        return [(label, weakref.ref(storage)) for label, storage in living if storage is not None]
+
+    def _from_data(self) -> set[int]:
+        """Find the storages of parameters and the batch, and all that ops computed from them."""
+        storages = {i for i, each in enumerate(self._record.storages) if each.category in ("parameter", "input")}
+        for op in self._record.ops:
+            if any(value.storage in storages for value in op.inputs):
+                storages.update(value.storage for value in op.outputs)
+        return storages

@@ -91,6 +91,7 @@ class CpuMeter:
         return _MeteredOp(self, key)
 
     def knows(self, key: Hashable) -> bool:
+        """Tell whether an op with this key was measured."""
         return key in self._inside
 
     def put(self, key: Hashable, seconds: float, threads: list[list[Any]] | None) -> None:
@@ -99,16 +100,11 @@ class CpuMeter:
         self._keys.append(key)
         self._seconds.append(seconds)
         if threads is not None:
-            self._inside[key] = _inside(threads)
+            peak, level = _peak_and_level(threads)
+            self._inside[key] = peak - level
 
     def readings(self, live: NDArray[np.int64], static_bytes: int, requested: int) -> Readings:
         return Readings(self._seconds, [self._inside[key] for key in self._keys])
-
-
-def _inside(threads: list[list[Any]]) -> int:
-    """Bytes at an op's peak above those at its end."""
-    peak, level = _peak_and_level(threads)
-    return peak - level
 
 
 def _peak_and_level(threads: list[list[Any]]) -> tuple[int, int]:
@@ -219,11 +215,11 @@ class CudaMeter:
         workspaces: list[int] = []
         level = static_bytes
         for alive, (before, peak, after) in zip(live.tolist(), self._levels, strict=True):
-            # What an op leaves behind beyond its outputs is a library's to keep, unless the allocator merely
-            # gave a block that is a little too large: it does not split off less than a MiB.
-            kept = (after - before) - (alive - level)
+            # Bytes that an op leaves beyond its outputs are a library's workspace, or the slack of a large block:
+            # the allocator does not split off less than a MiB.
+            left = (after - before) - (alive - level)
             level = alive
-            if kept > 2**20 and after - aside - alive > held:
+            if left > 2**20 and after - aside - alive > held:
                 held = after - aside - alive
             workspaces.append(max(0, peak - aside - alive - held))
         return Readings(seconds, workspaces, max(0, held), others)
@@ -249,5 +245,5 @@ def measure_cpu_call(call: Callable[[], object]) -> int:
 
 
 def profiler_is_free() -> bool:
-    """Whether the CPU meter can start: torch allows one profiler at a time."""
+    """Tell whether the CPU meter can start: torch allows one profiler at a time."""
     return not profiler.is_running()

@@ -48,7 +48,7 @@ class Call:
 
     @property
     def runs_alone(self) -> bool:
-        """Whether made-up values are safe: a library's own records (bytes, seeds) must not be made up."""
+        """Tell whether invented values are safe: a library's own records (bytes, seeds) cannot be invented."""
         tensors = [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, _TensorShape)]
         name = self.function.__name__
         if self.function.namespace == "bitsandbytes":  # its codes are places in a table of 256: any will do

@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode):
         return form_after_product(func, args, storage.made_by) if is_last else func
 
     def _runs_other_formula(self) -> bool:
-        """Whether the formula that runs is not the plain step's. That one is recorded in its place."""
+        """Tell whether another formula runs than the plain step's, which is recorded in its place."""
         node: Any = self._node if self._node is not None else current_node()
         if self._stands_in or node is None or torch.is_grad_enabled():
             return False
@@ -174,7 +174,7 @@ class Recorder(TorchDispatchMode):
         return formula is not None
 
     def _meets_in_buffer(self, gradient: Tensor) -> bool:
-        """Whether a gradient waits in the engine's buffer: another node made it, or this one has two for one place."""
+        """Tell whether a gradient waits in the engine's buffer: of another node, or the first of two for one place."""
         node: Any = current_node()
         if node is None:
             return False
@@ -214,9 +214,9 @@ class Recorder(TorchDispatchMode):
         return out
 
     def run_opaque(self, name: str, inputs: list[Any], call: Callable[[], Any]) -> Any:
-        """Run a compiled region as one op: what happens inside is measured, not listed.
+        """Run a compiled region as one op, whose inside is measured and not listed.
 
-        The region may empty ``inputs`` and so let them go while it runs.
+        The region may empty ``inputs``, which frees them while it runs.
         """
         if self._opaque:
             return call()
@@ -234,7 +234,7 @@ class Recorder(TorchDispatchMode):
         self,
         name: str,
         inputs: tuple[TensorView, ...],
-        made: list[Tensor],
+        results: list[Tensor],
         arguments: str,
         *,
         own_generator: bool = False,
@@ -243,7 +243,7 @@ class Recorder(TorchDispatchMode):
         if self.phase == "forward":
             own_generator |= self._host_draws.enter(place.module)
         known = len(self._record.storages)
-        outputs = tuple(self._value(tensor, place) for tensor in made)
+        outputs = tuple(self._value(tensor, place) for tensor in results)
         op = LiveOp(
             place.op, self.phase, place.module, place.source, inputs, outputs, arguments, recompute, own_generator
         )
@@ -254,7 +254,7 @@ class Recorder(TorchDispatchMode):
         return op
 
     def _place(self, name: str) -> tuple[Place, bool]:
-        """Where this op belongs (in the backward pass: where its forward op was called), and if it is run again.
+        """Return the call site of an op (in backward: of its forward op), and whether it is recomputed.
 
         In the backward pass only recomputation builds a graph.
         """
@@ -326,12 +326,12 @@ class Recorder(TorchDispatchMode):
 
     def graph(self, modules: dict[str, str], *, device: str, notes: tuple[str, ...] = ()) -> Graph:
         """Freeze the step as a graph. Storages are no longer followed."""
-        self.survivors = self._storages.stop()
+        self.survivors = self._storages.stop(constants=self._fake)
         return self._record.graph(self.meter, modules, device=device, fake=self._fake, notes=notes)
 
 
 def _is_real(value: Any) -> bool:
-    """Whether a value is, or contains, a tensor with data."""
+    """Tell whether a value is, or contains, a tensor with data."""
     if isinstance(value, (list, tuple)):
         return any(map(_is_real, value))
     return type(value) is Tensor or type(value) is nn.Parameter

@@ -1,4 +1,4 @@
-"""What a step holds between steps: modules, parameters, tensors in modules' attributes, optimizer state."""
+"""State of a step between steps: modules, parameters, tensors in modules' attributes, optimizer state."""
 
 from __future__ import annotations
 

@@ -23,11 +23,11 @@ from lowtide.compat.fake import (
 )
 from lowtide.errors import LowtideError, TraceError, WorkloadError
 from lowtide.kernels.launches import watched
-from lowtide.tracing.call_sites import module_hooks
+from lowtide.tracing.call_sites import running_modules
 from lowtide.tracing.compiled import compiled_modules, is_compiled, opaque_compiled_graphs
 from lowtide.tracing.fake.backward import backward
-from lowtide.tracing.fake.gpu import ANSWERS, GPU_FIXES, emulated_gpu
-from lowtide.tracing.fake.kernel_dispatch import Answers
+from lowtide.tracing.fake.gpu import GPU_FIXES, GPU_SUBSTITUTES, emulated_gpu
+from lowtide.tracing.fake.kernel_dispatch import FakeKernels
 from lowtide.tracing.fake.kernels import FIXES, SUBSTITUTES
 from lowtide.tracing.fake.workload import fake_workload, known_value, second_step
 from lowtide.tracing.generators import watch_generator_states
@@ -132,8 +132,8 @@ def _run(
     ``saves`` says whether to list what is saved for backward, ``after_another`` to run another step before.
     """
     first, work = (replace(work, batch=with_own_containers(work.batch)) for _ in range(2))
-    answers = {**SUBSTITUTES, **ANSWERS, _ITEM: lambda tensor: _item(recorder, tensor)}
-    fake_kernels = Answers(answers, {**FIXES, **GPU_FIXES}) if fake else nullcontext()
+    substitutes = {**SUBSTITUTES, **GPU_SUBSTITUTES, _ITEM: lambda tensor: _item(recorder, tensor)}
+    fake_kernels = FakeKernels(substitutes, {**FIXES, **GPU_FIXES}) if fake else nullcontext()
     recorder.start("optimizer")
     with fake_kernels:
         fresh = init_optimizer_state(work.optimizer)
@@ -148,9 +148,7 @@ def _run(
     stored_since = watch_modules(work)
     with ExitStack() as stack:
         stack.enter_context(_no_garbage_collection())
-        modules, handles = module_hooks(recorder.modules, work.model, skip=compiled)
-        for handle in handles:
-            stack.callback(handle.remove)
+        stack.enter_context(running_modules(recorder.modules, work.model, skip=compiled))
         stack.enter_context(watch_generator_states(recorder.note))
         if not fake:
             stack.enter_context(opaque_compiled_graphs(recorder, work.model, expected=bool(compiled)))
@@ -162,6 +160,7 @@ def _run(
         value = _recorded_step(work, recorder, owners, fresh, fake=fake, lists=lists)
     del value  # a plain loop holds the loss while it steps
     is_steady = not stored_since()
+    modules = {path: type(module).__name__ for path, module in work.model.named_modules()}
     graph = recorder.graph(modules, device=device, notes=_notes(recorder.meter, fake, compiled, saves=saves))
     if saves and not lists:
         graph = replace(graph, saved=handed_on(graph))  # a program saves nothing by autograd's hooks

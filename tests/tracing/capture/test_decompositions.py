@@ -70,6 +70,6 @@ def test_dropout_of_everything_set_after_planning_leaves_other_masks_alone() -> 
 def test_torchs_decompositions_are_restored() -> None:
     ops = (torch.ops.aten.dropout.default, torch.ops.aten.upsample_nearest2d.vec)
     before = [dict(op.py_kernels) for op in ops]
-    with plain_composites(), plain_composites():
+    with plain_composites, plain_composites:
         assert [dict(op.py_kernels) for op in ops] != before
     assert [dict(op.py_kernels) for op in ops] == before

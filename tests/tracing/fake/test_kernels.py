@@ -1,6 +1,5 @@
 """Fake traces agree with real ones op by op; each correction of a fake kernel is right, and needed."""
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -14,9 +13,10 @@ from torch.utils import _pytree as pytree
 from lowtide import Workload
 from lowtide.errors import TraceError
 from lowtide.tracing import trace
-from lowtide.tracing.fake.kernel_dispatch import Answers, answering
+from lowtide.tracing.fake.kernel_dispatch import FakeKernels
 from lowtide.tracing.fake.kernels import FIXES, SUBSTITUTES, lstm_workspace_bytes
 from tests.tracing import layers
+from tests.tracing.comparing import assert_fake_is_real
 from tests.tracing.layers import FLOAT32, Of, integers, loss, mask
 
 aten = torch.ops.aten
@@ -25,35 +25,6 @@ MIXED = {name for name in STEPS if name.endswith("mixed")}  # float32 norms in a
 IN_BFLOAT16 = layers.steps(layers.norms, layers.activations, layers.embeddings, layers.losses).keys() - FLOAT32
 UNDER_AUTOCAST = layers.steps(layers.norms, layers.recurrent, layers.attention).keys() - MIXED
 ONEDNN_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def view(graph, arguments=True):
-    """All that a trace says but for what is measured, and for the strides of single elements, which mean nothing."""
-    return (
-        [
-            (
-                op.name, op.phase, op.module, op.arguments if arguments else "", op.recompute,
-                [(v.storage, v.dtype, strides(v)) for v in (*op.inputs, *op.outputs)],
-            )
-            for op in graph.ops
-        ],
-        [
-            (s.bytes, s.device, s.dtype, s.category, s.birth, s.death, s.label, s.module)
-            for s in graph.storages
-            if s.category != "workspace"
-        ],
-        graph.saved,
-        graph.storage_peak_bytes,
-    )  # fmt: skip
-
-
-def strides(tensor):
-    return [(size, stride if size > 1 else 0) for size, stride in zip(tensor.shape, tensor.stride, strict=True)]
-
-
-def assert_agree(work, **options):
-    real, fake = (view(trace(work, fake=fake), **options) for fake in (False, True))
-    assert real == fake
 
 
 def work_of(name, *, dtype=torch.float32, autocast=None):
@@ -66,13 +37,13 @@ def work_of(name, *, dtype=torch.float32, autocast=None):
 @pytest.mark.filterwarnings("ignore")  # of torch, about kernels that it does not take
 @pytest.mark.parametrize("name", sorted(STEPS.keys() - MIXED))
 def test_a_fake_step_is_the_real_one_op_by_op(name):
-    assert_agree(work_of(name))
+    assert_fake_is_real(work_of(name))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted(IN_BFLOAT16))
 def test_a_fake_step_in_bfloat16_is_the_real_one_op_by_op(name):
-    assert_agree(work_of(name, dtype=torch.bfloat16))
+    assert_fake_is_real(work_of(name, dtype=torch.bfloat16))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -80,58 +51,7 @@ def test_a_fake_step_in_bfloat16_is_the_real_one_op_by_op(name):
 def test_a_fake_step_under_autocast_is_the_real_one_op_by_op(name):
     if name.startswith("LSTM") and not ONEDNN_BFLOAT16:
         pytest.skip("this CPU runs no LSTM under autocast")
-    assert_agree(work_of(name, autocast=torch.bfloat16))
-
-
-# -- optimizers ----------------------------------------------------------------------------------------
-
-
-OPTIMIZERS = [
-    ("SGD", {"lr": 0.1}),
-    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    ("Adam", {"amsgrad": True}),
-    ("AdamW", {}),
-    ("RMSprop", {"momentum": 0.9, "centered": True}),
-    ("Adagrad", {}),
-    ("Adadelta", {}),
-    ("Adamax", {}),
-    ("RAdam", {}),
-    ("Rprop", {}),
-]
-
-
-def optimized(name, options, *, steps=0):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
-    optimizer = getattr(torch.optim, name)(model.parameters(), **options)
-    batch = (torch.randn(6, 4),)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss(model, batch).backward()
-        optimizer.step()
-    return Workload(model, loss, batch, optimizer)
-
-
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
-def test_a_fake_optimizer_steps_like_the_real_one(name, options, foreach):
-    assert_agree(optimized(name, {**options, "foreach": foreach}))
-
-
-@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
-def test_a_fake_optimizer_goes_on_from_the_real_step_count(name, options):
-    assert_agree(optimized(name, options, steps=7))
-
-
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
-def test_a_fake_fused_optimizer_steps_like_the_real_one(name):
-    assert_agree(optimized(name, {"lr": 0.1, "fused": True}))
-
-
-@pytest.mark.parametrize("steps", [0, 7])
-@pytest.mark.parametrize("name", ["NAdam", "ASGD", "Adafactor"])
-def test_optimizers_that_compute_with_scalars_differ_in_those_alone(name, steps):
-    assert_agree(optimized(name, {}, steps=steps), arguments=False)
+    assert_fake_is_real(work_of(name, autocast=torch.bfloat16))
 
 
 # -- what cannot be faked ------------------------------------------------------------------------------
@@ -393,29 +313,9 @@ def test_every_fix_gives_what_the_real_op_gives_and_is_needed(op):
         for _ in range(2):
             with FakeTensorMode():
                 wrong += described(call()) != real
-        with FakeTensorMode(), Answers({}, {op: FIXES[op]}):
+        with FakeTensorMode(), FakeKernels({}, {op: FIXES[op]}):
             assert described(call()) == real
     assert wrong
-
-
-def fake_storage(op):
-    with FakeTensorMode():
-        return op(torch.empty(100), torch.empty(100)).untyped_storage().nbytes()
-
-
-def test_fake_tensors_answer_in_this_thread_alone_and_only_for_the_time():
-    loss, answers = aten.mse_loss.default, answering({}, FIXES)
-    with answers, ThreadPoolExecutor(1) as others:
-        assert fake_storage(loss) == 400
-        assert others.submit(fake_storage, loss).result() == 4
-        with answering({}, {}):
-            assert fake_storage(loss) == 4
-        assert fake_storage(loss) == 400
-    assert fake_storage(loss) == 4
-    with pytest.raises(KeyError), answering({}, FIXES):
-        raise KeyError
-    assert fake_storage(loss) == 4
-    assert FakeTensorMode.dispatch.__module__.startswith("torch")
 
 
 @pytest.mark.gpu
@@ -432,7 +332,7 @@ def test_every_fix_gives_what_the_real_op_gives_on_a_gpu(op):
             except RuntimeError as error:
                 refused.append(str(error).splitlines()[0])
                 continue
-            with FakeTensorMode(), Answers({}, {op: FIXES[op]}):
+            with FakeTensorMode(), FakeKernels({}, {op: FIXES[op]}):
                 assert described(call()) == real
     if len(refused) == len(CALLS[op]):
         pytest.skip(f"not on a GPU: {'; '.join(refused)}")
@@ -467,7 +367,7 @@ def test_every_substitute_gives_what_the_real_op_gives_and_is_needed(op):
         real = described(call())
         with FakeTensorMode(allow_fallback_kernels=False), pytest.raises((RuntimeError, ValueError)):
             call()
-        with FakeTensorMode(allow_fallback_kernels=False), Answers({op: SUBSTITUTES[op]}, FIXES):
+        with FakeTensorMode(allow_fallback_kernels=False), FakeKernels({op: SUBSTITUTES[op]}, FIXES):
             assert described(call()) == real
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lowtide.compat.operators import schema_of
+from lowtide.compat.operators import in_place_form as form_of
 
 _aten: Any = torch.ops.aten
 
@@ -27,10 +27,9 @@ def in_place_form(node: fx.Node) -> Any:
         return None
     if node.target is _aten.mul.Scalar:  # whose own form in place rounds the number to half precision first
         return _aten.mul_.Tensor
-    schema = schema_of(node.target)
-    packet, overload = schema.name.removeprefix("aten::"), schema.overload_name or "default"
-    into = getattr(getattr(_aten, f"{packet}_", None), overload, None)
-    return into if into is not None else getattr(getattr(_aten, packet, None), "grad_input", None)
+    target: Any = node.target
+    form = form_of(target)
+    return getattr(target.overloadpacket, "grad_input", None) if form is None else form
 
 
 def lies_like(value: Any, other: Any) -> bool:

@@ -29,12 +29,12 @@ _BACKWARD = _aten.native_batch_norm_backward.default
 
 
 def is_batch_norm(node: fx.Node) -> bool:
-    """Whether the op also updates running statistics."""
+    """Tell whether the op also updates running statistics."""
     return node.target in (_OWN, _CUDNN)
 
 
 def is_left_batch_norm(node: fx.Node) -> bool:
-    """Whether it is a batch norm that stays as captured, with PyTorch's own kernel."""
+    """Tell whether it is a batch norm that stays as captured, with PyTorch's own kernel."""
     return node.target in (_FUNCTIONAL, _OWN_AGAIN)
 
 
@@ -67,15 +67,15 @@ def take_counters(module: fx.GraphModule) -> list[tuple[fx.Node, int]]:
     """Remove counters of batches from a graph, to increment them all at once."""
     (outcome,) = module.graph.find_nodes(op="output")
     outputs: list[Any] = list(outcome.args[0])  # pyright: ignore[reportArgumentType]
-    found: list[tuple[fx.Node, int]] = []
+    counters: list[tuple[fx.Node, int]] = []
     for place, (node, what) in enumerate(zip(outputs, outcome.meta.get("desc", ()), strict=False)):
         if isinstance(node, fx.Node) and _counts(node, what) and outputs.count(node) == 1:
             counter, amount = node.args
             outputs[place] = counter
-            found.append((counter, amount))  # pyright: ignore[reportArgumentType]
+            counters.append((counter, amount))  # pyright: ignore[reportArgumentType]
             outcome.args = (tuple(outputs),)
             module.graph.erase_node(node)
-    return found
+    return counters
 
 
 def copy_inputs_written_to(module: fx.GraphModule) -> list[fx.Node]:
@@ -87,7 +87,7 @@ def copy_inputs_written_to(module: fx.GraphModule) -> list[fx.Node]:
     what = [inputs.get(getattr(desc, "mutated_input", None)) for desc in outcome.meta.get("desc", ())]
     results = [value for value, given in zip(outputs, what, strict=False) if given is None]
     wanted = ancestors(results)  # not what is only another buffer's new value
-    found: list[fx.Node] = []
+    copies: list[fx.Node] = []
     for value, given in zip(outputs, what, strict=False):
         readers = [user for user in given.users if user in wanted] if given is not None and value is not given else []
         if given is not None and readers:
@@ -97,8 +97,8 @@ def copy_inputs_written_to(module: fx.GraphModule) -> list[fx.Node]:
                 copy.meta["val"] = given.meta["val"].detach().clone()
             for user in readers:
                 user.replace_input_with(given, copy)
-            found.append(copy)
-    return found
+            copies.append(copy)
+    return copies
 
 
 def ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
@@ -112,18 +112,18 @@ def descendants(nodes: Iterable[Any]) -> set[fx.Node]:
 
 
 def _reached(nodes: Iterable[Any], onward: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+    reached: set[fx.Node] = set()
     waiting = [node for node in nodes if isinstance(node, fx.Node)]
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
+        if node not in reached:
+            reached.add(node)
             waiting += onward(node)
-    return found
+    return reached
 
 
 def _counts(node: fx.Node, what: Any) -> bool:
-    """Whether an output is a counter: a buffer plus an integer, with no other reader of either."""
+    """Tell whether an output is a counter: a buffer plus an integer, with no other reader of either."""
     if node.target is not _aten.add.Tensor or node.kwargs or not isinstance(node.args[1], int):
         return False
     counter: Any = node.args[0]
@@ -137,11 +137,11 @@ def _counts(node: fx.Node, what: Any) -> bool:
 
 
 def _alone_moves(node: fx.Node) -> bool:
-    """Whether only batch norms in training read the running statistics, so that they may be updated at once."""
+    """Tell whether only batch norms in training read the running statistics, so that they may be updated at once."""
     if not node.args[5]:
         return False
-    found = (value for value in node.args[3:5] if isinstance(value, fx.Node))
-    return all(value.op == "placeholder" and all(map(_moves_or_ends, value.users)) for value in found)
+    statistics = (value for value in node.args[3:5] if isinstance(value, fx.Node))
+    return all(value.op == "placeholder" and all(map(_moves_or_ends, value.users)) for value in statistics)
 
 
 def _moves_or_ends(user: fx.Node) -> bool:
@@ -175,11 +175,11 @@ def _restore(graph: fx.Graph, node: fx.Node) -> None:
         reserve = torch.empty(size, dtype=torch.uint8, device=x.device)
     node.meta["val"] = (*node.meta["val"], reserve)
     with graph.inserting_after(node):
-        kept = graph.call_function(operator.getitem, (node, 3))
-        kept.meta["val"] = reserve
+        item_of_reserve = graph.call_function(operator.getitem, (node, 3))
+        item_of_reserve.meta["val"] = reserve
     for mean in list(_items(node, 1)):
         for user in [user for user in mean.users if user.target is _BACKWARD]:
-            _restore_backward(graph, user, kept)
+            _restore_backward(graph, user, item_of_reserve)
 
 
 def _is_cudnns(args: Any) -> bool:

@@ -6,62 +6,38 @@ While AOTAutograd traces, torch replaces some composite ops by its own Python co
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.compat.operators import COMPOSITE_KEYS, forget_kernels, load_decompositions
+from lowtide.tracing.process_patch import ProcessPatch
 
 _aten: Any = torch.ops.aten
 _REPLACED = ("upsample_", "_upsample_", "multi_margin_loss", "multilabel_margin_loss_forward")
-_lock = threading.Lock()
-_users = 0
-_removed: list[tuple[Any, Any, Callable[..., Any]]] = []  # op, dispatch key and torch's kernel
 
 
-@contextmanager
-def plain_composites() -> Generator[None]:
-    """Trace composite ops by their C++ kernels, which the plain step runs too."""
-    global _users
-    with _lock:
-        _users += 1
-        if _users == 1:
-            _remove()
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if not _users:
-                _restore()
-
-
-def _remove() -> None:
+def _use_plain_kernels() -> Callable[[], None]:
     load_decompositions()  # registers what is removed here
+    removed: list[tuple[Any, Any, Callable[..., Any]]] = []  # op, dispatch key and torch's kernel
     names = [name for name in dir(_aten) if name.startswith(_REPLACED)]
-    ops = [getattr(getattr(_aten, name), overload) for name in names for overload in getattr(_aten, name).overloads()]
-    for op in ops:
-        for key in COMPOSITE_KEYS:
-            if key in op.py_kernels:
-                _removed.append((op, key, op.py_kernels.pop(key)))
-                forget_kernels(op)
+    for op in (getattr(getattr(_aten, name), each) for name in names for each in getattr(_aten, name).overloads()):
+        removed += ((op, key, op.py_kernels.pop(key)) for key in COMPOSITE_KEYS if key in op.py_kernels)
     dropout = _aten.dropout.default
     for key in COMPOSITE_KEYS:
-        fused = dropout.py_kernels[key]
-        _removed.append((dropout, key, fused))
-        dropout.py_kernels[key] = _dropout_by(fused)
-        forget_kernels(dropout)
-
-
-def _restore() -> None:
-    while _removed:
-        op, key, kernel = _removed.pop()
-        op.py_kernels[key] = kernel
+        removed.append((dropout, key, dropout.py_kernels[key]))
+        dropout.py_kernels[key] = _dropout_by(dropout.py_kernels[key])
+    for op, *_ in removed:
         forget_kernels(op)
+
+    def restore() -> None:
+        for op, key, kernel in removed:
+            op.py_kernels[key] = kernel
+            forget_kernels(op)
+
+    return restore
 
 
 def _dropout_by(fused: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,3 +59,7 @@ def _dropout_by(fused: Callable[..., Any]) -> Callable[..., Any]:
         return input * mask.to(input.dtype).div_(1 - p)
 
     return dropout
+
+
+plain_composites = ProcessPatch(_use_plain_kernels)
+"""Trace composite ops by their C++ kernels, which the plain step runs too."""

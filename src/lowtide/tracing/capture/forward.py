@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from lowtide.compat.dynamo import aot_autograd, silenced, source_of
 from lowtide.compat.fake import FAKE_KERNELS
 from lowtide.errors import TraceError
 from lowtide.tracing.capture.joint import Origin, origin_of
-from lowtide.tracing.capture.loss import CompiledLoss, refuse_uncapturable
+from lowtide.tracing.capture.loss import CapturedError, CompiledLoss, call_until_captured
 from lowtide.tracing.snapshot import unchanged
 from lowtide.workload import Workload
 
@@ -34,8 +33,7 @@ def capture_forward(work: Workload) -> CapturedLoss:
     Raises ``TraceError`` where Dynamo finds no one graph, and where a gradient is not that of the captured ops: a
     custom ``autograd.Function`` or a hook inside of the loss.
     """
-    refuse_uncapturable(work)
-    found: list[CapturedLoss] = []
+    captures: list[CapturedLoss] = []
 
     def backend(captured: fx.GraphModule, inputs: Any) -> Any:
         _refuse_own_gradients(captured)
@@ -43,28 +41,17 @@ def capture_forward(work: Workload) -> CapturedLoss:
         origins: list[Origin] = [origin_of(*each) for each in zip(sources, inputs, strict=True)]
 
         def compiler(module: fx.GraphModule, _: Any) -> Any:
-            found.append(_read(module, origins))
-            raise _LossCapturedError
+            captures.append(_read(module, origins))
+            raise CapturedError
 
         with torch.no_grad():  # without a backward pass
             return aot_autograd(fw_compiler=compiler)(captured, inputs)
 
-    compiled = CompiledLoss(work, backend)
-    with compiled as loss, unchanged(work, fake=True), silenced(FAKE_KERNELS), contextlib.suppress(_LossCapturedError):
-        try:
-            loss(work.batch)
-        except Exception as error:
-            cause = getattr(error, "inner_exception", error)
-            if not isinstance(cause, _LossCapturedError):
-                what = next(iter(str(cause).splitlines()), type(cause).__name__)
-                raise TraceError(f"The loss is not captured as one graph ({what})") from error
-    if not found:
+    with CompiledLoss(work, backend) as compiled, unchanged(work, fake=True), silenced(FAKE_KERNELS):
+        call_until_captured(compiled, work)
+    if not captures:
         raise TraceError("The loss is not captured as one graph")
-    return found.pop()
-
-
-class _LossCapturedError(Exception):
-    """The graph is captured: the loss need not run."""
+    return captures.pop()
 
 
 def _refuse_own_gradients(captured: fx.GraphModule) -> None:

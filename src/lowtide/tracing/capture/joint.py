@@ -1,7 +1,7 @@
 """Forward and backward of a step as one graph of ATen ops, before anything is decided: AOTAutograd's joint graph.
 
 The ops are those of the plain step, in its order, so a step that runs them gives its bits: results of ops with several
-are taken right after the op, and batch norms are put back as they were (``tracing/capture/batchnorm.py``).
+are taken right after the op, and batch norms are the plain step's (``tracing/capture/batchnorm.py``).
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Joint:
     def constants(self) -> dict[str, Tensor]:
         """Tensors that the graph holds, by name: made anew in each plain step, and here once and for all."""
         named = {str(node.target) for node in self.module.graph.nodes if node.op == "get_attr"}
-        found = {name: operator.attrgetter(name)(self.module) for name in sorted(named)}
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        values = {name: operator.attrgetter(name)(self.module) for name in sorted(named)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     @cached_property
     def nodes(self) -> dict[str, fx.Node]:
@@ -138,12 +138,12 @@ def _index(match: re.Match[str]) -> str:
 
 
 def is_item(node: fx.Node) -> bool:
-    """Whether it is one of an op's several results."""
+    """Tell whether it is one of an op's several results."""
     return node.target is operator.getitem
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the op draws random numbers, or may: other libraries' ops need not say so."""
+    """Tell whether the op draws random numbers, or may: other libraries' ops need not say so."""
     tags, library = getattr(node.target, "tags", ()), getattr(node.target, "namespace", "aten")
     return torch.Tag.nondeterministic_seeded in tags or library not in ("aten", "prims", "lowtide")
 
@@ -164,7 +164,7 @@ def _place_of_loss(output: fx.Node, forward_outputs: int) -> int:
 
 
 def origin_of(source: Any, given: Any) -> Origin:
-    """What an input is, by Dynamo's word on where it comes from."""
+    """Classify an input by Dynamo's word on where it comes from."""
     if isinstance(given, nn.Parameter):
         return "parameter"
     if type(source).__name__ == "NumpyTensorSource":

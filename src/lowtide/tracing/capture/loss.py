@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import warnings
 import weakref
@@ -23,7 +22,6 @@ from lowtide.compat.dynamo import (
     forget_compiled,
     forget_failed,
     make_boxed,
-    patched_config,
     silenced,
     source_of,
     traced_inputs,
@@ -35,7 +33,7 @@ from lowtide.errors import TraceError
 from lowtide.tracing.capture.decompositions import plain_composites
 from lowtide.tracing.capture.joint import Joint, Origin, origin_of
 from lowtide.tracing.compiled import compiled_modules
-from lowtide.tracing.fake.kernel_dispatch import answering
+from lowtide.tracing.fake.kernel_dispatch import replaced_kernels
 from lowtide.tracing.fake.kernels import FIXES, SUBSTITUTES
 from lowtide.tracing.plain_aten.gradient_accumulation import held_by_call
 from lowtide.tracing.snapshot import unchanged
@@ -61,8 +59,8 @@ def capture_loss(work: Workload, run: Callable[[Joint, Sequence[Any]], None] | N
     backend = _JointCollector(run)
     compiled = CompiledLoss(work, backend)
     try:
-        with unchanged(work, fake=run is None), contextlib.suppress(_CapturedError):
-            _call_once(compiled, work)
+        with unchanged(work, fake=run is None):
+            call_until_captured(compiled, work)
         if not backend.graphs:
             raise TraceError("The loss is not captured as one graph", hint="The eager engine needs no capture.")
     except BaseException:
@@ -71,14 +69,15 @@ def capture_loss(work: Workload, run: Callable[[Joint, Sequence[Any]], None] | N
     return Capture(work, compiled, backend)
 
 
-def _call_once(compiled: CompiledLoss, work: Workload) -> None:
+def call_until_captured(compiled: CompiledLoss, work: Workload) -> None:
+    """Call a compiled loss once. Its backend raises ``CapturedError`` when it has its graph."""
     refuse_uncapturable(work)
     try:
         compiled(work.batch)
-    except _CapturedError:
-        raise
     except Exception as error:
-        cause = getattr(error, "inner_exception", error)  # what Dynamo's error is about
+        cause = getattr(error, "inner_exception", error)  # behind Dynamo's error
+        if isinstance(cause, CapturedError):
+            return
         what = next(iter(str(cause).splitlines()), type(cause).__name__)
         raise TraceError(
             f"The loss is not captured as one graph ({what})", hint="The eager engine needs no capture."
@@ -114,7 +113,7 @@ class CapturedGraph:
 
 
 def _is_plain(joint: Joint, inputs: Sequence[Any], metadata: Any) -> bool:
-    """Whether inputs are the graph's own, one output leaves, and nothing but values of buffers changes."""
+    """Tell whether inputs are the graph's own, one output leaves, and nothing but values of buffers changes."""
     mutated = [metadata.input_info[i] for i in metadata.mutated_inp_runtime_indices] if metadata is not None else []
     return (
         metadata is not None
@@ -145,7 +144,7 @@ class Capture:
         self.graph.run, self._backend.recapture = run, recapture
 
     def give_back(self) -> None:
-        """Free what the engine made, and all if it is not shared, or if Dynamo captured other graphs for the engine."""
+        """Free the engine's program. Free the capture too if it is not shared, or if Dynamo captured other graphs."""
         if self._backend.is_recaptured or not self._is_shared:
             self.release()
         else:
@@ -223,7 +222,7 @@ class _JointCollector:
     def _stop(self, *inputs: Any) -> Any:
         while self._runs:
             self._runs.pop()(self.graphs[-1].joint, inputs)
-        raise _CapturedError
+        raise CapturedError
 
 
 def refuse_uncapturable(work: Workload) -> None:
@@ -263,9 +262,9 @@ class CompiledLoss:
         held = held_by_call()
         try:
             with (
-                answering(SUBSTITUTES, FIXES),
-                plain_composites(),
-                patched_config(_settings()),
+                replaced_kernels(SUBSTITUTES, FIXES),
+                plain_composites,
+                dynamo_config().patch(_settings()),
                 silenced(METRICS),
             ):
                 return self._compiled(batch)
@@ -324,5 +323,5 @@ def call_key(batch: Any) -> Any:
     return (str(structure), shapes, attention, *map(len, GLOBAL_HOOKS))
 
 
-class _CapturedError(Exception):
+class CapturedError(Exception):
     """Stop a step whose graph was captured."""

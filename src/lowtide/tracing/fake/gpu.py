@@ -1,7 +1,7 @@
 """Predict a GPU's step: CUDA's ops and their saved values, on a machine with or without CUDA.
 
-With a GPU, fake CUDA tensors go through torch's own choices. Without one, three things are missing, and put in
-place here while the step is traced: the device guard that autograd asks for, the engine (see ``backward.py``), and
+With a GPU, fake CUDA tensors go through torch's own choices. Without one, three things are missing, and replaced
+here while the step is traced: the device guard that autograd asks for, the engine (see ``backward.py``), and
 the choices that torch makes by looking at the GPU (attention, recurrent layers).
 """
 
@@ -141,8 +141,8 @@ def _cudnn_rnn(
     # cuDNN keeps the gates and the cell of every step, and what dropout let through between layers. Measured on the
     # H200: 20.08 MB where this gives 20.02.
     gates = {0: 1, 1: 1, 2: 4, 3: 3}[mode]
-    kept = num_layers * (gates + 1) + ((num_layers - 1) if dropout else 0)
-    reserve = input.new_empty(cells * kept * input.element_size() if train else 0, dtype=torch.uint8)
+    states = num_layers * (gates + 1) + ((num_layers - 1) if dropout else 0)
+    reserve = input.new_empty(cells * states * input.element_size() if train else 0, dtype=torch.uint8)
     return output, hy, cy, reserve, weight[0].detach() if weight_buf is None else weight_buf
 
 
@@ -200,7 +200,7 @@ GPU_FIXES: dict[Any, Callable[..., Any]] = {
 }
 
 # Ops that torch's fake kernels do not know, or know wrongly: called instead of them.
-ANSWERS: dict[Any, Callable[..., Any]] = {
+GPU_SUBSTITUTES: dict[Any, Callable[..., Any]] = {
     aten.clone.default: _clone,
     aten._cudnn_rnn.default: _cudnn_rnn,
     aten._cudnn_rnn_backward.default: _cudnn_rnn_backward,

@@ -10,20 +10,21 @@ from typing import Any
 from lowtide.compat.dispatch import UncompiledMode
 from lowtide.compat.fake import FakeTensorMode, fake_dispatch, replace_dispatch
 from lowtide.compat.operators import schema_of
+from lowtide.tracing.process_patch import ProcessPatch
 
-Answer = Callable[..., Any]
+Kernel = Callable[..., Any]
 
 
-class Answers(UncompiledMode):
-    """``answers`` maps an op to a function called instead of it, ``fixes`` to one that corrects its outputs.
+class FakeKernels(UncompiledMode):
+    """``substitutes`` maps an op to a function called instead of it, ``fixes`` to one that corrects its outputs.
 
     Updates of whole lists of tensors in place (``_foreach_add_``, ``_fused_adamw_``) make nothing and are left out:
     they would take most of the time of a fake step.
     """
 
-    def __init__(self, answers: dict[Any, Answer], fixes: dict[Any, Answer]) -> None:
+    def __init__(self, substitutes: dict[Any, Kernel], fixes: dict[Any, Kernel]) -> None:
         super().__init__()
-        self._answers = answers
+        self._substitutes = substitutes
         self._fixes = fixes
 
     def __torch_dispatch__(
@@ -32,59 +33,58 @@ class Answers(UncompiledMode):
         kwargs = kwargs or {}
         if not schema_of(func).returns and schema_of(func).name.startswith(("aten::_foreach", "aten::_fused")):
             return None
-        answer: Any = self._answers.get(func, func)
-        out = answer(*args, **kwargs)
+        kernel: Any = self._substitutes.get(func, func)
+        out = kernel(*args, **kwargs)
         fix: Any = self._fixes.get(func)
         return out if fix is None else fix(out, *args, **kwargs)
 
 
-class _Asking(threading.local):
+class _Replaced(threading.local):
     """Replacements for this thread's fake kernels; None for torch's own."""
 
-    answers: dict[Any, Answer] | None = None
-    fixes: dict[Any, Answer] | None = None
-    answered: tuple[Any, ...] = ()  # ops whose answer runs now: if it calls the op itself, torch answers that
+    substitutes: dict[Any, Kernel] | None = None
+    fixes: dict[Any, Kernel] | None = None
+    running: tuple[Any, ...] = ()  # ops whose substitute runs now: where it calls the op itself, torch's kernel runs
 
 
-_asking = _Asking()
-_lock = threading.Lock()
-_installed = 0  # how many threads are asking
+_replaced = _Replaced()
 
 
 @contextmanager
-def answering(answers: dict[Any, Answer], fixes: dict[Any, Answer]) -> Generator[None]:
+def replaced_kernels(substitutes: dict[Any, Kernel], fixes: dict[Any, Kernel]) -> Generator[None]:
     """Apply replacements in every fake mode of this thread, Dynamo's included.
 
-    No mode can be put above those, so their own dispatch is replaced for the time; other threads are not asked.
+    No mode can be put above those, so their own dispatch is replaced for the time; other threads keep theirs.
     """
-    global _installed
-    before = _asking.answers, _asking.fixes
-    with _lock:
-        replace_dispatch(_answer)
-        _installed += 1
-    _asking.answers, _asking.fixes = answers, fixes
-    try:
-        yield
-    finally:
-        _asking.answers, _asking.fixes = before
-        with _lock:
-            _installed -= 1
-            if not _installed:
-                replace_dispatch(fake_dispatch)
+    before = _replaced.substitutes, _replaced.fixes
+    with _OWN_DISPATCH:
+        _replaced.substitutes, _replaced.fixes = substitutes, fixes
+        try:
+            yield
+        finally:
+            _replaced.substitutes, _replaced.fixes = before
 
 
-def _answer(
+def _dispatch(
     mode: FakeTensorMode, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
     kwargs = kwargs or {}
-    answer = None if _asking.answers is None or func in _asking.answered else _asking.answers.get(func)
-    fix = None if _asking.fixes is None or func in _asking.answered else _asking.fixes.get(func)
-    if answer is None:
+    kernel = None if _replaced.substitutes is None or func in _replaced.running else _replaced.substitutes.get(func)
+    fix = None if _replaced.fixes is None or func in _replaced.running else _replaced.fixes.get(func)
+    if kernel is None:
         out = fake_dispatch(mode, func, types, args, kwargs)
     else:
-        _asking.answered = (*_asking.answered, func)
+        _replaced.running = (*_replaced.running, func)
         try:
-            out = answer(*args, **kwargs)
+            out = kernel(*args, **kwargs)
         finally:
-            _asking.answered = _asking.answered[:-1]
+            _replaced.running = _replaced.running[:-1]
     return out if fix is None else fix(out, *args, **kwargs)
+
+
+def _replace_dispatch() -> Callable[[], None]:
+    replace_dispatch(_dispatch)
+    return lambda: replace_dispatch(fake_dispatch)
+
+
+_OWN_DISPATCH = ProcessPatch(_replace_dispatch)

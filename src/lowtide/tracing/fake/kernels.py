@@ -44,7 +44,7 @@ def lstm_workspace_bytes(steps: int, batch: int, wide: int, hidden: int, *, item
         states * _row(widest, 4) * 4,
         states * _row(widest, 4) * 4,
         states * hidden * 4,
-        0,  # of GRUs alone; that it is there still ends the last part at a page
+        0,  # of GRUs alone; this empty part still ends the last one at a page
     )
     size = 0
     for part in parts:
@@ -198,10 +198,10 @@ def _norm_backward(out: Any, _grad: Tensor, input: Tensor, *args: Any, **_kwargs
 
 def _batch_norm_backward(out: Any, grad: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """A GPU's is channels-last where both are, else contiguous."""
-    found, *rest = _norm_backward(out, grad, input, *args, **kwargs)
-    if found is not None and found.is_cuda and suggest_memory_format(grad) != suggest_memory_format(input):
-        found = _contiguous(found)
-    return found, *rest
+    gradient, *rest = _norm_backward(out, grad, input, *args, **kwargs)
+    if gradient is not None and gradient.is_cuda and suggest_memory_format(grad) != suggest_memory_format(input):
+        gradient = _contiguous(gradient)
+    return gradient, *rest
 
 
 # -- layouts -------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def _like(position: int) -> Fix:
 
 
 def _pointwise(first: int = 0, second: int = 1) -> Fix:
-    """Where the layouts of two operands differ the first decides, unless it is a broadcast one.
+    """Take the layout of the first of two operands, unless it is a broadcast one.
 
     Decompositions ask them in another order, or after a conversion that made a broadcast operand dense.
     """

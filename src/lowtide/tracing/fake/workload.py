@@ -26,7 +26,7 @@ from lowtide.workload import Workload
 
 @contextmanager
 def fake_workload(work: Workload, mode: FakeTensorMode, device: torch.device) -> Generator[Workload]:
-    """The same step on fake tensors on ``device``. Allocates nothing and restores the original after.
+    """Give the step on fake tensors on ``device``. Allocates nothing and restores the original after.
 
     The model object is the caller's own, with its parameters and buffers swapped for fakes while inside:
     every hook, override and patched ``forward`` on it takes part. Tied weights stay tied.

@@ -22,13 +22,13 @@ Run = Callable[..., Any]  # an op and its arguments: runs and records it
 
 
 def formula_of(node: Any, *, fake: bool) -> Callable[[Any, Run], None] | None:
-    """The formula of a plain step for an autograd node, where another runs under a mode."""
-    found = _FORMULAS.get(node.name())
-    if found is _share_evenly and input_metadata(node)[0].device.type != "cpu":
+    """Return the formula of a plain step for an autograd node, where another runs under a mode."""
+    formula = _FORMULAS.get(node.name())
+    if formula is _share_evenly and input_metadata(node)[0].device.type != "cpu":
         return None
-    if found is _masked_fill and (fake or node.next_functions[1][0] is None):  # a fake mask does not tell how many
+    if formula is _masked_fill and (fake or node.next_functions[1][0] is None):  # a fake mask does not tell how many
         return None
-    return found
+    return formula
 
 
 def _share_evenly(node: Any, run: Run) -> None:

@@ -11,42 +11,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.compat.operators import in_place_form
 from lowtide.tracing.plain_aten.gradient_accumulation import ADD, ADD_IN_PLACE
 
 aten = torch.ops.aten
 
 _PRODUCTS = frozenset({"aten.mm.default", "aten.bmm.default"})
 
-_SPREADS = {  # gradients of what picks elements, written into zeros
-    aten.scatter.src: aten.scatter_.src,
-    aten.scatter_add.default: aten.scatter_add_.default,
-    aten.index_add.default: aten.index_add_.default,
-    aten.index_put.default: aten.index_put_.default,
-    aten.index_fill.int_Tensor: aten.index_fill_.int_Tensor,
-    aten.put.default: aten.put_.default,
-    aten.masked_scatter.default: aten.masked_scatter_.default,
-}
+_SPREADS = frozenset(  # gradients of what picks elements, written into zeros
+    {
+        aten.scatter.src,
+        aten.scatter_add.default,
+        aten.index_add.default,
+        aten.index_put.default,
+        aten.index_fill.int_Tensor,
+        aten.put.default,
+        aten.masked_scatter.default,
+    }
+)
 _ZEROS = frozenset({"aten.zeros.default", "aten.zeros_like.default", "aten.new_zeros.default"})
-_LOGIC = {aten.logical_and.default: aten.logical_and_.default, aten.logical_or.default: aten.logical_or_.default}
-_MUL = {aten.mul.Tensor: aten.mul_.Tensor}
-_IN_FORMULA: dict[str, dict[Any, Any]] = {  # by the name of the autograd node
-    "AminmaxBackward0": {ADD: ADD_IN_PLACE},
-    "Atan2Backward0": {aten.masked_fill.Scalar: aten.masked_fill_.Scalar},
-    "BinaryCrossEntropyBackward0": _MUL,
-    "BinaryCrossEntropyWithLogitsBackward0": {**_MUL, aten.sub.Tensor: aten.sub_.Tensor},
+_LOGIC = (aten.logical_and.default, aten.logical_or.default)
+_IN_FORMULA: dict[str, tuple[Any, ...]] = {  # by the name of the autograd node
+    "AminmaxBackward0": (ADD,),
+    "Atan2Backward0": (aten.masked_fill.Scalar,),
+    "BinaryCrossEntropyBackward0": (aten.mul.Tensor,),
+    "BinaryCrossEntropyWithLogitsBackward0": (aten.mul.Tensor, aten.sub.Tensor),
     "ClampBackward0": _LOGIC,
     "ClampBackward1": _LOGIC,
-    "MaxBackward1": _LOGIC,  # and its like: on a GPU, elsewhere see formulas
+    "MaxBackward1": _LOGIC,  # and its like: on a GPU; on a CPU see backward_formulas
     "MinBackward1": _LOGIC,
     "MedianBackward0": _LOGIC,
     "NanmedianBackward0": _LOGIC,
 }
-DIFFERING = frozenset({ADD, *_SPREADS, *(op for table in _IN_FORMULA.values() for op in table)})
+DIFFERING = frozenset({ADD, *_SPREADS, *(op for ops in _IN_FORMULA.values() for op in ops)})
 _NEG = "aten.neg.default"  # the gradient of a loss's target, which a plain step multiplies out of place as well
 
 
 def form_after_product(func: Any, args: tuple[Any, ...], made_by: str) -> Any:
-    """The op that a plain step runs on a tensor that ATen just made, by the op ``made_by``, outside of formulas.
+    """Return the op that a plain step runs on a tensor that ATen just made, by the op ``made_by``, outside of formulas.
 
     Adding the bias of a linear layer, or the mask of an attention, to a product writes into the product.
     """
@@ -61,7 +63,6 @@ def form_after_product(func: Any, args: tuple[Any, ...], made_by: str) -> Any:
 
 
 def form_in_formula(func: Any, node: str, made_by: str) -> Any:
-    """The op that a plain backward pass runs in a node's formula, on a tensor that the op ``made_by`` made there."""
-    if func in _SPREADS:
-        return _SPREADS[func] if made_by in _ZEROS else func
-    return func if made_by == _NEG else _IN_FORMULA.get(node, {}).get(func, func)
+    """Return the op that a plain backward pass runs in a node's formula, on a tensor that ``made_by`` made there."""
+    writes = made_by in _ZEROS if func in _SPREADS else made_by != _NEG and func in _IN_FORMULA.get(node, ())
+    return in_place_form(func) if writes else func
