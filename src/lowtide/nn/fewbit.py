@@ -29,7 +29,7 @@ _ops: Any = torch.ops.lowtide
 
 
 def few_bit(x: Tensor, book: Codebook, *, inplace: bool = False) -> Tensor:
-    """The activation of a codebook, of which ⌈bits·n/8⌉ bytes are kept for backward.
+    """Apply the activation of a codebook, saving ⌈bits·n/8⌉ bytes for backward.
 
     Second derivatives: of the straight ones alone. Others raise under ``create_graph=True``.
 
@@ -224,7 +224,7 @@ torch.library.register_vmap("lowtide::fewbit_decode", _each)
 
 
 def _runs_plain(x: Tensor) -> bool:
-    """Where nothing is kept anyway, or nothing of ours can run: torch's own ops do."""
+    """Tell whether torch's own ops run: nothing would be saved, or no kernel of lowtide can run."""
     if not (torch.is_grad_enabled() and x.requires_grad and x.numel()) or not x.is_floating_point():
         return True
     if x.layout is not torch.strided or x.is_nested or x.is_quantized:

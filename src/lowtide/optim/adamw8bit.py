@@ -79,12 +79,12 @@ class AdamW8bit(torch.optim.Optimizer):
             first = group.get(FIRST, next_first)
             next_first = first + len(group["params"])
             rounds = group["rounding"] == "stochastic"
-            found = [(n, p, self._state(p)) for n, p in enumerate(group["params"], first) if p.grad is not None]
-            if found:
-                counts = [state["step"] for _, _, state in found]
+            stepped = [(n, p, self._state(p)) for n, p in enumerate(group["params"], first) if p.grad is not None]
+            if stepped:
+                counts = [state["step"] for _, _, state in stepped]
                 foreach_add_(counts, torch.tensor(1.0))
-            for count, number, members in _runs(found, of_neighbours=rounds):
-                # The kernels add a parameter's place in the run: its noise is its own, whoever is stepped with it.
+            for count, number, members in _runs(stepped, of_neighbours=rounds):
+                # The kernels add a parameter's place in the run: its noise does not depend on the others.
                 seed = (group["seed"] * 2654435761 + count * 97003) % 2**30 + number
                 self._step(number, members, _hyper(group, count), seed if rounds else None)
         return loss
@@ -127,7 +127,7 @@ class AdamW8bit(torch.optim.Optimizer):
         Another optimizer's state is refused, and then nothing is changed.
         """
         groups, states = list(state_dict["param_groups"]), dict(state_dict["state"])
-        # Where the numbers of groups or parameters differ, torch says so after this.
+        # If the numbers of groups or parameters differ, torch raises after this.
         for index, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
             _refuse_amsgrad(saved)
             groups[index] = {**{key: group[key] for key in self.defaults if key in group}, **saved}
@@ -159,7 +159,7 @@ _Member = tuple[Tensor, dict[str, Any]]  # a parameter and its state
 
 
 def _runs(
-    found: list[tuple[int, Tensor, dict[str, Any]]], *, of_neighbours: bool
+    stepped: list[tuple[int, Tensor, dict[str, Any]]], *, of_neighbours: bool
 ) -> list[tuple[int, int, list[_Member]]]:
     """Parameters that have come as far, with their step count and the number of the first of them.
 
@@ -167,7 +167,7 @@ def _runs(
     """
     runs: dict[tuple[int, int], list[tuple[int, _Member]]] = {}
     placed: dict[int, int] = {}
-    for number, p, state in found:
+    for number, p, state in stepped:
         count = count_of(state["step"])
         place = placed[count] = placed.get(count, -1) + 1
         runs.setdefault((count, number - place if of_neighbours else 0), []).append((number, (p, state)))
@@ -183,16 +183,16 @@ class _Last(NamedTuple):
 
 
 def _places(members: list[_Member]) -> tuple[Any, ...] | None:
-    """Where parameters, gradients and moments are; None where some are fake, or would have to be copied."""
-    found: list[Any] = []
+    """Return the addresses of parameters, gradients and moments; None if some are fake or need a copy."""
+    places: list[Any] = []
     for p, state in members:
         gradient = p.grad
         assert gradient is not None
         if isinstance(p, FakeTensor) or not (p.is_contiguous() and gradient.is_contiguous()):
             return None
         first, second = state["exp_avg"], state["exp_avg_sq"]
-        found += (p.data_ptr(), gradient.data_ptr(), gradient.dtype, id(first), first.data_ptr(), second.data_ptr())
-    return tuple(found)
+        places += (p.data_ptr(), gradient.data_ptr(), gradient.dtype, id(first), first.data_ptr(), second.data_ptr())
+    return tuple(places)
 
 
 def empty_moments(p: Tensor) -> Moments:
@@ -205,7 +205,7 @@ def empty_moments(p: Tensor) -> Moments:
 
 
 def lowered(p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """The state of torch's AdamW for one parameter, in 8 bits; nothing where there is none yet."""
+    """The state of torch's AdamW for one parameter, in 8 bits; nothing before the first step."""
     if "exp_avg" not in state:
         return {}
     return {"step": torch.tensor(float(state["step"])), **_coded(p, state["exp_avg"], state["exp_avg_sq"])}
@@ -280,10 +280,10 @@ def raised(p: Tensor, state: dict[str, Any], *, fused: bool) -> dict[str, Any]:
     """The state of torch's AdamW again, from one in 8 bits."""
     if "exp_avg" not in state:
         return {}
-    found: dict[str, Any] = {"step": state["step"].to(p.device) if fused else state["step"].clone()}
+    plain: dict[str, Any] = {"step": state["step"].to(p.device) if fused else state["step"].clone()}
     for key in _KEYS[:2]:
-        found[key] = _like(p, p.dtype).copy_(_whole(p, state, key))
-    return found
+        plain[key] = _like(p, p.dtype).copy_(_whole(p, state, key))
+    return plain
 
 
 def count_of(step: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""The optimizer inside backward: a parameter is stepped as soon as its gradient is there, and the gradient let go."""
+"""The optimizer inside backward: a parameter is stepped as soon as its gradient is complete, and the gradient freed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def is_stepped_in_backward(parameter: Tensor) -> bool:
 
 
 class StepHook:
-    """What runs when a parameter's gradient is there. ``of`` gives the same for another optimizer, as a trace needs."""
+    """Runs when a parameter's gradient is complete."""
 
     leaves_no_gradient = "is stepped in backward"
 
