@@ -101,7 +101,7 @@ def test_it_keeps_a_sketch_and_a_seed_and_not_its_input(rows, ratio, expected):
     assert seed.nbytes == 8
 
 
-def test_an_input_without_gradient_has_no_weight_kept():
+def test_an_input_without_gradient_has_no_weight_stored():
     _, layer = pair()
     assert kept(layer(torch.randn(20, 16, device=DEVICE)))[0] is None
 
@@ -187,13 +187,13 @@ def test_a_shared_sketch_is_not_held_for_long(end):
     layer = RandomizedLinear(16, 8, device=DEVICE)
     x = torch.randn(40, 16, device=DEVICE)
     y = layer(x)
-    assert _latest.of_thread._kept is not None
+    assert _latest.of_thread._stored is not None
     if end == "backward":
         y.sum().backward()
     else:
         del x, y
         gc.collect()
-    assert _latest.of_thread._kept is None
+    assert _latest.of_thread._stored is None
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -31,7 +31,7 @@ def forward(
     fast = _fast_kernels(x, activation, slopes, weight, bias, running.mean, running.var)
     if fast is not None:
         x = fast.dense(x)
-        residual = None if residual is None else fast.like(residual, x)
+        residual = fast.like(residual, x)
         z, mean, invstd, xhat = fast.forward(
             x, weight, bias, running, activation, slopes, residual, eps=eps, keep_xhat=keep_xhat
         )
@@ -72,7 +72,7 @@ def normalize(
     fast = _fast_kernels(saved, activation, slopes, affine.weight, affine.bias)
     if fast is not None:
         saved = fast.dense(saved)
-        residual = None if residual is None else fast.like(residual, saved)
+        residual = fast.like(residual, saved)
         return fast.normalize(saved, keeps, affine, activation, slopes, residual)[0]
     if activation.name == "module":
         assert activation.module is not None
@@ -103,19 +103,10 @@ def backward(
     if fast is not None:
         saved = fast.dense(saved)
         dz = fast.like(dz, saved)
-        residual = None if residual is None else fast.like(residual, saved)
-        joined = None if joined is None else fast.like(joined, saved)
+        residual = fast.like(residual, saved)
+        joined = fast.like(joined, saved)
         dx, dweight, dbias, dslopes, dy = fast.backward(
-            dz,
-            saved,
-            keeps,
-            affine,
-            activation,
-            slopes,
-            residual,
-            training=training,
-            joined=joined,
-            sums=sums,
+            dz, saved, keeps, affine, activation, slopes, residual, training=training, joined=joined, sums=sums
         )
         return dx, dweight, dbias, [dslopes] if learned else [], dy
     dtype = dz.dtype

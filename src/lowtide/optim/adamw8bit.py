@@ -16,6 +16,7 @@ from lowtide.compat.operators import foreach_add_
 from lowtide.errors import LowtideError
 from lowtide.kernels import adamw8bit as kernels
 from lowtide.kernels.adamw8bit import Entry
+from lowtide.kernels.fewbit import is_dense
 from lowtide.kernels.reference.adamw8bit import BLOCK, Hyper, Moments, decode, encode
 from lowtide.optim.one_parameter import FIRST, PLAIN_STATES
 from lowtide.optim.rounding import with_notes
@@ -247,7 +248,7 @@ def _order(p: Tensor) -> int:
 
     Those of size 1 are left out, since their strides say nothing. An int, which every kind of checkpoint can save.
     """
-    return _order_of(p.shape, p.stride() if not p.is_contiguous() and _is_dense(p) else None)
+    return _order_of(p.shape, p.stride() if not p.is_contiguous() and is_dense(p) else None)
 
 
 @lru_cache(maxsize=4096)
@@ -295,7 +296,7 @@ def flat(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
     """All values as one row, in the order of memory; and the copy, where there are gaps between them."""
     if tensor.is_contiguous():
         return tensor.view(-1), None
-    if _is_dense(tensor):
+    if is_dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,)), None
     copied = tensor.contiguous().view(-1)
     return copied, copied
@@ -303,17 +304,8 @@ def flat(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def _like(p: Tensor, dtype: torch.dtype) -> Tensor:
     """Memory that ``flat`` shows in the order in which it shows the parameter's."""
-    layout = torch.preserve_format if _is_dense(p) else torch.contiguous_format
+    layout = torch.preserve_format if is_dense(p) else torch.contiguous_format
     return torch.empty_like(p, dtype=dtype, memory_format=layout)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _gradient(p: Tensor) -> Tensor:

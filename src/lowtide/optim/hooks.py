@@ -75,28 +75,25 @@ def take_part(optimizer: torch.optim.Optimizer, part: StepPart) -> Undo:
             hint="Call undo() of the first one.",
         )
     handles = (optimizer.register_step_pre_hook(part.before), optimizer.register_step_post_hook(part.after))
-    return Undo(*(handle.remove for handle in handles), leave_scaling_to_scalers(optimizer))
+    undo = Undo(*(handle.remove for handle in handles))
+    if AMP_SCALING in vars(optimizer):
+        undo.add(set_amp_scaling(optimizer, False))
+    return undo
 
 
-def leave_scaling_to_scalers(optimizer: torch.optim.Optimizer) -> Undo:
-    """Let a ``GradScaler`` unscale gradients and leave out steps that overflow: steps but fused ones do neither."""
-    return Undo() if AMP_SCALING not in vars(optimizer) else _set_scaling(optimizer, False)
+def set_amp_scaling(optimizer: torch.optim.Optimizer, value: bool) -> Undo:
+    """Mark who handles a ``GradScaler``'s scale. True: it is left on the optimizer before a step, where a hook sees it.
 
-
-def tell_of_scalers(optimizer: torch.optim.Optimizer) -> Undo:
-    """Have a ``GradScaler`` leave its scale on the optimizer before a step, where a hook sees it."""
-    return _set_scaling(optimizer, True)
-
-
-def _set_scaling(optimizer: torch.optim.Optimizer, value: bool) -> Undo:
-    had = vars(optimizer).get(AMP_SCALING)
+    False: the scaler unscales gradients and leaves out steps that overflow, which only fused steps do themselves.
+    """
+    before = vars(optimizer).get(AMP_SCALING)
     setattr(optimizer, AMP_SCALING, value)
 
     def restore() -> None:
-        if had is None:
+        if before is None:
             vars(optimizer).pop(AMP_SCALING, None)
         elif AMP_SCALING in vars(optimizer):  # it may be one of another class by now
-            setattr(optimizer, AMP_SCALING, had)
+            setattr(optimizer, AMP_SCALING, before)
 
     return Undo(restore)
 

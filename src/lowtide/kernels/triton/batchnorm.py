@@ -159,9 +159,9 @@ def dense(x: Tensor) -> Tensor:
     return x if is_nhwc(x) else x.contiguous()
 
 
-def like(tensor: Tensor, x: Tensor) -> Tensor:
-    """A tensor with the shape, the dtype and the layout of x."""
-    if tensor.shape == x.shape and tensor.stride() == x.stride() and tensor.dtype == x.dtype:
+def like(tensor: Tensor | None, x: Tensor) -> Tensor | None:
+    """A tensor with the shape, the dtype and the layout of x; None stays None."""
+    if tensor is None or (tensor.shape == x.shape and tensor.stride() == x.stride() and tensor.dtype == x.dtype):
         return tensor
     return torch.empty_like(x).copy_(tensor)
 
