@@ -118,8 +118,8 @@ def test_gradients_are_those_of_autograd(name):
     dz = torch.randn(4, 3, 5, dtype=torch.float64)
     expected = torch.autograd.grad(module(y), [y, *module.parameters()], dz)
     dy, dslopes = act.backward(dz, y.detach(), *module.parameters())
-    found = [dy] if dslopes is None else [dy, dslopes]
-    torch.testing.assert_close(found, list(expected))
+    actual = [dy] if dslopes is None else [dy, dslopes]
+    torch.testing.assert_close(actual, list(expected))
 
 
 @pytest.mark.parametrize("name", [n for n in ACTIVATIONS if n not in ("mish", "prelu")])
@@ -141,14 +141,14 @@ def test_an_activation_that_draws_random_numbers_draws_the_same_again(module, tr
     layer = BatchNormAct2d(4, module, "checkpoint").train(training)
     plain = Plain(nn.BatchNorm2d(4), copy.deepcopy(module)).train(training)
     conv = nn.Conv2d(4, 4, 1)
-    x, found = torch.randn(SHAPE), []
+    x, actual = torch.randn(SHAPE), []
     for norm in (layer, plain):
         torch.manual_seed(1)
         conv.zero_grad()
         leaf = x.clone().requires_grad_()
         nn.Sequential(norm, conv)(leaf).square().sum().backward()
-        found.append([leaf.grad, conv.weight.grad.clone(), torch.rand(1)])
-    torch.testing.assert_close(*found)
+        actual.append([leaf.grad, conv.weight.grad.clone(), torch.rand(1)])
+    torch.testing.assert_close(*actual)
 
 
 class Learned(nn.Module):

@@ -87,9 +87,9 @@ def test_straight_ones_have_torchs_gradient(cls, inplace, dtype):
     x = torch.cat([torch.randn(120), ends]).to(dtype)
     dy = torch.randn(x.shape).to(dtype)
     dy[::40], dy[1::40] = math.inf, math.nan
-    found, expected = gradient(module, x, dy), gradient(plain, x, dy)
-    assert torch.equal(found.isnan(), expected.isnan())
-    assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+    actual, expected = gradient(module, x, dy), gradient(plain, x, dy)
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.nan_to_num(7), expected.nan_to_num(7))
 
 
 @pytest.mark.parametrize("cls", STRAIGHT, ids=lambda cls: cls.__name__)
@@ -145,8 +145,8 @@ def test_any_layout_gives_the_same_values(layout, of_gradient, kind):
     leaf = x.detach().requires_grad_()
     y = module(leaf)
     assert y.stride() == getattr(nn, kind.__name__)()(x).stride()
-    found = torch.autograd.grad(y, leaf, dy)[0]
-    assert torch.equal(found, gradient(module, x.contiguous(), dy.contiguous()))
+    actual = torch.autograd.grad(y, leaf, dy)[0]
+    assert torch.equal(actual, gradient(module, x.contiguous(), dy.contiguous()))
 
 
 def test_nothing_is_kept_where_nothing_is_needed():
@@ -164,8 +164,8 @@ def test_any_module_name_or_function():
         layer = FewBit(activation, bits=2)
         assert torch.equal(torch.autograd.grad(layer(x).sum(), x)[0], gradient(fewbit.GELU(bits=2), x, torch.ones(100)))
     own = FewBit(lambda x: x * torch.sigmoid(1.702 * x), bits=8)
-    (found,) = torch.autograd.grad(own(x).sum(), x)
-    torch.testing.assert_close(found, own.book.activation.slope(x), rtol=0, atol=0.02)  # 8 bits: near
+    (actual,) = torch.autograd.grad(own(x).sum(), x)
+    torch.testing.assert_close(actual, own.book.activation.slope(x), rtol=0, atol=0.02)  # 8 bits: near
     assert FewBit(nn.SiLU(inplace=True)).inplace
     assert FewBit(nn.ReLU(), bits=5).bits == 1
 
@@ -251,10 +251,10 @@ def test_batched_gradients_are_those_one_by_one(name, layout):
     leaf = x.clone().requires_grad_()
     dy = torch.stack([torch.randn_like(layout(x)), torch.full_like(layout(x), math.inf)])
     y = changed(leaf)
-    (found,) = torch.autograd.grad(y, leaf, dy, retain_graph=True, is_grads_batched=True)
+    (actual,) = torch.autograd.grad(y, leaf, dy, retain_graph=True, is_grads_batched=True)
     mapped = torch.func.vmap(lambda one: torch.autograd.grad(y, leaf, one, retain_graph=True)[0])(dy)
-    torch.testing.assert_close(mapped, found, rtol=0, atol=0, equal_nan=True)
-    for mine, one in zip(found, dy, strict=True):
+    torch.testing.assert_close(mapped, actual, rtol=0, atol=0, equal_nan=True)
+    for mine, one in zip(actual, dy, strict=True):
         torch.testing.assert_close(
             mine, torch.autograd.grad(y, leaf, one, retain_graph=True)[0], rtol=0, atol=0, equal_nan=True
         )
@@ -274,9 +274,9 @@ def test_checkpoints_autocast_and_hooks_around_it():
     with torch.autograd.graph.save_on_cpu():
         assert torch.equal(gradient(model, x, dy), expected)
     with torch.autocast("cpu", torch.bfloat16):
-        found = gradient(model, x, dy.bfloat16())
+        actual = gradient(model, x, dy.bfloat16())
         assert model(x).dtype is nn.Sequential(model[0], nn.GELU(), model[2], nn.Softplus())(x).dtype
-    torch.testing.assert_close(found, expected, rtol=0.2, atol=0.1)  # a boundary may be crossed by rounding
+    torch.testing.assert_close(actual, expected, rtol=0.2, atol=0.1)  # a boundary may be crossed by rounding
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -296,8 +296,8 @@ def test_compiled(inplace):
 def test_transforms_and_forward_mode_run_torchs_ops():
     module, x = fewbit.GELU(), torch.randn(5)
     assert torch.equal(torch.func.grad(lambda t: module(t).sum())(x), torch.func.grad(lambda t: F.gelu(t).sum())(x))
-    found = torch.func.jvp(module, (x,), (torch.ones(5),))[1]
-    assert torch.equal(found, torch.func.jvp(F.gelu, (x,), (torch.ones(5),))[1])
+    actual = torch.func.jvp(module, (x,), (torch.ones(5),))[1]
+    assert torch.equal(actual, torch.func.jvp(F.gelu, (x,), (torch.ones(5),))[1])
 
 
 def test_training_goes_on_as_without():
