@@ -15,6 +15,7 @@ from lowtide.kernels.activations import CURVES, GATES
 from lowtide.nn import FewBit, fewbit
 from lowtide.nn.fewbit import book_for, few_bit
 from lowtide.nn.fewbit_tables import BITS, Uniform, table_of
+from tests.soak import in_soak
 
 NAMED = [cls for cls in vars(fewbit).values() if isinstance(cls, type) and issubclass(cls, fewbit._Named)][1:]
 
@@ -31,7 +32,7 @@ SMOOTH = [cls for cls in NAMED if cls.__name__ not in STRAIGHT_NAMES]
 STRAIGHT = [cls for cls in NAMED if cls.__name__ in STRAIGHT_NAMES]
 
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, *in_soak((torch.float64, torch.float16))]
 
 
 def pair(cls, **kwargs):
@@ -63,7 +64,7 @@ def test_forward_is_torchs_and_the_bytes_are_few(cls, dtype):
     assert torch.autograd.grad(y, x, torch.ones_like(y))[0].dtype is dtype
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", [1, 3, *in_soak(bits for bits in BITS if bits not in (1, 3))])
 @pytest.mark.parametrize("cls", SMOOTH, ids=lambda cls: cls.__name__)
 def test_gradients_have_the_tables_error(cls, bits):
     torch.manual_seed(0)
@@ -132,7 +133,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("kind", [fewbit.GELU, fewbit.ReLU])
-@pytest.mark.parametrize("of_gradient", ["plain", "transposed", "expanded"])
+@pytest.mark.parametrize("of_gradient", ["transposed", *in_soak(("plain", "expanded"))])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_gives_the_same_values(layout, of_gradient, kind):
     x = LAYOUTS[layout](torch.randn(3, 4, 5, 6))
@@ -174,22 +175,13 @@ def test_what_cannot_be_is_refused():
     for bits in (0, 9, 2.5):
         with pytest.raises(LowtideError, match="bits"):
             fewbit.GELU(bits=bits)
-    with pytest.raises(LowtideError, match="learns"):
-        FewBit(nn.PReLU())
-    with pytest.raises(LowtideError, match="Unknown activation"):
-        FewBit("softmax")
-    with pytest.raises(LowtideError, match="is not an activation"):
-        FewBit(nn.ReLU)
-    for mixes in (nn.Softmax(-1), nn.GLU(), nn.Dropout(0.5), lambda x: x / x.norm(), lambda x: x.sum(), torch.softmax):
-        with pytest.raises(LowtideError, match="each element alone"):
-            FewBit(mixes)
-    for partial in (torch.log, torch.sqrt):
-        with pytest.raises(LowtideError, match="not finite"):
-            FewBit(partial)
-    with pytest.raises(LowtideError, match="Unknown density"):
+    with pytest.raises(LowtideError, match="beta"):
         fewbit.GELU(density="beta")
-    with pytest.raises(LowtideError, match="not an activation"):
-        FewBit(3)
+    mixes = (nn.Softmax(-1), nn.GLU(), nn.Dropout(0.5), lambda x: x / x.norm(), lambda x: x.sum(), torch.softmax)
+    not_finite = (torch.log, torch.sqrt)
+    for wrong in (nn.PReLU(), "softmax", nn.ReLU, 3, *mixes, *not_finite):
+        with pytest.raises(LowtideError):
+            FewBit(wrong)
 
 
 def test_calibration_chooses_slopes_for_the_inputs():
