@@ -81,7 +81,7 @@ class _Source:
         """Refuse to compute logits from a weight or an input that changed since the head was called."""
         if self.is_old or self._versions() != self.versions:
             raise LowtideError(
-                "Logits are computed on demand, and their weight or input changed since the head was called",
+                "Logits are computed on demand, and since the head was called their weight or input has changed",
                 where=self.path,
                 hint="Use them before optimizer.step(), or undo the chunked loss.",
             )
