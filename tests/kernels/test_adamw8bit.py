@@ -68,19 +68,19 @@ def test_a_step_with_float32_states_is_torchs():
 
 def entries(dtype=torch.float32, sizes=(4100, 300, 8195), gradients=None):
     torch.manual_seed(0)
-    made = []
+    built = []
     for size in sizes:
         p = torch.randn(size).to(dtype)
         p[size // 3 : size // 2] = 0
-        made.append(Entry(p, torch.randn(size).to(gradients or dtype), empty_moments(p)))
-    return made
+        built.append(Entry(p, torch.randn(size).to(gradients or dtype), empty_moments(p)))
+    return built
 
 
-def on(device, made):
+def on(device, built):
     def to(t):
         return None if t is None else t.clone().to(device)
 
-    return [Entry(to(e.parameter), to(e.gradient), Moments(*map(to, e.moments))) for e in made]
+    return [Entry(to(e.parameter), to(e.gradient), Moments(*map(to, e.moments))) for e in built]
 
 
 def decoded(moments):
@@ -101,11 +101,11 @@ def test_the_kernel_is_the_reference(kernels, dtype, decoupled):
     tolerance = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
     for count in (1, 2, 3):
         hyper = HYPER._replace(step=count, decoupled=decoupled, maximize=count == 2)
-        found = on(DEVICE, expected)
-        kernels.step(found, hyper)
+        actual = on(DEVICE, expected)
+        kernels.step(actual, hyper)
         for entry in expected:
             reference.step(*entry, hyper)
-        for mine, theirs in zip(found, expected, strict=True):
+        for mine, theirs in zip(actual, expected, strict=True):
             torch.testing.assert_close(mine.parameter, theirs.parameter, rtol=tolerance, atol=1e-5)
             for m, t in zip(decoded(mine.moments), decoded(theirs.moments), strict=True):
                 # A value at the edge of two codes may fall to either: one step of the code, of very few.
@@ -118,14 +118,14 @@ def test_the_kernel_and_the_reference_give_code_0_to_second_moments_that_are_0_a
     gradient = torch.randn(5000, device=DEVICE) * 1e-7
     gradient[::256] = 1.0
     gradient[100:200] = 0.0
-    found = []
+    actual = []
     for step in (lambda entry: kernels.step([entry], HYPER), lambda entry: reference.step(*entry, HYPER)):
         p = torch.zeros(5000, device=DEVICE)
         moments = empty_moments(p)
         step(Entry(p, gradient.clone(), moments))
-        found.append(moments.exp_avg_sq)
-    assert torch.equal(*found)
-    assert torch.equal(found[0] == 0, gradient == 0)
+        actual.append(moments.exp_avg_sq)
+    assert torch.equal(*actual)
+    assert torch.equal(actual[0] == 0, gradient == 0)
 
 
 def test_tensors_that_do_not_begin_at_16_bytes(kernels):

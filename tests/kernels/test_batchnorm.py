@@ -17,13 +17,13 @@ def test_parts_and_whole_tiles_agree(name):
     act = Activation.of("leaky_relu")
     z, mean, invstd, _ = kernels.forward(x, weight, bias, Running(), act, eps=1e-5)
     affine = Affine(mean, invstd, weight, bias)
-    for found, expected in zip(kernels.measure(x, Running(), eps=1e-5, streams=8), (mean, invstd), strict=True):
-        torch.testing.assert_close(found, expected)
+    for actual, expected in zip(kernels.measure(x, Running(), eps=1e-5, streams=8), (mean, invstd), strict=True):
+        torch.testing.assert_close(actual, expected)
     assert torch.equal(kernels.normalize(x, "x", affine, act, streams=8)[0], z)
     whole = kernels.backward(dz, z, "z", affine, act, training=True)
     parts = kernels.backward(dz, z, "z", affine, act, training=True, streams=8)
-    for found, expected in zip(parts[:3], whole[:3], strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # sums in another order
+    for actual, expected in zip(parts[:3], whole[:3], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)  # sums in another order
 
 
 @pytest.mark.gpu
@@ -47,13 +47,13 @@ def test_two_streams_do_not_disturb_each_other():
     expected = kernels.forward(x, weight, bias, Running(), act, eps=1e-5)[0]
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
-    found = []
+    actual = []
     for _ in range(10):
         for stream in streams:
             with torch.cuda.stream(stream):
-                found.append(kernels.forward(x, weight, bias, Running(), act, eps=1e-5)[0])
+                actual.append(kernels.forward(x, weight, bias, Running(), act, eps=1e-5)[0])
     torch.cuda.synchronize()
-    assert all(torch.equal(z, expected) for z in found)
+    assert all(torch.equal(z, expected) for z in actual)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -64,8 +64,8 @@ def reference(x, dz, weight, bias, act, slopes=None, residual=None):
     return z.detach(), running, torch.autograd.grad(z, inputs, dz.double())
 
 
-def close(found, expected, tolerance):
-    error = float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+def close(actual, expected, tolerance):
+    error = float((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30))
     assert error < tolerance, f"{error:.1e}"
 
 
@@ -167,8 +167,8 @@ def test_sums_over_processes_come_between_the_sweeps():
     rows = x.numel() // x.shape[1]
     alone = kernels.backward(dz, x, "x", affine, act, training=True)
     summed = kernels.backward(dz, x, "x", affine, act, training=True, sums=lambda a, b: (a / rows, b / rows))
-    for found, expected in zip(summed[:3], alone[:3], strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for actual, expected in zip(summed[:3], alone[:3], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

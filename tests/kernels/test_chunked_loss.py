@@ -43,8 +43,8 @@ def expected(logits, target, rules, scale):
     return loss.detach(), gradient
 
 
-def close(found, value, tolerance):
-    error = float((found.double() - value).norm() / value.norm().clamp(min=1e-30))
+def close(actual, value, tolerance):
+    error = float((actual.double() - value).norm() / value.norm().clamp(min=1e-30))
     assert error < tolerance, f"{error:.1e}"
 
 
@@ -194,7 +194,7 @@ def test_sums_over_chunks_are_32_bits_wide(dtype):
 def test_parameters_are_padded_with_zeros_and_are_themselves_where_nothing_is_to_do(shape):
     parameter = torch.randn(shape)
     assert chooser.padded(parameter, 0, torch.float32) is parameter
-    made = chooser.padded(parameter, 2, torch.bfloat16)
-    assert torch.equal(made[:7], parameter.bfloat16())
-    assert made.shape == (9, *shape[1:])
-    assert not made[7:].any()
+    built = chooser.padded(parameter, 2, torch.bfloat16)
+    assert torch.equal(built[:7], parameter.bfloat16())
+    assert built.shape == (9, *shape[1:])
+    assert not built[7:].any()

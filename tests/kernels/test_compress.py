@@ -83,8 +83,8 @@ def test_the_mean_and_the_variance_of_many_draws_are_those_of_the_theory(bits):
     assert float((deviation.abs() < 3).double().mean()) > 0.985
     assert float(deviation.abs().max()) < 5  # of 512
     assert float(error[~drawn].abs().max()) < 0.01 * float(step.max())
-    found = (many - x.double()).square().mean()
-    torch.testing.assert_close(found, variance.mean(), rtol=0.1, atol=0)
+    actual = (many - x.double()).square().mean()
+    torch.testing.assert_close(actual, variance.mean(), rtol=0.1, atol=0)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -219,8 +219,8 @@ def test_the_kernel_knows_other_groups(kernels, group):
     stored = kernels.compress(x, 4, group, torch.tensor(SEED, device=DEVICE), 1)
     expected = reference.compress(x, 4, group, philox_noise(1, group))
     low, step, codes = reference.split(stored, 9001, 4, group, x.dtype)
-    for found, wanted in zip((low, step, codes), reference.split(expected, 9001, 4, group, x.dtype), strict=True):
-        assert torch.equal(found, wanted)
+    for actual, wanted in zip((low, step, codes), reference.split(expected, 9001, 4, group, x.dtype), strict=True):
+        assert torch.equal(actual, wanted)
     assert bool(((kernels.decompress(stored, 9001, x.dtype, 4, group) - x).abs() <= bound(x, 4, group)).all())
 
 

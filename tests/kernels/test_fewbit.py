@@ -39,11 +39,11 @@ GATES_WITH_NUMBERS = [
 def looked_up(x, book):
     """The slope of every input, one at a time."""
     wide = [float(v) for v in torch.tensor(book.boundaries, dtype=torch.float32)]
-    found = []
+    actual = []
     for value in x.double().tolist():
         code = len(wide) if math.isnan(value) else sum(value >= boundary for boundary in wide)
-        found.append(float(torch.tensor(book.levels[code], dtype=torch.float32)))
-    return torch.tensor(found, dtype=torch.float64, device=x.device)
+        actual.append(float(torch.tensor(book.levels[code], dtype=torch.float32)))
+    return torch.tensor(actual, dtype=torch.float64, device=x.device)
 
 
 def make(size, dtype=torch.float32, seed=0):
@@ -124,21 +124,21 @@ def test_a_gate_has_torchs_own_gradient(kernels, curve, dtype):
     assert_same(dx, expected, kernels)
 
 
-def assert_same(found, expected, kernels):
+def assert_same(actual, expected, kernels):
     """Bit for bit. Triton's interpreter cuts bfloat16 off where a GPU rounds it: there, to one unit."""
-    if kernels is fast and not GPU and found.dtype is torch.bfloat16:
-        torch.testing.assert_close(found, expected, rtol=2**-7, atol=0, equal_nan=True)
+    if kernels is fast and not GPU and actual.dtype is torch.bfloat16:
+        torch.testing.assert_close(actual, expected, rtol=2**-7, atol=0, equal_nan=True)
     else:
-        assert torch.equal(found.isnan(), expected.isnan())
-        assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+        assert torch.equal(actual.isnan(), expected.isnan())
+        assert torch.equal(actual.nan_to_num(7), expected.nan_to_num(7))
 
 
 def chosen(x, book):
     """By Triton's kernel, with the ends of the gate as the chooser finds torch's to be."""
     if GPU:
         return chooser._encode_gate(x, book, fast)
-    found = [fast.encode(x, book, rounded=rounded) for rounded in (False, True)]  # all 65,536 take long to interpret
-    return next(codes for codes in found if torch.equal(codes, reference.encode(x, book)))
+    actual = [fast.encode(x, book, rounded=rounded) for rounded in (False, True)]  # all 65,536 take long to interpret
+    return next(codes for codes in actual if torch.equal(codes, reference.encode(x, book)))
 
 
 @pytest.mark.skipif(fast is None, reason="needs triton")

@@ -30,9 +30,9 @@ def matrix(kind, rows, block, ratio, seed=SEED):
 
 def bounds(rows, block, ratio):
     sketch = Sketch("rows", ratio, block)
-    kept, blocks = sketch.kept(rows), sketch.blocks(rows)
+    saved, blocks = sketch.kept(rows), sketch.blocks(rows)
     for b in range(blocks):
-        yield slice(b * kept // blocks, (b + 1) * kept // blocks), slice(b * rows // blocks, (b + 1) * rows // blocks)
+        yield slice(b * saved // blocks, (b + 1) * saved // blocks), slice(b * rows // blocks, (b + 1) * rows // blocks)
 
 
 def test_philox_gives_the_published_numbers():
@@ -48,13 +48,13 @@ def test_philox_gives_the_published_numbers():
 @pytest.mark.parametrize(("rows", "block", "ratio"), CUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sketch_is_block_diagonal_and_has_its_shape(kind, rows, block, ratio):
-    found = matrix(kind, rows, block, ratio)
-    assert found.shape == (max(1, round(ratio * rows)), rows)
-    outside = found.clone()
-    for kept, own in bounds(rows, block, ratio):
-        assert kept.stop > kept.start
-        assert block is None or own.stop - own.start <= block or kept.stop - kept.start == 1
-        part = found[kept, own]
+    actual = matrix(kind, rows, block, ratio)
+    assert actual.shape == (max(1, round(ratio * rows)), rows)
+    outside = actual.clone()
+    for saved, own in bounds(rows, block, ratio):
+        assert saved.stop > saved.start
+        assert block is None or own.stop - own.start <= block or saved.stop - saved.start == 1
+        part = actual[saved, own]
         size, total = part.shape
         if kind == "rademacher":
             torch.testing.assert_close(part.abs(), torch.full_like(part, size**-0.5))
@@ -64,7 +64,7 @@ def test_a_sketch_is_block_diagonal_and_has_its_shape(kind, rows, block, ratio):
             torch.testing.assert_close(part @ part.T, torch.eye(size).double() * total / size)
             if kind == "rows":
                 assert ((part != 0).sum(1) == 1).all()
-        outside[kept, own] = 0
+        outside[saved, own] = 0
     assert not outside.any()
 
 
@@ -72,7 +72,7 @@ def test_a_sketch_is_block_diagonal_and_has_its_shape(kind, rows, block, ratio):
 def test_other_seeds_give_other_sketches_and_blocks_differ(kind):
     first, again, other = (matrix(kind, 256, 64, 0.25, seed) for seed in (SEED, SEED, SEED + 1))
     assert torch.equal(first, again)
-    parts = [sketch[kept, own] for sketch in (first, other) for kept, own in bounds(256, 64, 0.25)]
+    parts = [sketch[saved, own] for sketch in (first, other) for saved, own in bounds(256, 64, 0.25)]
     assert all(not torch.equal(a, b) for i, a in enumerate(parts) for b in parts[:i])
 
 
@@ -106,12 +106,12 @@ def test_products_are_right_on_average_with_the_variance_of_theory(kind, blocks)
     x = torch.randn(rows, 3) * torch.rand(rows, 1).exp()  # rows of unlike size
     y = torch.randn(rows, 4) + 0.5 * x[:, :1]
     sketch, both = Sketch(kind, 0.2, rows // blocks), torch.cat([x, y], 1).repeat(times, 1)
-    found = []
+    actual = []
     for seed in torch.randint(2**63 - 1, (seeds,)):
         sketched = reference.project(both, seed, sketch).double().view(times, -1, 7)
-        found.append(sketched[..., :3].transpose(1, 2) @ sketched[..., 3:])
+        actual.append(sketched[..., :3].transpose(1, 2) @ sketched[..., 3:])
     expected, theory = x.double().T @ y.double(), variance(kind, x, y, sketch)
-    errors = torch.cat(found) - expected
+    errors = torch.cat(actual) - expected
     assert errors.mean(0).norm() < 3 * (theory / len(errors)) ** 0.5
     assert errors.square().sum((1, 2)).mean() == pytest.approx(theory, rel=0.1)
 
@@ -173,10 +173,10 @@ def test_kernels_read_any_strides(kernels, kind, layout):
     close(kernels.project(x, seed, Sketch(kind, 0.2, 32)), x, seed, Sketch(kind, 0.2, 32))
 
 
-def close(found, x, seed, sketch):
+def close(actual, x, seed, sketch):
     expected = reference.project(x.double(), seed, sketch)
-    assert found.dtype == x.dtype
-    error = float((found.double() - expected).norm() / expected.norm())
+    assert actual.dtype == x.dtype
+    error = float((actual.double() - expected).norm() / expected.norm())
     assert error < TOLERANCE[x.dtype], f"{error:.1e}"
 
 

@@ -69,9 +69,9 @@ def assert_same_steps(model, plain, call, *, steps=3, batches=None):
     for step in range(steps):
         shape = BATCH if batches is None else (batches[step], *BATCH[1:])
         x = torch.randn(shape, dtype=torch.float64)
-        found, expected = call(x), plain(x)
-        torch.testing.assert_close(found, expected)
-        found.square().sum().backward()
+        actual, expected = call(x), plain(x)
+        torch.testing.assert_close(actual, expected)
+        actual.square().sum().backward()
         expected.square().sum().backward()
     for ours, theirs in zip(parameters(model), parameters(plain), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
@@ -111,7 +111,7 @@ class Graphs:
         return self
 
     @property
-    def kept(self):
+    def retained(self):
         """Buffers of full size that are kept between forward and backward, the net's input aside."""
         given = self.backward.graph.find_nodes(op="placeholder")
         others = ("tangents", "primals", "detach")  # the last are views of one that is kept
@@ -144,7 +144,7 @@ def test_training_is_that_of_plain_torch(activation, joined):
 def test_every_strategy_compiles_and_keeps_x(strategy):
     model, plain = nets("leaky_relu", strategy)
     assert_same_steps(model, plain, torch.compile(model, fullgraph=True, backend="aot_eager"))
-    assert len(Graphs().step(model).kept) == 2
+    assert len(Graphs().step(model).retained) == 2
 
 
 @pytest.mark.parametrize(
@@ -235,9 +235,9 @@ KEPT = ["relu", "silu", "prelu", "identity", *in_soak(("leaky_relu", "gelu"))]
 def test_one_buffer_is_kept_per_layer(activation, training):
     model, plain = (net.train(training) for net in nets(activation))
     graphs = Graphs().step(model)
-    assert len(graphs.kept) == 2
+    assert len(graphs.retained) == 2
     assert graphs.reductions == 2 * training  # the batch norm's and the running statistics' are one
-    assert len(Graphs().step(plain).kept) >= 4
+    assert len(Graphs().step(plain).retained) >= 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -247,7 +247,7 @@ def test_autocast_keeps_one_buffer_in_16_bits(dtype):
     with torch.autocast("cpu", dtype):
         out = call(torch.randn(BATCH))
     out.float().square().sum().backward()
-    assert [kept.dtype for kept in graphs.kept] == [dtype] * 3  # the net's input, cast, is one
+    assert [retained.dtype for retained in graphs.retained] == [dtype] * 3  # the net's input, cast, is one
     assert graphs.reductions == 2
 
 
@@ -261,15 +261,15 @@ def test_a_join_whose_output_is_kept_does_not_keep_its_residual():
 
     graphs = Graphs()
     torch.compile(step, fullgraph=True, backend=graphs.backend)(x).square().sum().backward()
-    assert len(graphs.kept) == 2
+    assert len(graphs.retained) == 2
 
 
 @pytest.mark.parametrize("rebuild_joins", [True, False])
 def test_a_join_keeps_one_buffer_more(rebuild_joins):
     model, plain = nets("relu", joined=True)
     model.second.rebuild_joins = rebuild_joins
-    assert len(Graphs().step(model).kept) == 3
-    assert len(Graphs().step(plain).kept) == 4
+    assert len(Graphs().step(model).retained) == 3
+    assert len(Graphs().step(plain).retained) == 4
 
 
 def save_convolutions(context, op, *args, **kwargs):
@@ -296,7 +296,7 @@ def test_the_standard_strategy_and_unknown_activations_stay_plain(activation, st
     model, plain = nets(activation, strategy)
     graphs = Graphs()
     assert_same_steps(model, plain, torch.compile(model, fullgraph=True, backend=graphs.backend))
-    assert len(graphs.kept) >= 4
+    assert len(graphs.retained) >= 4
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -360,7 +360,7 @@ def networks(strategy, activation="leaky_relu", **options):
 @pytest.mark.parametrize("strategy", ONE_BUFFER)
 def test_gradients_by_torch_func_are_torchs(strategy):
     ours, plain = networks(strategy)
-    found = []
+    actual = []
     for net in (ours, plain):
         parameters = {n: p.detach() for n, p in net.named_parameters()}
         buffers = {n: b.clone() for n, b in net.named_buffers()}
@@ -368,33 +368,33 @@ def test_gradients_by_torch_func_are_torchs(strategy):
         def loss(parameters, buffers, x, net=net):
             return functional_call(net, (parameters, buffers), (x,)).square().sum()
 
-        found.append([list(grad(loss)(parameters, buffers, batch()).values()), list(buffers.values())])
-    torch.testing.assert_close(*found)
+        actual.append([list(grad(loss)(parameters, buffers, batch()).values()), list(buffers.values())])
+    torch.testing.assert_close(*actual)
 
 
 @pytest.mark.parametrize("strategy", ONE_BUFFER)
 def test_gradients_per_sample_by_vmap_are_torchs(strategy):
     ours, plain = networks(strategy, track_running_stats=False)
-    found = []
+    actual = []
     for net in (ours, plain):
         values = {n: p.detach() for n, p in net.named_parameters()}
 
         def loss(values, x, net=net):
             return functional_call(net, values, (x[None],)).square().sum()
 
-        found.append([g for _, g in sorted(vmap(grad(loss), (None, 0))(values, batch()).items())])
-    torch.testing.assert_close(*found)
+        actual.append([g for _, g in sorted(vmap(grad(loss), (None, 0))(values, batch()).items())])
+    torch.testing.assert_close(*actual)
 
 
 @pytest.mark.parametrize("strategy", ONE_BUFFER)
 def test_functional_call_gives_torchs_gradients_of_the_values_given(strategy):
     layer, plain = pair(strategy, "prelu" if strategy.startswith("checkpoint") else "leaky_relu")
-    found = []
+    actual = []
     for net in (layer.double(), plain.double()):
         values = {n: (p.detach() * 1.5).requires_grad_() for n, p in net.named_parameters()}
         functional_call(net, values, (batch(),)).square().sum().backward()
-        found.append([values[n].grad for n in values])
-    torch.testing.assert_close(*found)
+        actual.append([values[n].grad for n in values])
+    torch.testing.assert_close(*actual)
 
 
 # -- traced and exported -------------------------------------------------------------------------------
@@ -428,5 +428,5 @@ def test_onnx_in_eval_mode_agrees(tmp_path):
     x = torch.randn(2, 4, 5, 5)
     torch.onnx.export(layer.eval(), (x,), str(tmp_path / "layer.onnx"))
     session = onnxruntime.InferenceSession(str(tmp_path / "layer.onnx"))
-    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(found), plain.eval()(x))
+    (actual,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(actual), plain.eval()(x))

@@ -30,8 +30,8 @@ def test_the_forward_pass_is_as_without_and_gradients_are_near():
         with compressed(bits):
             loss = model(x).square().mean()
         assert torch.equal(loss, plain)
-        for found, wanted in zip(torch.autograd.grad(loss, list(model.parameters())), expected, strict=True):
-            assert float((found - wanted).norm() / wanted.norm()) < tolerance
+        for actual, wanted in zip(torch.autograd.grad(loss, list(model.parameters())), expected, strict=True):
+            assert float((actual - wanted).norm() / wanted.norm()) < tolerance
 
 
 def test_the_gradient_of_a_linear_layer_is_right_on_average():
@@ -84,9 +84,9 @@ def test_a_tensor_that_was_written_to_is_stored_anew():
         a = h.square().sum()
         h.mul_(3)
         b = h.square().sum()
-    (found,) = torch.autograd.grad(a + b, x)
+    (actual,) = torch.autograd.grad(a + b, x)
     expected = 2 * x.detach() + 18 * x.detach()
-    assert float((found - expected).norm() / expected.norm()) < 0.01
+    assert float((actual - expected).norm() / expected.norm()) < 0.01
 
 
 def test_no_record_is_left_when_the_graph_is_gone():
@@ -170,8 +170,8 @@ def test_other_hooks_get_the_codes():
     x = activation(64, 256)
     with torch.autograd.graph.save_on_cpu(), compressed(8):
         y = x.square().sum()
-    (found,) = torch.autograd.grad(y, x)
-    assert float((found - 2 * x.detach()).norm() / found.norm()) < 0.01
+    (actual,) = torch.autograd.grad(y, x)
+    assert float((actual - 2 * x.detach()).norm() / actual.norm()) < 0.01
 
 
 def test_of_two_the_inner_one_decides():
@@ -308,9 +308,9 @@ def test_a_compiled_function_is_right():
 
     with compressed(8):
         y = run(x)
-    (found,) = torch.autograd.grad(y, x)
+    (actual,) = torch.autograd.grad(y, x)
     (expected,) = torch.autograd.grad(F.gelu(x).square().sum(), x)
-    assert float((found - expected).norm() / expected.norm()) < 0.02
+    assert float((actual - expected).norm() / expected.norm()) < 0.02
 
 
 def test_an_empty_batch_passes():
@@ -365,8 +365,8 @@ def test_every_view_of_a_parameter_is_kept(view):
     x = torch.randn(view(weight).shape, requires_grad=True)
     with compressed(2):
         y = x * view(weight)
-    (found,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(found, view(weight).detach().to(x.dtype))
+    (actual,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(actual, view(weight).detach().to(x.dtype))
 
 
 @pytest.mark.parametrize("view", WEIGHT_VIEWS.values(), ids=WEIGHT_VIEWS)
@@ -401,11 +401,11 @@ def test_attention_stays_within_the_bound_however_sharp_it_is(bits, how, scale, 
     expected = torch.autograd.grad(run(), inputs)
     with compressed(bits, seed=0):
         loss = run()
-    for found, wanted in zip(torch.autograd.grad(loss, inputs), expected, strict=True):
+    for actual, wanted in zip(torch.autograd.grad(loss, inputs), expected, strict=True):
         if how == "math":  # what softmax reads is not exponentiated again, and the rest is linear
-            assert float((found - wanted).norm() / wanted.norm()) < 12 / (2**bits - 2)
+            assert float((actual - wanted).norm() / wanted.norm()) < 12 / (2**bits - 2)
         else:
-            assert torch.equal(found, wanted)
+            assert torch.equal(actual, wanted)
 
 
 @pytest.mark.gpu
@@ -423,8 +423,8 @@ def test_every_fused_attention_of_a_gpu_has_torchs_gradients(backend, dropout):
     expected = torch.autograd.grad(run(), inputs)
     with compressed(2):
         loss = run()
-    for found, wanted in zip(torch.autograd.grad(loss, inputs), expected, strict=True):
-        torch.testing.assert_close(found, wanted)  # efficient attention adds up in any order
+    for actual, wanted in zip(torch.autograd.grad(loss, inputs), expected, strict=True):
+        torch.testing.assert_close(actual, wanted)  # efficient attention adds up in any order
 
 
 def test_what_attention_reads_is_stored_for_others_but_kept_for_it():
@@ -479,8 +479,8 @@ def test_what_backward_exponentiates_or_divides_by_is_kept(run):
     (expected,) = torch.autograd.grad(run(x).sum(), x)
     with compressed(4):
         y = run(x)
-    (found,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(found, expected)
+    (actual,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
@@ -490,8 +490,8 @@ def test_what_a_compiled_region_saves_is_kept():
     (expected,) = torch.autograd.grad(torch.logsumexp(x * 20, -1).sum(), x)
     with compressed(2):
         y = run(x * 20, -1)
-    (found,) = torch.autograd.grad(y.sum(), x)
-    torch.testing.assert_close(found, expected)
+    (actual,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_softmax_is_kept_unless_asked_for():

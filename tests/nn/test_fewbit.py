@@ -15,6 +15,7 @@ from lowtide.kernels.activations import CURVES, GATES
 from lowtide.nn import FewBit, fewbit
 from lowtide.nn.fewbit import book_for, few_bit
 from lowtide.nn.fewbit_tables import BITS, Uniform, table_of
+from tests.soak import in_soak
 
 NAMED = [cls for cls in vars(fewbit).values() if isinstance(cls, type) and issubclass(cls, fewbit._Named)][1:]
 
@@ -31,7 +32,7 @@ SMOOTH = [cls for cls in NAMED if cls.__name__ not in STRAIGHT_NAMES]
 STRAIGHT = [cls for cls in NAMED if cls.__name__ in STRAIGHT_NAMES]
 
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, *in_soak((torch.float64, torch.float16))]
 
 
 def pair(cls, **kwargs):
@@ -63,7 +64,7 @@ def test_forward_is_torchs_and_the_bytes_are_few(cls, dtype):
     assert torch.autograd.grad(y, x, torch.ones_like(y))[0].dtype is dtype
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", [1, 3, *in_soak(bits for bits in BITS if bits not in (1, 3))])
 @pytest.mark.parametrize("cls", SMOOTH, ids=lambda cls: cls.__name__)
 def test_gradients_have_the_tables_error(cls, bits):
     torch.manual_seed(0)
@@ -87,9 +88,9 @@ def test_straight_ones_have_torchs_gradient(cls, inplace, dtype):
     x = torch.cat([torch.randn(120), ends]).to(dtype)
     dy = torch.randn(x.shape).to(dtype)
     dy[::40], dy[1::40] = math.inf, math.nan
-    found, expected = gradient(module, x, dy), gradient(plain, x, dy)
-    assert torch.equal(found.isnan(), expected.isnan())
-    assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+    actual, expected = gradient(module, x, dy), gradient(plain, x, dy)
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.nan_to_num(7), expected.nan_to_num(7))
 
 
 @pytest.mark.parametrize("cls", STRAIGHT, ids=lambda cls: cls.__name__)
@@ -132,7 +133,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("kind", [fewbit.GELU, fewbit.ReLU])
-@pytest.mark.parametrize("of_gradient", ["plain", "transposed", "expanded"])
+@pytest.mark.parametrize("of_gradient", ["transposed", *in_soak(("plain", "expanded"))])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_gives_the_same_values(layout, of_gradient, kind):
     x = LAYOUTS[layout](torch.randn(3, 4, 5, 6))
@@ -145,8 +146,8 @@ def test_any_layout_gives_the_same_values(layout, of_gradient, kind):
     leaf = x.detach().requires_grad_()
     y = module(leaf)
     assert y.stride() == getattr(nn, kind.__name__)()(x).stride()
-    found = torch.autograd.grad(y, leaf, dy)[0]
-    assert torch.equal(found, gradient(module, x.contiguous(), dy.contiguous()))
+    actual = torch.autograd.grad(y, leaf, dy)[0]
+    assert torch.equal(actual, gradient(module, x.contiguous(), dy.contiguous()))
 
 
 def test_nothing_is_kept_where_nothing_is_needed():
@@ -164,8 +165,8 @@ def test_any_module_name_or_function():
         layer = FewBit(activation, bits=2)
         assert torch.equal(torch.autograd.grad(layer(x).sum(), x)[0], gradient(fewbit.GELU(bits=2), x, torch.ones(100)))
     own = FewBit(lambda x: x * torch.sigmoid(1.702 * x), bits=8)
-    (found,) = torch.autograd.grad(own(x).sum(), x)
-    torch.testing.assert_close(found, own.book.activation.slope(x), rtol=0, atol=0.02)  # 8 bits: near
+    (actual,) = torch.autograd.grad(own(x).sum(), x)
+    torch.testing.assert_close(actual, own.book.activation.slope(x), rtol=0, atol=0.02)  # 8 bits: near
     assert FewBit(nn.SiLU(inplace=True)).inplace
     assert FewBit(nn.ReLU(), bits=5).bits == 1
 
@@ -174,22 +175,13 @@ def test_what_cannot_be_is_refused():
     for bits in (0, 9, 2.5):
         with pytest.raises(LowtideError, match="bits"):
             fewbit.GELU(bits=bits)
-    with pytest.raises(LowtideError, match="learns"):
-        FewBit(nn.PReLU())
-    with pytest.raises(LowtideError, match="Unknown activation"):
-        FewBit("softmax")
-    with pytest.raises(LowtideError, match="is not an activation"):
-        FewBit(nn.ReLU)
-    for mixes in (nn.Softmax(-1), nn.GLU(), nn.Dropout(0.5), lambda x: x / x.norm(), lambda x: x.sum(), torch.softmax):
-        with pytest.raises(LowtideError, match="each element alone"):
-            FewBit(mixes)
-    for partial in (torch.log, torch.sqrt):
-        with pytest.raises(LowtideError, match="not finite"):
-            FewBit(partial)
-    with pytest.raises(LowtideError, match="Unknown density"):
+    with pytest.raises(LowtideError, match="beta"):
         fewbit.GELU(density="beta")
-    with pytest.raises(LowtideError, match="not an activation"):
-        FewBit(3)
+    mixes = (nn.Softmax(-1), nn.GLU(), nn.Dropout(0.5), lambda x: x / x.norm(), lambda x: x.sum(), torch.softmax)
+    not_finite = (torch.log, torch.sqrt)
+    for wrong in (nn.PReLU(), "softmax", nn.ReLU, 3, *mixes, *not_finite):
+        with pytest.raises(LowtideError):
+            FewBit(wrong)
 
 
 def test_calibration_chooses_slopes_for_the_inputs():
@@ -251,10 +243,10 @@ def test_batched_gradients_are_those_one_by_one(name, layout):
     leaf = x.clone().requires_grad_()
     dy = torch.stack([torch.randn_like(layout(x)), torch.full_like(layout(x), math.inf)])
     y = changed(leaf)
-    (found,) = torch.autograd.grad(y, leaf, dy, retain_graph=True, is_grads_batched=True)
+    (actual,) = torch.autograd.grad(y, leaf, dy, retain_graph=True, is_grads_batched=True)
     mapped = torch.func.vmap(lambda one: torch.autograd.grad(y, leaf, one, retain_graph=True)[0])(dy)
-    torch.testing.assert_close(mapped, found, rtol=0, atol=0, equal_nan=True)
-    for mine, one in zip(found, dy, strict=True):
+    torch.testing.assert_close(mapped, actual, rtol=0, atol=0, equal_nan=True)
+    for mine, one in zip(actual, dy, strict=True):
         torch.testing.assert_close(
             mine, torch.autograd.grad(y, leaf, one, retain_graph=True)[0], rtol=0, atol=0, equal_nan=True
         )
@@ -274,9 +266,9 @@ def test_checkpoints_autocast_and_hooks_around_it():
     with torch.autograd.graph.save_on_cpu():
         assert torch.equal(gradient(model, x, dy), expected)
     with torch.autocast("cpu", torch.bfloat16):
-        found = gradient(model, x, dy.bfloat16())
+        actual = gradient(model, x, dy.bfloat16())
         assert model(x).dtype is nn.Sequential(model[0], nn.GELU(), model[2], nn.Softplus())(x).dtype
-    torch.testing.assert_close(found, expected, rtol=0.2, atol=0.1)  # a boundary may be crossed by rounding
+    torch.testing.assert_close(actual, expected, rtol=0.2, atol=0.1)  # a boundary may be crossed by rounding
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -296,8 +288,8 @@ def test_compiled(inplace):
 def test_transforms_and_forward_mode_run_torchs_ops():
     module, x = fewbit.GELU(), torch.randn(5)
     assert torch.equal(torch.func.grad(lambda t: module(t).sum())(x), torch.func.grad(lambda t: F.gelu(t).sum())(x))
-    found = torch.func.jvp(module, (x,), (torch.ones(5),))[1]
-    assert torch.equal(found, torch.func.jvp(F.gelu, (x,), (torch.ones(5),))[1])
+    actual = torch.func.jvp(module, (x,), (torch.ones(5),))[1]
+    assert torch.equal(actual, torch.func.jvp(F.gelu, (x,), (torch.ones(5),))[1])
 
 
 def test_training_goes_on_as_without():

@@ -31,11 +31,11 @@ def test_gelu_is_as_near_as_can_be(bits, rmse):
 @pytest.mark.parametrize("name", CURVES)
 def test_shipped_tables_are_those_that_the_program_makes(name):
     stored = json.loads(DATA.read_text())
-    for bits, made in zip((1, 3, 5), find_tables(Activation.pointwise(name), (1, 3, 5), Normal()), strict=True):
+    for bits, built in zip((1, 3, 5), find_tables(Activation.pointwise(name), (1, 3, 5), Normal()), strict=True):
         entry = stored[f"{name}/{bits}"]
-        assert entry["rmse"] == pytest.approx(made.rmse, rel=1e-5)
-        np.testing.assert_allclose(entry["levels"], made.levels, atol=1e-4)
-        np.testing.assert_allclose(entry["boundaries"], made.boundaries, atol=1e-3)  # an optimum is flat there
+        assert entry["rmse"] == pytest.approx(built.rmse, rel=1e-5)
+        np.testing.assert_allclose(entry["levels"], built.levels, atol=1e-4)
+        np.testing.assert_allclose(entry["boundaries"], built.boundaries, atol=1e-3)  # an optimum is flat there
 
 
 @pytest.mark.parametrize("name", CURVES)
@@ -66,14 +66,14 @@ def test_no_other_boundaries_are_better(name):
     rng = np.random.default_rng(0)
     for _ in range(6):
         start = np.asarray(table.boundaries) + rng.normal(size=3) * 0.7
-        found = minimize(error, start, method="Nelder-Mead")
-        assert math.sqrt(found.fun) >= table.rmse * (1 - 2e-3)
+        actual = minimize(error, start, method="Nelder-Mead")
+        assert math.sqrt(actual.fun) >= table.rmse * (1 - 2e-3)
 
 
 def test_samples_give_the_table_of_their_density():
     torch.manual_seed(0)
-    found = find_table(Activation.pointwise("gelu"), 2, Samples(torch.randn(400_000)))
-    np.testing.assert_allclose(found.boundaries, table_of(Activation.pointwise("gelu"), 2).boundaries, atol=0.03)
+    actual = find_table(Activation.pointwise("gelu"), 2, Samples(torch.randn(400_000)))
+    np.testing.assert_allclose(actual.boundaries, table_of(Activation.pointwise("gelu"), 2).boundaries, atol=0.03)
     few = find_table(Activation.pointwise("gelu"), 3, Samples([1.0, 2.0, float("nan")]))
     assert few.rmse == 0
     with pytest.raises(LowtideError, match="no finite"):

@@ -40,12 +40,12 @@ def test_a_write_through_data_gives_the_gradients_of_a_plain_step(where, strateg
     other.layer = plain
     for _ in range(4):
         x = torch.randn(5, 4, 3, 3)
-        found = []
+        actual = []
         for net in (model, other):
             net.zero_grad()
             net(x).square().sum().backward()
-            found.append([p.grad.clone() for p in (*net.first.parameters(), *net.second.parameters())])
-        torch.testing.assert_close(*found)
+            actual.append([p.grad.clone() for p in (*net.first.parameters(), *net.second.parameters())])
+        torch.testing.assert_close(*actual)
 
 
 def test_a_write_through_data_into_an_in_place_layer_is_an_error():

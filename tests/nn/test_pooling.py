@@ -37,18 +37,18 @@ def test_it_gives_torchs_bits(pool, dtype, layout):
         z = run(leaf)
         gradient = torch.arange(z.numel()).view(z.shape).to(dtype)
         results.append((z, *torch.autograd.grad(z, leaf, gradient)))
-    for found, expected in zip(results[1], results[0], strict=True):
-        assert torch.equal(found, expected)
-        assert found.stride() == expected.stride()
+    for actual, expected in zip(results[1], results[0], strict=True):
+        assert torch.equal(actual, expected)
+        assert actual.stride() == expected.stride()
 
 
 @pytest.mark.parametrize("pool", POOLS, ids=str)
 def test_it_keeps_its_input_alone(pool):
-    kept = []
+    saved = []
     x = batch(pool).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
         max_pool(pool, x)
-    assert kept == [x.data_ptr()]
+    assert saved == [x.data_ptr()]
 
 
 @pytest.mark.parametrize("pool", POOLS, ids=str)
@@ -71,8 +71,8 @@ def test_compiled_and_under_torch_func_torchs_own_runs():
     pool, x = nn.MaxPool2d(2), torch.randn(2, 3, 4, 4)
     compiled = torch.compile(lambda x: max_pool(pool, x), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x.requires_grad_()), pool(x))
-    found = torch.func.grad(lambda x: max_pool(pool, x).sum())(x.detach())
-    assert torch.equal(found, torch.func.grad(lambda x: pool(x).sum())(x.detach()))
+    actual = torch.func.grad(lambda x: max_pool(pool, x).sum())(x.detach())
+    assert torch.equal(actual, torch.func.grad(lambda x: pool(x).sum())(x.detach()))
 
 
 def test_what_it_cannot_stand_for():

@@ -46,7 +46,7 @@ def run(layer, x, gradient):
     return y, *torch.autograd.grad(y, inputs, gradient)
 
 
-def kept(y):
+def saved(y):
     """What a node keeps: the weight, the sketch, the seed."""
     return y.grad_fn.saved_tensors
 
@@ -65,11 +65,11 @@ def test_output_and_other_gradients_are_those_of_linear_bit_for_bit(kind, bias, 
     plain, layer = pair(bias=bias, dtype=dtype, sketch=kind)
     x = torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True)
     gradient = torch.randn(*shape[:-1], 8, device=DEVICE, dtype=dtype)
-    expected, found = run(plain, x, gradient), run(layer, x, gradient)
-    assert all(torch.equal(a, b) for a, b in zip(found[:-1], expected[:-1], strict=True))
-    assert found[-1].dtype == expected[-1].dtype
-    assert found[-1].shape == expected[-1].shape
-    assert not torch.equal(found[-1], expected[-1])
+    expected, actual = run(plain, x, gradient), run(layer, x, gradient)
+    assert all(torch.equal(a, b) for a, b in zip(actual[:-1], expected[:-1], strict=True))
+    assert actual[-1].dtype == expected[-1].dtype
+    assert actual[-1].shape == expected[-1].shape
+    assert not torch.equal(actual[-1], expected[-1])
 
 
 @pytest.mark.parametrize("kind", ["rademacher", *in_soak(kind for kind in KINDS if kind != "rademacher")])
@@ -94,16 +94,16 @@ def test_a_ratio_of_one_is_plain():
 def test_it_keeps_a_sketch_and_a_seed_and_not_its_input(rows, ratio, expected):
     _, layer = pair(ratio=ratio)
     x = torch.randn(rows, 16, device=DEVICE, requires_grad=True)
-    weight, sketch, seed = kept(layer(x))
+    weight, sketch, seed = saved(layer(x))
     assert weight is layer.weight
     assert sketch.shape == (expected, 16)
     assert sketch.untyped_storage().nbytes() == expected * 16 * 4
     assert seed.nbytes == 8
 
 
-def test_an_input_without_gradient_has_no_weight_kept():
+def test_an_input_without_gradient_has_no_weight_stored():
     _, layer = pair()
-    assert kept(layer(torch.randn(20, 16, device=DEVICE)))[0] is None
+    assert saved(layer(torch.randn(20, 16, device=DEVICE)))[0] is None
 
 
 def test_every_step_has_a_new_sketch_and_the_generator_tells_it():
@@ -151,7 +151,7 @@ class Heads(nn.Module):
 def test_layers_that_read_the_same_input_share_a_sketch():
     heads = [RandomizedLinear(16, 8, device=DEVICE) for _ in range(3)]
     x = torch.randn(40, 16, device=DEVICE)
-    first, second, third = (kept(head(x)) for head in heads)
+    first, second, third = (saved(head(x)) for head in heads)
     assert first[1].data_ptr() == second[1].data_ptr() == third[1].data_ptr()
     assert torch.equal(first[2], third[2])
 
@@ -169,7 +169,7 @@ def test_a_shared_sketch_is_as_right_as_an_own_one():
 def test_what_is_not_the_same_is_not_shared(change):
     first, second = RandomizedLinear(16, 8, device=DEVICE), RandomizedLinear(16, 8, device=DEVICE)
     x = torch.randn(40, 16, device=DEVICE)
-    _, sketch, _ = kept(first(x))
+    _, sketch, _ = saved(first(x))
     if change == "written":
         x.mul_(2)
     elif change == "other":
@@ -178,7 +178,7 @@ def test_what_is_not_the_same_is_not_shared(change):
         x = x.flip(0)
     else:
         second = RandomizedLinear(16, 8, device=DEVICE, ratio=0.4)
-    _, other, _ = kept(second(x))
+    _, other, _ = saved(second(x))
     assert other.data_ptr() != sketch.data_ptr()
 
 
@@ -187,13 +187,13 @@ def test_a_shared_sketch_is_not_held_for_long(end):
     layer = RandomizedLinear(16, 8, device=DEVICE)
     x = torch.randn(40, 16, device=DEVICE)
     y = layer(x)
-    assert _latest.of_thread._kept is not None
+    assert _latest.of_thread._stored is not None
     if end == "backward":
         y.sum().backward()
     else:
         del x, y
         gc.collect()
-    assert _latest.of_thread._kept is None
+    assert _latest.of_thread._stored is None
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -201,7 +201,7 @@ def test_a_shared_sketch_is_not_held_for_long(end):
 def test_a_recomputed_forward_replays_the_sketch_and_dropout(kind, reentrant):
     model = Heads(sketch=kind)
     x = torch.randn(64, 16, device=DEVICE, requires_grad=True)
-    found = []
+    actual = []
     for recomputed in (False, True):
         torch.manual_seed(1)
         y = checkpoint(model, x, use_reentrant=reentrant) if recomputed else model(x)
@@ -209,8 +209,8 @@ def test_a_recomputed_forward_replays_the_sketch_and_dropout(kind, reentrant):
         x.grad = None
         model.zero_grad()
         y.square().sum().backward()
-        found.append([x.grad, *(p.grad for p in model.parameters()), torch.rand(1)])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        actual.append([x.grad, *(p.grad for p in model.parameters()), torch.rand(1)])
+    assert all(torch.equal(a, b) for a, b in zip(*actual, strict=True))
 
 
 def test_a_sketch_is_not_shared_across_the_border_of_a_checkpoint():
@@ -221,13 +221,13 @@ def test_a_sketch_is_not_shared_across_the_border_of_a_checkpoint():
     def inside(x):
         return F.dropout(layer(x), 0.5)
 
-    found = []
+    actual = []
     for recomputed in (False, True):
         torch.manual_seed(1)
         outside = layer(x)
         y = checkpoint(inside, x, use_reentrant=False) if recomputed else inside(x)
-        found.append(torch.autograd.grad((outside * y).sum(), x)[0])
-    assert torch.equal(*found)
+        actual.append(torch.autograd.grad((outside * y).sum(), x)[0])
+    assert torch.equal(*actual)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -236,11 +236,11 @@ def test_autocast_is_that_of_linear(dtype):
     x, gradient = torch.randn(60, 16, device=DEVICE, requires_grad=True), torch.randn(60, 8, device=DEVICE).to(dtype)
     with torch.autocast(DEVICE, dtype):
         expected, y = run(plain, x, gradient), layer(x)
-        sketch = kept(y)[1]
-        found = run(layer, x, gradient)
+        sketch = saved(y)[1]
+        actual = run(layer, x, gradient)
     assert sketch.dtype == dtype
-    assert all(torch.equal(a, b) for a, b in zip(found[:-1], expected[:-1], strict=True))
-    assert found[-1].dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(actual[:-1], expected[:-1], strict=True))
+    assert actual[-1].dtype == torch.float32
 
 
 def test_a_weight_that_a_plain_layer_shares_under_autocast_has_both_gradients():
@@ -260,10 +260,10 @@ def test_state_dict_copies_and_pickles_are_those_of_linear():
     fresh = RandomizedLinear(16, 8)
     fresh.load_state_dict(plain.state_dict())
     plain.load_state_dict(layer.state_dict())
-    for made in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert made.sketch == layer.sketch
-        assert torch.equal(made.weight, layer.weight)
-        assert made.weight is not layer.weight
+    for built in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert built.sketch == layer.sketch
+        assert torch.equal(built.weight, layer.weight)
+        assert built.weight is not layer.weight
     assert repr(layer) == (
         "RandomizedLinear(in_features=16, out_features=8, bias=True, ratio=0.3, sketch='rows', block=None)"
     )
@@ -279,9 +279,9 @@ def test_any_layout_of_input_and_gradient(layout):
     }[layout].requires_grad_()
     y, expected = layer(x), plain(x)
     assert torch.equal(y, expected)
-    found = torch.autograd.grad(y.sum(), [x, layer.weight])
-    torch.testing.assert_close(found[0], torch.autograd.grad(expected.sum(), x)[0])
-    assert found[1].shape == plain.weight.shape
+    actual = torch.autograd.grad(y.sum(), [x, layer.weight])
+    torch.testing.assert_close(actual[0], torch.autograd.grad(expected.sum(), x)[0])
+    assert actual[1].shape == plain.weight.shape
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (3, 0, 16), (16,), (1, 16)], ids=str)
@@ -299,9 +299,9 @@ def test_errors_are_those_of_linear(x):
     plain, layer = pair()
     with pytest.raises(RuntimeError) as expected:
         plain(x.to(DEVICE))
-    with pytest.raises(RuntimeError) as found:
+    with pytest.raises(RuntimeError) as actual:
         layer(x.to(DEVICE))
-    assert str(found.value) == str(expected.value)
+    assert str(actual.value) == str(expected.value)
 
 
 def test_nan_reaches_the_gradient_of_its_column_alone():
@@ -324,16 +324,16 @@ def test_a_write_through_data_between_layers_that_share_an_input_is_seen():
     torch.manual_seed(0)
     layers = [RandomizedLinear(16, 4, ratio=0.5, sketch="rows", device=DEVICE) for _ in range(2)]
     for _ in range(4):
-        found = []
+        actual = []
         for scale in (lambda h: h.data.mul_(3), lambda h: h.mul_(3)):
             torch.manual_seed(1)
             h = torch.randn(40, 16, generator=torch.Generator().manual_seed(2)).to(DEVICE)
             y = layers[0](h)
             scale(h)
             (y.sum() + layers[1](h).sum()).backward()
-            found.append(layers[1].weight.grad.clone())
+            actual.append(layers[1].weight.grad.clone())
             layers[1].weight.grad = None
-        assert torch.equal(*found)
+        assert torch.equal(*actual)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -343,13 +343,13 @@ def test_float16_sketches_of_large_values_do_not_overflow(kind, large):
     layer = RandomizedLinear(16, 4, ratio=0.1, sketch=kind, device=DEVICE)
     x, dy = (2 + torch.rand(1024, features, device=DEVICE) for features in (16, 4))
     x, dy = (x * 1e4, dy * 1e-4) if large == "x" else (x * 1e-4, dy * 1e4)
-    found = []
+    actual = []
     for dtype in (torch.float16, torch.float64):
-        made = copy.deepcopy(layer).to(dtype)
+        built = copy.deepcopy(layer).to(dtype)
         torch.manual_seed(1)  # the same S for both
-        made(x.half().to(dtype)).backward(dy.half().to(dtype))
-        found.append(made.weight.grad.double())
-    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2 * float(found[1].abs().max()))
+        built(x.half().to(dtype)).backward(dy.half().to(dtype))
+        actual.append(built.weight.grad.double())
+    torch.testing.assert_close(*actual, rtol=1e-2, atol=1e-2 * float(actual[1].abs().max()))
 
 
 def test_transforms_of_functions_have_the_plain_gradient():
@@ -359,8 +359,8 @@ def test_transforms_of_functions_have_the_plain_gradient():
     def loss(model, weight):
         return torch.func.functional_call(model, {"weight": weight}, (x,)).square().sum()
 
-    found, expected = (torch.func.grad(lambda w, m=m: loss(m, w))(plain.weight.detach()) for m in (layer, plain))
-    assert torch.equal(found, expected)
+    actual, expected = (torch.func.grad(lambda w, m=m: loss(m, w))(plain.weight.detach()) for m in (layer, plain))
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks, after a break
@@ -371,8 +371,8 @@ def test_a_compiled_model_breaks_its_graph_and_is_right():
     torch.manual_seed(1)
     expected = torch.autograd.grad(model(x).sum(), [x, layer.weight])
     torch.manual_seed(1)
-    found = torch.autograd.grad(torch.compile(model, backend="eager")(x).sum(), [x, layer.weight])
-    torch.testing.assert_close(found, expected)
+    actual = torch.autograd.grad(torch.compile(model, backend="eager")(x).sum(), [x, layer.weight])
+    torch.testing.assert_close(actual, expected)
 
 
 def test_it_runs_on_fake_tensors():

@@ -70,8 +70,8 @@ def assert_same_gradients(strategy, use=lambda net, z: net.head(z), *, around=No
     ours, plain = networks(strategy, use)
     x = batch()
     expected = gradients(plain, x, **options)
-    found = gradients(ours if around is None else Wrapped(ours, around), x, **options)
-    torch.testing.assert_close(found, expected)
+    actual = gradients(ours if around is None else Wrapped(ours, around), x, **options)
+    torch.testing.assert_close(actual, expected)
 
 
 class Wrapped(nn.Module):
@@ -395,8 +395,8 @@ def test_readers_of_views_keep_nothing(strategy):
             z = self.norm(x)
             return self.linear(z.flatten(2)).sum() + self.last(z.flatten(1)).sum() + z[1:].sigmoid().mul(z[:-1]).sum()
 
-    kept = kept_by_allocator(Views(), torch.randn(LARGE), lambda model, x: model(x))
-    assert kept == (1 if strategy == "checkpoint_xhat" else 0)  # x is the batch
+    saved = kept_by_allocator(Views(), torch.randn(LARGE), lambda model, x: model(x))
+    assert saved == (1 if strategy == "checkpoint_xhat" else 0)  # x is the batch
 
 
 def test_layers_in_a_row_keep_one_buffer_each():

@@ -76,9 +76,9 @@ def test_forward_gradients_and_running_statistics_are_the_papers(dimension, stra
         expected = PHI[activation](renorm(plain_x, norm, rmax=1.5, dmax=0.7))
         torch.testing.assert_close(z, expected)
         weights = torch.randn_like(z)
-        found = torch.autograd.grad((z * weights).sum(), [x, layer.weight, layer.bias])
+        actual = torch.autograd.grad((z * weights).sum(), [x, layer.weight, layer.bias])
         wanted = torch.autograd.grad((expected * weights).sum(), [plain_x, norm.weight, norm.bias])
-        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(actual, wanted)
         torch.testing.assert_close(layer.running_mean, norm.running_mean)
         torch.testing.assert_close(layer.running_var, norm.running_var)
     assert layer.num_batches_tracked == 4
@@ -88,12 +88,12 @@ def test_without_affine_and_with_a_residual():
     layer, norm = pair(2, "relu", affine=False)
     (x,) = batches(2, 1)
     residual = torch.randn_like(x).requires_grad_()
-    found = layer(x, residual)
+    actual = layer(x, residual)
     expected = F.relu(renorm(x, norm, rmax=3.0, dmax=5.0) + residual)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     weights = torch.randn_like(x)
     torch.testing.assert_close(
-        torch.autograd.grad((found * weights).sum(), [x, residual]),
+        torch.autograd.grad((actual * weights).sum(), [x, residual]),
         torch.autograd.grad((expected * weights).sum(), [x, residual]),
     )
 
@@ -102,10 +102,10 @@ def test_without_affine_and_with_a_residual():
 def test_it_is_batch_norm_while_the_limits_leave_nothing(limits):
     layer, norm = pair(2, "elu", "inplace", **limits)
     for x in batches(2, 3):
-        found, expected = layer(x), F.elu(norm(x))
-        torch.testing.assert_close(found, expected)
+        actual, expected = layer(x), F.elu(norm(x))
+        torch.testing.assert_close(actual, expected)
         torch.testing.assert_close(
-            torch.autograd.grad(found.square().sum(), [x, *layer.parameters()]),
+            torch.autograd.grad(actual.square().sum(), [x, *layer.parameters()]),
             torch.autograd.grad(expected.square().sum(), [x, *norm.parameters()]),
         )
     torch.testing.assert_close(layer.state_dict(), norm.state_dict())
@@ -225,9 +225,9 @@ def test_half_precision_keeps_its_dtype_and_float32_parameters_their_gradients()
 def test_gradients_of_gradients_take_r_and_d_as_constants():
     layer, norm = pair(2, "silu", "checkpoint")
     (x,) = batches(2, 1)
-    found, expected = (_penalty(f(x), x) for f in (layer, lambda x: F.silu(renorm(x, norm, rmax=3.0, dmax=5.0))))
+    actual, expected = (_penalty(f(x), x) for f in (layer, lambda x: F.silu(renorm(x, norm, rmax=3.0, dmax=5.0))))
     torch.testing.assert_close(
-        torch.autograd.grad(found, [x, layer.weight]), torch.autograd.grad(expected, [x, norm.weight])
+        torch.autograd.grad(actual, [x, layer.weight]), torch.autograd.grad(expected, [x, norm.weight])
     )
 
 

@@ -12,7 +12,10 @@ TARGET = torch.arange(30) % 8
 LAYERS = {
     "fewbit": (fewbit.GELU(), lambda layer, x: layer(x)),
     "randomized": (RandomizedLinear(16, 8), lambda layer, x: layer(x)),
-    "chunked loss": (LinearCrossEntropy(16, 8), lambda layer, x: layer(x, TARGET)),
+    **{
+        f"chunked {reduction}": (LinearCrossEntropy(16, 8, reduction=reduction), lambda layer, x: layer(x, TARGET))
+        for reduction in ("mean", "sum", "none")
+    },
 }
 
 

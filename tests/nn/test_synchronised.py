@@ -43,8 +43,8 @@ TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 def equals_one_process(rank: int, sizes: tuple[int, int], dtype: torch.dtype, group: Any = "world") -> None:
     """Three steps of a layer on each rank's part, and of torch's own in float64 on the whole."""
     for dimension, (strategy, activation) in [(d, s) for d in (1, 2) for s in STRATEGIES]:
-        made, plain = (BatchNormAct1d, nn.BatchNorm1d) if dimension == 1 else (BatchNormAct2d, nn.BatchNorm2d)
-        layer = made(4, activation, strategy, process_group=group, dtype=dtype)
+        built, plain = (BatchNormAct1d, nn.BatchNorm1d) if dimension == 1 else (BatchNormAct2d, nn.BatchNorm2d)
+        layer = built(4, activation, strategy, process_group=group, dtype=dtype)
         norm = plain(4, dtype=torch.float64)
         randomise(layer)
         norm.load_state_dict(layer.state_dict())
@@ -86,16 +86,16 @@ def large_means_are_as_exact_as_in_one_process(rank: int) -> None:
         whole, weights = torch.randn(16, 4, 8, 8) + 1e4, torch.randn(16, 4, 8, 8)
         layer, norm = BatchNormAct2d(4, "identity", "checkpoint", process_group="world"), nn.BatchNorm2d(4)
         runs = [(layer, torch.float32), (norm, torch.float32), (nn.BatchNorm2d(4).double(), torch.float64)]
-        found = []
-        for made, dtype in runs:
-            part = slice(8 * rank, 8 * rank + 8) if made is layer else slice(None)
+        actual = []
+        for built, dtype in runs:
+            part = slice(8 * rank, 8 * rank + 8) if built is layer else slice(None)
             x = whole[part].to(dtype).requires_grad_()
-            z = made(x)
+            z = built(x)
             z.backward(weights[part].to(dtype))
-            part = slice(None) if made is layer else slice(8 * rank, 8 * rank + 8)
-            found.append([z.detach()[part], x.grad[part], made.running_mean, made.running_var])
-        for errors, values in ((mine, found[0]), (theirs, found[1])):
-            errors += torch.stack([(v - e).norm() for v, e in zip(values, found[2], strict=True)])
+            part = slice(None) if built is layer else slice(8 * rank, 8 * rank + 8)
+            actual.append([z.detach()[part], x.grad[part], built.running_mean, built.running_var])
+        for errors, values in ((mine, actual[0]), (theirs, actual[1])):
+            errors += torch.stack([(v - e).norm() for v, e in zip(values, actual[2], strict=True)])
     assert (mine <= 1.2 * theirs).all(), mine / theirs  # of few channels, each rounded once
 
 
@@ -352,7 +352,7 @@ def full(gradient: Any) -> Tensor:
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
-def same(found: Any, expected: Any) -> None:
+def same(actual: Any, expected: Any) -> None:
     largest = max([1.0, *expected.detach().abs().flatten().tolist()])
-    tolerance = TOLERANCE.get(found.dtype, 0.0) * largest
-    torch.testing.assert_close(found.to(expected.dtype), expected, rtol=0, atol=tolerance)
+    tolerance = TOLERANCE.get(actual.dtype, 0.0) * largest
+    torch.testing.assert_close(actual.to(expected.dtype), expected, rtol=0, atol=tolerance)

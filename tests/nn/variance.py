@@ -7,11 +7,11 @@ import torch
 
 def variance(kind, x, y, sketch):
     """Over the blocks that a sketch cuts the rows into, which are independent of each other."""
-    rows, kept, blocks = len(x), sketch.kept(len(x)), sketch.blocks(len(x))
+    rows, saved, blocks = len(x), sketch.kept(len(x)), sketch.blocks(len(x))
     total = 0.0
     for b in range(blocks):
         own = slice(b * rows // blocks, (b + 1) * rows // blocks)
-        k = (b + 1) * kept // blocks - b * kept // blocks
+        k = (b + 1) * saved // blocks - b * saved // blocks
         total += OF_ONE_BLOCK[kind](x[own].double(), y[own].double(), k)
     return total
 

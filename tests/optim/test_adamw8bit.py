@@ -95,13 +95,13 @@ def step_kernels(weights, optimizer, start, end):
     return [weight.detach().clone() for weight in weights]
 
 
-def assert_as_torchs(found):
+def assert_as_torchs(actual):
     """Where twelve steps lead; other values share a block, so codes differ a little."""
     start, _ = kernels_of(torch.contiguous_format, torch.optim.AdamW)
     expected = step_kernels(*kernels_of(torch.contiguous_format, torch.optim.AdamW), 0, 12)
-    for mine, plain, first in zip(found, expected, start, strict=True):
+    for mine, plain, first in zip(actual, expected, start, strict=True):
         assert (mine - plain).norm() < 0.02 * (plain - first).norm()
-    torch.testing.assert_close(found[1], expected[1])  # its moments are in float32
+    torch.testing.assert_close(actual[1], expected[1])  # its moments are in float32
 
 
 @pytest.mark.parametrize(("before", "after"), LAYOUTS)
@@ -289,9 +289,9 @@ def test_a_state_of_another_optimizer_is_refused_and_nothing_is_changed(make_opt
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     for number, held in before["state"].items():
-        found = after["state"][number]
-        assert found.pop("order") == held.pop("order")
-        assert all(torch.equal(found[key], value) for key, value in held.items())
+        actual = after["state"][number]
+        assert actual.pop("order") == held.pop("order")
+        assert all(torch.equal(actual[key], value) for key, value in held.items())
 
 
 def test_amsgrad_is_refused_for_a_group_too():

@@ -20,7 +20,7 @@ from tests.contract.workloads import seeded, wide
 SMALL, LARGE = 60, 128 * 128
 
 
-def made(kind, **options):
+def built(kind, **options):
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(128, 128) / 10), nn.Parameter(torch.randn(SMALL) / 10)]
     return weights, kind(weights, **{"lr": 0.01, **options})
@@ -37,7 +37,7 @@ def train(weights, optimizer, start, end):
 
 
 def momentum(**options):
-    return made(torch.optim.SGD, **{"momentum": 0.9, **options})
+    return built(torch.optim.SGD, **{"momentum": 0.9, **options})
 
 
 # -- what is refused, with and without the library -----------------------------------------------------------
@@ -89,10 +89,10 @@ def test_sgd_in_8_bits_follows_torchs(decay):
     expected = train(weights, optimizer, 0, 20)
     twins, other = momentum(weight_decay=decay)
     lo.lower_state(other, "8bit")
-    found = train(twins, other, 0, 20)
+    actual = train(twins, other, 0, 20)
     assert other.state[twins[0]]["state1"].dtype == torch.uint8
-    assert (found[0] - expected[0]).norm() < 0.02 * (expected[0] - start[0]).norm()
-    torch.testing.assert_close(found[1], expected[1])  # small ones stay in float32: the same rule
+    assert (actual[0] - expected[0]).norm() < 0.02 * (expected[0] - start[0]).norm()
+    torch.testing.assert_close(actual[1], expected[1])  # small ones stay in float32: the same rule
 
 
 @pytest.mark.usefixtures("library")
@@ -106,8 +106,8 @@ def test_momentum_that_is_there_goes_on_in_8_bits_and_comes_back():
     undo()
     assert type(other) is torch.optim.SGD
     assert set(other.state[twins[0]]) == {"momentum_buffer"}
-    found = train(twins, other, 8, 10)
-    for a, b in zip(found, expected, strict=True):
+    actual = train(twins, other, 8, 10)
+    for a, b in zip(actual, expected, strict=True):
         assert (a - b).norm() < 0.01 * b.norm()
 
 
@@ -138,7 +138,7 @@ def test_what_was_not_stepped_comes_back_bit_for_bit():
     ],
 )
 def test_bytes_of_states_are_one_a_value_and_a_scale_for_256(library, name, moments, options):
-    weights, optimizer = made(getattr(library.optim, name), **options)
+    weights, optimizer = built(getattr(library.optim, name), **options)
     lo.lower_state(optimizer, "8bit")
     train(weights, optimizer, 0, 2)
     state = optimizer.state[weights[0]]
@@ -152,15 +152,15 @@ def test_bytes_of_states_are_one_a_value_and_a_scale_for_256(library, name, mome
 @pytest.mark.parametrize("name", ["SGD", "LARS", "Lion", "RMSprop", "Adagrad", "LAMB", "Adam", "AdamW"])
 def test_8_bits_follow_the_librarys_own_32(library, name):
     options = {"momentum": 0.9} if name in ("SGD", "LARS") else {}
-    weights, optimizer = made(getattr(library.optim, name), **options)
+    weights, optimizer = built(getattr(library.optim, name), **options)
     start = weights[0].detach().clone()
     expected = train(weights, optimizer, 0, 10)
-    twins, other = made(getattr(library.optim, name), **options)
+    twins, other = built(getattr(library.optim, name), **options)
     train(twins, other, 0, 2)
     undo = lo.lower_state(other, "8bit")
-    found = train(twins, other, 2, 10)
+    actual = train(twins, other, 2, 10)
     near = 0.02 if name in ("SGD", "LARS") else 0.1  # a sign near zero; a small second moment
-    assert (found[0] - expected[0]).norm() < near * (expected[0] - start).norm()
+    assert (actual[0] - expected[0]).norm() < near * (expected[0] - start).norm()
     undo()
     assert other.state[twins[0]]["state1"].dtype == torch.float32
     assert other.args.optim_bits == 32
@@ -171,7 +171,7 @@ def test_a_bound_is_kept_with_8_bits_where_the_librarys_own_forgets_it(library):
     moved = {}
     for name in ("LARS", "ours", "LARS8bit", "SGD8bit"):
         kind = library.optim.LARS if name == "ours" else getattr(library.optim, name)
-        weights, optimizer = made(kind, momentum=0.9)
+        weights, optimizer = built(kind, momentum=0.9)
         if name == "ours":
             lo.lower_state(optimizer, "8bit")
         start = weights[0].detach().clone()
@@ -184,7 +184,7 @@ def test_a_bound_is_kept_with_8_bits_where_the_librarys_own_forgets_it(library):
 def test_a_resumed_run_goes_on_bit_for_bit(library, name):
     def begun():
         kind = torch.optim.SGD if name == "SGD of torch" else getattr(library.optim, name)
-        weights, optimizer = made(kind, **({} if name == "Lion" else {"momentum": 0.9}))
+        weights, optimizer = built(kind, **({} if name == "Lion" else {"momentum": 0.9}))
         lo.lower_state(optimizer, "8bit")
         return weights, optimizer
 
@@ -203,9 +203,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(library, name):
 @pytest.mark.parametrize("name", ["SGD of torch", "Lion"])
 def test_a_plain_state_that_is_loaded_is_lowered_and_is_what_the_undo_gives(library, name):
     kind, options = (torch.optim.SGD, {"momentum": 0.9}) if name == "SGD of torch" else (library.optim.Lion, {})
-    weights, optimizer = made(kind, **options)
+    weights, optimizer = built(kind, **options)
     train(weights, optimizer, 0, 3)
-    twins, other = made(kind, **options)
+    twins, other = built(kind, **options)
     undo = lo.lower_state(other, "8bit")
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert other.state[twins[0]]["state1"].dtype == torch.uint8
@@ -225,8 +225,8 @@ def test_momentum_is_read_from_the_groups_as_schedulers_set_it():
     for i, value in enumerate((0.9, 0.5, 0.0001)):
         for each in (optimizer, plain):
             each.param_groups[0]["momentum"] = value
-        found, expected = train(weights, optimizer, i, i + 1), train(twins, plain, i, i + 1)
-    torch.testing.assert_close(found[1], expected[1])
+        actual, expected = train(weights, optimizer, i, i + 1), train(twins, plain, i, i + 1)
+    torch.testing.assert_close(actual[1], expected[1])
     optimizer.param_groups[0]["nesterov"] = True
     with pytest.raises(LowtideError, match="nesterov"):
         train(weights, optimizer, 3, 4)

@@ -17,7 +17,7 @@ DRAWS = count(500, soak=2000)
 BATCH = torch.randn(4, 20, generator=torch.Generator().manual_seed(1))
 
 
-def made(optimizer=torch.optim.SGD):
+def built(optimizer=torch.optim.SGD):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3))
     return model, optimizer(model.parameters(), lr=0.1)
@@ -69,16 +69,16 @@ def test_a_piece_at_a_time_is_as_near_as_all_at_once(bits, onto, monkeypatch):
     first, second = torch.randn(3, 700), torch.randn(3, 700)
     held = pack(first, bits, seed=1) if onto else None
     total = (unpack(held, first) if held else 0) + second
-    found = unpack(pack(second, bits, seed=2, onto=held), second)
+    actual = unpack(pack(second, bits, seed=2, onto=held), second)
     step = 2**-7 * total.abs() if bits == "16bit" else total.abs().max() / 127
-    assert ((found - total).abs() <= step * 1.0001).all()  # a rounding's own roundoff
-    assert (found != total).any()
-    off = (found - total).view(-1)
+    assert ((actual - total).abs() <= step * 1.0001).all()  # a rounding's own roundoff
+    assert (actual != total).any()
+    off = (actual - total).view(-1)
     assert not torch.equal(off[:512] > 0, off[512:1024] > 0)  # each piece has bits of its own
 
 
 def test_the_undo_puts_what_waits_into_grad():
-    model, optimizer = made()
+    model, optimizer = built()
     model(BATCH).square().sum().backward()
     expected = [p.grad.clone() for p in model.parameters()]
     optimizer.zero_grad()
@@ -90,7 +90,7 @@ def test_the_undo_puts_what_waits_into_grad():
 
 
 def test_a_refusal_leaves_the_optimizer_as_it_was():
-    model, optimizer = made()
+    model, optimizer = built()
     before = copy.deepcopy(optimizer.state_dict())
     with lo.round_updates(optimizer):
         with pytest.raises(LowtideError, match="already done by stochastic rounding"):
@@ -121,7 +121,7 @@ def test_a_sparse_gradient_says_what_to_do_and_is_not_lost():
 
 
 def test_undo_after_a_state_was_loaded_leaves_no_count():
-    model, optimizer = made(torch.optim.AdamW)
+    model, optimizer = built(torch.optim.AdamW)
     with lo.store_gradients(optimizer, "8bit"):
         model(BATCH).sum().backward()
         optimizer.step()

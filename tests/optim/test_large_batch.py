@@ -164,7 +164,7 @@ def test_what_cannot_be_scaled_is_refused():
 def test_a_bound_makes_lars_of_sgd_and_lamb_of_adam(kind, ready, bound):
     library = pytest.importorskip("bitsandbytes")
     options = {"lr": 0.01, "weight_decay": 0.1, **({"momentum": 0.9} if kind == "SGD" else {})}
-    found = {}
+    actual = {}
     for name, make in {
         "bounded": getattr(torch.optim, kind), "own": getattr(library.optim, ready), "plain": getattr(torch.optim, kind)
     }.items():  # fmt: skip
@@ -173,13 +173,13 @@ def test_a_bound_makes_lars_of_sgd_and_lamb_of_adam(kind, ready, bound):
         undo = lo.scale_rates(optimizer, 4, warmup_steps=2, bound=bound if name == "bounded" else 0.0)
         for i in range(4):
             step(params, optimizer, i)
-        found[name] = params[0].detach().clone()
+        actual[name] = params[0].detach().clone()
         undo()
         assert type(optimizer) is make
         step(params, optimizer, 4)  # and goes on from the states that there are
-    assert torch.equal(found["bounded"], found["own"])
+    assert torch.equal(actual["bounded"], actual["own"])
     start = weights()[0]
     if bound > 1:  # above all updates: the plain optimizer, with sums in another order
-        torch.testing.assert_close(found["bounded"], found["plain"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual["bounded"], actual["plain"], rtol=1e-4, atol=1e-5)
     else:
-        assert (found["bounded"] - start).norm() < 0.9 * (found["plain"] - start).norm()
+        assert (actual["bounded"] - start).norm() < 0.9 * (actual["plain"] - start).norm()

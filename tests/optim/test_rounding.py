@@ -17,13 +17,13 @@ from tests.soak import in_soak
 def test_stochastic_rounding_is_right_on_average():
     x = torch.tensor([1.001, -3.003, 1e-20, 0.0, 123.4])
     draws = 4000
-    found = lo.round_stochastically(x.repeat(draws, 1), seed=3).double()
-    low, high = found.min(0).values, found.max(0).values
+    actual = lo.round_stochastically(x.repeat(draws, 1), seed=3).double()
+    low, high = actual.min(0).values, actual.max(0).values
     share = (x.double() - low) / (high - low).clamp(min=1e-300)
     variance = share * (1 - share) * (high - low) ** 2
-    assert ((found.mean(0) - x.double()).abs() <= 3 * (variance / draws).sqrt()).all()
+    assert ((actual.mean(0) - x.double()).abs() <= 3 * (variance / draws).sqrt()).all()
     moved = variance > 0
-    assert (found.var(0)[moved] / variance[moved] - 1).abs().max() < 0.1
+    assert (actual.var(0)[moved] / variance[moved] - 1).abs().max() < 0.1
     # Nothing between a value and its neighbours in bfloat16.
     assert torch.equal(
         torch.nextafter(low.bfloat16(), torch.full_like(low, torch.inf).bfloat16()).double()[moved], high[moved]
@@ -32,9 +32,9 @@ def test_stochastic_rounding_is_right_on_average():
 
 def test_stochastic_rounding_keeps_what_is_not_finite():
     x = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4e38])
-    found = lo.round_stochastically(x, seed=0)
-    assert found[:2].tolist() == [torch.inf, -torch.inf]
-    assert found[2].isnan()
+    actual = lo.round_stochastically(x, seed=0)
+    assert actual[:2].tolist() == [torch.inf, -torch.inf]
+    assert actual[2].isnan()
 
 
 @pytest.mark.parametrize("how", ["stochastic", "kahan"])
@@ -52,11 +52,11 @@ def test_bfloat16_weights_follow_float32_where_rounding_to_nearest_stalls(how):
 
     exact = run(torch.float32, None)
     assert run(torch.bfloat16, None).eq(1).all()  # 1 - 1e-4 rounds to 1
-    found = run(torch.bfloat16, how)
+    actual = run(torch.bfloat16, how)
     if how == "stochastic":
-        assert abs(found.mean() - exact.mean()) < 1e-3
+        assert abs(actual.mean() - exact.mean()) < 1e-3
     else:
-        assert (found - exact).abs().max() < 2**-9 + 1e-4
+        assert (actual - exact).abs().max() < 2**-9 + 1e-4
 
 
 def test_rounding_keeps_states_in_float32_and_leaves_float32_weights_alone():
@@ -177,17 +177,17 @@ def test_lowered_states_with_rounded_updates_resume_bit_for_bit(name, first, how
 def test_8bit_states_come_and_go_without_what_was_rounded_away_being_lost():
     model, optimizer = started(dtype=torch.bfloat16)
 
-    def kept():
+    def retained():
         return [optimizer.state[p]["rounded_away"] for p in model.parameters()]
 
     with lo.round_updates(optimizer, "kahan"):
         train(model, optimizer, BATCHES[:1])
-        before = kept()
+        before = retained()
         with lo.lower_state(optimizer, "8bit"):
-            assert equal(kept(), before)
+            assert equal(retained(), before)
             train(model, optimizer, BATCHES[:1])
-            before = kept()
-        assert equal(kept(), before)
+            before = retained()
+        assert equal(retained(), before)
 
 
 def test_a_state_that_was_saved_with_rounding_is_loaded_by_a_plain_optimizer():

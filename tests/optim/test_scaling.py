@@ -17,13 +17,13 @@ from lowtide.techniques.precision import PrecisionConfig
 from tests.optim.training import BATCHES, equal, make
 
 
-def made(optimizer=torch.optim.SGD):
+def built(optimizer=torch.optim.SGD):
     weight = nn.Parameter(torch.zeros(4))
     return weight, optimizer([weight], lr=1.0)
 
 
 def test_a_step_with_overflown_gradients_is_left_out_also_with_states_on_the_host():
-    weight, optimizer = made(torch.optim.AdamW)
+    weight, optimizer = built(torch.optim.AdamW)
     lower_state(optimizer, "cpu")
     scale = LossScale()
     scale.guard(optimizer)
@@ -84,44 +84,44 @@ def scales_over(iterations, step):
 
 def with_grad_scaler(model, optimizers, iterations):
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
-    found = []
+    actual = []
     for losses in iterations:
         model.zero_grad()
         scaler.scale(sum(losses())).backward()
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
-        found.append(scaler.get_scale())
-    return found, [p.detach() for p in model.parameters()]
+        actual.append(scaler.get_scale())
+    return actual, [p.detach() for p in model.parameters()]
 
 
 def with_loss_scale(model, optimizers, iterations):
     scale = LossScale(initial=16.0, growth_interval=2)
     for optimizer in optimizers:
         scale.guard(optimizer)
-    found = []
+    actual = []
     for losses in iterations:
         model.zero_grad()
         scale.scale(sum(losses()), model).backward()
         for optimizer in optimizers:
             optimizer.step()
-        found.append(scale.value)
-    return found, [p.detach() for p in model.parameters()]
+        actual.append(scale.value)
+    return actual, [p.detach() for p in model.parameters()]
 
 
 def test_one_scale_of_two_optimizers_changes_once_an_iteration_as_grad_scalers():
     big = float("inf")
     iterations = [(1, 1), (1, 1), (big, big), (1, 1), (1, big), (big, 1), (1, 1), (1, big), (1, 1), (1, 1)]
     expected, weights = scales_over(iterations, with_grad_scaler)
-    found, mine = scales_over(iterations, with_loss_scale)
-    assert found == expected
+    actual, mine = scales_over(iterations, with_loss_scale)
+    assert actual == expected
     assert min(expected) < 16 < max(expected)
     assert equal(mine, weights)
 
 
 @pytest.mark.parametrize("other", [step_in_backward, store_gradients])
 def test_a_scale_and_what_leaves_no_gradients_refuse_each_other(other):
-    _, optimizer = made()
+    _, optimizer = built()
     with LossScale().guard(optimizer), pytest.raises(LowtideError, match="scaled loss"):
         other(optimizer)
     with other(optimizer), pytest.raises(LowtideError, match="scaled loss"):
@@ -155,8 +155,8 @@ def test_an_unscaled_loss_between_keeps_its_gradients():
         around(main()).backward()
 
     expected = gradients_of(model, lambda: both(lambda loss: loss))
-    found = gradients_of(model, lambda: both(lambda loss: scale.scale(loss, model)))
-    assert equal(found, expected)
+    actual = gradients_of(model, lambda: both(lambda loss: scale.scale(loss, model)))
+    assert equal(actual, expected)
 
 
 def test_two_scaled_losses_made_at_different_scales_have_backward_passes_of_their_own():
@@ -195,8 +195,8 @@ def test_a_share_of_a_scaled_loss_and_gradients_taken_by_hand_are_right():
     scale = LossScale()
     expected = gradients_of(model, lambda: (main() / 4).backward())
     assert equal(gradients_of(model, lambda: (scale.scale(main(), model) / 4).backward()), expected)
-    found = torch.autograd.grad(scale.scale(main(), model) / 4, list(model.parameters()))
-    assert equal(found, expected)
+    actual = torch.autograd.grad(scale.scale(main(), model) / 4, list(model.parameters()))
+    assert equal(actual, expected)
 
 
 def test_a_backward_pass_that_fails_leaves_no_scale_behind():
@@ -239,7 +239,7 @@ def test_pieces_of_a_batch_are_scaled_each_by_itself():
 
 
 def test_the_scale_is_saved_and_loaded_with_the_optimizer():
-    weight, optimizer = made(torch.optim.AdamW)
+    weight, optimizer = built(torch.optim.AdamW)
     scale = LossScale(initial=2.0**10, growth_interval=3)
     with scale.guard(optimizer):
         for value in (float("inf"), 1.0, 1.0):
@@ -252,15 +252,15 @@ def test_the_scale_is_saved_and_loaded_with_the_optimizer():
     saved = torch.load(file)
     assert "loss_scale" not in optimizer.state_dict()["param_groups"][0]
 
-    again, other = LossScale(growth_interval=3), made(torch.optim.AdamW)[1]
+    again, other = LossScale(growth_interval=3), built(torch.optim.AdamW)[1]
     with again.guard(other):
         other.load_state_dict(saved)
         assert again.state_dict() == scale.state_dict()
         assert "loss_scale" not in other.param_groups[0]
-    plain = made(torch.optim.AdamW)[1]
+    plain = built(torch.optim.AdamW)[1]
     before = LossScale()
     with before.guard(plain):
-        plain.load_state_dict(made(torch.optim.AdamW)[1].state_dict())  # saved without a scale
+        plain.load_state_dict(built(torch.optim.AdamW)[1].state_dict())  # saved without a scale
         assert before.state_dict() == LossScale().state_dict()
 
 
@@ -327,7 +327,7 @@ WAYS = {
 @pytest.mark.parametrize("overflows", [False, True])
 def test_fused_optimizers_are_unscaled_by_torchs_scaler_and_leave_out_overflown_steps(way, overflows):
     """Fused, torch hands its scale to the optimizer's own step, which is then another one's."""
-    found = []
+    actual = []
     for fused in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(64, 64)
@@ -340,8 +340,8 @@ def test_fused_optimizers_are_unscaled_by_torchs_scaler_and_leave_out_overflown_
             scaler.scale(model(x).square().mean()).backward()
             scaler.step(optimizer)
             scaler.update()
-        found.append(model.weight.detach().clone())
+        actual.append(model.weight.detach().clone())
         undo()
         assert getattr(optimizer, "_step_supports_amp_scaling", False) is fused
-    assert found[1].isfinite().all()
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    assert actual[1].isfinite().all()
+    torch.testing.assert_close(actual[1], actual[0], rtol=1e-4, atol=1e-5)

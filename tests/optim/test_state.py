@@ -21,12 +21,12 @@ def test_8bit_states_take_two_bytes_and_small_ones_stay(kind):
     plain = make()
     expected = train(plain, kind(plain.parameters(), lr=1e-2, weight_decay=0.1), BATCHES[:3])
     undo = lo.lower_state(optimizer, "8bit")
-    found = train(model, optimizer, BATCHES[:3])
-    assert all((a - b).norm() < 0.02 * b.norm() for a, b in zip(found, expected, strict=True) if b.norm() > 1e-2)
+    actual = train(model, optimizer, BATCHES[:3])
+    assert all((a - b).norm() < 0.02 * b.norm() for a, b in zip(actual, expected, strict=True) if b.norm() > 1e-2)
     weight, bias = optimizer.state[model[0].weight], optimizer.state[model[0].bias]
     values = 64 * 96
-    kept = [value for value in weight.values() if torch.is_tensor(value) and value.ndim > 0]
-    assert sum(value.nbytes for value in kept) == 2 * values + 2 * 4 * values // 256
+    saved = [value for value in weight.values() if torch.is_tensor(value) and value.ndim > 0]
+    assert sum(value.nbytes for value in saved) == 2 * values + 2 * 4 * values // 256
     assert bias["exp_avg"].dtype == torch.float32
     undo()
     assert type(optimizer) is kind
@@ -97,10 +97,10 @@ def test_4bit_states_are_torchaos():
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
     theirs = torchao.optim.AdamW4bit(other.parameters(), lr=1e-2)
     with lo.lower_state(optimizer, "4bit"):
-        found = train(model, optimizer, BATCHES[:4])
+        actual = train(model, optimizer, BATCHES[:4])
         assert optimizer.state[model[0].weight]["exp_avg"].codes.nbytes == 64 * 96 // 2
         with torch.compiler.set_stance("force_eager"):
-            assert equal(found, train(other, theirs, BATCHES[:4]))
+            assert equal(actual, train(other, theirs, BATCHES[:4]))
     assert type(optimizer) is torch.optim.AdamW
     assert optimizer.param_groups[0]["lr"] == 1e-2
     train(model, optimizer, BATCHES[:1])

@@ -31,7 +31,7 @@ def forward(
     fast = _fast_kernels(x, activation, slopes, weight, bias, running.mean, running.var)
     if fast is not None:
         x = fast.dense(x)
-        residual = None if residual is None else fast.like(residual, x)
+        residual = fast.like(residual, x)
         z, mean, invstd, xhat = fast.forward(
             x, weight, bias, running, activation, slopes, residual, eps=eps, keep_xhat=keep_xhat
         )
@@ -60,7 +60,7 @@ def inverse_deviation(var: Tensor, eps: float) -> Tensor:
 
 
 def normalize(
-    kept: Tensor,
+    saved: Tensor,
     keeps: Keeps,
     affine: Affine,
     activation: Activation,
@@ -69,21 +69,21 @@ def normalize(
 ) -> Tensor:
     """φ(y), y from x or x̂."""
     slopes = learned[0] if learned else None
-    fast = _fast_kernels(kept, activation, slopes, affine.weight, affine.bias)
+    fast = _fast_kernels(saved, activation, slopes, affine.weight, affine.bias)
     if fast is not None:
-        kept = fast.dense(kept)
-        residual = None if residual is None else fast.like(residual, kept)
-        return fast.normalize(kept, keeps, affine, activation, slopes, residual)[0]
+        saved = fast.dense(saved)
+        residual = fast.like(residual, saved)
+        return fast.normalize(saved, keeps, affine, activation, slopes, residual)[0]
     if activation.name == "module":
         assert activation.module is not None
         with torch.no_grad():
-            return activation.module(reference.preactivation(kept, keeps, affine, residual))
-    return reference.normalize(kept, keeps, affine, activation, slopes, residual)
+            return activation.module(reference.preactivation(saved, keeps, affine, residual))
+    return reference.normalize(saved, keeps, affine, activation, slopes, residual)
 
 
 def backward(
     dz: Tensor,
-    kept: Tensor,
+    saved: Tensor,
     keeps: Keeps,
     affine: Affine,
     activation: Activation,
@@ -96,39 +96,30 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None], Tensor]:
     """dx, dγ, dβ, the gradients of what the activation learns, and dy: that of the residual.
 
-    ``joined`` is the z of a join whose residual was not kept, where the sign of z is all that φ' depends on.
+    ``joined`` is the z of a join whose residual was not saved, where the sign of z is all that φ' depends on.
     """
     slopes = learned[0] if learned else None
-    fast = _fast_kernels(kept, activation, slopes, affine.weight, affine.bias)
+    fast = _fast_kernels(saved, activation, slopes, affine.weight, affine.bias)
     if fast is not None:
-        kept = fast.dense(kept)
-        dz = fast.like(dz, kept)
-        residual = None if residual is None else fast.like(residual, kept)
-        joined = None if joined is None else fast.like(joined, kept)
+        saved = fast.dense(saved)
+        dz = fast.like(dz, saved)
+        residual = fast.like(residual, saved)
+        joined = fast.like(joined, saved)
         dx, dweight, dbias, dslopes, dy = fast.backward(
-            dz,
-            kept,
-            keeps,
-            affine,
-            activation,
-            slopes,
-            residual,
-            training=training,
-            joined=joined,
-            sums=sums,
+            dz, saved, keeps, affine, activation, slopes, residual, training=training, joined=joined, sums=sums
         )
         return dx, dweight, dbias, [dslopes] if learned else [], dy
     dtype = dz.dtype
     if keeps == "z":
-        kept = activation.inverse(kept)
-        dz = dz.to(kept.dtype)  # 16 bits: rounding y once more would cost what the rounding of z did
+        saved = activation.inverse(saved)
+        dz = dz.to(saved.dtype)  # 16 bits: rounding y once more would cost what the rounding of z did
     if keeps != "z" and joined is None and not learned and activation.name != "module":
-        dy, dlearned = reference.activation_backward(dz, kept, keeps, affine, activation, residual), []
+        dy, dlearned = reference.activation_backward(dz, saved, keeps, affine, activation, residual), []
     else:
-        y = kept if keeps == "z" else joined
-        y = reference.preactivation(kept, keeps, affine, residual) if y is None else y
+        y = saved if keeps == "z" else joined
+        y = reference.preactivation(saved, keeps, affine, residual) if y is None else y
         dy, dlearned = _activation_backward(dz, y, activation, learned)
-    dx, dweight, dbias = reference.input_backward(dy, kept, keeps, affine, training=training, sums=sums)
+    dx, dweight, dbias = reference.input_backward(dy, saved, keeps, affine, training=training, sums=sums)
     return dx.to(dtype), dweight, dbias, dlearned, dy
 
 
@@ -156,6 +147,6 @@ def _activation_backward(
     inputs = [y.requires_grad_(), *(p for p in learned if p.requires_grad)]
     with torch.enable_grad():
         z = module(y.clone() if getattr(module, "inplace", False) else y)
-    dy, *found = torch.autograd.grad(z, inputs, dz, allow_unused=True)
-    rest = iter(found)
+    dy, *gradients = torch.autograd.grad(z, inputs, dz, allow_unused=True)
+    rest = iter(gradients)
     return dy, [next(rest) if p.requires_grad else None for p in learned]

@@ -51,10 +51,10 @@ def padded(parameter: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """The parameter in this dtype, with so many rows of zeros after it."""
     if not count:
         return parameter.to(dtype)
-    found = parameter.new_empty(len(parameter) + count, *parameter.shape[1:], dtype=dtype)
-    found[: len(parameter)].copy_(parameter)
-    found[len(parameter) :].zero_()
-    return found
+    wider = parameter.new_empty(len(parameter) + count, *parameter.shape[1:], dtype=dtype)
+    wider[: len(parameter)].copy_(parameter)
+    wider[len(parameter) :].zero_()
+    return wider
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ watcher: Watcher | None = None  # for all threads: backward runs on its own
 def watched(by: Watcher) -> Generator[None]:
     """Inside, ``by(name, tensors, launch)`` is called for each launch, which it may do or not.
 
-    So fake tensors take the way of real ones: what a launch writes is there, and nothing else is needed of it.
+    So fake tensors take the path of real ones: the results of a launch are allocated, and no more is needed.
     """
     global watcher
     before, watcher = watcher, by
@@ -57,7 +57,7 @@ def can_run(x: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 @cache
 def triton_kernels(name: str) -> Any:
-    """A module of ``kernels/triton``; None where there is no Triton."""
+    """Import a module of ``kernels/triton``; None without Triton."""
     try:
         return import_module(f"lowtide.kernels.triton.{name}")
     except ImportError:
@@ -89,7 +89,7 @@ class Launcher:
             return
         first = tensors[0]
         assert first is not None
-        device: int | None = first.device.index
+        device: Any = first.device.index  # None on a CPU
         if device is not None and device != current_device():
             with torch.cuda.device(device):
                 self(count, tensors, numbers, constants, **options)
@@ -123,7 +123,7 @@ class Launcher:
 
 
 def _specialised(number: float) -> int:
-    """What Triton makes a kernel for: whether a number is whole, 1, a multiple of 16, wider than 32 bits."""
+    """Return the class of a number for which Triton compiles a kernel: float, 1, multiple of 16, wider than 32 bits."""
     if isinstance(number, float):
         return -1
     return 1 if number == 1 else 2 * (number & 15 == 0) + 4 * (not -(2**31) <= number < 2**31)

@@ -45,7 +45,7 @@ def product(a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor | None
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A seed from torch's generator of a device: a recomputed forward pass, with its state put back, has it again."""
+    """Draw a seed from torch's generator of a device; a recomputation that restores its state draws the same."""
     return torch.randint(2**63 - 1, (), device=device)
 
 
@@ -54,7 +54,7 @@ def _fast_kernels(x: Tensor, sketch: Sketch) -> Any:
         return None
     fast = launches.triton_kernels("randomized")
     if fast is not None and sketch.kind in ("rows", "dct"):
-        # Of larger blocks, a sort draws the rows, and an FFT is the transform: torch has both.
+        # Larger blocks need a sort to draw rows, and an FFT as the transform: torch has both.
         rows = x.shape[0]
         return fast if -(-rows // sketch.blocks(rows)) <= fast.MOST_ROWS else None
     return fast

@@ -29,9 +29,8 @@ from lowtide.nn.strategies import InverseGuard, Strategy, resolve
 class _BatchNormAct(TellsOfLoading, BatchNormBase):
     """Shared by the layers of all dimensions. To ``state_dict`` it is a plain batch norm.
 
-    With a residual, the layer is the end of a residual block: z = φ(batch_norm(x) + residual). There z is rebuilt from
-    x and the residual, which may itself be the rebuilt z of the block before, and so on back to one that is kept:
-    ``rebuild_joins=False`` keeps this one's.
+    With a residual, the layer is the end of a residual block: z = φ(batch_norm(x) + residual). There z is recomputed
+    from x and the residual, itself perhaps the recomputed z of the block before. ``rebuild_joins=False`` keeps this z.
     """
 
     plain: ClassVar[type[BatchNormBase]]  # the class of torch.nn with the same dimensions
@@ -57,7 +56,7 @@ class _BatchNormAct(TellsOfLoading, BatchNormBase):
             self.register_parameter("bias", None)
         act = Activation.of(activation)
         if act.module is not None:
-            # A child: what it learns is in the state_dict.
+            # A child: its parameters are in the state_dict.
             self.activation = act.module.to(device, dtype) if isinstance(activation, str) else act.module
         self._set(act, strategy, process_group, rebuild_joins)
 
@@ -70,7 +69,7 @@ class _BatchNormAct(TellsOfLoading, BatchNormBase):
         *,
         rebuild_joins: bool = True,
     ) -> Self:
-        """A layer that shares the parameters, the buffers and the mode of a batch norm, and refers to the activation.
+        """Make a layer that shares the parameters, buffers and mode of a batch norm, and refers to the activation.
 
         The activation does not become a child, so the ``state_dict`` of the model around stays as it is.
         """
@@ -144,7 +143,7 @@ class _BatchNormAct(TellsOfLoading, BatchNormBase):
         )
 
     def _group(self) -> Any:
-        """Whose batches the statistics are of; None for this process's own."""
+        """Return the process group of the statistics; None for this process alone."""
         return self.process_group
 
     def extra_repr(self) -> str:
@@ -194,10 +193,10 @@ class BatchNormAct3d(_BatchNormAct, nn.BatchNorm3d):
 
 
 class SyncBatchNormAct(_BatchNormAct, nn.SyncBatchNorm):
-    """φ(SyncBatchNorm(x)) with one buffer kept, for any number of dimensions: what ``lowtide.convert`` makes of one.
+    """φ(SyncBatchNorm(x)) with one buffer kept, for any number of dimensions; ``lowtide.convert`` uses it.
 
-    No process group means all processes. Outside of training, or where there is but one process, the statistics are
-    those of a plain batch norm. Other than torch's, it runs on a CPU too.
+    No process group means all processes. Outside of training, or in a single process, the statistics are those of a
+    plain batch norm. Unlike torch's, it runs on a CPU too.
     """
 
     plain = nn.SyncBatchNorm
@@ -218,7 +217,7 @@ def is_symbolic(*values: Any) -> bool:
 
 
 def leaf(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Record a call of the module in the graph that ``torch.fx`` makes.
+    """Record a call of the module in the graph of ``torch.fx``, as torch does for its own layers.
 
     Refused where the root's forward was replaced: ``torch.fx`` reads the class's, which activates once more.
     """

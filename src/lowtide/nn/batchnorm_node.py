@@ -36,13 +36,13 @@ class _BatchNormActFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.spec, ctx.keeps, ctx.sums = spec, KEEPS[spec.strategy], None
         ctx.random = _Random(x) if spec.activation.name == "module" else _NOTHING
-        z, affine, kept = _forward(ctx, x, weight, bias, residual, running, learned)
+        z, affine, saved = _forward(ctx, x, weight, bias, residual, running, learned)
         if ctx.keeps == "x":
             scope.keep(x)
         # The z of a join that is not rebuilt is kept by its readers; if its sign gives φ', the residual need not be.
         keeps_z = residual is not None and not spec.rebuild and spec.activation.slope_from_sign
         joined, residual = (z, None) if keeps_z else (None, residual)
-        ctx.save_for_backward(kept, residual, joined, *learned)
+        ctx.save_for_backward(saved, residual, joined, *learned)
         ctx.affine = affine  # values per channel: hooks that move what is saved would cost more than they save
         ctx.versions = _versions(affine)
         record = None
@@ -62,12 +62,12 @@ class _BatchNormActFunction(torch.autograd.Function):
         if record is not None:
             record.hold_for_late_readers()
         spec: Spec = ctx.spec
-        kept, residual, joined, *learned = _saved(ctx)
+        saved, residual, joined, *learned = _saved(ctx)
         affine: Affine = ctx.affine
         with ctx.random:
             dx, dweight, dbias, dlearned, dy = kernels.backward(
                 dz,
-                kept,
+                saved,
                 ctx.keeps,
                 affine,
                 spec.activation,
@@ -96,7 +96,7 @@ apply_node: Any = super(torch.autograd.Function, _BatchNormActFunction).apply  #
 def _forward(
     ctx: Any, x: Tensor, weight: Any, bias: Any, residual: Any, running: Running, learned: Sequence[Tensor]
 ) -> tuple[Tensor, Affine, Tensor]:
-    """The output z, what made y of x, and what is kept."""
+    """Return the output z, the affine map from x to y, and the tensor to save."""
     spec: Spec = ctx.spec
     if spec.training and spec.statistics is None and spec.group is None:
         check_values(x, running)
@@ -170,19 +170,19 @@ def _copies_for_rebuild(weight: Tensor | None, bias: Tensor | None, learned: Seq
 
 
 def _rebuild(ctx: Any, copies: list[Any] | None) -> Tensor:
-    """The output again, from what the node keeps."""
-    kept, residual, _, *learned = _saved(ctx)
+    """Recompute the output from the saved tensors."""
+    saved, residual, _, *learned = _saved(ctx)
     affine: Affine = ctx.affine
     if copies is not None:
         weight, bias, *learned = copies
         affine = affine._replace(weight=weight, bias=bias)
     # In most backward passes gradients are off already, and entering no_grad takes as long as a launch.
     with torch.no_grad() if torch.is_grad_enabled() else _NOTHING, ctx.random:
-        return kernels.normalize(kept, ctx.keeps, affine, ctx.spec.activation, learned, residual)
+        return kernels.normalize(saved, ctx.keeps, affine, ctx.spec.activation, learned, residual)
 
 
 def _differentiable_backward(ctx: Any, dz: Tensor) -> Any:
-    """Gradients that have gradients: the plain step again, by torch's own ops. That needs x."""
+    """Return gradients that have gradients, by torch's own ops. That needs x."""
     spec: Spec = ctx.spec
     if ctx.sums is not None:
         raise LowtideError("There are no gradients of gradients over a process group", where=str(spec.where))
@@ -203,22 +203,22 @@ def _differentiable_backward(ctx: Any, dz: Tensor) -> Any:
             hint="Make it one that is rebuilt: rebuild_joins=True.",
         )
     running = Running() if spec.training else Running(mean, invstd.square().reciprocal() - spec.eps)
-    # Of each a view of its own, where its gradient ends: x may depend on the residual, and on the same parameters.
+    # Gradients end at views: x may depend on the residual, and on the same parameters.
     views: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, bias, residual, *learned)]
     x, weight, bias, residual, *learned = views
     with ctx.random:
         z = plain(x, weight, bias, running, residual, spec, learned)
     inputs = (x, weight, bias, residual, None, None, *learned)
     wanted = [t for t, needed in zip(inputs, ctx.needs_input_grad, strict=True) if t is not None and needed]
-    found = iter(torch.autograd.grad(z, wanted, dz, create_graph=True, allow_unused=True))
+    computed = iter(torch.autograd.grad(z, wanted, dz, create_graph=True, allow_unused=True))
     return tuple(
-        next(found) if t is not None and needed else None
+        next(computed) if t is not None and needed else None
         for t, needed in zip(inputs, ctx.needs_input_grad, strict=True)
     )
 
 
 class _Random:
-    """A module of an unknown kind may draw random numbers: inside ``with``, it draws the same ones again."""
+    """Replays the random numbers that a module of an unknown kind draws, inside ``with``."""
 
     def __init__(self, x: Tensor) -> None:
         self._devices = [x.device] if x.device.type == "cuda" else []

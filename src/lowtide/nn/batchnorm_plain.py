@@ -17,7 +17,7 @@ from lowtide.nn.strategies import Spec
 
 
 def runs_plain(x: Tensor, residual: Tensor | None, spec: Spec, needs_grad: bool) -> bool:
-    """Where there is nothing to gain, or nothing of ours can run: torch's own ops do."""
+    """Tell whether torch's own ops run: there is nothing to save, or no kernel of lowtide can run."""
     if spec.group is not None and spec.training:
         return False
     if torch.compiler.is_compiling() or is_transformed():
@@ -25,7 +25,7 @@ def runs_plain(x: Tensor, residual: Tensor | None, spec: Spec, needs_grad: bool)
     if residual is not None and torch.promote_types(x.dtype, residual.dtype) is not x.dtype:
         return True  # z is wider than x
     if spec.statistics is not None:
-        return False  # torch's would be computed again
+        return False  # torch's ops would compute their own
     return spec.strategy == "standard" or not x.numel() or not needs_grad
 
 
@@ -38,7 +38,7 @@ def plain(
     spec: Spec,
     learned: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Torch's own ops; with ``learned``, those stand for the activation's parameters."""
+    """Run torch's own ops, with ``learned`` in place of the activation's parameters."""
     y = _batch_norm(x, weight, bias, running, spec)
     y = y if residual is None else y + residual
     if _marks_for_recompute(residual, spec):
@@ -53,7 +53,7 @@ def plain(
 
 
 def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, running: Running, spec: Spec) -> Tensor:
-    """Torch's own. It takes no momentum whose value the compiler does not know: plain ops apply that one."""
+    """Run torch's batch norm. Plain ops apply a momentum whose value a compiler does not know."""
     if isinstance(running.momentum, Tensor):
         y = F.batch_norm(x, None, None, weight, bias, True, 0.0, spec.eps)
         if x.numel():
@@ -67,7 +67,7 @@ def _identity(y: Tensor) -> Tensor:
 
 
 def _marks_for_recompute(residual: Tensor | None, spec: Spec) -> bool:
-    """Whether a compiler's partitioner is to recompute z in backward. Joins are kept: it recomputes none from another.
+    """Tell whether a compiler's partitioner is to recompute z. It keeps joins, since it recomputes none from another.
 
     Backward keeps x for the batch norm, and y is pointwise in x. So it suffices to mark the activation.
     """

@@ -82,7 +82,7 @@ def linear_cross_entropy(
 
 
 class LinearCrossEntropy(nn.Linear):
-    """A linear layer whose forward takes targets too and gives the loss. To ``state_dict`` it is a ``nn.Linear``.
+    """A linear layer whose forward takes targets too and returns the loss. To ``state_dict`` it is a ``nn.Linear``.
 
     >>> head = LinearCrossEntropy(4, 1000, bias=False)
     >>> head(torch.randn(2, 3, 4), torch.randint(1000, (2, 3))).shape
@@ -130,7 +130,7 @@ class LinearCrossEntropy(nn.Linear):
         )
 
     def logits(self, input: Tensor) -> Tensor:
-        """What a ``nn.Linear`` gives."""
+        """Return the logits, as a ``nn.Linear`` does."""
         return F.linear(input, self.weight, self.bias)
 
 
@@ -138,7 +138,7 @@ class LinearCrossEntropy(nn.Linear):
 
 
 class Options(NamedTuple):
-    """What the loss is told."""
+    """The settings of the loss."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -185,7 +185,7 @@ def is_supported(
     target: Tensor | None = None,
     class_weight: Tensor | None = None,
 ) -> bool:
-    """Whether chunks can do it; if not, plain PyTorch does, or says what is wrong."""
+    """Tell whether chunks can do it; if not, plain PyTorch does, or raises its error."""
     tensors = [tensor for tensor in (input, weight, bias, target, class_weight) if tensor is not None]
     fits = weight.dim() == 2 and input.dim() > 0 and input.shape[-1] == weight.shape[1] and weight.shape[0] > 0
     fits = fits and (bias is None or bias.shape == weight.shape[:1])
@@ -219,7 +219,7 @@ def run(
 
 
 def chunk_rows(classes: int, itemsize: int, device: str) -> int:
-    """How many rows a chunk has if nobody says: a power of 2, so many that matrix products are efficient.
+    """Return the default rows of a chunk: a power of 2, so many that matrix products are efficient.
 
     >>> chunk_rows(50257, 2, "cuda"), chunk_rows(50257, 4, "cpu")
     (2048, 256)
@@ -248,12 +248,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.early = any(needs) and options.reduction != "none"
         kind = wide(precision.logits)
         total = _total(target, rules, kind) if options.reduction == "mean" else None
-        ctx.counted = None if total is None else (total, target.numel())  # for whoever adds up such means
+        ctx.counted = None if total is None else (total, target.numel())  # for those who add such means up
         later, scale = None, None
         if ctx.early:
             scale = torch.ones((), dtype=kind, device=x.device) if total is None else total.reciprocal()
             if precision.logits == torch.float16:
-                # Where all targets are ignored the scale is 1/0, and the gradients are 0.
+                # If all targets are ignored, the scale is 1/0 and the gradients are 0.
                 mean = torch.where(scale.isfinite(), scale, 0.0)
                 scale = _float16_scale(weight, rules)
                 later = mean / scale
@@ -283,11 +283,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rules, once, factor = _rules(ctx.options, class_weight, ctx.precision), True, None
             needs, dtype = list(ctx.needs_input_grad[:3]), ctx.precision.logits
             _, gradients = _sweep(x, weight, bias, target, rules, gradient, needs, ctx.options.chunk, dtype)
-        found = [
-            None if made is None else _scaled(made, factor, dtype, in_place=once)
-            for made, dtype in zip(gradients, ctx.dtypes, strict=True)
+        scaled = [
+            None if gradient is None else _scaled(gradient, factor, dtype, in_place=once)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
-        return *found, None, None, None, None
+        return *scaled, None, None, None, None
 
 
 def _sweep(
@@ -344,14 +344,14 @@ def _float16_scale(weight: Tensor, rules: Rules) -> Tensor:
     return (_FLOAT16_LARGEST / most).log2().floor().exp2().clamp(max=_FLOAT16_SCALE)
 
 
-def _scaled(made: Tensor, factor: Tensor | None, dtype: torch.dtype, *, in_place: bool) -> Tensor:
+def _scaled(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype, *, in_place: bool) -> Tensor:
     """A gradient times a number on its device, multiplied in 32 bits at least; in place where nobody asks again."""
     if factor is None:
-        return made.to(dtype)
-    kind = max(wide(made.dtype), dtype, key=lambda dtype: dtype.itemsize)
-    if made.dtype != kind:
-        return made.to(kind).mul_(factor).to(dtype)
-    return (made.mul_(factor) if in_place else made * factor).to(dtype)
+        return gradient.to(dtype)
+    kind = max(wide(gradient.dtype), dtype, key=lambda dtype: dtype.itemsize)
+    if gradient.dtype != kind:
+        return gradient.to(kind).mul_(factor).to(dtype)
+    return (gradient.mul_(factor) if in_place else gradient * factor).to(dtype)
 
 
 def _rules(options: Options, class_weight: Tensor | None, precision: LossDtypes) -> Rules:
@@ -362,7 +362,7 @@ def _rules(options: Options, class_weight: Tensor | None, precision: LossDtypes)
 
 
 def _total(target: Tensor, rules: Rules, dtype: torch.dtype) -> Tensor:
-    """What a mean divides by: the rows that count, or their weights."""
+    """Return the divisor of a mean: the rows that count, or their weights."""
     counts = target != rules.ignore_index
     if rules.weight is None:
         return counts.sum(dtype=dtype)

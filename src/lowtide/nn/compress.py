@@ -1,4 +1,4 @@
-"""Keep activations in few bits: what ops save for backward is stored in 2, 4 or 8 bits, rounded at random.
+"""Store the activations that ops save for backward in 2, 4 or 8 bits, rounded at random.
 
 Inside ``compressed`` saved-tensor hooks replace every saved activation by a buffer of codes. The activation itself dies
 as soon as the forward pass no longer needs it; each op that saved it has it decompressed when its backward runs.
@@ -23,33 +23,33 @@ from lowtide.compat.frames import frame_at
 from lowtide.compat.tensors import base_of, storage_id, version_of
 from lowtide.kernels.compress import DTYPES, GROUP, Draws, buffer_bytes, check, compress, decompress
 from lowtide.kernels.reference.compress import Noise
-from lowtide.nn.rebuild import Chained, SavedTensor
+from lowtide.nn.rebuild import Chained, SavedTensor, save_as_is
 from lowtide.nn.scopes import may_open
 
-LEAST_BYTES = 1024  # smaller tensors are kept as they are: there is nothing to gain, and they are often statistics
+LEAST_BYTES = 1024  # smaller tensors, often statistics, are saved as they are
 
 # Ops by parts of their names, in lower case and without "_": ATen's and torch's nodes, and other libraries' functions.
 # The backward of these takes the exponential of what they read, less a log-sum that is exact: a step of rounding would
 # grow without bound. In a fused attention it then takes the row sums of dO * O off dO @ V.T, of which little is left
 # where a row attends to one place: the value and the result cannot be rounded either.
 _EXPONENTIATING = re.compile("attention|attn|fmha|logsumexp|logcumsumexp|logndtr|ctcloss")
-# That of these takes the exponential of their result, sums it over a row, or divides by it.
+# The backward of these takes the exponential of their result, sums it over a row, or divides by it.
 _SENSITIVE = re.compile(f"softmax|ndtri|(?<!r)sqrt|{_EXPONENTIATING.pattern}")
 
 
 def sensitive(tensor: Tensor) -> bool:
-    """What ``compressed`` keeps by itself, of what it could compress: the results of softmax, attention, sqrt, ..."""
+    """Tell whether ``compressed`` saves an activation as it is by default: a result of softmax, attention or sqrt."""
     node = base_of(tensor).grad_fn
     return node is not None and is_sensitive(node.name())
 
 
 def is_sensitive(op: str) -> bool:
-    """Whether the result of an op, or node, is kept."""
+    """Tell whether the result of an op, or node, is saved as it is."""
     return _SENSITIVE.search(op.lower().replace("_", "")) is not None
 
 
 def exponentiates(op: str) -> bool:
-    """Whether all that an op, or node, reads is kept for it."""
+    """Tell whether all inputs of an op, or node, are saved as they are."""
     return _EXPONENTIATING.search(op.lower().replace("_", "")) is not None
 
 
@@ -111,10 +111,10 @@ class Hooks:
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Any:
-        # Nobody says which op saves a tensor. Its result, which it saves last, knows; what it read is then still there.
+        # Autograd does not say which op saves a tensor. The op's result, which it saves last, knows its node.
         if tensor.grad_fn is not None and exponentiates(tensor.grad_fn.name()):
             for packed in list(packed_tensors(tensor.grad_fn)):
-                self.put_back(packed)
+                self.save_exactly(packed)
         if compressible(tensor) and not _is_opaque(frame_at(1)) and not self.keep(tensor):
             place = _Place.of(tensor)
             if place is not None:
@@ -123,22 +123,19 @@ class Hooks:
                     record = self._record(tensor, place)
                 if record is not None:
                     return _Stored(record, place, tensor)
-        return self._kept(tensor)
+        return self._exact(tensor)
 
     @staticmethod
     def unpack(packed: Any) -> Any:
         return packed.unpack()
 
-    def put_back(self, packed: Any) -> None:
+    def save_exactly(self, packed: Any) -> None:
         """Keep an input of the op that is running as it is, after all."""
         if isinstance(packed, _Stored):
-            packed.put_back(self._kept)
+            packed.save_exactly(self._exact)
 
-    def _kept(self, tensor: Tensor) -> SavedTensor | Chained:
-        # An op's own output, packed as it is, would keep its node alive, and the node it.
-        if self.outer is None:
-            return SavedTensor(tensor.detach(), version_of(tensor))
-        return Chained(self.outer[1], self.outer[0](tensor))
+    def _exact(self, tensor: Tensor) -> SavedTensor | Chained:
+        return save_as_is(tensor, self.outer)
 
     def _record(self, tensor: Tensor, place: _Place) -> _Record | None:
         if buffer_bytes(place.numel, self.bits, self.group, tensor.dtype) >= tensor.untyped_storage().nbytes():
@@ -147,17 +144,12 @@ class Hooks:
         if isinstance(self.draws, _DrawsByValue):
             self.draws.see(flat)
         buffer = compress(flat, self.draws, bits=self.bits, group=self.group)
-        kept = (
-            SavedTensor(buffer, version_of(buffer))
-            if self.outer is None
-            else Chained(self.outer[1], self.outer[0](buffer))
-        )
-        record = _records[place.key] = _Record(tensor, kept, place.numel, self.bits, self.group)
+        record = _records[place.key] = _Record(tensor, self._exact(buffer), place.numel, self.bits, self.group)
         return record
 
 
 class _Place:
-    """Which values of a storage a tensor shows: a stretch without gaps, or else values that have to be copied."""
+    """The values of a storage that a tensor shows: a stretch without gaps, or values to copy."""
 
     __slots__ = ("dense", "key", "numel", "offset", "shape", "stride")
 
@@ -186,40 +178,40 @@ class _Place:
 class _Record:
     """A compressed tensor, for all who saved it. It holds no memory of the tensor's."""
 
-    __slots__ = ("__weakref__", "_bits", "_dtype", "_group", "_kept", "_numel", "_storage")
+    __slots__ = ("__weakref__", "_bits", "_codes", "_dtype", "_group", "_numel", "_storage")
 
-    def __init__(self, tensor: Tensor, kept: SavedTensor | Chained, numel: int, bits: int, group: int) -> None:
+    def __init__(self, tensor: Tensor, codes: SavedTensor | Chained, numel: int, bits: int, group: int) -> None:
         self._storage = weakref.ref(tensor.untyped_storage())
-        self._kept, self._numel, self._bits, self._group, self._dtype = kept, numel, bits, group, tensor.dtype
+        self._codes, self._numel, self._bits, self._group, self._dtype = codes, numel, bits, group, tensor.dtype
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether the storage still is the one that was compressed, and not another at its address."""
         return self._storage() is not None
 
     def give(self) -> Tensor:
-        return decompress(self._kept.unpack(), self._numel, self._dtype, bits=self._bits, group=self._group)
+        return decompress(self._codes.unpack(), self._numel, self._dtype, bits=self._bits, group=self._group)
 
 
 class _Stored:
-    """What is saved in place of a tensor."""
+    """Saved in place of a tensor."""
 
-    __slots__ = ("_kept", "_place", "_record", "_tensor")
+    __slots__ = ("_exact", "_place", "_record", "_tensor")
 
     def __init__(self, record: _Record, place: _Place, tensor: Tensor) -> None:
         self._record: _Record | None = record
-        self._kept: SavedTensor | Chained | None = None
+        self._exact: SavedTensor | Chained | None = None
         self._tensor = weakref.ref(tensor)
         self._place = place
 
-    def put_back(self, keep: Callable[[Tensor], SavedTensor | Chained]) -> None:
+    def save_exactly(self, keep: Callable[[Tensor], SavedTensor | Chained]) -> None:
         tensor = self._tensor()
-        if tensor is not None and self._kept is None:
-            self._kept, self._record = keep(tensor), None
+        if tensor is not None and self._exact is None:
+            self._exact, self._record = keep(tensor), None
 
     def unpack(self) -> Tensor:
         if self._record is None:
-            assert self._kept is not None
-            return self._kept.unpack()
+            assert self._exact is not None
+            return self._exact.unpack()
         return self._place.view(self._record.give())
 
 
@@ -268,7 +260,7 @@ _VIEWS = frozenset((
 
 def _origin(tensor: Tensor) -> Any:
     """The node that made the values: that before all views, copies and casts. None for a view of a leaf."""
-    node = base_of(tensor).grad_fn  # whatever kind of view it is; what a copy was made of, the nodes alone know
+    node = base_of(tensor).grad_fn  # before any view; the nodes lead through copies
     while node is not None and node.name().rstrip("0123456789") in _VIEWS:
         node = node.next_functions[0][0]
     return node
@@ -293,8 +285,7 @@ _OPAQUE = ("torch.utils.checkpoint", AOT_AUTOGRAD)
 def _is_opaque(frame: FrameType | None) -> bool:
     """Whether a checkpoint or a compiled region saves.
 
-    What is made again from rounded inputs would be another function's, and what a compiled region does with them is
-    not known.
+    Recomputing from rounded inputs would be another function, and a compiled region's use of them is not known.
     """
     for _ in range(4):
         if frame is None:

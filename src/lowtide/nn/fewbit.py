@@ -12,7 +12,7 @@ The classes here have the names and the arguments of those in ``torch.nn``, and 
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ _ops: Any = torch.ops.lowtide
 
 
 def few_bit(x: Tensor, book: Codebook, *, inplace: bool = False) -> Tensor:
-    """The activation of a codebook, of which ⌈bits·n/8⌉ bytes are kept for backward.
+    """Apply the activation of a codebook, saving ⌈bits·n/8⌉ bytes for backward.
 
     Second derivatives: of the straight ones alone. Others raise under ``create_graph=True``.
 
@@ -135,6 +135,8 @@ class FewBit(_FewBitModule):
 class _Named(_FewBitModule):
     """Before a class of ``torch.nn``: its activation with a few bits kept, its arguments, and two more by keyword."""
 
+    plain: ClassVar[type[nn.Module]]
+
     def __init__(self, *args: Any, bits: int = 3, density: str | Density | Tensor = "normal", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._choose(self._activation(), bits, density)
@@ -144,8 +146,7 @@ class _Named(_FewBitModule):
         return f"{own}, bits={self.bits}" if own else f"bits={self.bits}"
 
     def _activation(self) -> Activation:
-        plain = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("torch.nn."))
-        return cast(Activation, read_module(self, plain))
+        return cast(Activation, read_module(self, self.plain))
 
 
 # -- the function ----------------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ torch.library.register_vmap("lowtide::fewbit_decode", _each)
 
 
 def _runs_plain(x: Tensor) -> bool:
-    """Where nothing is kept anyway, or nothing of ours can run: torch's own ops do."""
+    """Tell whether torch's own ops run: nothing would be saved, or no kernel of lowtide can run."""
     if not (torch.is_grad_enabled() and x.requires_grad and x.numel()) or not x.is_floating_point():
         return True
     if x.layout is not torch.strided or x.is_nested or x.is_quantized:
@@ -268,64 +269,14 @@ _fewbit.register_autograd(_gradient, setup_context=_keep)
 # -- by name ---------------------------------------------------------------------------------------------
 
 
-class GELU(_Named, nn.GELU): ...
+def _named(plain: type[nn.Module]) -> type[_Named]:
+    return type(plain.__name__, (_Named, plain), {"__module__": __name__, "plain": plain})
 
 
-class SiLU(_Named, nn.SiLU): ...
-
-
-class Mish(_Named, nn.Mish): ...
-
-
-class ELU(_Named, nn.ELU): ...
-
-
-class SELU(_Named, nn.SELU): ...
-
-
-class CELU(_Named, nn.CELU): ...
-
-
-class Softplus(_Named, nn.Softplus): ...
-
-
-class Tanh(_Named, nn.Tanh): ...
-
-
-class Sigmoid(_Named, nn.Sigmoid): ...
-
-
-class LogSigmoid(_Named, nn.LogSigmoid): ...
-
-
-class Hardswish(_Named, nn.Hardswish): ...
-
-
-class Softsign(_Named, nn.Softsign): ...
-
-
-class Tanhshrink(_Named, nn.Tanhshrink): ...
-
-
-class ReLU(_Named, nn.ReLU): ...
-
-
-class LeakyReLU(_Named, nn.LeakyReLU): ...
-
-
-class Hardtanh(_Named, nn.Hardtanh): ...
-
-
-class ReLU6(_Named, nn.ReLU6): ...
-
-
-class Hardsigmoid(_Named, nn.Hardsigmoid): ...
-
-
-class Hardshrink(_Named, nn.Hardshrink): ...
-
-
-class Softshrink(_Named, nn.Softshrink): ...
-
-
-class Threshold(_Named, nn.Threshold): ...
+GELU, SiLU, Mish = _named(nn.GELU), _named(nn.SiLU), _named(nn.Mish)
+ELU, SELU, CELU, Softplus = _named(nn.ELU), _named(nn.SELU), _named(nn.CELU), _named(nn.Softplus)
+Tanh, Sigmoid, LogSigmoid = _named(nn.Tanh), _named(nn.Sigmoid), _named(nn.LogSigmoid)
+Hardswish, Softsign, Tanhshrink = _named(nn.Hardswish), _named(nn.Softsign), _named(nn.Tanhshrink)
+ReLU, LeakyReLU, ReLU6, Threshold = _named(nn.ReLU), _named(nn.LeakyReLU), _named(nn.ReLU6), _named(nn.Threshold)
+Hardtanh, Hardsigmoid = _named(nn.Hardtanh), _named(nn.Hardsigmoid)
+Hardshrink, Softshrink = _named(nn.Hardshrink), _named(nn.Softshrink)

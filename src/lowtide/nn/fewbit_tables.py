@@ -111,8 +111,8 @@ class Samples:
     """Inputs as they were seen: the sums over them are exact."""
 
     def __init__(self, values: torch.Tensor | Sequence[float]) -> None:
-        found = np.asarray(torch.as_tensor(values).detach().double().cpu().flatten().numpy(), np.float64)
-        self._values: _Array = np.sort(found[np.isfinite(found)])
+        flat = np.asarray(torch.as_tensor(values).detach().double().cpu().flatten().numpy(), np.float64)
+        self._values: _Array = np.sort(flat[np.isfinite(flat)])
         if not self._values.size:
             raise LowtideError("There is no finite number among the samples", hint="Give some inputs of the layer.")
 
@@ -136,7 +136,7 @@ class Samples:
 
 
 def find_table(curve: Activation, bits: int, density: Density) -> Table:
-    """The best table there is, found now.
+    """Compute the best table.
 
     >>> round(find_table(Activation.pointwise("gelu"), 3, Normal()).rmse, 4)
     0.0437
@@ -165,7 +165,7 @@ def find_tables(curve: Activation, bits: Sequence[int], density: Density) -> lis
 
 
 def table_of(curve: Activation, bits: int, density: str | Density | torch.Tensor = "normal") -> Table:
-    """The table for an activation: a shipped one where there is one, else found now and remembered."""
+    """Return the table for an activation: a shipped one, or one computed now and cached."""
     if bits not in BITS:
         raise LowtideError(f"bits={bits!r} is not a number of bits", hint="Few-bit backward has 1 to 8.")
     if isinstance(density, torch.Tensor):
@@ -177,9 +177,9 @@ def table_of(curve: Activation, bits: int, density: str | Density | torch.Tensor
             )
         density = _DENSITIES[density]
     if density == Normal() and curve == Activation(curve.name, _default_numbers(curve.name)):
-        found = _shipped().get(f"{curve.name}/{bits}")
-        if found is not None:
-            return found
+        table = _shipped().get(f"{curve.name}/{bits}")
+        if table is not None:
+            return table
     return _remembered(curve, bits, density)
 
 
@@ -229,8 +229,8 @@ def _programme(sums: _Array, levels: int) -> NDArray[np.int16]:
 def _cost(mass: _Array, first: _Array, second: _Array) -> _Array:
     """T from the three integrals over a step; 0 where there is no mass."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = second - np.where(mass > 0, first * first / mass, 0.0)
-    return np.maximum(found, 0.0)
+        cost = second - np.where(mass > 0, first * first / mass, 0.0)
+    return np.maximum(cost, 0.0)
 
 
 def _refined(boundaries: _Array, grid: _Array, integrals: Callable[[_Array], _Array]) -> _Array:
@@ -316,7 +316,7 @@ def _quadrature(
 
 
 def write(path: Path = DATA) -> None:
-    """Make the shipped tables anew: all curves, 1 to 8 bits, the standard normal density."""
+    """Write the shipped tables: all curves, 1 to 8 bits, the standard normal density."""
     stored: dict[str, Any] = {}
     for name in CURVES:
         for bits, table in zip(BITS, find_tables(Activation.pointwise(name), list(BITS), Normal()), strict=True):

@@ -1,8 +1,7 @@
-"""The logits of a head as a tensor that is not there: cross entropy takes them in chunks, all else has them made.
+"""Logits computed on demand: cross entropy takes them in chunks, and any other use computes them whole.
 
-What a model and its loss do with logits on the way to cross entropy (views, slices of tokens, ``.float()``) is done to
-the head's input instead, whose rows are those of the logits. Any other use makes the logits whole, once, as the head
-would have, and with them what lives of their views and copies: then nothing is saved, and nothing is wrong.
+Views, slices of tokens and ``.float()`` on the way to cross entropy act on the head's input instead, whose rows are
+those of the logits. Any other use computes the logits once, as the head would have, with their live views and copies.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from lowtide.nn.second_order import refuse_create_graph
 
 
 def lazy_logits(input: Tensor, head: nn.Linear, *, chunk: int | None = None, path: str = "") -> Tensor:
-    """What ``head(input)`` is, made when it is asked for; at once where chunks cannot help.
+    """Return ``head(input)``, computed on demand; at once where chunks cannot help.
 
     ``chunk`` is the number of rows at a time in cross entropy, ``path`` where the head is, for errors.
     """
     weight, bias = head.weight, head.bias
     precision = LossDtypes.now(input, weight, bias) if type(input) in (Tensor, nn.Parameter, FakeTensor) else None
-    # Without gradients nothing is kept, and a graph that is compiled has no place for what is not there.
+    # Without gradients nothing is saved, and a compiled graph cannot hold logits on demand.
     traced = torch.compiler.is_compiling() or jit_state() is not None
     if precision is None or not torch.is_grad_enabled() or traced or not is_supported(input, weight, bias):
         return F.linear(input, weight, bias)
@@ -45,7 +44,7 @@ def lazy_logits(input: Tensor, head: nn.Linear, *, chunk: int | None = None, pat
 
 @dataclass(eq=False)
 class _Source:
-    """One call of the head: what its logits are made of, and the logits once they are made."""
+    """One call of the head: its inputs, and its logits once they are computed."""
 
     input: Tensor
     weight: Tensor
@@ -67,29 +66,28 @@ class _Source:
         weakref.finalize(self, handle.remove)
 
     def make(self) -> Tensor:
-        """The logits, with their graph, as the head would have given them."""
+        """Compute the logits, with their graph, as the head would have."""
         if self.whole is None:
             self.check()
-            # To a checkpoint that we are in, logits were there before it began: it has none of this to run again.
+            # To a checkpoint around, the logits existed before it began: it does not recompute them.
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
                 self.whole = self.linear(self.input, self.weight, self.bias)
-            # Now they can be written to: copies must be there before that, and views be views of them.
+            # From now on they can be written to: copies are made before that, and views become views of them.
             for lazy in list(self.lazy):
                 lazy.make()
         return self.whole
 
     def check(self) -> None:
-        """Refuse to make logits of a weight or an input that is not what the head was called with."""
+        """Refuse to compute logits from a weight or an input that changed since the head was called."""
         if self.is_old or self._versions() != self.versions:
             raise LowtideError(
-                "The logits were not made while cross entropy was all that used them, and now their weight or "
-                "their input has changed",
+                "Logits are computed on demand, and since the head was called their weight or input has changed",
                 where=self.path,
                 hint="Use them before optimizer.step(), or undo the chunked loss.",
             )
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """What the head does, under the autocast that it was called under."""
+        """Apply the head, under the autocast that it was called under."""
         enabled, dtype = self.autocast
         with torch.enable_grad(), torch.autocast(input.device.type, dtype=dtype, enabled=enabled):
             return F.linear(input, weight, bias)
@@ -108,7 +106,7 @@ def _stepped(source: weakref.ref[_Source], optimizer: torch.optim.Optimizer, arg
 
 @dataclass(eq=False)
 class _Lazy:
-    """Logits after some changes: the rows that they are made of, and the same changes to do to whole logits."""
+    """Logits after some changes: their rows of features, and the same changes to apply to whole logits."""
 
     source: _Source
     rows: Tensor  # (..., features)
@@ -116,8 +114,8 @@ class _Lazy:
     changes: tuple[Callable[[Tensor], Tensor], ...] = ()
     class_last: bool = True  # or second, as cross entropy wants it of more than two dimensions
     has_grad: bool = True  # no change was done under no_grad
-    before: _Lazy | None = None  # what the last change is done to, until these are made
-    made: Tensor | None = field(default=None, init=False)
+    before: _Lazy | None = None  # what the last change is done to, until these are computed
+    computed: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.source.lazy.add(self)
@@ -129,28 +127,28 @@ class _Lazy:
 
     def tensor(self) -> Tensor:
         with torch.set_grad_enabled(self.has_grad):
-            made = _LazyNode.apply(self.source.input, self.source.weight, self.source.bias, self)
-        assert made is not None
-        return made
+            logits = _LazyNode.apply(self.source.input, self.source.weight, self.source.bias, self)
+        assert logits is not None
+        return logits
 
     def make(self) -> Tensor:
-        """These logits themselves: a view of those before the last change where that makes views."""
+        """Compute these logits: a view of those before the last change where that makes views."""
         whole = self.source.make()  # which makes these too, if they are the first to be asked for
-        if self.made is None:
+        if self.computed is None:
             with torch.set_grad_enabled(self.has_grad):
-                self.made = whole if self.before is None else self.changes[-1](self.before.make())
+                self.computed = whole if self.before is None else self.changes[-1](self.before.make())
             self.before = None
-        return self.made
+        return self.computed
 
     def changed(self, whole: Tensor) -> Tensor:
-        """What these changes make of whole logits."""
+        """Apply these changes to whole logits."""
         with torch.enable_grad():
             for change in self.changes:
                 whole = change(whole)
         return whole
 
     def then(self, change: Callable[[Tensor], Tensor], rows: Tensor | None = None, **fields: Any) -> Tensor:
-        """The logits after one change more, which does this to their rows."""
+        """Return the logits after one change more, whose rows are these."""
         fields.update(rows=self.rows if rows is None else rows, has_grad=self.has_grad and torch.is_grad_enabled())
         return replace(self, changes=(*self.changes, change), before=self, **fields).tensor()
 
@@ -174,21 +172,21 @@ class LazyLogits(Tensor):
                 return func(*args, **kwargs)
         symbolic = _SYMBOLIC.get(func)
         given = args[0] if args else kwargs.get("input")
-        # Once the logits are there, somebody may write into them: from then on they are used.
+        # Once the logits are computed, code may write into them: from then on they are used.
         if symbolic is not None and isinstance(given, LazyLogits) and given.lazy.source.whole is None:
-            found = symbolic(*args, **kwargs)
-            if found is not NotImplemented:
-                return found
-        made: Any = pytree.tree_map_only(LazyLogits, LazyLogits.whole, (args, kwargs))
-        return func(*made[0], **made[1])
+            result = symbolic(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        whole: Any = pytree.tree_map_only(LazyLogits, LazyLogits.whole, (args, kwargs))
+        return func(*whole[0], **whole[1])
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """For what reaches tensors below Python's functions, such as the results of custom autograd functions."""
-        made: Any = pytree.tree_map_only(LazyLogits, lambda t: t.whole().detach(), (args, kwargs or {}))
-        return func(*made[0], **made[1])
+        whole: Any = pytree.tree_map_only(LazyLogits, lambda t: t.whole().detach(), (args, kwargs or {}))
+        return func(*whole[0], **whole[1])
 
 
 class _LazyNode(torch.autograd.Function):
@@ -196,9 +194,9 @@ class _LazyNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, lazy: _Lazy) -> Tensor:
-        made: Any = make_wrapper(LazyLogits, lazy.shape, dtype=lazy.dtype, device=input.device)
-        made.lazy = ctx.lazy = lazy
-        return made
+        logits: Any = make_wrapper(LazyLogits, lazy.shape, dtype=lazy.dtype, device=input.device)
+        logits.lazy = ctx.lazy = lazy
+        return logits
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -208,17 +206,17 @@ class _LazyNode(torch.autograd.Function):
         )
         needs: list[bool] = list(ctx.needs_input_grad[:3])
         inputs = (lazy.source.input, lazy.source.weight, lazy.source.bias)
-        # Detached: the input may depend on the weight, which is for the graph behind it to say.
+        # Detached: the input may depend on the weight through the graph behind it.
         x, w, b = (None if t is None else t.detach().requires_grad_(n) for t, n in zip(inputs, needs, strict=True))
         assert x is not None
         assert w is not None
-        made = lazy.changed(lazy.source.linear(x, w, b))
+        logits = lazy.changed(lazy.source.linear(x, w, b))
         wanted = [t for t in (x, w, b) if t is not None and t.requires_grad]
-        found = iter(torch.autograd.grad(made, wanted, gradients[0]))
-        return *(next(found) if needed else None for needed in needs), None
+        computed = iter(torch.autograd.grad(logits, wanted, gradients[0]))
+        return *(next(computed) if needed else None for needed in needs), None
 
 
-# -- what is done to rows instead ------------------------------------------------------------------------
+# -- changes of rows in place of logits ------------------------------------------------------------------------
 
 
 def _cross_entropy(

@@ -1,7 +1,7 @@
 """Max pooling that keeps its input alone.
 
-torch keeps the input and, in 64 bits each, the places of the maxima. Here backward finds the places again, which takes
-one more pass over an input that it has at hand anyway; and where that is the output of a batch norm, it is rebuilt.
+torch saves the input and, in 64 bits each, the places of the maxima. Here backward finds the places by one more pass
+over the input; where that is the output of a batch norm, it is recomputed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _OPS: dict[type[nn.Module], tuple[Any, Any, Any]] = {
 
 
 def can_pool(module: nn.Module) -> bool:
-    """Whether it is a max pooling that this one can stand for."""
+    """Tell whether a module is a max pooling that this one can replace."""
     return type(module) in _OPS and not getattr(module, "return_indices", False)
 
 
 def max_pool(module: nn.MaxPool2d | nn.MaxPool3d, x: Tensor) -> Tensor:
-    """What the module gives, with the input alone kept.
+    """Return the module's result, saving its input alone.
 
     >>> pool, x = nn.MaxPool2d(2), torch.randn(1, 3, 4, 4, requires_grad=True)
     >>> torch.equal(max_pool(pool, x), pool(x))

@@ -31,9 +31,9 @@ class RandomizedLinear(nn.Linear):
     evaluation mode. Layers with the same sketch that read the same tensor one after the other, as Q, K and V do, keep
     one S·X together.
 
-    In training, each call draws one seed from torch's generator of the input's device. That generator's state is all
-    there is to save; a recomputed forward pass that puts it back has the same S. ``block``: rows are sketched in blocks
-    of as many, None for all at once, which costs much more and is hardly better.
+    In training, each call draws one seed from torch's generator of the input's device. A recomputed forward pass that
+    restores the generator's state has the same S. ``block``: rows are sketched in blocks of as many; None sketches all
+    at once, which costs much more and is hardly better.
 
     >>> layer = RandomizedLinear(16, 4, ratio=0.25)
     >>> layer(torch.randn(32, 16)).shape, list(layer.state_dict())
@@ -93,7 +93,7 @@ def randomized_linear(
 
 
 def _runs_plain(x: Tensor, weight: Tensor, sketch: Sketch) -> bool:
-    """What is wrong is for torch to say; transforms of functions, and traces, have torch's own ops."""
+    """Tell whether torch's own op runs: to refuse wrong inputs, for few rows, under transforms and traces."""
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or x.is_inference():
         return True
     rows = x.shape[:-1].numel()
@@ -123,8 +123,8 @@ def _randomized(x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch, 
 
     def make() -> _StoredSketch:
         with torch.no_grad():
-            made, scale = kernels.project_scaled(x.reshape(-1, x.shape[-1]), seed, sketch)
-            return _StoredSketch(made, seed, scale)
+            sketched, scale = kernels.project_scaled(x.reshape(-1, x.shape[-1]), seed, sketch)
+            return _StoredSketch(sketched, seed, scale)
 
     latest = _latest.of_thread
     return _RandomizedLinear.apply(
@@ -139,28 +139,28 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 class _RandomizedLinear(torch.autograd.Function):
     """One node, which keeps the weight, the sketch and its seed.
 
-    All are saved together: whoever recomputes saved tensors recomputes some that fit.
+    All are saved together: a recomputation of saved tensors recomputes all of them.
     """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Any, kept: _StoredSketch, sketch: Sketch, latest: _Latest
+        ctx: Any, x: Tensor, weight: Tensor, bias: Any, stored: _StoredSketch, sketch: Sketch, latest: _Latest
     ) -> Tensor:
         ctx.sketch, ctx.latest = sketch, latest
-        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *(t for t in kept if t is not None))
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *(t for t in stored if t is not None))
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         refuse_create_graph("A randomized linear layer", hint="Use nn.Linear there.")
-        weight, kept, seed, *scale = ctx.saved_tensors
+        weight, stored, seed, *scale = ctx.saved_tensors
         ctx.latest.forget()
         rows = dy.reshape(-1, dy.shape[-1])
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
             dx = rows.mm(weight).view(*dy.shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[1]:
-            dweight = kernels.product(*kernels.project_scaled(rows, seed, ctx.sketch), kept, *scale)
+            dweight = kernels.product(*kernels.project_scaled(rows, seed, ctx.sketch), stored, *scale)
         if ctx.needs_input_grad[2]:
             dbias = rows.sum(0)
         return dx, dweight, dbias, None, None, None
@@ -185,26 +185,26 @@ class _Latest:
     def __init__(self) -> None:
         self._input: weakref.ref[Tensor] | None = None
         self._key: object = None
-        self._kept: _StoredSketch | None = None
+        self._stored: _StoredSketch | None = None
         self._values: Values | None = None
 
     def sketch(self, x: Tensor, how: object, make: Callable[[], _StoredSketch], calls: CheckedCalls) -> _StoredSketch:
-        """That of x, if it is the last one and still right. ``calls``: those of the layer that asks."""
+        """Return the latest sketch if it is one of x, else a new one. ``calls`` are those of the layer that asks."""
         # Not across the border of a checkpoint: its second run begins without what was before it.
         hooks = top_saved_hooks(True)
         key = (version_of(x), hooks, how)
-        kept = self._kept
-        is_known = kept is not None and self._input is not None and self._input() is x and self._key == key
+        stored = self._stored
+        is_known = stored is not None and self._input is not None and self._input() is x and self._key == key
         if is_known and self._values is not None and not calls.is_written:
             calls.is_written = read(x) != self._values
-        if kept is None or not is_known or calls.is_written:
-            kept = make()
-            self._input, self._key, self._kept = weakref.ref(x, self._died), key, kept
+        if stored is None or not is_known or calls.is_written:
+            stored = make()
+            self._input, self._key, self._stored = weakref.ref(x, self._died), key, stored
             self._values = calls.read(x.detach())
-        return kept
+        return stored
 
     def forget(self) -> None:
-        self._input = self._key = self._kept = self._values = None
+        self._input = self._key = self._stored = self._values = None
 
     def _died(self, reference: weakref.ref[Tensor]) -> None:
         if reference is self._input:

@@ -1,8 +1,8 @@
-"""Keep one buffer: what a layer can compute again is not kept by those who read it.
+"""Keep one buffer: ops save a recipe in place of an output that its layer can recompute.
 
-In a plain step the output z of an activation is saved by the convolution that reads it. A layer that keeps its own
-input can compute z again, so inside a *scope* saved-tensor hooks replace every saved z by a recipe: the layer's node,
-and how to view its result. The first reader that needs z in backward has it rebuilt; after the last it is let go.
+In a plain step the convolution that reads the output z of an activation saves it. A layer that keeps its own input can
+recompute z. So inside a *scope* saved-tensor hooks replace every saved z by a recipe: the layer's node, and how to view
+its result. The first reader that needs z in backward recomputes it; after the last reader z is freed.
 
 A scope is open while the outermost module runs forward, for models that hold such a layer; ``keep_one_buffer`` opens
 one by hand.
@@ -28,10 +28,10 @@ from lowtide.nn.hidden_writes import CheckedCalls, read
 
 
 class Rebuildable:
-    """A tensor that can be computed again by ``rebuild()``, and who waits for it.
+    """A tensor that ``rebuild()`` recomputes, and its readers.
 
-    Handles count themselves: ``_alive`` is how many there are, ``_served`` how many of them had the tensor since it was
-    rebuilt last. When all have, it is let go.
+    Handles count themselves: ``_alive`` of them exist, and ``_served`` had the tensor since it was recomputed last. It
+    is freed when all had it.
     """
 
     __slots__ = (
@@ -70,12 +70,12 @@ class Rebuildable:
         return self._is_written
 
     def handle(self, tensor: Tensor) -> Handle:
-        """A promise to give this tensor, or this view of it, back."""
+        """Return the recipe to save in place of this tensor, or of a view of it."""
         self._alive += 1
         return Handle(self, tensor)
 
     def give(self, handle: Handle) -> Tensor:
-        if scope.rebuilding:  # for another's sake: were it held, a chain of joins would come back whole
+        if scope.rebuilding:  # for another join: if held, a chain of joins would be alive at once
             return self._rebuild() if self._rebuilt is None else self._rebuilt
         if self._rebuilt is None:  # in a second backward pass, all may come again
             self._hold()
@@ -84,18 +84,18 @@ class Rebuildable:
         if handle.round != self._round:
             handle.round = self._round
             self._served += 1
-            self._let_go()
+            self._free()
         return tensor
 
     def hold_for_late_readers(self) -> None:
-        """The layer's own backward is about to let its inputs go: rebuild now if somebody still waits."""
+        """Recompute now if a reader still waits: the layer's own backward is about to free its inputs."""
         if self._served < self._alive and self._rebuilt is None:
             self._hold()
 
     def forget(self, handle: Handle) -> None:
-        """A handle's graph was dropped, after it was served or while others are."""
+        """Note that a handle's graph was dropped."""
         self._served -= handle.round == self._round
-        self._let_go()
+        self._free()
 
     def _hold(self) -> None:
         rebuilt = self._rebuild()
@@ -103,7 +103,7 @@ class Rebuildable:
         self._served = 0
         self._rebuilt = rebuilt
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         if self._served >= self._alive and not (self._is_written and self._alive):
             self._rebuilt = None
 
@@ -115,13 +115,13 @@ class Rebuildable:
             scope.rebuilding -= 1
         if tensor.stride() == self._stride:
             return tensor
-        # Hooks of others kept the layer's input in another layout, and handles know the strides that there were.
+        # Hooks of others saved the layer's input in another layout, and handles know the original strides.
         laid_out = torch.empty_strided(tensor.shape, self._stride, dtype=tensor.dtype, device=tensor.device)
         return laid_out.copy_(tensor)
 
 
 class Handle:
-    """What is saved in place of a tensor."""
+    """Saved in place of a tensor."""
 
     __slots__ = ("_offset", "_record", "_shape", "_stride", "round")
 
@@ -146,7 +146,7 @@ class Handle:
 
 
 class SavedTensor(NamedTuple):
-    """A tensor that is saved as it is. torch does not look for in-place changes where there are hooks; we do."""
+    """A tensor that is saved as it is. Where hooks run, torch does not check for in-place changes; this does."""
 
     tensor: Tensor
     version: int
@@ -162,13 +162,22 @@ class SavedTensor(NamedTuple):
 
 
 class Chained(NamedTuple):
-    """What hooks that were there before made of a tensor."""
+    """A tensor as the hooks around packed it."""
 
     unpack_hook: Callable[[Any], Any]
     packed: Any
 
     def unpack(self) -> Any:
         return self.unpack_hook(self.packed)
+
+
+def save_as_is(tensor: Tensor, outer: tuple[Any, Any] | None) -> SavedTensor | Chained:
+    """Save a tensor as it is, or as the hooks around save it."""
+    if outer is not None:
+        return Chained(outer[1], outer[0](tensor))
+    return SavedTensor(
+        tensor.detach(), version_of(tensor)
+    )  # an op's own output would keep its node alive, and the node it
 
 
 class Scope(threading.local):
@@ -225,7 +234,7 @@ class Scope(threading.local):
         return record
 
     def keep(self, tensor: Tensor) -> None:
-        """Have this tensor kept after all, where it is the output of a layer: another one rebuilds from it."""
+        """Save this tensor as it is, even if it is a layer's output: another layer recomputes from it."""
         if self.records:
             self.records.pop(storage_id(tensor.untyped_storage()), None)
 
@@ -234,11 +243,7 @@ class Scope(threading.local):
             record = self.records.get(storage_id(tensor.untyped_storage()))
             if record is not None and record.covers(tensor):
                 return record.handle(tensor)
-        # An op's own output, packed as it is, would keep its node alive, and the node it.
-        if self.outer is None:
-            return SavedTensor(tensor.detach(), version_of(tensor))
-        pack, unpack = self.outer
-        return Chained(unpack, pack(tensor))
+        return save_as_is(tensor, self.outer)
 
     @staticmethod
     def _unpack(packed: Any) -> Any:

@@ -25,7 +25,7 @@ from lowtide.nn.statistics import Statistics, batch_statistics
 
 Limit = float | Callable[[Tensor], float | Tensor]
 
-RESTORED = "_lowtide_restored"  # of a buffer's copy: it holds what the first run of a recomputed part found
+RESTORED = "_lowtide_restored"  # marks a buffer's copy with the statistics before a recomputed part ran first
 
 
 class _BatchRenormAct(_BatchNormAct):
@@ -70,7 +70,7 @@ class _BatchRenormAct(_BatchNormAct):
         )
 
     def _correction(self, input: Tensor) -> tuple[Statistics, Tensor, Tensor]:
-        """The statistics of the batch, and r and d: against the running ones as they were before it."""
+        """Return the statistics of the batch, and r and d against the running ones before it."""
         mean, var, count = self.running_mean, self.running_var, self.num_batches_tracked
         if in_backward() and not getattr(mean, RESTORED, False):
             raise LowtideError(

@@ -40,7 +40,7 @@ def keep_one_buffer() -> Generator[None]:
 
 
 def may_open() -> bool:
-    """Not while something else owns what is saved: a checkpoint, ``torch.func``, a compiler, a ban on hooks."""
+    """Tell whether nothing else owns saved tensors: no checkpoint, ``torch.func``, compiler or ban on hooks."""
     top = top_saved_hooks(True)
     return (
         torch.is_grad_enabled()

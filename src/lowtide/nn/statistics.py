@@ -38,13 +38,13 @@ def batch_statistics(x: Tensor, running: Running, group: Any = None) -> Statisti
 
 
 def copied(running: Running) -> Running:
-    """Statistics for a recomputation to move. Not None: a checkpoint compares what both runs save."""
+    """Copy statistics for a recomputation to move. Not None: a checkpoint compares what both runs save."""
     mean, var = (None if t is None else t.clone() for t in (running.mean, running.var))
     return Running(mean, var, running.momentum)
 
 
 def compiled_statistics(x: Tensor, running: Running) -> Statistics:
-    """The same by plain ops, for a compiler."""
+    """Measure the same by plain ops, for a compiler."""
     wide, count = torch.promote_types(x.dtype, torch.float32), x.numel() // x.shape[1]
     # As Inductor decomposes a batch norm: it then merges the two.
     var, mean = torch.var_mean(x.detach().to(wide), [0, *range(2, x.dim())], correction=0, keepdim=True)
@@ -56,7 +56,7 @@ def compiled_statistics(x: Tensor, running: Running) -> Statistics:
 
 
 def count_batch(running: Running) -> None:
-    """One batch more, where the kernels do not count."""
+    """Count a batch, where the kernels do not."""
     if running.batches is not None:
         running.batches.add_(1)
 

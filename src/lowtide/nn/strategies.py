@@ -84,7 +84,7 @@ class InverseGuard:
         self._weight: weakref.ref[Tensor] | None = None
         self._safe = False
         self._steps = 0
-        self._answer: tuple[Tensor, torch.cuda.Event] | None = None  # pinned, and when it is there
+        self._answer: tuple[Tensor, torch.cuda.Event] | None = None  # in pinned memory, and the event of its arrival
 
     def is_safe(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, activation: Activation) -> bool:
         """Tell whether every channel's x̂ can be computed from z."""

@@ -71,7 +71,7 @@ def process_group(group: Any) -> dist.ProcessGroup:
 
 
 def _gathered(x: Tensor, count: int, members: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each process a row: how many values a channel has, the means, the variances. In float64: counts are exact."""
+    """Gather a row from each process: count per channel, means, variances. In float64, so that counts are exact."""
     channels = x.shape[1]
     local = x.new_zeros(2 * channels + 1, dtype=torch.float64)
     if count:

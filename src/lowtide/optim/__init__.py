@@ -1,4 +1,4 @@
-"""What acts on optimizers: states in 8 bits or on the host, steps inside backward, 16-bit weights, larger batches.
+"""Changes to optimizers: states in 8 bits or on the host, steps inside backward, 16-bit weights, larger batches.
 
     undo = lowtide.optim.lower_state(optimizer, "8bit")      # torch's Adam, AdamW or SGD, in place
     undo = lowtide.optim.step_in_backward(optimizer)         # gradients are never all alive

@@ -16,6 +16,7 @@ from lowtide.compat.operators import foreach_add_
 from lowtide.errors import LowtideError
 from lowtide.kernels import adamw8bit as kernels
 from lowtide.kernels.adamw8bit import Entry
+from lowtide.kernels.fewbit import is_dense
 from lowtide.kernels.reference.adamw8bit import BLOCK, Hyper, Moments, decode, encode
 from lowtide.optim.one_parameter import FIRST, PLAIN_STATES
 from lowtide.optim.rounding import with_notes
@@ -79,12 +80,12 @@ class AdamW8bit(torch.optim.Optimizer):
             first = group.get(FIRST, next_first)
             next_first = first + len(group["params"])
             rounds = group["rounding"] == "stochastic"
-            found = [(n, p, self._state(p)) for n, p in enumerate(group["params"], first) if p.grad is not None]
-            if found:
-                counts = [state["step"] for _, _, state in found]
+            stepped = [(n, p, self._state(p)) for n, p in enumerate(group["params"], first) if p.grad is not None]
+            if stepped:
+                counts = [state["step"] for _, _, state in stepped]
                 foreach_add_(counts, torch.tensor(1.0))
-            for count, number, members in _runs(found, of_neighbours=rounds):
-                # The kernels add a parameter's place in the run: its noise is its own, whoever is stepped with it.
+            for count, number, members in _runs(stepped, of_neighbours=rounds):
+                # The kernels add a parameter's place in the run: its noise does not depend on the others.
                 seed = (group["seed"] * 2654435761 + count * 97003) % 2**30 + number
                 self._step(number, members, _hyper(group, count), seed if rounds else None)
         return loss
@@ -127,7 +128,7 @@ class AdamW8bit(torch.optim.Optimizer):
         Another optimizer's state is refused, and then nothing is changed.
         """
         groups, states = list(state_dict["param_groups"]), dict(state_dict["state"])
-        # Where the numbers of groups or parameters differ, torch says so after this.
+        # If the numbers of groups or parameters differ, torch raises after this.
         for index, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
             _refuse_amsgrad(saved)
             groups[index] = {**{key: group[key] for key in self.defaults if key in group}, **saved}
@@ -159,7 +160,7 @@ _Member = tuple[Tensor, dict[str, Any]]  # a parameter and its state
 
 
 def _runs(
-    found: list[tuple[int, Tensor, dict[str, Any]]], *, of_neighbours: bool
+    stepped: list[tuple[int, Tensor, dict[str, Any]]], *, of_neighbours: bool
 ) -> list[tuple[int, int, list[_Member]]]:
     """Parameters that have come as far, with their step count and the number of the first of them.
 
@@ -167,7 +168,7 @@ def _runs(
     """
     runs: dict[tuple[int, int], list[tuple[int, _Member]]] = {}
     placed: dict[int, int] = {}
-    for number, p, state in found:
+    for number, p, state in stepped:
         count = count_of(state["step"])
         place = placed[count] = placed.get(count, -1) + 1
         runs.setdefault((count, number - place if of_neighbours else 0), []).append((number, (p, state)))
@@ -183,16 +184,16 @@ class _Last(NamedTuple):
 
 
 def _places(members: list[_Member]) -> tuple[Any, ...] | None:
-    """Where parameters, gradients and moments are; None where some are fake, or would have to be copied."""
-    found: list[Any] = []
+    """Return the addresses of parameters, gradients and moments; None if some are fake or need a copy."""
+    places: list[Any] = []
     for p, state in members:
         gradient = p.grad
         assert gradient is not None
         if isinstance(p, FakeTensor) or not (p.is_contiguous() and gradient.is_contiguous()):
             return None
         first, second = state["exp_avg"], state["exp_avg_sq"]
-        found += (p.data_ptr(), gradient.data_ptr(), gradient.dtype, id(first), first.data_ptr(), second.data_ptr())
-    return tuple(found)
+        places += (p.data_ptr(), gradient.data_ptr(), gradient.dtype, id(first), first.data_ptr(), second.data_ptr())
+    return tuple(places)
 
 
 def empty_moments(p: Tensor) -> Moments:
@@ -205,7 +206,7 @@ def empty_moments(p: Tensor) -> Moments:
 
 
 def lowered(p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """The state of torch's AdamW for one parameter, in 8 bits; nothing where there is none yet."""
+    """The state of torch's AdamW for one parameter, in 8 bits; nothing before the first step."""
     if "exp_avg" not in state:
         return {}
     return {"step": torch.tensor(float(state["step"])), **_coded(p, state["exp_avg"], state["exp_avg_sq"])}
@@ -247,7 +248,7 @@ def _order(p: Tensor) -> int:
 
     Those of size 1 are left out, since their strides say nothing. An int, which every kind of checkpoint can save.
     """
-    return _order_of(p.shape, p.stride() if not p.is_contiguous() and _is_dense(p) else None)
+    return _order_of(p.shape, p.stride() if not p.is_contiguous() and is_dense(p) else None)
 
 
 @lru_cache(maxsize=4096)
@@ -280,10 +281,10 @@ def raised(p: Tensor, state: dict[str, Any], *, fused: bool) -> dict[str, Any]:
     """The state of torch's AdamW again, from one in 8 bits."""
     if "exp_avg" not in state:
         return {}
-    found: dict[str, Any] = {"step": state["step"].to(p.device) if fused else state["step"].clone()}
+    plain: dict[str, Any] = {"step": state["step"].to(p.device) if fused else state["step"].clone()}
     for key in _KEYS[:2]:
-        found[key] = _like(p, p.dtype).copy_(_whole(p, state, key))
-    return found
+        plain[key] = _like(p, p.dtype).copy_(_whole(p, state, key))
+    return plain
 
 
 def count_of(step: Tensor) -> int:
@@ -295,7 +296,7 @@ def flat(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
     """All values as one row, in the order of memory; and the copy, where there are gaps between them."""
     if tensor.is_contiguous():
         return tensor.view(-1), None
-    if _is_dense(tensor):
+    if is_dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,)), None
     copied = tensor.contiguous().view(-1)
     return copied, copied
@@ -303,17 +304,8 @@ def flat(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def _like(p: Tensor, dtype: torch.dtype) -> Tensor:
     """Memory that ``flat`` shows in the order in which it shows the parameter's."""
-    layout = torch.preserve_format if _is_dense(p) else torch.contiguous_format
+    layout = torch.preserve_format if is_dense(p) else torch.contiguous_format
     return torch.empty_like(p, dtype=dtype, memory_format=layout)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _gradient(p: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from lowtide.undo import Undo
 
 
 class Adam4bit:
-    """What it takes to make torch's Adam or AdamW torchao's with 4-bit states.
+    """Turns torch's Adam or AdamW into torchao's with 4-bit states.
 
     torchao compiles its step; for parameters on a CPU it runs as it is, since compiling there needs a C++ compiler. It
     wants the rate as a tensor, which schedulers fill.
@@ -36,27 +36,29 @@ class Adam4bit:
         self.optimizer: Any = _runs_anywhere(base)([torch.empty(0)], lr=1e-3)
 
     def lowered(self, p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of torch's AdamW for one parameter, in 4 bits; nothing where there is none yet."""
+        """Return the state of torch's AdamW for one parameter, in 4 bits; nothing before the first step."""
         if "exp_avg" not in state:
             return {}
-        found: dict[str, Any] = {"step": torch.tensor(float(state["step"]))}
+        converted: dict[str, Any] = {"step": torch.tensor(float(state["step"]))}
         for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            found[key] = self.optimizer._new_buffer(p, signed)
-            if type(found[key]) is Tensor:  # too small for 4 bits: as it is, also where it is wider than the parameter
-                found[key] = found[key].to(state[key].dtype)
-            found[key].copy_(state[key])
-        return found
+            converted[key] = self.optimizer._new_buffer(p, signed)
+            if (
+                type(converted[key]) is Tensor
+            ):  # too small for 4 bits: as it is, also where it is wider than the parameter
+                converted[key] = converted[key].to(state[key].dtype)
+            converted[key].copy_(state[key])
+        return converted
 
     def raised(self, p: Tensor, state: dict[str, Any], *, fused: bool) -> dict[str, Any]:
         """The state of torch's AdamW again."""
         if "exp_avg" not in state:
             return {}
-        found: dict[str, Any] = {"step": state["step"].to(p.device) if fused else state["step"].clone()}
+        converted: dict[str, Any] = {"step": state["step"].to(p.device) if fused else state["step"].clone()}
         for key in ("exp_avg", "exp_avg_sq"):
             value = state[key]
             whole = value.dequantize() if hasattr(value, "dequantize") and type(value) is not Tensor else value
-            found[key] = torch.empty_like(p).copy_(whole)
-        return found
+            converted[key] = torch.empty_like(p).copy_(whole)
+        return converted
 
     def rates_as_tensors(self, optimizer: torch.optim.Optimizer) -> Undo:
         """Rates as torchao wants them; those that nobody changed since are to the bit what they were afterwards."""
@@ -85,7 +87,7 @@ def has_bridge(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class Bitsandbytes:
-    """What it takes to have bitsandbytes step an optimizer, with the same numbers and the same rule.
+    """Has bitsandbytes step an optimizer, with the same numbers and the same rule.
 
     torch's SGD with momentum, torch's Adam and AdamW where updates are to have a ``bound``, and bitsandbytes' own
     optimizers with 32-bit states. With a ``bound``, an update's norm is at most that share of the weight's: SGD is then
@@ -118,39 +120,39 @@ class Bitsandbytes:
         self.bits = bits
 
     def lowered(self, p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """A parameter's state as bitsandbytes keeps it; nothing where there is none yet."""
+        """Return a parameter's state as bitsandbytes keeps it; nothing before the first step."""
         if state.get(self.keys[0]) is None:
             return {}
         # torch's SGD counts no steps, and bitsandbytes' first one begins the average anew.
-        found: dict[str, Any] = {"step": int(state.get("step", 1))}
+        converted: dict[str, Any] = {"step": int(state.get("step", 1))}
         for number, (slot, key) in enumerate(zip(_SLOTS, self.keys, strict=False), 1):
             if key not in state:
                 continue
             values = state[key].to(p.device, torch.float32).contiguous()
             if self.bits == 8 and p.numel() >= _LEAST:
                 table = self.optimizer.name2qmap["dynamic" if number == 1 else "udynamic"].to(p.device)
-                found[slot], found[f"absmax{number}"] = self.encode(values, table)
-                found[f"qmap{number}"] = table
+                converted[slot], converted[f"absmax{number}"] = self.encode(values, table)
+                converted[f"qmap{number}"] = table
             else:
-                found[slot] = values.clone()
+                converted[slot] = values.clone()
         if self.optimizer.args.max_unorm > 0:
-            found["unorm_vec"] = torch.zeros(1, device=p.device)
-        return found
+            converted["unorm_vec"] = torch.zeros(1, device=p.device)
+        return converted
 
     def raised(self, p: Tensor, state: dict[str, Any], *, fused: bool) -> dict[str, Any]:
         """The state as the optimizer had it before; ``fused`` says where it counts its steps."""
         if "state1" not in state:
             return {}
-        found: dict[str, Any] = {} if "momentum_buffer" in self.keys else {"step": state["step"]}
+        converted: dict[str, Any] = {} if "momentum_buffer" in self.keys else {"step": state["step"]}
         for slot, key in zip(_SLOTS, self.keys, strict=False):
             if slot in state:
                 values = self.decode(state, slot) if state[slot].dtype == torch.uint8 else state[slot].clone()
-                found[key] = values.to(p.dtype) if self.is_torchs else values
-        if self.is_torchs and "step" in found:
-            found["step"] = torch.tensor(float(found["step"]), device=p.device if fused else "cpu")
+                converted[key] = values.to(p.dtype) if self.is_torchs else values
+        if self.is_torchs and "step" in converted:
+            converted["step"] = torch.tensor(float(converted["step"]), device=p.device if fused else "cpu")
         elif "unorm_vec" in state:
-            found["unorm_vec"] = state["unorm_vec"]
-        return found
+            converted["unorm_vec"] = state["unorm_vec"]
+        return converted
 
     def encode(self, values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         """Codes and the scales of their blocks."""
@@ -189,15 +191,15 @@ def bridged(base: Any, bridge: Bitsandbytes) -> Any:
             state.update({slot: bridge.decode(state, slot) for slot in coded})
             base.update_step(self, group, p, gindex, pindex)
             for slot, codes in coded.items():
-                found, scales = bridge.encode(state[slot], state[f"qmap{slot[-1]}"])
-                codes.copy_(found)
+                encoded, scales = bridge.encode(state[slot], state[f"qmap{slot[-1]}"])
+                codes.copy_(encoded)
                 state[f"absmax{slot[-1]}"].copy_(scales)
         finally:
             state.update(coded)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
         states, wrapped = dict(state_dict["state"]), base._FSDP_WRAPPED_QUANT_STATE_KEY
-        # Where the numbers of groups or parameters differ, bitsandbytes says so after this.
+        # If the numbers of groups or parameters differ, bitsandbytes raises after this.
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
             for p, number in zip(group["params"], saved["params"], strict=False):
                 state = dict(states.get(number, {}))
@@ -206,10 +208,10 @@ def bridged(base: Any, bridge: Bitsandbytes) -> Any:
                 is_plain = first is not None and first.dtype != torch.uint8
                 if state:
                     states[number] = with_notes(bridge.lowered(p, state), state) if is_plain else state
-        found = {**state_dict, "state": states}
+        loaded = {**state_dict, "state": states}
         for hook in load_pre_hooks(self).values():  # which bitsandbytes leaves out
-            found = hook(self, found) or found
-        base.load_state_dict(self, found, move_to_device)
+            loaded = hook(self, loaded) or loaded
+        base.load_state_dict(self, loaded, move_to_device)
         for hook in load_post_hooks(self).values():
             hook(self)
         vars(self).pop(PLAIN_STATES, None)
@@ -296,7 +298,7 @@ def _refuse_group(group: dict[str, Any]) -> None:
 
 
 def _runs_anywhere(base: type) -> type:
-    """The class of torchao, uncompiled on a CPU; its first step lets go of what the states were before."""
+    """The class of torchao, uncompiled on a CPU; its first step frees the plain states."""
 
     def step(self: Any, closure: Any = None) -> Any:
         vars(self).pop(PLAIN_STATES, None)

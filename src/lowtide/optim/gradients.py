@@ -29,7 +29,7 @@ def store_gradients(optimizer: torch.optim.Optimizer, bits: Bits = "16bit", *, s
 
     ``backward`` leaves ``p.grad`` at None and ``optimizer.step()`` unpacks a parameter at a time. Several backwards
     before a step are summed, each sum rounded stochastically. Whoever reads ``p.grad`` in between finds none, and
-    torch's clipping raises. ``optimizer.zero_grad()`` lets them go; ``model.zero_grad()`` knows nothing of them. The
+    torch's clipping raises. ``optimizer.zero_grad()`` frees them; ``model.zero_grad()`` knows nothing of them. The
     undo puts what waits for a step into ``p.grad``.
     """
     if bits not in ("16bit", "8bit"):
@@ -59,7 +59,7 @@ def store_gradients(optimizer: torch.optim.Optimizer, bits: Bits = "16bit", *, s
 
 
 class GradientStore(StepPart):
-    """Takes gradients when they are made, and gives them back one at a time."""
+    """Packs gradients in backward, and unpacks them one at a time in the step."""
 
     needs_step = "Stored gradients wait for the step"
     leaves_no_gradient = "has its gradient stored until the step"
@@ -74,7 +74,7 @@ class GradientStore(StepPart):
         return f"gradients in {self.bits}"
 
     def forget_at_zero_grad(self, optimizer: torch.optim.Optimizer) -> Undo:
-        """Have ``optimizer.zero_grad()`` let go of what is stored, too."""
+        """Have ``optimizer.zero_grad()`` free stored gradients, too."""
         plain, attributes = optimizer.zero_grad, vars(optimizer)
 
         def zero_grad(set_to_none: bool = True) -> None:
@@ -104,7 +104,7 @@ class GradientStore(StepPart):
         self.packed.clear()
 
     def __call__(self, parameter: Tensor) -> None:
-        """Runs when a gradient is there: pack it, with what is there already."""
+        """Pack a gradient that was accumulated, and add it to the stored one."""
         refuse_unsharded([parameter])  # processes may have been started since
         gradient = parameter.grad
         assert gradient is not None
@@ -132,7 +132,7 @@ class GradientStore(StepPart):
 
 
 def pack(gradient: Tensor, bits: Bits, *, seed: int, onto: _Packed | None = None) -> _Packed:
-    """Round a gradient stochastically: right on average. It is added to what is there already, ``onto``.
+    """Round a gradient stochastically, right on average, added to a stored one, ``onto``.
 
     A piece at a time, so that what lies between is small beside a large gradient.
     """
@@ -162,7 +162,7 @@ def unpack(packed: _Packed, like: Tensor) -> Tensor:
 
 
 def packed_bytes(count: int, bits: Bits) -> int:
-    """What a gradient of so many values takes while it waits."""
+    """Return the bytes of a stored gradient of so many values."""
     return 2 * count if bits == "16bit" else count + 4 * -(-count // BLOCK)
 
 

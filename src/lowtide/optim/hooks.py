@@ -1,4 +1,4 @@
-"""What takes part in an optimizer's step, by torch's own hooks: the optimizer stays the object that it was."""
+"""Parts of an optimizer's step, by torch's own hooks: the optimizer stays the object that it was."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lowtide.undo import Undo
 class StepPart(ABC):
     """Steps parameters before the optimizer's own step, which then finds no gradient of theirs.
 
-    Subclass it and write ``run``. Gradients are there again when the step is over, as after any step.
+    Subclass it and write ``run``. Gradients are restored after the step.
     """
 
     part_of_step = True  # a trace leaves hooks of the user's own out, but not this
@@ -35,8 +35,8 @@ class StepPart(ABC):
 
     def ready(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         """The parameters to step now."""
-        found = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return [p for p in found if self.takes(p)]
+        ready = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return [p for p in ready if self.takes(p)]
 
     @abstractmethod
     def run(self, single: SingleStep, parameters: list[Tensor]) -> None:
@@ -68,35 +68,32 @@ def refuse_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwar
 
 def take_part(optimizer: torch.optim.Optimizer, part: StepPart) -> Undo:
     """Let ``part`` do its parameters' steps until the undo is called. There can be one of them."""
-    there = part_of(optimizer)
-    if there is not None:
+    other = part_of(optimizer)
+    if other is not None:
         raise LowtideError(
-            f"The optimizer's step is already done by {there}, and cannot be by {part} too",
+            f"The optimizer's step is already done by {other}, and cannot be by {part} too",
             hint="Call undo() of the first one.",
         )
     handles = (optimizer.register_step_pre_hook(part.before), optimizer.register_step_post_hook(part.after))
-    return Undo(*(handle.remove for handle in handles), leave_scaling_to_scalers(optimizer))
+    undo = Undo(*(handle.remove for handle in handles))
+    if AMP_SCALING in vars(optimizer):
+        undo.add(set_amp_scaling(optimizer, False))
+    return undo
 
 
-def leave_scaling_to_scalers(optimizer: torch.optim.Optimizer) -> Undo:
-    """Let a ``GradScaler`` unscale gradients and leave out steps that overflow: steps but fused ones do neither."""
-    return Undo() if AMP_SCALING not in vars(optimizer) else _set_scaling(optimizer, False)
+def set_amp_scaling(optimizer: torch.optim.Optimizer, value: bool) -> Undo:
+    """Mark who handles a ``GradScaler``'s scale. True: it is left on the optimizer before a step, where a hook sees it.
 
-
-def tell_of_scalers(optimizer: torch.optim.Optimizer) -> Undo:
-    """Have a ``GradScaler`` leave its scale on the optimizer before a step, where a hook sees it."""
-    return _set_scaling(optimizer, True)
-
-
-def _set_scaling(optimizer: torch.optim.Optimizer, value: bool) -> Undo:
-    had = vars(optimizer).get(AMP_SCALING)
+    False: the scaler unscales gradients and leaves out steps that overflow, which only fused steps do themselves.
+    """
+    before = vars(optimizer).get(AMP_SCALING)
     setattr(optimizer, AMP_SCALING, value)
 
     def restore() -> None:
-        if had is None:
+        if before is None:
             vars(optimizer).pop(AMP_SCALING, None)
         elif AMP_SCALING in vars(optimizer):  # it may be one of another class by now
-            setattr(optimizer, AMP_SCALING, had)
+            setattr(optimizer, AMP_SCALING, before)
 
     return Undo(restore)
 
@@ -123,7 +120,7 @@ def _see_clipped(parameters: Iterable[Tensor]) -> None:
             reason = getattr(hook, "leaves_no_gradient", None)
             if reason is not None:
                 raise LowtideError(
-                    f"A parameter of {tuple(parameter.shape)} {reason}: there is no gradient to clip",
+                    f"A parameter of {tuple(parameter.shape)} {reason}: it has no gradient to clip",
                     hint="Leave out clipping, or undo what uses gradients in backward.",
                 )
 
@@ -153,7 +150,7 @@ def refuse_unsharded(parameters: Iterable[Tensor]) -> None:
 
 
 def part_of(optimizer: Any) -> StepPart | None:
-    """The part that does the steps of this optimizer, if there is one."""
+    """Return the part that does the steps of this optimizer, or None."""
     for hook in step_pre_hooks(optimizer).values():
         if isinstance(owner := getattr(hook, "__self__", None), StepPart):
             return owner

@@ -1,4 +1,4 @@
-"""The optimizer inside backward: a parameter is stepped as soon as its gradient is there, and the gradient let go."""
+"""The optimizer inside backward: a parameter is stepped as soon as its gradient is complete, and the gradient freed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowtide.optim.hooks import (
     refuse_closure,
     refuse_unsharded,
     refuse_where,
-    tell_of_scalers,
+    set_amp_scaling,
 )
 from lowtide.optim.one_parameter import SingleStep
 from lowtide.undo import Undo
@@ -49,7 +49,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> Undo:
     hook = StepHook(optimizer)
     handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
     handles.append(optimizer.register_step_pre_hook(_before))
-    return Undo(*(handle.remove for handle in handles), tell_of_scalers(optimizer), refuse_clipping())
+    return Undo(*(handle.remove for handle in handles), set_amp_scaling(optimizer, True), refuse_clipping())
 
 
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ def is_stepped_in_backward(parameter: Tensor) -> bool:
 
 
 class StepHook:
-    """What runs when a parameter's gradient is there. ``of`` gives the same for another optimizer, as a trace needs."""
+    """Runs when a parameter's gradient is complete."""
 
     leaves_no_gradient = "is stepped in backward"
 

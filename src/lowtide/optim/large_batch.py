@@ -140,7 +140,7 @@ def lamb(params: ParamsT, lr: float, **options: Any) -> torch.optim.Optimizer:
 
 
 def _top(factor: float, warmup_steps: int, rule: str) -> float:
-    """What the rate is multiplied by once it is warm."""
+    """Return the multiple of the rate after the warm-up."""
     if factor <= 0 or warmup_steps < 0 or rule not in RULES:
         raise LowtideError(
             f"factor={factor}, warmup_steps={warmup_steps}, rule={rule!r} cannot be",

@@ -21,15 +21,15 @@ def offload_state(optimizer: torch.optim.Optimizer) -> Undo:
 
     On a GPU the memory is pinned, and copies run beside the steps on a stream of their own: the states of two
     parameters are on the device at a time. Scalars, such as step counts, stay where they are. ``state_dict()`` waits
-    for the copies; whoever reads ``optimizer.state`` itself after a step has to synchronise first. What is loaded goes
-    to the host, and was never on the device.
+    for the copies; to read ``optimizer.state`` itself after a step, synchronise first. A loaded state goes to the host
+    without passing through the device.
     """
     part = _Offloaded(optimizer)
     undo = take_part(optimizer, part)
     undo.add(load_exactly(optimizer, part.receive))
     undo.add(optimizer.register_state_dict_pre_hook(part.wait).remove)
     for parameter, state in optimizer.state.items():
-        part.put_away(parameter, state, {})
+        part.offload(parameter, state, {})
 
     def restore() -> None:
         part.wait()
@@ -46,7 +46,7 @@ def is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _Offloaded(StepPart):
-    """Steps every parameter with its state fetched before and put back after."""
+    """Steps every parameter with its state fetched before and offloaded after."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
@@ -67,24 +67,24 @@ class _Offloaded(StepPart):
             if arrived is not None:
                 torch.cuda.current_stream(parameter.device).wait_event(arrived)
             single(parameter)
-            self.put_away(parameter, states[parameter], host)
+            self.offload(parameter, states[parameter], host)
         for device, stream in self._streams.items():  # the next step reads what these copies write
             torch.cuda.current_stream(device).wait_stream(stream)
 
     def wait(self, _: object = None) -> None:
-        """Wait until all that was put away is there."""
+        """Wait for pending copies to the host."""
         for stream in self._streams.values():
             stream.synchronize()
 
     def receive(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-        """What a saved state becomes: on the host, in the dtypes in which the optimizer keeps states."""
+        """Convert a saved state: on the host, in the dtypes in which the optimizer keeps states."""
         large = _large(state)
-        found = as_saved(parameter, {key: value for key, value in state.items() if key not in large}, group)
+        received = as_saved(parameter, {key: value for key, value in state.items() if key not in large}, group)
         casts = keeps_parameter_dtype(self.single.optimizer) and parameter.is_floating_point()
         for key, value in large.items():
             dtype = parameter.dtype if casts and value.is_floating_point() else value.dtype
-            found[key] = self._place(parameter, value, dtype).copy_(value)
-        return {key: found[key] for key in state}
+            received[key] = self._place(parameter, value, dtype).copy_(value)
+        return {key: received[key] for key in state}
 
     def _fetch(self, parameter: Tensor, state: dict[str, Any]) -> _Fetched:
         """Start to copy a state to the device: the places on the host, and what to wait for."""
@@ -101,8 +101,8 @@ class _Offloaded(StepPart):
             arrived.record()
         return parameter, host, arrived
 
-    def put_away(self, parameter: Tensor, state: dict[str, Any], host: dict[str, Tensor]) -> None:
-        """Copy a state to the host, into its place there if it has one, and let go of it on the device."""
+    def offload(self, parameter: Tensor, state: dict[str, Any], host: dict[str, Tensor]) -> None:
+        """Offload a state to the host, into its place there if it has one."""
         if parameter.device.type == "cpu":
             return
         stream = self._stream(parameter)
@@ -126,7 +126,7 @@ class _Offloaded(StepPart):
         return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=self._stream(parameter) is not None)
 
     def _stream(self, parameter: Tensor) -> Any:
-        """Where copies run; None where nothing really runs on a GPU."""
+        """Return the stream of copies; None where nothing runs on a GPU."""
         device = parameter.device
         if device.type != "cuda" or not torch.cuda.is_available() or type(parameter).__name__ == "FakeTensor":
             return None

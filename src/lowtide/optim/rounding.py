@@ -59,9 +59,9 @@ def round_stochastically(x: Tensor, *, seed: int) -> Tensor:
     return round_by(x, random_bits(x, seed))
 
 
-def with_notes(found: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """What was made of a state, with what rounding noted in it; nothing where nothing was made."""
-    return {**found, **{key: state[key] for key in (COUNT, REST) if key in state}} if found else {}
+def with_notes(converted: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """Add the notes of rounding in a state to its converted form, unless that is empty."""
+    return {**converted, **{key: state[key] for key in (COUNT, REST) if key in state}} if converted else {}
 
 
 class _Rounded(StepPart):

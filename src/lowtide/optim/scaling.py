@@ -80,7 +80,7 @@ class LossScale:
         self._hooked.clear()
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs. A guarded optimizer saves it with its own."""
+        """Return what a resumed run needs. A guarded optimizer saves it with its own state."""
         return {"value": self.value, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -90,8 +90,8 @@ class LossScale:
 
     def _running(self) -> float | None:
         """The scale of the backward pass that runs; None where it has none, or none runs."""
-        found = None if self._pass is None else self._pass()
-        return None if found is None or found.is_over else found.scale
+        running = None if self._pass is None else self._pass()
+        return None if running is None or running.is_over else running.scale
 
     def _enter(self) -> float:
         """The same, from a scaled loss's node: now it has one, until it is over or has failed."""
@@ -144,10 +144,10 @@ def _are_finite(gradients: list[Tensor]) -> bool:
     norms = foreach_norm(gradients, ord=torch.inf) if gradients else []
     for norm in norms:
         largest.setdefault((norm.device, norm.dtype), []).append(norm)
-    found: dict[torch.device, list[Tensor]] = {}
+    finite: dict[torch.device, list[Tensor]] = {}
     for (device, _), some in largest.items():
-        found.setdefault(device, []).append(torch.stack(some).isfinite().all())
-    return all(bool(torch.stack(flags).all()) for flags in found.values())  # waits for each device once
+        finite.setdefault(device, []).append(torch.stack(some).isfinite().all())
+    return all(bool(torch.stack(flags).all()) for flags in finite.values())  # waits for each device once
 
 
 class _Pass:
@@ -162,10 +162,10 @@ class _Pass:
 
 
 class _Unscale:
-    """At a parameter: in the parameter's own precision, before the gradient is added to what is there."""
+    """At a parameter: in the parameter's own precision, before the gradient is accumulated."""
 
     __torch_unserializable__ = True  # a pickle of the model goes without, as it should
-    part_of_gradient = True  # whoever keeps users' hooks from running lets this one run
+    part_of_gradient = True  # runs even where users' hooks are left out
 
     def __init__(self, scale: LossScale) -> None:
         self.scale = scale

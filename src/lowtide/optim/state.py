@@ -25,15 +25,15 @@ _State = dict[str, Any]
 
 
 def lower_state(optimizer: torch.optim.Optimizer, state: str) -> Undo:
-    """Keep the optimizer's state in less memory, from now on; the undo gives it back as torch keeps it.
+    """Keep the optimizer's state in less memory, from now on; the undo restores torch's form.
 
     ``"8bit"``: torch's Adam and AdamW with moments in 8 bits (``AdamW8bit``); by bitsandbytes torch's SGD with momentum
     and bitsandbytes' own optimizers, such as Lion, LARS and LAMB. ``"4bit"``: AdamW with moments in 4, by torchao.
     ``"cpu"``: any optimizer, its state in pinned memory of the host, copied to the device a parameter at a time; the
     same bits as without.
 
-    The optimizer stays the object that it was, with the same groups: loops and schedulers go on using it. What state
-    there is, is converted, and so is a plain one that is loaded later.
+    The optimizer stays the object that it was, with the same groups: loops and schedulers go on using it. Its state is
+    converted, and so is a plain one that is loaded later.
     """
     if state not in KINDS:
         raise LowtideError(f"There is no optimizer state {state!r}", hint=f"Pass one of: {', '.join(KINDS)}.")
@@ -77,7 +77,7 @@ def convert(
         for key, value in other.defaults.items():
             group.setdefault(key, value)
     replace_states(optimizer, states)
-    # Until the first step, on the host: a plan that is tried and taken back leaves the states bit for bit.
+    # On the host until the first step: a plan that is tried and undone leaves the states bit for bit.
     vars(optimizer)[PLAIN_STATES] = {p: _to_host(state) for p, state in plain.items()}
     undo.add(optimizer.register_load_state_dict_post_hook(_forget_plain_states).remove)
     undo.add(optimizer.register_step_pre_hook(refuse_closure).remove)

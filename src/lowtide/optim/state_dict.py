@@ -78,7 +78,7 @@ class _Loading:
     def before(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         left = dict(state_dict["state"])
         self.states = {}
-        # Where the numbers of groups or parameters differ, torch says so after this.
+        # If the numbers of groups or parameters differ, torch raises after this.
         for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
             for parameter, number in zip(group["params"], saved["params"], strict=False):
                 if number in left:

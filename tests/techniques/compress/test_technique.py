@@ -193,7 +193,7 @@ def test_what_attention_and_log_sums_read_is_priced_and_measured_as_kept():
         before = {id(each) for each in gc.get_objects() if type(each) is nn_compress._Record}
         loss = applied.work.compute_loss()
         found = [each for each in gc.get_objects() if type(each) is nn_compress._Record and id(each) not in before]
-    assert stored == sum(record._kept.unpack().nbytes for record in found) > 0
+    assert stored == sum(record._codes.unpack().nbytes for record in found) > 0
     del loss
 
 

@@ -67,7 +67,7 @@ def decode(code: Tensor, scale: Tensor) -> Tensor:
 def step(parameter: Tensor, gradient: Tensor, moments: Moments, hyper: Hyper, noise: Tensor | None = None) -> None:
     """One step of one flat parameter, in place, in float32; with ``noise`` a bfloat16 parameter is rounded by it.
 
-    A part of the parameter after the other, so that what is made on the way stays small beside the states.
+    It steps one part of the parameter after the other, so that temporaries stay small beside the states.
     """
     size = max(_PART, -(-parameter.numel() // (_PARTS * BLOCK)) * BLOCK)
     for start in range(0, parameter.numel(), size):

@@ -36,7 +36,7 @@ class Running(NamedTuple):
 
 
 class Affine(NamedTuple):
-    """What turns x into y: per channel the mean, 1/σ, γ and β. Mean and 1/σ are float32 at least."""
+    """The map from x to y: per channel the mean, 1/σ, γ and β. Mean and 1/σ are float32 at least."""
 
     mean: Tensor
     invstd: Tensor
@@ -52,7 +52,7 @@ class Affine(NamedTuple):
         return torch.zeros_like(self.invstd) if self.bias is None else self.bias.to(self.invstd.dtype)
 
     def of_kept(self, keeps: Keeps) -> Affine:
-        """What turns the kept tensor into y."""
+        """Return the map from the saved tensor to y."""
         if keeps == "x":
             return self
         return Affine(torch.zeros_like(self.mean), torch.ones_like(self.invstd), self.weight, self.bias)
@@ -71,7 +71,7 @@ def statistics(x: Tensor, running: Running | None = None) -> tuple[Tensor, Tenso
 
 
 def normalize(
-    kept: Tensor,
+    saved: Tensor,
     keeps: Keeps,
     affine: Affine,
     activation: Activation,
@@ -79,31 +79,31 @@ def normalize(
     residual: Tensor | None = None,
 ) -> Tensor:
     """φ(y), y from x or x̂. The same call gives the same bits, so forward and rebuilding agree."""
-    pieces = _pieces(kept)
+    pieces = _pieces(saved)
     if len(pieces) == 1:
-        return activation.write(preactivation(kept, keeps, affine, residual), slopes)
-    z = torch.empty_like(kept)
-    for _, y in _in_pieces(kept, keeps, affine, residual, pieces, z):
+        return activation.write(preactivation(saved, keeps, affine, residual), slopes)
+    z = torch.empty_like(saved)
+    for _, y in _in_pieces(saved, keeps, affine, residual, pieces, z):
         _put(y, activation.write(y, slopes))
     return z
 
 
 def activation_backward(
-    dz: Tensor, kept: Tensor, keeps: Keeps, affine: Affine, activation: Activation, residual: Tensor | None = None
+    dz: Tensor, saved: Tensor, keeps: Keeps, affine: Affine, activation: Activation, residual: Tensor | None = None
 ) -> Tensor:
     """The gradient dy = dz·φ'(y), y from x or x̂, for an activation that learns nothing."""
-    pieces = _pieces(kept) if dz.dtype == kept.dtype else [slice(None)]
+    pieces = _pieces(saved) if dz.dtype == saved.dtype else [slice(None)]
     if len(pieces) == 1:
-        return activation.backward(dz, preactivation(kept, keeps, affine, residual), write=True)[0]
-    dy = torch.empty_like(kept)
-    for piece, y in _in_pieces(kept, keeps, affine, residual, pieces, dy):
+        return activation.backward(dz, preactivation(saved, keeps, affine, residual), write=True)[0]
+    dy = torch.empty_like(saved)
+    for piece, y in _in_pieces(saved, keeps, affine, residual, pieces, dy):
         _put(y, activation.backward(dz[piece], y, write=True)[0])
     return dy
 
 
-def preactivation(kept: Tensor, keeps: Keeps, affine: Affine, residual: Tensor | None = None) -> Tensor:
-    """The value before the activation, from x or x̂, by ATen's inference kernel: on a CPU there is none faster."""
-    y = _aten.native_batch_norm(kept, *_vectors(keeps, affine), False, 0.0, 0.0)[0]
+def preactivation(saved: Tensor, keeps: Keeps, affine: Affine, residual: Tensor | None = None) -> Tensor:
+    """The value before the activation, from x or x̂, by ATen's inference kernel, the fastest on a CPU."""
+    y = _aten.native_batch_norm(saved, *_vectors(keeps, affine), False, 0.0, 0.0)[0]
     return y if residual is None else y.add_(residual)
 
 
@@ -117,19 +117,19 @@ def _vectors(keeps: Keeps, affine: Affine) -> tuple[Tensor, Tensor | None, Tenso
 
 
 def _in_pieces(
-    kept: Tensor, keeps: Keeps, affine: Affine, residual: Tensor | None, pieces: list[slice], out: Tensor
+    saved: Tensor, keeps: Keeps, affine: Affine, residual: Tensor | None, pieces: list[slice], out: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
     """The value before the activation, written to ``out`` piece by piece."""
     vectors, none = _vectors(keeps, affine), affine.mean.new_empty(0)
-    residual = None if residual is None else residual.expand_as(kept)
+    residual = None if residual is None else residual.expand_as(saved)
     for piece in pieces:
         y = out[piece]
-        _aten.native_batch_norm.out(kept[piece], *vectors, False, 0.0, 0.0, out=y, save_mean=none, save_invstd=none)
+        _aten.native_batch_norm.out(saved[piece], *vectors, False, 0.0, 0.0, out=y, save_mean=none, save_invstd=none)
         yield piece, y if residual is None else y.add_(residual[piece])
 
 
 def _put(target: Tensor, values: Tensor) -> None:
-    """Copy values to where they should be, unless they are there."""
+    """Copy values to a target, unless they share its storage."""
     if storage_id(values.untyped_storage()) != storage_id(target.untyped_storage()):
         target.copy_(values)
 
@@ -147,12 +147,12 @@ def _pieces(x: Tensor) -> list[slice]:
 
 
 def input_backward(
-    dy: Tensor, kept: Tensor, keeps: Keeps, affine: Affine, *, training: bool, sums: Sums | None = None
+    dy: Tensor, saved: Tensor, keeps: Keeps, affine: Affine, *, training: bool, sums: Sums | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dγ and dβ from dy and the kept x, x̂ or y (keeps "z")."""
-    source, mean, invstd, weight = _as_batch(kept, keeps, affine)
+    """dx, dγ and dβ from dy and the saved x, x̂ or y (keeps "z")."""
+    source, mean, invstd, weight = _as_batch(saved, keeps, affine)
     if 1 in dy.shape and dy.stride() != source.stride():
-        # Where a dimension is 1, ATen (2.13) takes a channels-last tensor for a contiguous one: wrong gradients.
+        # If a dimension is 1, ATen (2.13) takes a channels-last tensor for a contiguous one: wrong gradients.
         dy = torch.empty_like(source, dtype=dy.dtype).copy_(dy)
     if sums is not None:
         return _summed_backward(dy, source, mean, invstd, weight, sums)
@@ -165,13 +165,13 @@ def input_backward(
     return back[0], back[1] * sign, back[2]
 
 
-def _as_batch(kept: Tensor, keeps: Keeps, affine: Affine) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The kept tensor as the input of a batch norm that has the same x̂ and the same γ/σ."""
+def _as_batch(saved: Tensor, keeps: Keeps, affine: Affine) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The saved tensor as the input of a batch norm that has the same x̂ and the same γ/σ."""
     if keeps == "x":
-        return kept, affine.mean, affine.invstd, affine.gamma
+        return saved, affine.mean, affine.invstd, affine.gamma
     if keeps == "xhat":
-        return kept, torch.zeros_like(affine.mean), torch.ones_like(affine.invstd), affine.gamma * affine.invstd
-    return kept, affine.beta, 1 / affine.gamma, affine.gamma.square() * affine.invstd
+        return saved, torch.zeros_like(affine.mean), torch.ones_like(affine.invstd), affine.gamma * affine.invstd
+    return saved, affine.beta, 1 / affine.gamma, affine.gamma.square() * affine.invstd
 
 
 def _summed_backward(

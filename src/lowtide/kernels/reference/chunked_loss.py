@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Rules(NamedTuple):
-    """What ``F.cross_entropy`` is told beside logits and targets; the weights are as wide as the losses."""
+    """Settings of ``F.cross_entropy``; the weights are as wide as the losses."""
 
     ignore_index: int = -100
     smoothing: float = 0.0
@@ -27,7 +27,7 @@ class Rules(NamedTuple):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What losses are computed in."""
+    """Return the dtype of losses."""
     return dtype if dtype.itemsize >= 4 else torch.float32  # torch.promote_types would be an op in a trace
 
 
@@ -52,10 +52,10 @@ def rows_(logits: Tensor, target: Tensor, losses: Tensor, rules: Rules, scale: T
     z.sub_(highest.unsqueeze(1)).exp_()
     sums = z.sum(1)
     mine = 1 - rules.smoothing if rules.weight is None else (1 - rules.smoothing) * rules.weight[at.squeeze(1)]
-    found = mine * (hit + sums.log())
+    loss = mine * (hit + sums.log())
     if spread is not None:
-        found = found + share * (spread + total * sums.log())
-    losses.copy_(found.masked_fill_(~counts, 0))
+        loss = loss + share * (spread + total * sums.log())
+    losses.copy_(loss.masked_fill_(~counts, 0))
     if scale is None:
         return
     c = scale.expand(len(logits)).masked_fill(~counts, 0)

@@ -25,7 +25,7 @@ _LEAST, _MOST_PIECES = 2**16, 8  # what is coded at a time: what that takes besi
 
 @dataclass(frozen=True, eq=False)
 class Codebook:
-    """Which inputs of an activation share a slope: code i from ``boundaries[i-1]`` on. NaN has the last code.
+    """Groups inputs of an activation that share a slope: code i from ``boundaries[i-1]`` on. NaN has the last code.
 
     A gate has no boundaries: its code is 1 where it is open.
     """
@@ -36,7 +36,7 @@ class Codebook:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return max(1, len(self.boundaries).bit_length())
 
     @cached_property
@@ -63,7 +63,7 @@ def codebook(activation: Activation, boundaries: Sequence[float] = (), levels: S
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """What so many codes take.
+    """Return the bytes of so many codes.
 
     >>> packed_bytes(1000, 3), packed_bytes(3, 3)
     (375, 2)

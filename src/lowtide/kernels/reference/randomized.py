@@ -25,7 +25,7 @@ BITS = 128  # that one call of Philox gives
 # The last word of Philox's counter: what the numbers are for.
 SIGNS, NORMALS, PLACES, DCT_SIGNS = range(4)
 
-_AT_ONCE = 2**20  # numbers of S that are there at a time, at most; fewer than x has where that is small
+_AT_ONCE = 2**20  # the most numbers of S at a time; fewer than x has where that is small
 _AT_LEAST = 2**12
 _DIRECT = 512  # rows of a block up to which the DCT is a product with its matrix
 
@@ -99,7 +99,7 @@ class Cut(NamedTuple):
     blocks: int
 
     def start(self, block: Any, total: int) -> Any:
-        """Where a block begins, of all rows or of all that are kept; blocks as a number or as a tensor."""
+        """Return the first row of a block, among all rows or all kept rows; blocks as a number or a tensor."""
         return block * total // self.blocks
 
     def size(self, block: Any, total: int) -> Any:
@@ -249,7 +249,7 @@ def _transform(x: Tensor, seed: Tensor, cut: Cut, dtype: torch.dtype) -> Tensor:
         step = max(1, 4 * _AT_ONCE // rows)
         for column in range(0, x.shape[1], step):
             values = x[start : start + rows, column : column + step].to(wide) * sign
-            found = torch.fft.rfft(values[place], dim=0)[mirrored]
-            real = found.real * turn.cos() + found.imag * conjugate * turn.sin()
+            spectrum = torch.fft.rfft(values[place], dim=0)[mirrored]
+            real = spectrum.real * turn.cos() + spectrum.imag * conjugate * turn.sin()
             out[kept, column : column + step] = real * factor
     return out

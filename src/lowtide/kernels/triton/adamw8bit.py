@@ -192,6 +192,6 @@ def _sent(addresses: tuple[int, ...], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _chunks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Which tensor a program works on, and from which value on."""
+    """Return the tensor and the first value of each program."""
     rows = [(index, start) for index, size in enumerate(sizes) for start in range(0, size, _CHUNK)]
     return torch.tensor(rows, dtype=torch.int64).view(-1, 2).to(device, non_blocking=True)

@@ -2,7 +2,7 @@
 
 A *tile* is one channel (NCHW) or a few neighbours (NHWC). Where a tile fits the registers of one program, one launch
 does it in the fewest passes over memory there can be: 2 forward (read x, write z) and 3 backward (read dz and what was
-kept, write dx). Otherwise a first launch sums: all its programs go through the tensor side by side, from its beginning
+saved, write dx). Otherwise a first launch sums: all its programs go through the tensor side by side, from its beginning
 to its end, and the last one of each tile adds the sums up. A second launch makes the result. That is 3 passes and 5,
 less what the second launch finds in the cache: it starts at the end, which the sums saw last.
 
@@ -31,7 +31,7 @@ _STAGES = 3  # loads that a program that sums has in flight
 
 
 class _Tile(NamedTuple):
-    """What a program works on at a time, found by measuring on an H200."""
+    """The values that a program works on at a time, chosen by measuring on an H200."""
 
     block_bytes: int
     width_bytes: int  # of the block, in NHWC: channels that are neighbours
@@ -113,7 +113,7 @@ _apply_launch = Launcher(programs.apply)
 
 
 class _Scratch(NamedTuple):
-    """Where the parts of tiles put down their sums, and for each tile how many have; launches leave the counts at 0."""
+    """Memory for the sums of parts of tiles, and for counts of finished parts; launches leave the counts at 0."""
 
     sums: Tensor
     counts: Tensor
@@ -134,15 +134,15 @@ def _scratch(grid: LaunchGrid, x: Tensor) -> _Scratch:
         return held[-1]
     sums = torch.empty(max(2**18, _power(needed)), dtype=torch.float32, device=device)
     counts = torch.zeros(max(2**12, _power(grid.sums.tiles)), dtype=torch.int32, device=device)
-    made = _Scratch(sums, counts)
+    scratch = _Scratch(sums, counts)
     if grid.device is None or not torch.cuda.is_current_stream_capturing():  # there the zeros are still to come
-        held.append(made)
-    return made
+        held.append(scratch)
+    return scratch
 
 
 @cache
 def _processors(device: torch.device) -> int:
-    """Of a GPU that is not here, where nothing is launched: any number."""
+    """Return the number of processors; 1 for an absent GPU, where nothing is launched."""
     here = device.type == "cuda" and torch.cuda.is_available()
     return torch.cuda.get_device_properties(device).multi_processor_count if here else 1
 
@@ -159,9 +159,9 @@ def dense(x: Tensor) -> Tensor:
     return x if is_nhwc(x) else x.contiguous()
 
 
-def like(tensor: Tensor, x: Tensor) -> Tensor:
-    """A tensor with the shape, the dtype and the layout of x."""
-    if tensor.shape == x.shape and tensor.stride() == x.stride() and tensor.dtype == x.dtype:
+def like(tensor: Tensor | None, x: Tensor) -> Tensor | None:
+    """A tensor with the shape, the dtype and the layout of x; None stays None."""
+    if tensor is None or (tensor.shape == x.shape and tensor.stride() == x.stride() and tensor.dtype == x.dtype):
         return tensor
     return torch.empty_like(x).copy_(tensor)
 
@@ -226,7 +226,7 @@ def measure(x: Tensor, running: Running, *, eps: float, streams: int | None = No
 
 
 def normalize(
-    kept: Tensor,
+    saved: Tensor,
     keeps: Keeps,
     affine: Affine,
     activation: Activation,
@@ -237,14 +237,14 @@ def normalize(
     streams: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The output z from x or x̂ with the statistics given, and x̂ if wanted."""
-    grid = _grid(kept, streams)
-    z = torch.empty_like(kept)
-    xhat = torch.empty_like(kept) if keep_xhat else None
+    grid = _grid(saved, streams)
+    z = torch.empty_like(saved)
+    xhat = torch.empty_like(saved) if keep_xhat else None
     code, a, b = _numbers(activation)
     mean, invstd, weight, bias = affine
     _normalize_launch(
         grid.map.tiles * grid.map.blocks,
-        (kept, z, xhat, residual, mean, invstd, weight, bias, slopes),
+        (saved, z, xhat, residual, mean, invstd, weight, bias, slopes),
         (grid.channels, grid.rows, grid.map.tiles, a, b),
         (*grid.map.constants, code, keep_xhat, keeps == "xhat", residual is not None, weight is not None,
          bias is not None, slopes is not None and slopes.numel() == 1), num_warps=grid.map.warps,
@@ -254,7 +254,7 @@ def normalize(
 
 def backward(
     dz: Tensor,
-    kept: Tensor,
+    saved: Tensor,
     keeps: Keeps,
     affine: Affine,
     activation: Activation,
@@ -266,42 +266,42 @@ def backward(
     sums: Sums | None = None,
     streams: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """dx, dγ, dβ, the gradient of a PReLU's slopes, and dy, which is written only where there is a residual.
+    """dx, dγ, dβ, the gradient of a PReLU's slopes, and dy, which is written only for a residual.
 
-    ``joined`` is the z of a join whose residual was not kept: its sign is that of y. ``sums`` turns this process's
+    ``joined`` is the z of a join whose residual was not saved: its sign is that of y. ``sums`` turns this process's
     Σ dy and Σ dy·x̂ into the means over all.
     """
-    grid = _grid(kept, streams)
+    grid = _grid(saved, streams)
     code, a, b = _numbers(activation)
     mean, invstd, weight, bias = affine
-    dbias, dweight = _per_channel(grid, kept), _per_channel(grid, kept)
-    dslopes = None if slopes is None else _per_channel(grid, kept)
-    dx = torch.empty_like(kept)
+    dbias, dweight = _per_channel(grid, saved), _per_channel(grid, saved)
+    dslopes = None if slopes is None else _per_channel(grid, saved)
+    dx = torch.empty_like(saved)
     added = residual if joined is None else joined
-    dy = torch.empty_like(kept) if added is not None else dz
+    dy = torch.empty_like(saved) if added is not None else dz
     joins = 2 if joined is not None else int(residual is not None)
     has = (joins, weight is not None, bias is not None, slopes is not None and slopes.numel() == 1)
     parameters = (mean, invstd, weight, bias, slopes)
-    found = (dbias, dweight, dslopes)
-    unit = _unit(kept.dtype)
+    gradients = (dbias, dweight, dslopes)
+    unit = _unit(saved.dtype)
     if grid.whole is not None and sums is None:
         _backward_whole_launch(
-            grid.whole.tiles, (dz, kept, added, dx, dy, *parameters, *found),
+            grid.whole.tiles, (dz, saved, added, dx, dy, *parameters, *gradients),
             (grid.channels, grid.rows, a, b, unit),
             (*grid.whole.constants, code, _KEEPS[keeps], training, *has), num_warps=grid.whole.warps,
         )  # fmt: skip
     else:
-        scratch = _scratch(grid, kept)
+        scratch = _scratch(grid, saved)
         _reduce_launch(
             grid.sums.tiles * grid.parts,
-            (dz, kept, added, *parameters, *found, scratch.sums, scratch.counts),
+            (dz, saved, added, *parameters, *gradients, scratch.sums, scratch.counts),
             (grid.channels, grid.rows, grid.parts, a, b, unit),
             (*grid.sums.constants, grid.at_once, _STAGES, code, _KEEPS[keeps], *has),
             num_warps=grid.sums.warps, maxnreg=_REGISTERS,
         )  # fmt: skip
         means, count = ((dbias, dweight), float(grid.rows)) if sums is None else (sums(dbias, dweight), 1.0)
         _apply_launch(
-            grid.map.tiles * grid.map.blocks, (dz, kept, added, dx, dy, *parameters, *means),
+            grid.map.tiles * grid.map.blocks, (dz, saved, added, dx, dy, *parameters, *means),
             (grid.channels, grid.rows, grid.map.tiles, count, a, b, unit),
             (*grid.map.constants, code, _KEEPS[keeps], training, *has), num_warps=grid.map.warps,
         )  # fmt: skip
@@ -321,5 +321,5 @@ def _unit(dtype: torch.dtype) -> float:
 
 
 def _wrote(*buffers: Tensor | None) -> None:
-    """Tell autograd, and whoever asks for versions, what a kernel wrote in place."""
+    """Raise the version counters of buffers that a kernel wrote in place."""
     torch.autograd.graph.increment_version([buffer for buffer in buffers if buffer is not None])

@@ -1,5 +1,5 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false
-"""What one program of a launch does, for batch norm + activation. The launches are in ``batchnorm``.
+"""The programs of batch norm + activation. ``batchnorm`` launches them.
 
 Names in capitals are constants at compile time, or sizes. ``at`` are offsets of a block [rows, channels] in memory.
 """

@@ -51,7 +51,7 @@ _ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 
 @triton.jit
 def _places(count, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """The groups of this program, whether they are there, and where each one's first part lies in the tensor."""
+    """Return the groups of this program, whether they exist, and where each one's first part lies in the tensor."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = rows[:, None] * GROUP + tl.arange(0, GROUP // 8)[None, :]
     return rows, rows < count, first

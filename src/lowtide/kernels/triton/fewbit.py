@@ -96,7 +96,7 @@ def _table(book: Codebook, x: Tensor, which: int) -> Tensor | None:
     return known[book, x.device][which]
 
 
-# Of predicted steps, which hold as much of them as real ones.
+# Tables of predicted steps, which hold as many as real ones.
 _fake_tables: WeakKeyDictionary[FakeTensorMode, dict[tuple[Codebook, torch.device], list[FakeTensor]]] = (
     WeakKeyDictionary()
 )

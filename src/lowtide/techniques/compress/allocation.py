@@ -187,7 +187,7 @@ class _Watching(Hooks):
             self._measured.saw(tensor, self.group)
         return True
 
-    def put_back(self, packed: Any) -> None:
+    def save_exactly(self, packed: Any) -> None:
         if isinstance(packed, SavedTensor) and id(packed) not in self._put_back:
             self._put_back.add(id(packed))
             self._measured.saw_not(packed.tensor)
