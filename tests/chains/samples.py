@@ -1,4 +1,4 @@
-"""Chains to plan for, and what a schedule of one takes."""
+"""Chains to plan for, the bytes and seconds of schedules, and all schedules of nested checkpoints."""
 
 from __future__ import annotations
 
@@ -8,70 +8,39 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from lowtide.chains import Chain, Schedule, simulate
+from lowtide.chains import Action, Chain, Operation, Schedule, Tree, simulate
 
 
 @st.composite
-def chains(draw, most=12, scale=10**6):
-    """Chains of any sizes; gradients as large as their values or smaller."""
-    n = draw(st.integers(1, most))
-    size = st.integers(0, draw(st.sampled_from([4, 60, scale])))
-
-    def sizes(count):
-        return draw(st.lists(size, min_size=count, max_size=count))
-
-    def seconds():
-        return draw(st.lists(st.floats(0, 10) | st.integers(0, 3), min_size=n, max_size=n))
-
-    values = sizes(n + 1)
-    saved = [value + more for value, more in zip(values[1:], sizes(n), strict=True)]
-    gradients = draw(st.sampled_from([values, [value // 2 for value in values], [0, *values[1:]]]))
-    none = [0] * n
-    temporary = draw(st.booleans())
-    chain = Chain(
-        seconds(), seconds(), values, saved, sizes(n) if temporary else none, sizes(n) if temporary else none, gradients
-    )
-    if not draw(st.booleans()):
-        return chain
-    light = [draw(st.integers(value, most)) for value, most in zip(values[1:], saved, strict=True)]
-    return replace(
-        chain,
-        light_bytes=light,
-        light_seconds=seconds(),
-        light_temporary_bytes=sizes(n),
-        passing_temporary_bytes=sizes(n),
-        left_bytes=sizes(n),
-    )
+def chains(draw, most=12):
+    """Chains of any sizes, and of whole or broken seconds."""
+    rng, scale = draw(st.randoms(use_true_random=False)), draw(st.sampled_from([4, 60, 10**6]))
+    return random_chain(rng, draw(st.integers(1, most)), scale, broken=draw(st.booleans()))
 
 
-def random_chain(rng: random.Random, stages: int) -> Chain:
-    """Small whole sizes and seconds, so that everything is exact."""
+def random_chain(rng: random.Random, stages: int, scale: int = 7, *, broken: bool = False) -> Chain:
+    """Small whole sizes and seconds by default, so that everything is exact. No gradient is larger than its value."""
 
     def pick(low, high, count=stages):
         return [rng.randint(low, high) for _ in range(count)]
 
-    values = pick(0, 7, stages + 1)
-    temporary = rng.choice([0, 5])
-    saved = [value + more for value, more in zip(values[1:], pick(0, 9), strict=True)]
-    chain = Chain(
-        pick(0, 5),
-        pick(0, 5),
-        values,
-        saved,
-        pick(0, temporary),
-        pick(0, temporary),
-        rng.choice([values, [rng.randint(0, value) for value in values]]),
-    )
+    def seconds(high):
+        return [second * rng.random() for second in pick(0, high)] if broken else pick(0, high)
+
+    values = pick(0, scale, stages + 1)
+    temporary = rng.choice([0, scale])
+    saved = [value + more for value, more in zip(values[1:], pick(0, scale), strict=True)]
+    gradients = rng.choice([values, [rng.randint(0, value) for value in values]])
+    chain = Chain(seconds(5), seconds(5), values, saved, pick(0, temporary), pick(0, temporary), gradients)
     if rng.random() < 0.5:
         return chain
-    light = [rng.randint(value, most) for value, most in zip(values[1:], saved, strict=True)]
     return replace(
         chain,
-        light_bytes=light,
-        light_seconds=pick(0, 3),
-        light_temporary_bytes=pick(-3, 2 * temporary),
-        passing_temporary_bytes=pick(0, 9),
-        left_bytes=pick(0, 4),
+        light_bytes=[rng.randint(value, most) for value, most in zip(values[1:], saved, strict=True)],
+        light_seconds=seconds(3),
+        light_temporary_bytes=pick(-scale // 2, 2 * temporary),
+        passing_temporary_bytes=pick(0, scale),
+        left_bytes=pick(0, scale // 2),
     )
 
 
@@ -90,9 +59,41 @@ def shrinking_chain(stages: int, seed: int = 0) -> Chain:
 
 
 def again(chain: Chain, schedule: Schedule) -> float:
-    """Seconds of running stages again."""
+    """Seconds of recomputing stages."""
     return simulate(chain, schedule).seconds - sum(chain.backward_seconds) - sum(chain.forward_seconds)
 
 
 def peak(chain: Chain, schedule: Schedule) -> int:
     return simulate(chain, schedule).peak_bytes
+
+
+def unnested(tree: Tree) -> list[Operation]:
+    """The operations of nested checkpoints, written down by what a checkpoint does."""
+    forward: list[Operation] = []
+    backward: list[Operation] = []
+    for node in tree:
+        if isinstance(node, int):
+            forward.append(Operation(Action.EVERYTHING, node))
+            backward = [Operation(Action.BACKWARD, node), *backward]
+        else:
+            first, *others = flat(node)
+            forward += [
+                Operation(Action.CHECKPOINT, first),
+                *(Operation(Action.NOTHING, stage) for stage in others),
+            ]
+            backward = [*unnested(node), *backward]
+    return [*forward, *backward]
+
+
+def flat(node: int | Tree) -> list[int]:
+    return [node] if isinstance(node, int) else [stage for child in node for stage in flat(child)]
+
+
+def trees(first: int, last: int, ends: list[int]) -> list[Tree]:
+    """All ways to run stages ``first`` to ``last`` with segments that end by ``ends``."""
+    if first == last:
+        return [(first,)]
+    ways = [(first, *rest) for rest in trees(first + 1, last, ends)]
+    for at in range(first + 1, min(last, ends[first]) + 1):
+        ways += [(inner, *rest) for inner in trees(first, at - 1, ends) for rest in trees(at, last, ends)]
+    return ways

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from lowtide.chains import Chain, keep_all, optimal, recursive, simulate, sqrt
 from lowtide.chains.schedule import Way, unroll
 
-from ..soak import SOAK
+from ..soak import SOAK, count
 from .samples import chains, peak, random_chain
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=count(50, soak=200), deadline=None)
 @given(chain=chains())
 def test_rules_give_schedules_that_run(chain):
     plain = simulate(chain, keep_all(chain))

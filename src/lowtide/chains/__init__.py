@@ -1,4 +1,4 @@
-"""Schedules for a chain of stages: what to keep and what to run again, so that it fits and is fast."""
+"""Schedules for a chain of stages: which values to keep, and which to recompute, within a budget in bytes."""
 
 from lowtide.chains.chain import Chain
 from lowtide.chains.explain import StageChoice, explain

@@ -1,4 +1,4 @@
-"""A chain of stages: what each takes and makes, in seconds and bytes."""
+"""A chain of stages, with their seconds and bytes."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from dataclasses import dataclass, fields
 
 from lowtide.errors import LowtideError
 
+_DEFAULTS = {  # an array that is left out equals another one, or is zero
+    "gradient_bytes": "value_bytes",
+    "light_bytes": "saved_bytes",
+    "passing_temporary_bytes": "forward_temporary_bytes",
+    "light_temporary_bytes": "backward_temporary_bytes",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """n stages that run one after the other, each on what the one before made. All arrays are per stage.
+    """n stages that run one after the other. All arrays are per stage.
 
-    Stage i turns value i into value i + 1, so there are n + 1 values: value 0 comes from outside and stays until
-    the end, value n goes out, to the loss or to what follows. A loss that is a stage is the last one. In
-    backward, stage i turns the gradient of value i + 1 into that of value i; the gradient of value n is there
-    when the first backward runs.
+    Stage i turns value i into value i + 1, so there are n + 1 values. Value 0 comes from outside and stays until the
+    end. Value n goes to the loss, unless the loss is the last stage. In backward, stage i turns the gradient of
+    value i + 1 into that of value i. The gradient of value n exists when the first backward runs.
 
-    ``saved_bytes[i]`` (Rotor's ā) is what a forward of stage i adds when it keeps everything: all that its backward
-    reads except value i, and value i + 1 itself, whether or not that backward reads it. It is thus never less than
-    ``value_bytes[i + 1]``; what is shared with value i is not in it. A gradient is as large as its value unless said
-    otherwise (0 for an input of integers).
-
-    Temporaries are what a stage holds beyond its inputs and results while it runs; in backward that may be less than
-    nothing, if what is saved goes before the gradient is whole. ``passing_temporary_bytes`` are those of a forward that
-    keeps nothing, if not the same. ``left_bytes`` stay when a stage's backward is done: gradients of its parameters.
-
-    ``tail_seconds`` is the end of a stage's forward, after the last that its backward reads. Stages that run again stop
-    there: the last of them leaves its tail out.
-
-    A stage may be kept lightly: without what is cheap to make again of the rest. It then saves ``light_bytes[i]``, and
-    its backward takes ``light_seconds[i]`` longer and holds ``light_temporary_bytes[i]``.
+    | array | meaning |
+    |---|---|
+    | ``saved_bytes`` | Rotor's ā: added by a forward that keeps everything, output included, input excluded |
+    | ``gradient_bytes`` | of each value; as large as the value by default, 0 for an input of integers |
+    | ``…_temporary_bytes`` | beside inputs and results while a stage runs; negative if backward frees early |
+    | ``passing_temporary_bytes`` | those of a forward that keeps nothing; as in forward by default |
+    | ``left_bytes`` | stay after a stage's backward: gradients of its parameters |
+    | ``tail_seconds`` | end of a forward, after the last op whose result backward reads; recomputing may skip it |
+    | ``light_…`` | of a stage kept lightly, without its cheap results, which its backward recomputes |
 
     >>> Chain([1, 1], [2, 2], [4, 4, 1], [6, 3]).stages
     2
@@ -56,18 +57,8 @@ class Chain:
         if not stages:
             raise LowtideError("A chain has at least one stage, this one has none")
         given = {field.name: list(getattr(self, field.name)) for field in fields(self)}
-        for name in (
-            "forward_temporary_bytes",
-            "backward_temporary_bytes",
-            "tail_seconds",
-            "light_seconds",
-            "left_bytes",
-        ):
-            given[name] = given[name] or [0] * stages
-        given["gradient_bytes"] = given["gradient_bytes"] or given["value_bytes"]
-        given["light_bytes"] = given["light_bytes"] or given["saved_bytes"]
-        given["passing_temporary_bytes"] = given["passing_temporary_bytes"] or given["forward_temporary_bytes"]
-        given["light_temporary_bytes"] = given["light_temporary_bytes"] or given["backward_temporary_bytes"]
+        for name in list(given)[4:]:
+            given[name] = given[name] or given.get(_DEFAULTS.get(name, ""), [0] * stages)
         for name, numbers in given.items():
             wanted = stages + (name in ("value_bytes", "gradient_bytes"))
             if len(numbers) != wanted:
@@ -78,7 +69,7 @@ class Chain:
                 if saved < output:
                     raise LowtideError(
                         f"{name}[{i}] is {saved}, less than the stage's output of {output} bytes",
-                        hint="What a stage saves includes its output.",
+                        hint="A stage's saved bytes include its output.",
                     )
         for i, (tail, forward) in enumerate(zip(self.tail_seconds, self.forward_seconds, strict=True)):
             if tail > forward:
@@ -86,7 +77,7 @@ class Chain:
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """The number of stages."""
         return len(self.forward_seconds)
 
     @classmethod
@@ -100,7 +91,7 @@ class Chain:
 
 
 def _checked(name: str, numbers: Sequence[float]) -> tuple[float, ...]:
-    """Finite; bytes whole; not negative, but for what backward holds."""
+    """Check that numbers are finite, bytes whole, and none negative but temporaries of backward."""
     whole = name.endswith("bytes")
     least = -math.inf if name in ("backward_temporary_bytes", "light_temporary_bytes") else 0
     for i, number in enumerate(numbers):

@@ -1,4 +1,4 @@
-"""Why a schedule keeps or runs again what it does, stage by stage."""
+"""Why a schedule keeps or recomputes the saved values of each stage."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lowtide.sizes import format_seconds, format_size
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """What became of one stage's saved tensors: kept from its first run on; or let go and made again, all or some."""
+    """Whether one stage's saved values are kept from its first run on, or freed and recomputed, all or some."""
 
     stage: int
     runs: int  # forward
     saved_bytes: int
     seconds_again: float  # of all runs after the first, and of cheap results
     peak_bytes_if_kept: int  # of the schedule, had they been kept from the first run on
-    cheap_bytes: int = 0  # of them, what is made again because it is cheap
+    cheap_bytes: int = 0  # of cheap results, which are recomputed
 
     @property
     def kept(self) -> bool:
@@ -30,34 +30,32 @@ class StageChoice:
         return self.runs == 1
 
     def why(self, budget_bytes: int) -> str:
-        """Bytes against seconds, in words.
+        """Say bytes against seconds.
 
         >>> StageChoice(0, 3, 4096, 0.002, 9000).why(8192)
-        'Runs 2 more times, 2.00 ms: keeping its 4.00 KiB too would peak at 8.79 KiB, over 8.00 KiB'
+        'recomputed 2 times, 2.00 ms; keeping its 4.00 KiB would peak at 8.79 KiB, over 8.00 KiB'
         """
-        size = format_size(self.saved_bytes)
-        if self.kept and not self.cheap_bytes:
-            return f"Its {size} are kept"
+        size, seconds = format_size(self.saved_bytes), format_seconds(self.seconds_again)
         if self.kept:
-            cheap, again = format_size(self.cheap_bytes), format_seconds(self.seconds_again)
-            return f"Its {size} are kept but for {cheap}, which are cheap to make again: {again}"
-        times = "1 more time" if self.runs == 2 else f"{self.runs - 1} more times"
+            cheap = (
+                f" except {format_size(self.cheap_bytes)}, cheap to recompute, {seconds}" if self.cheap_bytes else ""
+            )
+            return f"keeps its {size}{cheap}"
+        times = "once" if self.runs == 2 else f"{self.runs - 1} times"
+        peak, budget = format_size(self.peak_bytes_if_kept), format_size(budget_bytes)
         over = "over" if self.peak_bytes_if_kept > budget_bytes else "within"
-        return (
-            f"Runs {times}, {format_seconds(self.seconds_again)}: keeping its {size} too would peak at "
-            f"{format_size(self.peak_bytes_if_kept)}, {over} {format_size(budget_bytes)}"
-        )
+        return f"recomputed {times}, {seconds}; keeping its {size} would peak at {peak}, {over} {budget}"
 
 
 def explain(chain: Chain, schedule: Schedule) -> tuple[StageChoice, ...]:
-    """One line for each stage.
+    """Give the choice for each stage.
 
     >>> chain = Chain.uniform(3, saved_bytes=4)
     >>> for choice in explain(chain, Schedule.parse("F1c, F2e, F3e, B3, B2, F1e, B1")):
     ...     print(choice.stage + 1, choice.why(budget_bytes=12))
-    1 Runs 1 more time, 1.00 s: keeping its 4 B too would peak at 15 B, over 12 B
-    2 Its 4 B are kept
-    3 Its 4 B are kept
+    1 recomputed once, 1.00 s; keeping its 4 B would peak at 15 B, over 12 B
+    2 keeps its 4 B
+    3 keeps its 4 B
     """
     during = simulate(chain, schedule).during_bytes
     peak = int(during.max())
@@ -74,7 +72,7 @@ def explain(chain: Chain, schedule: Schedule) -> tuple[StageChoice, ...]:
 
 
 class _Places:
-    """Where the operations of a schedule are, and so when values are there."""
+    """The places of a schedule's operations, and so the lifetimes of values."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._of: dict[Operation, list[int]] = {}
@@ -85,20 +83,20 @@ class _Places:
         return sorted(place for kind in kinds for place in self._of.get(Operation(kind, stage), []))
 
     def copies(self, value: int) -> list[tuple[int, int]]:
-        """From when to when a value is there by itself, apart from what a stage saved."""
-        gone = self.of(value, Action.NOTHING, Action.BACKWARD)
-        made = self.of(value - 1, Action.CHECKPOINT, Action.NOTHING)
-        return [(place, gone[bisect(gone, place)]) for place in made]
+        """The lifetimes of a value by itself, apart from a stage's saved values."""
+        ends = self.of(value, Action.NOTHING, Action.BACKWARD)
+        starts = self.of(value - 1, Action.CHECKPOINT, Action.NOTHING)
+        return [(place, ends[bisect(ends, place)]) for place in starts]
 
 
 def _most_if_kept(chain: Chain, stage: int, places: _Places, during: NDArray[np.int64]) -> int:
-    """The most bytes from the stage's first run to the one that keeps everything, had the first kept everything."""
+    """The peak from the stage's first run to its last, had the first run kept everything."""
     start = places.of(stage, Action.CHECKPOINT, Action.NOTHING, Action.EVERYTHING, Action.LIGHT)[0]
     end = places.of(stage, Action.EVERYTHING, Action.LIGHT)[0]
     if start == end:
         return 0
     more = np.full(end - start, chain.saved_bytes[stage])
-    for born, gone in places.copies(stage + 1):  # what is saved has the output in it
+    for born, gone in places.copies(stage + 1):  # saved bytes include the output
         more[born - start : gone - start + 1] -= chain.value_bytes[stage + 1]
     if stage > 0:  # its input would stay too
         more += chain.value_bytes[stage]

@@ -1,4 +1,4 @@
-"""A schedule as nested checkpoints, which is how modules run it."""
+"""Schedules as nested checkpoints, the form that modules run."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from lowtide.chains.schedule import Action, Operation, Schedule
 from lowtide.errors import PlanError
 
 Tree: TypeAlias = "tuple[int | Tree, ...]"
-"""What is recomputed together: ``(0, (1, 2), ((3,), 4, 5))`` keeps all of 0, has 1 and 2 in one segment, and 3 to 5 in
-another. When that one runs again in backward, it keeps all of 4 and 5, and 3 is a segment inside it."""
+"""Segments that are recomputed together. ``(0, (1, 2), ((3,), 4, 5))`` keeps all of 0, and has two segments: 1 to 2 and
+3 to 5. When the second one is recomputed, it keeps all of 4 and 5, and 3 is a segment inside it."""
 
 
 def nested(schedule: Schedule) -> Tree:
     """The tree of segments whose recomputation runs a schedule, operation by operation.
 
-    Passing over stages, to come back to them, is a checkpoint around them; how they then run is what is inside it. So
-    every persistent schedule has a tree, and what ``unroll`` makes is persistent. Others raise ``PlanError``.
+    Every persistent schedule has a tree: stages that are passed over and recomputed are a segment. Schedules from
+    ``unroll`` are persistent. Other schedules raise ``PlanError``.
 
     >>> nested(Schedule.parse("F1c, F2n, F3e, F4e, B4, B3, F1c, F2e, B2, F1e, B1"))
     (((0,), 1), 2, 3)
@@ -38,19 +38,19 @@ class _OperationReader:
 
     def nodes(self, first: int, last: int) -> Tree:
         """How stages ``first`` to ``last`` run, up to the backward of the first."""
-        found: list[tuple[int, int]] = []  # stages that go on together, the first and one past the last
+        segments: list[tuple[int, int]] = []  # the first stage and one past the last; the first twice if kept
         stage = first
         while stage <= last:
             end = stage + 1
-            kept = self.reads(Action.EVERYTHING, stage)
-            if not kept:
+            is_kept = self.reads(Action.EVERYTHING, stage)
+            if not is_kept:
                 self.expect(Action.CHECKPOINT, stage)
                 while end <= last and self.reads(Action.NOTHING, end):
                     end += 1
-            found.append((stage, stage if kept else end))
+            segments.append((stage, stage if is_kept else end))
             stage = end
         tree: list[int | Tree] = []
-        for stage, end in reversed(found):
+        for stage, end in reversed(segments):
             if stage == end:
                 self.expect(Action.BACKWARD, stage)
                 tree.append(stage)
@@ -59,10 +59,10 @@ class _OperationReader:
         return tuple(reversed(tree))
 
     def reads(self, kind: Action, stage: int) -> bool:
-        """Whether this is the next operation, which is then read."""
-        there = self.operations[self.place : self.place + 1] == (Operation(kind, stage),)
-        self.place += there
-        return there
+        """Read the next operation if it is this one; say whether it is."""
+        matches = self.operations[self.place : self.place + 1] == (Operation(kind, stage),)
+        self.place += matches
+        return matches
 
     def expect(self, kind: Action, stage: int) -> None:
         if not self.reads(kind, stage):

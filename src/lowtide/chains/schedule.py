@@ -1,4 +1,4 @@
-"""The order in which a chain's stages run forward, again and backward; and what that takes in bytes and seconds."""
+"""Schedules: the order in which a chain's stages run forward and backward; their bytes and seconds."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lowtide.errors import PlanError
 
 
 class Action(StrEnum):
-    """What an operation does with a stage, and what it keeps."""
+    """How an operation runs a stage, and which values it keeps."""
 
     CHECKPOINT = "c"  # forward; its input is kept
-    NOTHING = "n"  # forward; its input is let go
-    EVERYTHING = "e"  # forward; its input and all that its backward reads are kept
-    LIGHT = "l"  # the same without what is cheap, which is made again when its backward reads it
+    NOTHING = "n"  # forward; its input is freed
+    EVERYTHING = "e"  # forward; its input and all values that its backward reads are kept
+    LIGHT = "l"  # the same without cheap results, which are recomputed when backward reads them
     BACKWARD = "b"
 
 
@@ -68,19 +68,19 @@ class Schedule:
 
     @cached_property
     def stopped(self) -> frozenset[int]:
-        """Stages that are the last of some that run again: their backward is next, so that their tail is not needed."""
+        """The last stage of each recomputed segment. Its backward is next, so its tail is skipped."""
         pairs = zip(self.operations, self.operations[1:], strict=False)
         ends = {op.stage for op, after in pairs if after == (Action.BACKWARD, op.stage)}
         return frozenset(stage for stage in ends if self.runs[stage] > 1)
 
     def forward_seconds(self, chain: Chain) -> float:
-        """All forward runs, the first and those again, of a chain with this many stages, and of what is cheap."""
+        """Seconds of all forward runs and of recomputing cheap results."""
         runs = (count * seconds for count, seconds in zip(self.runs, chain.forward_seconds, strict=True))
         cheap = (chain.light_seconds[op.stage] for op in self.operations if op.kind is Action.LIGHT)
         return math.fsum([*runs, *cheap, *(-chain.tail_seconds[stage] for stage in self.stopped)])
 
     def lightly(self) -> Schedule:
-        """The same, but what is kept is kept lightly."""
+        """The same schedule, with every kept stage kept lightly."""
         kinds = {Action.EVERYTHING: Action.LIGHT}
         return Schedule(tuple(op._replace(kind=kinds.get(op.kind, op.kind)) for op in self.operations))
 
@@ -91,8 +91,8 @@ class Schedule:
 class Way(NamedTuple):
     """How stages ``first`` to ``last`` run, backward included.
 
-    With ``at`` the first one itself: keep that one, as ``kind`` says. With a later one: pass on to it, keeping only its
-    input and that of the first, and come back. ``room`` is what is left to the stages from ``first + 1`` or ``at`` on.
+    If ``at`` is the first stage, keep it as ``kind`` says. If it is a later one, pass on to it, keeping only its input
+    and that of the first, and come back. ``room`` is left to the stages from ``first + 1`` or ``at`` on.
     """
 
     at: int
@@ -101,7 +101,7 @@ class Way(NamedTuple):
 
 
 def unroll(stages: int, room: int, decide: Callable[[int, int, int], Way]) -> Schedule:
-    """The schedule of nested decisions ``decide(first, last, room)``, from the whole chain down to single stages."""
+    """Build a schedule from nested decisions ``decide(first, last, room)``, from the whole chain down."""
     operations: list[Operation] = []
     todo: list[Operation | tuple[int, int, int]] = [(0, stages - 1, room)]
     while todo:
@@ -125,7 +125,7 @@ def unroll(stages: int, room: int, decide: Callable[[int, int, int], Way]) -> Sc
 
 @dataclass(frozen=True, slots=True)
 class ScheduleSimulation:
-    """What a schedule takes, operation by operation. Value 0 of the chain counts from the start to the end."""
+    """Bytes and seconds of a schedule, operation by operation. Value 0 counts from the start to the end."""
 
     during_bytes: NDArray[np.int64]  # while each operation runs, its temporaries included
     live_bytes: NDArray[np.int64]  # after each operation
@@ -133,15 +133,15 @@ class ScheduleSimulation:
 
     @property
     def peak_bytes(self) -> int:
-        """The most at any time."""
+        """The most bytes at any time."""
         return int(self.during_bytes.max())
 
 
 def simulate(chain: Chain, schedule: Schedule) -> ScheduleSimulation:
-    """Run a schedule over byte sizes. Raises where an operation lacks an input or the gradient does not come out.
+    """Run a schedule over byte sizes. Raises where an operation lacks an input or a backward is missing.
 
-    >>> found = simulate(Chain.uniform(2, saved_bytes=3), Schedule.parse("F1c, F2e, B2, F1e, B1"))
-    >>> found.peak_bytes, found.seconds, found.live_bytes.tolist()
+    >>> result = simulate(Chain.uniform(2, saved_bytes=3), Schedule.parse("F1c, F2e, B2, F1e, B1"))
+    >>> result.peak_bytes, result.seconds, result.live_bytes.tolist()
     (7, 5.0, [2, 5, 2, 5, 2])
     """
     memory = _Memory(chain)
@@ -160,23 +160,23 @@ def simulate(chain: Chain, schedule: Schedule) -> ScheduleSimulation:
 
 
 class _Memory:
-    """Which values, saved tensors and gradient of a chain are there."""
+    """The live values, saved tensors and gradient of a chain."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self.values = {0}
-        self.saved: dict[int, Action] = {}  # stages of which everything is kept, or lightly
-        self.gradient = chain.stages  # of which value it is, or will be
+        self.saved: dict[int, Action] = {}  # kept stages, and how
+        self.gradient = chain.stages  # the value whose gradient is next
         self.live = chain.value_bytes[0]
 
     def forward(self, op: Operation, place: int) -> int:
-        """Run a stage forward; gives the bytes while it runs."""
+        """Run a stage forward; return the bytes while it runs."""
         chain, stage = self.chain, op.stage
         self._need_input(op, place)
         if stage in self.saved or stage + 1 in self.values:
-            raise _wrong(op, place, "its result is there already")
+            raise _wrong(op, place, "its result is live already")
         if op.kind is Action.NOTHING and (stage == 0 or stage not in self.values):
-            raise _wrong(op, place, "its input is not its own to let go")
+            raise _wrong(op, place, "its input is not its own to free")
         if op.kind in (Action.EVERYTHING, Action.LIGHT):
             self.saved[stage] = op.kind
             self.live += self._saved_bytes(stage)
@@ -186,17 +186,17 @@ class _Memory:
             self.live += chain.value_bytes[stage + 1]
             during = self.live + chain.passing_temporary_bytes[stage]
         if op.kind is Action.NOTHING:
-            self._let_go(stage)
+            self._free(stage)
         return during
 
     def backward(self, op: Operation, place: int) -> int:
-        """Run a stage backward; gives the bytes while it runs."""
+        """Run a stage backward; return the bytes while it runs."""
         chain, stage = self.chain, op.stage
         self._need_input(op, place)
         if stage not in self.saved:
-            raise _wrong(op, place, "what it needs of its forward is not kept")
+            raise _wrong(op, place, "its saved values are not kept")
         if self.gradient != stage + 1:
-            raise _wrong(op, place, f"the gradient there is that of stage {self.gradient}'s output")
+            raise _wrong(op, place, f"the live gradient is that of stage {self.gradient}'s output")
         if self.gradient == chain.stages:
             self.live += chain.gradient_bytes[-1]
         self.live += chain.gradient_bytes[stage] + chain.left_bytes[stage]
@@ -206,19 +206,19 @@ class _Memory:
         self.saved.pop(stage)
         self.gradient = stage
         if stage > 0 and stage in self.values:
-            self._let_go(stage)
+            self._free(stage)
         return during
 
     def _saved_bytes(self, stage: int) -> int:
         return (self.chain.light_bytes if self.saved[stage] is Action.LIGHT else self.chain.saved_bytes)[stage]
 
-    def _let_go(self, value: int) -> None:
+    def _free(self, value: int) -> None:
         self.values.remove(value)
         self.live -= self.chain.value_bytes[value]
 
     def _need_input(self, op: Operation, place: int) -> None:
         if op.stage not in self.values and op.stage - 1 not in self.saved:
-            raise _wrong(op, place, f"its input, the output of stage {op.stage}, is not there")
+            raise _wrong(op, place, f"its input, the output of stage {op.stage}, is not live")
 
 
 def _wrong(op: Operation, place: int, why: str) -> PlanError:

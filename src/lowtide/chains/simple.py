@@ -12,7 +12,7 @@ from lowtide.chains.schedule import Schedule, Way, unroll
 
 
 def keep_all(chain: Chain) -> Schedule:
-    """Keep everything: O(n) memory, no stage twice. What PyTorch does by itself.
+    """Keep everything, as PyTorch does: O(n) memory, no stage twice.
 
     >>> print(keep_all(Chain.uniform(3)))
     F1e, F2e, F3e, B3, B2, B1
@@ -21,7 +21,7 @@ def keep_all(chain: Chain) -> Schedule:
 
 
 def sqrt(chain: Chain) -> Schedule:
-    """Segments (Chen et al., 2016): O(√n) memory for at most one more forward pass; the last one is not run again.
+    """Segments (Chen et al., 2016): O(√n) memory for at most one more forward pass. The last one is not recomputed.
 
     The boundaries are those with the smallest peak in bytes, in O(n²).
 
@@ -29,7 +29,7 @@ def sqrt(chain: Chain) -> Schedule:
     F1c, F2n, F3n, F4e, F5e, B5, B4, F1e, F2e, F3e, B3, B2, B1
     """
     needs, end = Needs(chain), chain.stages - 1
-    least = needs.whole[:, end].copy()  # for each stage, what segments from it to the end need at least
+    least = needs.whole[:, end].copy()  # [s]: least bytes of segments from s to the end
     for s in range(end - 1, -1, -1):
         segments = np.maximum(needs.whole[s, s:end], needs.values[s + 1 : -1] + least[s + 1 :]).min()
         least[s] = min(least[s], max(needs.passed[s, end - 1], segments))
@@ -47,7 +47,7 @@ def sqrt(chain: Chain) -> Schedule:
 def recursive(chain: Chain, segment_ends: Sequence[int] = ()) -> Schedule:
     """Halves of halves (Chen et al., 2016, section 4.3): O(log n) memory, O(n log n) time.
 
-    ``segment_ends`` is as for ``Optimal``: a half that may not be so long is cut off there.
+    ``segment_ends`` is as for ``Needs``: a half that is too long ends there.
 
     >>> print(recursive(Chain.uniform(4)))
     F1c, F2n, F3c, F4e, B4, F3e, B3, F1c, F2e, B2, F1e, B1

@@ -193,7 +193,7 @@ def _modules(profile: Profile) -> RenderableType | None:
 def _saved(profile: Profile, console: Console, limit: int = 10) -> RenderableType | None:
     rows = [row for row in saved_rows(profile) if row.category == "activation"]
     wide = console.width >= 100
-    table = _table("shape", "dtype", "bytes", "made in", "needed by", *(["source"] if wide else []))
+    table = _table("shape", "dtype", "bytes", "computed in", "read by", *(["source"] if wide else []))
     for row in rows[:limit]:
         extra = len(row.needed_by) - 1
         table.add_row(

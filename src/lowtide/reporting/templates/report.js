@@ -7,7 +7,7 @@
   const PLOT = { left: 66, right: 8, top: 22, bottom: 34 }; // report.css places the cursor by top and bottom
   const OPTIMIZER_SHARE = 0.15; // of a timeline's width, at most
   const NAMED = 8; // tensors named in the inspector
-  const ROWS = 100; // kept tensors shown before "show all"
+  const ROWS = 100; // saved tensors shown before "show all"
 
   // ---------------------------------------------------------------- data
 
@@ -205,7 +205,7 @@
         pen.fillRect(left, base + 1, right - left, 4);
         if (start > view[0]) {
           pen.fillStyle = color("--muted");
-          for (let y = PLOT.top - 14; y < base; y += 6) pen.fillRect(Math.round(left), y, 1, 3);
+          for (let y = PLOT.top - 6; y < base; y += 6) pen.fillRect(Math.round(left), y, 1, 3);
         }
         const room = pen.measureText(name).width;
         const at = Math.min(left + 5, width - PLOT.right - room);
@@ -217,7 +217,7 @@
       }
       for (let x = Math.floor(view[0]); x < view[1]; x++) {
         if (!ops.recompute[x]) continue;
-        pen.fillStyle = color("--text"); // forward work done again, under its phase
+        pen.fillStyle = color("--text"); // recomputed ops, under their phase
         pen.fillRect(toX(x), base + 6, Math.max(1, toX(x + 1) - toX(x)), 2);
       }
     }
@@ -403,7 +403,7 @@
     }
     if (ops.workspace[op]) {
       const category = categories.findIndex((c) => c.name === "workspace");
-      named.push({ bytes: ops.workspace[op], category, label: "inside this kernel", module: "" });
+      named.push({ bytes: ops.workspace[op], category, label: "workspace of this kernel", module: "" });
       named.sort((a, b) => b.bytes - a.bytes);
     }
     const total = live.reduce((sum, category) => sum + category[op], 0);
@@ -534,8 +534,8 @@
     const columns = [
       { key: "bytes", title: "Size", number: true },
       { key: "shape", title: "Tensor" },
-      { key: "made_in", title: "Made in" },
-      { key: "needed", title: "Needed by the backward of" },
+      { key: "made_in", title: "Computed in" },
+      { key: "needed", title: "Read by the backward of" },
       { key: "source", title: "Source" },
     ];
     const order = { key: "bytes", down: true };
@@ -552,16 +552,16 @@
 
     function render() {
       const words = find("input[type=search]").value.toLowerCase().split(/\s+/);
-      const kept = rows.filter((row) =>
+      const shown = rows.filter((row) =>
         (find("[data-all]").checked || row.category === activation) && words.every((word) => row.text.includes(word)));
-      kept.sort(compare(order.key, order.down));
-      const total = kept.reduce((sum, row) => sum + row.bytes, 0);
+      shown.sort(compare(order.key, order.down));
+      const total = shown.reduce((sum, row) => sum + row.bytes, 0);
       find("[role=status]").textContent =
-        `${kept.length.toLocaleString("en")} storages, ${size(total)}. A tensor that several ops keep is counted once.`;
+        `${shown.length.toLocaleString("en")} storages, ${size(total)}. A storage that several ops save is counted once.`;
       const more = find("[data-action=more]");
-      more.hidden = kept.length <= limit;
-      more.textContent = `Show all ${kept.length.toLocaleString("en")}`;
-      setTable(find("table"), header(columns, order, render), el("tbody", {}, ...kept.slice(0, limit).map(line)));
+      more.hidden = shown.length <= limit;
+      more.textContent = `Show all ${shown.length.toLocaleString("en")}`;
+      setTable(find("table"), header(columns, order, render), el("tbody", {}, ...shown.slice(0, limit).map(line)));
     }
     find("input[type=search]").addEventListener("input", render);
     find("[data-all]").addEventListener("change", render);
