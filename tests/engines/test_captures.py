@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import lowtide
 from lowtide import Workload
 from lowtide.engines import apply, graph, plan
-from lowtide.planning.solvers.chain import fastest_program
+from lowtide.planning.solvers.solver import fastest_program
 from lowtide.tracing.capture import loss as captured_loss
 from lowtide.tracing.capture.loss import CompiledLoss
 

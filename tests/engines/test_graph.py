@@ -17,7 +17,7 @@ from lowtide import Workload, zoo
 from lowtide.engines import graph
 from lowtide.errors import BudgetError
 from lowtide.planning.programs.program import Kind, Program, simulate
-from lowtide.planning.solvers.chain import fastest_program
+from lowtide.planning.solvers.solver import fastest_program
 from lowtide.tracing.capture.joint import Joint
 
 from ..soak import SOAK, in_soak

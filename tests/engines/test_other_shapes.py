@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lowtide.engines import Step, apply, plan
 from lowtide.engines import graph as graph_module
-from lowtide.engines import other_shapes as other_shapes_module
-from lowtide.engines.replan import Replanner
+from lowtide.engines import uncaptured as uncaptured_module
+from lowtide.engines.other_shapes import OtherShapes
 from lowtide.profiling import profile
 from lowtide.workload import Workload
 
@@ -37,7 +37,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture
 def predictions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Grows with each step that is predicted."""
-    return count_calls(monkeypatch, other_shapes_module, "profile")
+    return count_calls(monkeypatch, uncaptured_module, "profile")
 
 
 def on_graph(work: Workload, budget: int | str) -> Step:
@@ -90,7 +90,7 @@ def test_shapes_that_only_a_program_fits_take_one_capture_each_and_say_so(
 ) -> None:
     work = attention()
     step = on_graph(work, smallest_budget(work, profile(work)))
-    monkeypatch.setattr(other_shapes_module, "_worth_a_trace", lambda *_: iter(()))
+    monkeypatch.setattr(uncaptured_module, "_worth_a_trace", lambda *_: iter(()))
     for length in (63, 62, 63):
         assert_as_plain(step, torch.randn(4, length, 8))
     assert len(captures) == 2
@@ -109,13 +109,13 @@ def test_batches_beyond_every_plan_are_warned_about_and_planned_once(monkeypatch
     work = attention(32)
     step = on_graph(work, smallest_budget(work, profile(work)))
     planned: list[Any] = []
-    original = Replanner._plan_again
+    original = OtherShapes._plan_again
 
-    def counted(self: Replanner, work: Workload) -> Any:
+    def counted(self: OtherShapes, work: Workload) -> Any:
         planned.append(work)
         return original(self, work)
 
-    monkeypatch.setattr(Replanner, "_plan_again", counted)
+    monkeypatch.setattr(OtherShapes, "_plan_again", counted)
     for length in (96, 97):
         with pytest.warns(RuntimeWarning, match=rf"float32\[4, {length}, 8\] does not fit the budget"):
             step.loss(torch.randn(4, length, 8)).backward()

@@ -138,7 +138,7 @@ def plan(
         typer.echo(f"wrote {out}")
     if program is None and html is None:
         return Outcome(found.to_json())
-    if program is not None and found.engine == "eager":
+    if program is not None and found.program is None:
         plain = "The plain step fits" if not found.choices else "The plan runs eagerly"
         hint = "Name a smaller budget." if not found.choices else "Add --engine graph."
         raise PlanError(f"{plain}, so there is no program to write to {program}", hint=hint)

@@ -13,8 +13,9 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, get_type_hints
+from typing import Annotated, Any, TypedDict, get_type_hints
 
+import click
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -48,9 +49,31 @@ Allow = Annotated[
     list[str] | None,
     typer.Option(help="Allow more than bitwise and roundoff: a fidelity class or a technique. Repeatable."),
 ]
+
+
+class _EngineName(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
+    """The name of an engine; the registry is imported where it is asked for, since it takes torch along."""
+
+    name = "engine"
+
+    def get_metavar(self, param: Any, ctx: Any = None) -> str:
+        from lowtide.planning.engine import AUTO, ENGINES
+
+        return f"[{'|'.join((AUTO, *ENGINES))}]"
+
+    def convert(self, value: str, param: Any, ctx: Any) -> str:
+        from lowtide.planning.engine import engines_named
+
+        engines_named(value)
+        return value
+
+
 Engine = Annotated[
-    Literal["auto", "eager", "graph"],
-    typer.Option(help="What may run the step: the model's own code, a captured graph, or the faster of both."),
+    str,
+    typer.Option(
+        click_type=_EngineName(),
+        help="What may run the step: the model's own code (eager), a captured graph (graph), or the faster (auto).",
+    ),
 ]
 Html = Annotated[Path | None, typer.Option(help="Write a report: one HTML file that works offline.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.engines.step import planned as planned_step
 from lowtide.errors import PlanError
+from lowtide.planning.engine import ENGINES
 from lowtide.planning.plan import Plan, check_plan
 from lowtide.planning.rounding import (
     Rounding,
@@ -62,7 +62,7 @@ def verify(work: Workload, plan: Plan) -> Verification:
             plain = _run(work, others)
         except torch.OutOfMemoryError:
             notes.append("The plain step does not fit on this device, so there is nothing to compare results with.")
-        with planned_step(work, plan) as applied:
+        with ENGINES[plan.engine].apply(work, plan) as applied:
             planned = _run(applied.work, others)
             traced = profile(applied.work)
         if plain is not None:

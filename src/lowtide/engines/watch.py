@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.batches import tensors
 from lowtide.compat.autograd import graph_task_id
 from lowtide.compat.frames import frame_at
 from lowtide.compat.modules import forward_pre_hooks, own_parameters
 from lowtide.compat.tensors import local_part, sparse_parts
+from lowtide.engines.shapes import Signature, is_within, signature
 from lowtide.fingerprint import batch_shapes
+from lowtide.planning.engine import ENGINES
 from lowtide.planning.plan import Plan
 from lowtide.profiling import profile
 from lowtide.sizes import format_size
@@ -28,7 +29,6 @@ from lowtide.workload import Workload
 _MOST_PREDICTED = 8  # batches: each takes as long as tracing a step
 
 _Place = tuple[dict[str, nn.Parameter | None], str]  # a module's parameters, and the name of one
-Signature = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 class BatchWatch:
@@ -125,9 +125,9 @@ class ParameterWatch:
         places = [(own, name) for own in held for name, p in own.items() if p is not None]
         size = sum(_bytes(parameter) for parameter in _at(places))
         self._with_gradients = places if size > self._room else []
-        # The graph engine has other programs for other parameters to train, and says so itself.
-        is_eager = plan.program is None
-        self._frozen = [place for place in places for p in _at([place]) if is_eager and not p.requires_grad]
+        # An engine that captures has other programs for other parameters to train, and says so itself.
+        watched = [] if ENGINES[plan.engine].captures else places
+        self._frozen = [place for place in watched for p in _at([place]) if not p.requires_grad]
 
     def __call__(self, batch: Any) -> None:
         """Warn about memory beyond the plan."""
@@ -209,28 +209,6 @@ def unwatched(model: nn.Module) -> Generator[None]:
         yield
     finally:
         hooks.update(aside)
-
-
-def signature(batch: Any) -> Signature:
-    """Shapes and dtypes of a batch's tensors."""
-    return tuple((tensor.shape, tensor.dtype) for tensor in tensors(batch))
-
-
-def modes_of(work: Workload) -> int:
-    """Hash of modules' modes and trained parameters, which change a step's memory beside its batch."""
-    modules = modules_of(work)
-    trained = (p is not None and p.requires_grad for module in modules for p in own_parameters(module).values())
-    return hash((*(module.training for module in modules), *trained))
-
-
-def is_within(found: Signature, fitting: Signature) -> bool:
-    """Whether all tensors are of the same dtypes and no larger in any dimension."""
-    return len(found) == len(fitting) and all(
-        dtype == fitting_dtype
-        and len(shape) == len(fitting_shape)
-        and all(length <= most for length, most in zip(shape, fitting_shape, strict=True))
-        for (shape, dtype), (fitting_shape, fitting_dtype) in zip(found, fitting, strict=True)
-    )
 
 
 def _at(places: list[_Place]) -> Iterator[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -80,6 +80,8 @@ class Profile:
     versions: dict[str, str]
     outside: Outside | None = None
     fingerprint: Fingerprint | None = None  # of the step; None where it is not known
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Results that planning derived from this profile, for plans of several budgets. They live as long as it does."""
 
     @property
     def peak_bytes(self) -> int:

@@ -1,10 +1,9 @@
-"""A program as code: graphs of ATen ops that free each result after its last use."""
+"""The ``ops`` lowering: graphs of ATen ops, as generated Python that frees each result after its last use."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import mark_boxed
 from lowtide.compat.fx import bound_forward, box_arguments
 from lowtide.compat.operators import schema_of
+from lowtide.engines.lowering.lowering import Lowered, Piece
 from lowtide.planning.programs.in_place import in_place_form
 from lowtide.planning.programs.program import Instruction, Kind, Program, Value
 from lowtide.tracing.capture.batchnorm import inputs_of, is_batch_norm, without_statistics
@@ -21,6 +21,19 @@ from lowtide.tracing.capture.joint import Joint
 
 _aten: Any = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)  # where autograd is off
+
+
+class OpsLowering:
+    """Runs one op after another: the plain step's ops, so the plain step's bits."""
+
+    name = "ops"
+
+    def lower(self, joint: Joint, program: Program) -> Lowered:
+        """Generated Python for forward, and for each piece of backward."""
+        primals = {Value(node.name) for node in joint.primals}
+        kept = tuple(cell for cell in program.kept if cell not in primals)
+        forward = boxed(forward_graph(joint, program, kept), keeps_graph=False)
+        return Lowered(forward, kept, pieces_of(joint, program))
 
 
 def graphs_of(joint: Joint, program: Program) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -50,19 +63,6 @@ def forward_graph(joint: Joint, program: Program, kept: Iterable[Value]) -> fx.G
     outputs = [forward.now[Value(node.name)] if isinstance(node, fx.Node) else node for node in joint.outputs]
     forward.graph.output((*outputs, *(forward.now[cell] for cell in kept)))
     return fx.GraphModule(joint.module, forward.graph)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One piece of the backward pass."""
-
-    index: int
-    run: Callable[[list[Any]], Any]
-    cells: tuple[tuple[Value, bool], ...]  # that it reads, and whether it is the last to do so
-    made: tuple[Value, ...]  # that later pieces read
-    inputs_read: tuple[int, ...]
-    inputs_seen: tuple[int, ...]  # of which it reads views
-    inputs: tuple[int, ...]  # whose gradients it completes
 
 
 def pieces_of(joint: Joint, program: Program) -> list[Piece]:

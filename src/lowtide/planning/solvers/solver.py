@@ -1,0 +1,96 @@
+"""The contract of a solver: from a joint graph to programs that trade bytes for seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import fx
+
+from lowtide.errors import BudgetError
+from lowtide.planning.plan import PlannedStage
+from lowtide.planning.programs.program import Program, simulate
+from lowtide.registry import Registry
+from lowtide.sizes import format_size
+from lowtide.tracing.capture.joint import Joint, bytes_of
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A joint graph, with the seconds and the workspace bytes of each op."""
+
+    joint: Joint
+    seconds: Callable[[fx.Node], float]
+    workspace: Callable[[fx.Node], int] = lambda _: 0
+
+
+class Solution(Protocol):
+    """One program of a solver. Figures are quick; the program is written when it is first read."""
+
+    @property
+    def solver(self) -> str:
+        """Name of the solver."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the step takes longer."""
+        ...
+
+    @property
+    def estimate_bytes(self) -> int:
+        """Peak above what stays between steps, near the allocated one."""
+        ...
+
+    @property
+    def program(self) -> Program:
+        """Instructions for an engine."""
+        ...
+
+    @property
+    def stages(self) -> tuple[PlannedStage, ...]:
+        """What happens to each part of the step, for people; peaks are the solver's own estimates."""
+        ...
+
+
+class Solver(Protocol):
+    """Finds programs of a joint graph."""
+
+    name: str
+
+    def solve(self, problem: Problem) -> Sequence[Solution]:
+        """Programs from the fastest to the smallest. They depend on the problem alone, not on a budget."""
+        ...
+
+
+SOLVERS: Registry[Solver] = Registry("solver", {"chain": "lowtide.planning.solvers.chain:ChainSolver"})
+
+
+def solutions(problem: Problem) -> list[Solution]:
+    """The programs of every solver, the fastest first."""
+    programs = [solution for solver in SOLVERS.values() for solution in solver.solve(problem)]
+    return sorted(programs, key=lambda solution: solution.seconds)
+
+
+def fastest_program(
+    joint: Joint, budget_bytes: int, *, seconds: Callable[[fx.Node], float] = bytes_of, or_smallest: bool = False
+) -> Program:
+    """Find the fastest program whose peak, above parameters, inputs and gradients, is within ``budget_bytes``.
+
+    By default the seconds of ops go by the bytes of their results. If nothing fits, it raises ``BudgetError`` with the
+    smallest budget, or returns the smallest program.
+    """
+    peaks: dict[int, Program] = {}
+    for solution in solutions(Problem(joint, seconds)):
+        peak = simulate(solution.program).peak_bytes
+        if peak <= budget_bytes:
+            return solution.program
+        peaks.setdefault(peak, solution.program)
+    smallest = min(peaks)
+    if or_smallest:
+        return peaks[smallest]
+    raise BudgetError(
+        f"{format_size(budget_bytes)} is below the smallest program of this graph "
+        f"({format_size(smallest)}, {smallest} bytes)"
+    )
