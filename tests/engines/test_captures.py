@@ -77,7 +77,7 @@ def test_only_so_many_shapes_stay_captured_and_the_others_are_freed(monkeypatch:
         counts.append(live_tensors())
     assert counts[2] == counts[3]
     held = [type(each) for each in gc.get_objects()]
-    assert held.count(graph._Runner) == held.count(CompiledLoss) == 2
+    assert held.count(graph.Runner) == held.count(CompiledLoss) == 2
     pending = loss(work.model, work.batch[:61])
     loss(work.model, work.batch[:60])
     loss(work.model, work.batch[:59])  # which frees 61
