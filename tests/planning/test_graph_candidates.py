@@ -13,13 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.engines import plan, verify
+from lowtide.engines import plan
 from lowtide.errors import BudgetError, PlanError
 from lowtide.planning import Plan
 from lowtide.planning.graph_candidates import GraphCandidates, graph_candidates
-from lowtide.planning.programs import stages
 from lowtide.planning.programs.program import simulate
-from lowtide.planning.programs.stages import Stages
 from lowtide.profiling import Profile, profile
 from lowtide.techniques import Fidelity
 from lowtide.tracing.capture.joint import Joint
@@ -148,23 +146,6 @@ def test_a_planned_step_and_its_profile_are_freed_with_their_graph() -> None:
     gc.collect()
     assert left[2]() is None
     assert made.program is not None
-
-
-def test_stages_of_a_deep_model_are_joined_and_still_simulate_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.Tanh())))
-    work = Workload(model, squares, torch.randn(256, 16))
-    before = profile(work)
-    joint = capture_joint(work)
-    assert len(Stages(joint)) > 6
-    monkeypatch.setattr(stages, "_MOST", 6)
-    joined = Stages(joint)
-    assert 3 < len(joined) <= 6
-    assert [node for nodes in joined.forward for node in nodes] == joint.forward
-    made = plan(work, "60%", profile=before, engine="graph", tune=False)
-    assert made.program is not None
-    checked = verify(work, made)
-    assert checked.ok, str(checked)
-    assert checked.storage_peak_bytes == made.storage_peak_bytes
 
 
 # -- what is refused -------------------------------------------------------------------------------------

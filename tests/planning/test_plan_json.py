@@ -108,3 +108,9 @@ def without(field: str) -> Callable[[dict[str, Any]], Any]:
 def test_a_malformed_program_is_refused_with_the_reason(with_program: Plan, change: Any, reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
         Plan.from_json(change(with_program.to_json()))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"version": ' + "9" * 5000 + "}"])
+def test_json_that_cannot_be_read_is_no_plan(text: str) -> None:
+    with pytest.raises(PlanError, match="The plan is not JSON"):
+        Plan.from_json(text)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +10,8 @@ import torch
 from torch import nn
 
 from lowtide import Workload
-from lowtide.errors import PlanError
 from lowtide.planning.programs.offloading import with_offloaded
-from lowtide.planning.programs.program import Kind, Program, Value, check_program
+from lowtide.planning.programs.program import Kind, Program
 from lowtide.planning.programs.program_json import program_from_json, program_to_json
 from lowtide.planning.programs.strategies import plain, sqrt_without_cheap
 from lowtide.tracing.capture.joint import Joint
@@ -73,21 +70,3 @@ def test_a_malformed_program_is_refused(programs: list[Program], change: dict[st
     data = {**program_to_json(programs[1]), **change}
     with pytest.raises((ValueError, AttributeError)):
         program_from_json(data)
-
-
-def test_a_program_that_lost_an_instruction_is_refused(programs: list[Program]) -> None:
-    program = programs[1]
-    read = {value for each in program.backward for value in each.reads}
-    computed = [
-        place for place, each in enumerate(program.backward) if each.kind is Kind.RECOMPUTE and each.cell in read
-    ]
-    for place in random.Random(0).sample(computed, 5):
-        shorter = replace(program, backward=(*program.backward[:place], *program.backward[place + 1 :]))
-        with pytest.raises(PlanError):
-            check_program(shorter)
-
-
-def test_a_program_that_keeps_too_little_or_unknown_values_is_refused(programs: list[Program]) -> None:
-    for kept in ((), (*programs[0].kept, Value("gelu", run=3))):
-        with pytest.raises(PlanError):
-            check_program(replace(programs[0], kept=kept))
