@@ -54,7 +54,7 @@ class Runner:
             _aten._foreach_copy_(into, given)
 
     def _run_forward(self, inputs: list[Any]) -> list[Tensor]:
-        """New values of buffers, what is kept, and the loss."""
+        """New values of buffers, kept values, and the loss."""
         results = list(self.forward(inputs))
         loss = results.pop(self.mutated)
         return [*results, loss.clone() if is_view(loss) else loss]
@@ -62,7 +62,7 @@ class Runner:
 
 @dataclass
 class _Run:
-    """What one forward pass keeps: a piece takes what it is the last to read, and leaves what later ones will."""
+    """Values that one forward pass keeps. A piece takes those that it is the last to read, and adds its own results."""
 
     loss: Tensor | None
     cells: dict[Value, Any]
@@ -78,15 +78,15 @@ class _Run:
         """Raise autograd's error if the loss was written to, and a piece reads it."""
         for cell, _ in piece.cells:
             expected = self.versions.get(cell)
-            if expected is not None and (found := version_of(self.cells[cell])) != expected:
+            if expected is not None and (version := version_of(self.cells[cell])) != expected:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"the planned loss is at version {found}; expected version {expected} instead"
+                    f"the planned loss is at version {version}; expected version {expected} instead"
                 )
 
 
 class _Node(torch.autograd.Function):
-    """A node that runs one piece. The first gives the loss; what the others give only links each to the one before."""
+    """A node that runs one piece. The first returns the loss; the others return empty tensors, which link them."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, piece: Piece, read: list[Tensor], after: Tensor | None, *inputs: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class _Node(torch.autograd.Function):
             )
         if piece.index in run.done:
             raise LowtideError(
-                "A planned step's backward pass runs once: what it kept is gone",
+                "A planned step's backward pass runs once: its saved values are freed",
                 hint="Compute the loss again, or undo the plan: step.undo().",
             )
         if run.versions:
@@ -116,6 +116,6 @@ class _Node(torch.autograd.Function):
         if piece.index == 0:
             values += gradients
         with without_autocast():
-            *complete, made = piece.run(values)
-        run.cells.update(zip(piece.made, made, strict=True))
+            *complete, results = piece.run(values)
+        run.cells.update(zip(piece.results, results, strict=True))
         return None, None, None, None if ctx.is_last else gradients[0].new_empty(0), *complete

@@ -58,12 +58,12 @@ def fit(
 
 def _verified(work: Workload, chosen: Plan, budget: float | str, allow: str | Collection[str], engine: str) -> Plan:
     """Run the plan beside the plain step; return it, corrected, or another one, or raise."""
-    found = verify_plan(work, chosen)
-    wrong = found.compared and not found.results_agree
-    if wrong and ENGINES[chosen.engine].captures and engine == AUTO and not found.only_rounding:
-        chosen, found = _fall_back(work, chosen, found, budget, allow)
-        wrong = found.compared and not found.results_agree
-    if not found.compared:
+    checked = verify_plan(work, chosen)
+    wrong = checked.compared and not checked.results_agree
+    if wrong and ENGINES[chosen.engine].captures and engine == AUTO and not checked.only_rounding:
+        chosen, checked = _fall_back(work, chosen, checked, budget, allow)
+        wrong = checked.compared and not checked.results_agree
+    if not checked.compared:
         warnings.warn(
             "The planned step was not compared with the plain one, which does not fit on this device. "
             "Verify it with a smaller batch: lowtide.verify(work, plan)",
@@ -71,21 +71,21 @@ def _verified(work: Workload, chosen: Plan, budget: float | str, allow: str | Co
             stacklevel=3,
         )
     if wrong:
-        if not found.repeatable:
-            raise PlanError(f"The planned step cannot be verified; verify=False applies it as it is:\n{found}")
-        if not found.only_rounding or Permission.of(allow).loosest < Fidelity.ROUNDOFF:
-            raise PlanError(f"The planned step does not give what it promised:\n{found}")
-        error = max(agreement.error for agreement in found.agreements)
+        if not checked.repeatable:
+            raise PlanError(f"The planned step cannot be verified; verify=False applies it as it is:\n{checked}")
+        if not checked.only_rounding or Permission.of(allow).loosest < Fidelity.ROUNDOFF:
+            raise PlanError(f"The planned step does not give what it promised:\n{checked}")
+        error = max(agreement.error for agreement in checked.agreements)
         note = f"Bits were promised, and results are off by rounding, {error:.1e}: the plan is roundoff."
         warnings.warn(f"{note} allow='bitwise' refuses such plans.", RuntimeWarning, stacklevel=3)
         chosen = chosen.with_rounding(note)
-    if not found.within_budget:
-        warnings.warn(f"The planned step is above its budget:\n{found}", RuntimeWarning, stacklevel=3)
+    if not checked.within_budget:
+        warnings.warn(f"The planned step is above its budget:\n{checked}", RuntimeWarning, stacklevel=3)
     return chosen
 
 
 def _fall_back(
-    work: Workload, failed: Plan, found: Verification, budget: float | str, allow: str | Collection[str]
+    work: Workload, failed: Plan, checked: Verification, budget: float | str, allow: str | Collection[str]
 ) -> tuple[Plan, Verification]:
     """Plan for an engine that captures nothing; return the failed plan if none fits."""
     for engine in (engine for engine in ENGINES.values() if not engine.captures):
@@ -93,9 +93,9 @@ def _fall_back(
             chosen = plan(work, budget, allow=allow, engine=engine.name)
             warnings.warn(
                 f"The {failed.engine} engine's step does not give what it promised; "
-                f"the {engine.name} engine runs instead:\n{found}",
+                f"the {engine.name} engine runs instead:\n{checked}",
                 RuntimeWarning,
                 stacklevel=4,
             )
             return chosen, verify_plan(work, chosen)
-    return failed, found
+    return failed, checked

@@ -101,7 +101,7 @@ class PlannedLoss:
             self._capture(call_key(work.batch), planner_for(work.batch))
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of the step's own model; ``model`` is there since this takes the place of a loss function."""
+        """The loss of the step's own model; ``model`` is ignored: loss functions take one."""
         if any(not mode.is_infra_mode() for mode in active_modes()):
             if not self._watched:
                 self._watched = True
@@ -169,7 +169,7 @@ class PlannedLoss:
     def _give_up(self, key: Any, batch: Any, why: str, hint: str) -> Tensor:
         """The plain loss, from now on for such batches. Where that fails too, its error says why, and that is all.
 
-        After a first step, in which the model made what it keeps, the loss is captured once more.
+        After a first step, which may store tensors on the model, the loss is captured once more.
         """
         kept_since = watch_modules(self.work)
         loss = self.work.compute_loss(batch=batch)

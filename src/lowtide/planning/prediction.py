@@ -131,6 +131,6 @@ def _with_workspaces(graph: Graph, measured: Graph) -> Graph:
         op if size is None else replace(op, workspace_bytes=size) for op, size in zip(graph.ops, sizes, strict=True)
     )
     seen = [s for s in graph.storages if s.category != "workspace"]
-    kept = [replace(s, death=len(ops)) for s in measured.storages if s.category == "workspace"]
-    storages = tuple(replace(s, id=i) for i, s in enumerate((*seen, *kept)))
+    workspaces = [replace(s, death=len(ops)) for s in measured.storages if s.category == "workspace"]
+    storages = tuple(replace(s, id=i) for i, s in enumerate((*seen, *workspaces)))
     return replace(graph, ops=ops, storages=storages)

@@ -18,7 +18,7 @@ class Piece:
     index: int
     run: Callable[[list[Any]], Any]  # takes its values in a list, and empties it
     cells: tuple[tuple[Value, bool], ...]  # that it reads, and whether it is the last to do so
-    made: tuple[Value, ...]  # that later pieces read
+    results: tuple[Value, ...]  # that later pieces read
     inputs_read: tuple[int, ...]
     inputs_seen: tuple[int, ...]  # of which it reads views
     inputs: tuple[int, ...]  # whose gradients it completes

@@ -84,20 +84,20 @@ def pieces_of(joint: Joint, program: Program) -> list[Piece]:
         inputs_read = [cell for cell in read if cell in primals]
         bases = dict.fromkeys(Value(joint.storages[joint.nodes[cell.op]].name) for cell in cells)
         # The loss's gradient comes to the first piece; later ones read it where losses are summed.
-        made = [cell for cell in (*here, *(() if index else tangents)) if last_read.get(cell, -1) > index]
+        results = [cell for cell in (*here, *(() if index else tangents)) if last_read.get(cell, -1) > index]
         graph = _Graph(joint)
         for cell in (*cells, *inputs_read, *(tangents if index == 0 else ())):
             graph.take(cell, f"given_{_name(cell)}", joint.nodes[cell.op].meta)
         for each in piece:
             graph.write(each)
         given = {each.cell: graph.now[each.reads[0]] for each in piece if each.kind is Kind.RETURN_GRAD}
-        graph.graph.output((*given.values(), [graph.now[cell] for cell in made]))
+        graph.graph.output((*given.values(), [graph.now[cell] for cell in results]))
         written.append(
             Piece(
                 index,
                 boxed(fx.GraphModule(joint.module, graph.graph), keeps_graph=False),
                 tuple((cell, last_read[cell] == index) for cell in cells),
-                tuple(made),
+                tuple(results),
                 tuple(primals[cell] for cell in inputs_read),
                 tuple(primals[cell] for cell in bases if cell in primals and cell not in inputs_read),
                 tuple(primals[Value(cell.op.removesuffix(".grad"))] for cell in given),
@@ -132,8 +132,8 @@ class _Graph:
             return
         again = instruction.kind is Kind.RECOMPUTE
         read = {
-            value: self.now[found]
-            for value, found in zip(inputs_of(node, again=again), instruction.reads, strict=False)
+            value: self.now[source]
+            for value, source in zip(inputs_of(node, again=again), instruction.reads, strict=False)
         }
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda value: read.get(value))
         if node.target in _SAME:
@@ -144,19 +144,19 @@ class _Graph:
             state = self.graph.call_function(operator.getitem, (both, 0))
             state.meta["val"] = self._fake_state()
             self.now[Value(cell.op, is_state=True)] = state
-            made = self.graph.call_function(operator.getitem, (both, 1))
+            result = self.graph.call_function(operator.getitem, (both, 1))
         elif instruction.reads and instruction.reads[-1].is_state:
-            made = self.graph.call_function(
+            result = self.graph.call_function(
                 _run_with_state, (self.now[instruction.reads[-1]], node.target, *args), kwargs
             )
         elif again and is_batch_norm(node):
-            made = self.graph.call_function(*without_statistics(node.target, args))
+            result = self.graph.call_function(*without_statistics(node.target, args))
         elif instruction.into is not None:
-            made = self._write_over(node, args, kwargs, self.now[instruction.into])
+            result = self._write_over(node, args, kwargs, self.now[instruction.into])
         else:
-            made = self.graph.node_copy(node, lambda value: read[value])
-        made.meta = dict(node.meta)
-        self.now[cell] = made
+            result = self.graph.node_copy(node, lambda value: read[value])
+        result.meta = dict(node.meta)
+        self.now[cell] = result
 
     def _write_over(self, node: fx.Node, args: Any, kwargs: Any, into: fx.Node) -> fx.Node:
         form = in_place_form(node)

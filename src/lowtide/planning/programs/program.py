@@ -69,8 +69,8 @@ class Program:
 
     def __str__(self) -> str:
         shown = [f"{i:5} {instruction}" for i, instruction in enumerate((*self.forward, *self.backward))]
-        kept = {storage for cell in self.kept for storage in self.held(cell)}
-        size = sum(self.bytes.get(storage, 0) for storage in kept)
+        storages = {storage for cell in self.kept for storage in self.held(cell)}
+        size = sum(self.bytes.get(storage, 0) for storage in storages)
         border = f"      -- {len(self.kept)} results, {format_size(size)}, go to backward --"
         return "\n".join([*shown[: len(self.forward)], border, *shown[len(self.forward) :]])
 
