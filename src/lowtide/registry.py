@@ -1,4 +1,4 @@
-"""A registry: implementations of one contract by name, each imported when it is first used."""
+"""What is plugged in: engines, lowerings and solvers by name, each imported when it is first used."""
 
 from __future__ import annotations
 
@@ -8,6 +8,20 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from lowtide.errors import PlanError
 from lowtide.undo import Undo
+
+# By contract. Strings keep the arrow of imports: planning uses engines, which stand to its right.
+BUILT_IN: Mapping[str, Mapping[str, str]] = {
+    "engine": {
+        "eager": "lowtide.engines.eager:EagerEngine",
+        "graph": "lowtide.engines.graph:GraphEngine",
+    },
+    "lowering": {
+        "ops": "lowtide.engines.lowering.ops:OpsLowering",
+    },
+    "solver": {
+        "chain": "lowtide.planning.solvers.chain:ChainSolver",
+    },
+}
 
 
 class Named(Protocol):
@@ -21,14 +35,11 @@ T = TypeVar("T", bound=Named)
 
 
 class Registry(Generic[T]):
-    """Implementations of one contract: built-in ones as "module:Class", others by ``register``.
+    """Implementations of one contract: those of ``BUILT_IN``, and others by ``register``."""
 
-    Strings keep the arrow of imports: planning lists engines, which stand to its right.
-    """
-
-    def __init__(self, contract: str, built_in: Mapping[str, str]) -> None:
+    def __init__(self, contract: str) -> None:
         self.contract = contract
-        self._places = dict(built_in)
+        self._places = BUILT_IN[contract]
         self._loaded: dict[str, T] = {}
 
     def __iter__(self) -> Iterator[str]:

@@ -18,8 +18,8 @@ from lowtide.planning.solvers.solver import fastest_program
 from lowtide.tracing.capture.loss import CompiledLoss
 
 from .counting import Planner, results
+from .lowering.test_ops import layers
 from .planned import squares
-from .test_graph import layers
 
 # -- what is held ----------------------------------------------------------------------------------------
 

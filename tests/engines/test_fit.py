@@ -21,7 +21,7 @@ from lowtide.tracing.capture import loss as captured_loss
 from ..contract.outcomes import assert_restored, snapshot
 from ..planning.steps import chain
 from .counting import count_calls
-from .test_graph import layers
+from .lowering.test_ops import layers
 from .test_verify import Off, divided
 
 

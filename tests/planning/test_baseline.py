@@ -8,14 +8,9 @@ import torch
 from lowtide.engines import plan
 from lowtide.errors import PlanError
 from lowtide.planning import baseline
-from lowtide.profiling import Profile, profile
+from lowtide.profiling import Profile
 
 from .steps import chain
-
-
-@pytest.fixture(scope="module")
-def plain() -> Profile:
-    return profile(chain(), fake=True)
 
 
 def test_a_plain_step_that_does_not_fit_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:

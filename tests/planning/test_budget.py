@@ -17,12 +17,6 @@ from ..contract.outcomes import assert_restored, snapshot
 from ..soak import count
 from .steps import chain, tanh_layers
 
-
-@pytest.fixture(scope="module")
-def plain() -> Profile:
-    return profile(chain(), fake=True)
-
-
 # -- what a budget is ----------------------------------------------------------------------------------
 
 

@@ -6,15 +6,10 @@ import pytest
 
 from lowtide.engines import plan
 from lowtide.errors import BudgetError, PlanError
-from lowtide.profiling import Profile, profile
+from lowtide.profiling import Profile
 from lowtide.techniques import Fidelity, register
 
 from .steps import Loose, chain
-
-
-@pytest.fixture(scope="module")
-def plain() -> Profile:
-    return profile(chain(), fake=True)
 
 
 def test_loose_techniques_wait_for_permission(plain: Profile) -> None:

@@ -197,11 +197,6 @@ def test_what_is_not_captured_is_refused_by_name_and_planned_eagerly(name: str) 
     assert held_by_call() == 0  # a failed capture leaves no frame evaluator behind, which would cost memory
 
 
-def test_an_unknown_engine_is_refused(work: Workload) -> None:
-    with pytest.raises(PlanError, match=r"'nonsense'.*eager, graph"):
-        plan(work, "60%", engine="nonsense", tune=False)
-
-
 def test_a_predicted_step_is_not_captured_and_that_is_said(work: Workload) -> None:
     with pytest.raises(PlanError, match="only predicted"):
         plan(work, "60%", fake=True, engine="graph", tune=False)

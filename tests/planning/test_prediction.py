@@ -19,11 +19,6 @@ from lowtide.techniques.registry import techniques
 from .steps import Loose, chain, tanh_layers
 
 
-@pytest.fixture(scope="module")
-def plain() -> Profile:
-    return profile(chain(), fake=True)
-
-
 def test_techniques_that_conflict_are_not_applied_together(plain: Profile) -> None:
     work = chain()
     chosen = plan(work, "60%", profile=plain, tune=False).options

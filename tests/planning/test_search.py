@@ -12,16 +12,11 @@ from lowtide import Workload
 from lowtide.engines import plan
 from lowtide.errors import BudgetError
 from lowtide.planning import search as search_module
-from lowtide.profiling import Profile, profile
+from lowtide.profiling import Profile
 from lowtide.techniques import Fidelity, register
 
 from ..contract.outcomes import assert_restored, snapshot
 from .steps import Loose, chain, tanh_layers
-
-
-@pytest.fixture(scope="module")
-def plain() -> Profile:
-    return profile(chain(), fake=True)
 
 
 def test_an_option_is_traced_once_for_a_profile(plain: Profile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,8 +122,10 @@ def plan(
     """Find the fastest step that fits a budget, and say what it changes and why."""
     from lowtide import engines, planning
     from lowtide.planning.baseline import baseline_profile
+    from lowtide.planning.engine import engines_named
     from lowtide.reporting.html import check_name
 
+    engines_named(engine)  # before a trace, which may be long
     if html is not None:
         check_name(html)
     work = _loader(target, settings, device=device, fake=fake)()

@@ -15,12 +15,12 @@ from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, get_type_hints
 
-import click
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from lowtide.errors import LowtideError
+from lowtide.registry import BUILT_IN
 from lowtide.version import __version__
 
 app = typer.Typer(
@@ -49,29 +49,10 @@ Allow = Annotated[
     list[str] | None,
     typer.Option(help="Allow more than bitwise and roundoff: a fidelity class or a technique. Repeatable."),
 ]
-
-
-class _EngineName(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
-    """The name of an engine; the registry is imported where it is asked for, since it takes torch along."""
-
-    name = "engine"
-
-    def get_metavar(self, param: Any, ctx: Any = None) -> str:
-        from lowtide.planning.engine import AUTO, ENGINES
-
-        return f"[{'|'.join((AUTO, *ENGINES))}]"
-
-    def convert(self, value: str, param: Any, ctx: Any) -> str:
-        from lowtide.planning.engine import engines_named
-
-        engines_named(value)
-        return value
-
-
 Engine = Annotated[
     str,
     typer.Option(
-        click_type=_EngineName(),
+        metavar=f"[auto|{'|'.join(BUILT_IN['engine'])}]",
         help="What may run the step: the model's own code (eager), a captured graph (graph), or the faster (auto).",
     ),
 ]

@@ -1,6 +1,6 @@
 """The contract of an engine: candidates for a plan, the applied step, and its prediction.
 
-The classes stand in ``lowtide/engines``, to the right of planning, so the registry names them by strings.
+The classes stand in ``lowtide/engines``; ``lowtide/registry.py`` lists them.
 """
 
 from __future__ import annotations
@@ -56,13 +56,7 @@ class Candidates(Protocol):
         ...
 
 
-ENGINES: Registry[Engine] = Registry(
-    "engine",
-    {
-        "eager": "lowtide.engines.eager:EagerEngine",
-        "graph": "lowtide.engines.graph:GraphEngine",
-    },
-)
+ENGINES: Registry[Engine] = Registry("engine")
 PLAIN = "eager"  # the engine of a step that needs no change
 
 

@@ -43,4 +43,4 @@ class Lowering(Protocol):
         ...
 
 
-LOWERINGS: Registry[Lowering] = Registry("lowering", {"ops": "lowtide.engines.lowering.ops:OpsLowering"})
+LOWERINGS: Registry[Lowering] = Registry("lowering")

@@ -64,7 +64,7 @@ class Solver(Protocol):
         ...
 
 
-SOLVERS: Registry[Solver] = Registry("solver", {"chain": "lowtide.planning.solvers.chain:ChainSolver"})
+SOLVERS: Registry[Solver] = Registry("solver")
 
 
 def solutions(problem: Problem) -> list[Solution]:
