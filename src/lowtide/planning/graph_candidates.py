@@ -83,7 +83,7 @@ class GraphCandidates:
         beside = peak_bytes - solution.estimate_bytes
         stages = tuple(
             stage._replace(choice=replace(stage.choice, peak_bytes_if_kept=stage.choice.peak_bytes_if_kept + beside))
-            for stage in solution.stages
+            for stage in solution.explain()
         )
         return ProgramChoice(
             instructions=solution.program,

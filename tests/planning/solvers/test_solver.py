@@ -8,32 +8,22 @@ import torch
 import lowtide
 from lowtide.engines import apply, plan
 from lowtide.errors import BudgetError
-from lowtide.planning.plan import PlannedStage
-from lowtide.planning.programs.program import Program, simulate
+from lowtide.planning.programs.program import simulate
 from lowtide.planning.programs.strategies import plain, without_cheap
-from lowtide.planning.solvers.solver import SOLVERS, Problem, fastest_program, solutions
+from lowtide.planning.solvers.solver import SOLVERS, Problem, Solution, fastest_program, solutions
 from lowtide.tracing.capture.loss import capture_joint
 
 from ..steps import chain
 
 
-class ToySolution:
-    """The program without cheap results, said to cost nothing."""
-
-    solver = "toy"
-    seconds = -1.0
-    stages: tuple[PlannedStage, ...] = ()
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.estimate_bytes = simulate(program).peak_bytes
-
-
 class ToySolver:
+    """Offers the program without cheap results, said to gain a second."""
+
     name = "toy"
 
-    def solve(self, problem: Problem) -> list[ToySolution]:
-        return [ToySolution(without_cheap(problem.joint))]
+    def solve(self, problem: Problem) -> list[Solution]:
+        program = without_cheap(problem.joint)
+        return [Solution("toy", "", -1.0, simulate(program).peak_bytes, lambda: program)]
 
 
 def test_a_registered_solvers_program_is_planned_and_run() -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 from lowtide.chains import Chain, OptimalSchedules, Schedule, explain, keep_all, simulate
 from lowtide.planning.plan import PlannedStage
 from lowtide.planning.programs.chain_costs import complete_chain
-from lowtide.planning.programs.program import Program
 from lowtide.planning.programs.stages import Stages
 from lowtide.planning.programs.writer import program_of
-from lowtide.planning.solvers.solver import Problem
+from lowtide.planning.solvers.solver import Problem, Solution
 from lowtide.tracing.capture.joint import module_of
 
 _STEPS = 40  # budgets at which a chain is solved
@@ -26,12 +24,22 @@ class ChainSolver:
 
     name = "chain"
 
-    def solve(self, problem: Problem) -> list[ChainSolution]:
+    def solve(self, problem: Problem) -> list[Solution]:
         """Programs of distinct schedules, the fastest first."""
         stages = Stages(problem.joint)
         chain = complete_chain(stages, problem.seconds, problem.workspace)
-        solutions = [ChainSolution(stages, chain, schedule) for schedule in schedules(chain)]
-        return sorted(solutions, key=lambda solution: solution.seconds)
+        return sorted((_solution(stages, chain, each) for each in schedules(chain)), key=lambda each: each.seconds)
+
+
+def _solution(stages: Stages, chain: Chain, schedule: Schedule) -> Solution:
+    return Solution(
+        solver=ChainSolver.name,
+        label=str(schedule),
+        seconds=schedule.forward_seconds(chain) - sum(chain.forward_seconds),
+        estimate_bytes=simulate(chain, schedule).peak_bytes,
+        write=lambda: program_of(stages, schedule),
+        explain=lambda: tuple(PlannedStage(_outline(stages, each.stage), each) for each in explain(chain, schedule)),
+    )
 
 
 def schedules(chain: Chain) -> list[Schedule]:
@@ -51,42 +59,11 @@ def schedules(chain: Chain) -> list[Schedule]:
     return list(distinct)
 
 
-@dataclass(frozen=True, eq=False)
-class ChainSolution:
-    """A schedule of a chain of stages, and its program."""
-
-    graph_stages: Stages
-    chain: Chain
-    schedule: Schedule
-    solver = ChainSolver.name
-
-    @cached_property
-    def seconds(self) -> float:
-        """Seconds of recomputation."""
-        return self.schedule.forward_seconds(self.chain) - sum(self.chain.forward_seconds)
-
-    @cached_property
-    def estimate_bytes(self) -> int:
-        """Peak of the chain."""
-        return simulate(self.chain, self.schedule).peak_bytes
-
-    @cached_property
-    def program(self) -> Program:
-        """The schedule as instructions."""
-        return program_of(self.graph_stages, self.schedule)
-
-    @property
-    def stages(self) -> tuple[PlannedStage, ...]:
-        """Each stage by its modules and heavy ops, kept or recomputed."""
-        return tuple(PlannedStage(self._outline(each.stage), each) for each in explain(self.chain, self.schedule))
-
-    def __str__(self) -> str:
-        return str(self.schedule)
-
-    def _outline(self, stage: int) -> str:
-        nodes = [node for node in self.graph_stages.forward[stage] if "." in str(node.target)]
-        ops = _heavy_ops([str(node.target).split(".")[1] for node in nodes])
-        return ": ".join(filter(None, (_span(list(map(module_of, nodes))), ops)))
+def _outline(stages: Stages, stage: int) -> str:
+    """A stage by its modules and its heavy ops."""
+    nodes = [node for node in stages.forward[stage] if "." in str(node.target)]
+    ops = _heavy_ops([str(node.target).split(".")[1] for node in nodes])
+    return ": ".join(filter(None, (_span(list(map(module_of, nodes))), ops)))
 
 
 def _span(modules: list[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from torch import fx
@@ -25,33 +26,24 @@ class Problem:
     workspace: Callable[[fx.Node], int] = lambda _: 0
 
 
-class Solution(Protocol):
-    """One program of a solver. Figures are quick; the program is written when it is first read."""
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """One program of a solver. It is written, and explained, when that is first asked for."""
 
-    @property
-    def solver(self) -> str:
-        """Name of the solver."""
-        ...
+    solver: str
+    label: str  # orders solutions that are as fast and as large
+    seconds: float  # that the step takes longer
+    estimate_bytes: int  # of the peak above what stays between steps, near the allocated one
+    write: Callable[[], Program]
+    explain: Callable[[], tuple[PlannedStage, ...]] = tuple  # peaks are the solver's own estimates
 
-    @property
-    def seconds(self) -> float:
-        """Seconds that the step takes longer."""
-        ...
-
-    @property
-    def estimate_bytes(self) -> int:
-        """Peak above what stays between steps, near the allocated one."""
-        ...
-
-    @property
+    @cached_property
     def program(self) -> Program:
         """Instructions for an engine."""
-        ...
+        return self.write()
 
-    @property
-    def stages(self) -> tuple[PlannedStage, ...]:
-        """What happens to each part of the step, for people; peaks are the solver's own estimates."""
-        ...
+    def __str__(self) -> str:
+        return self.label
 
 
 class Solver(Protocol):
