@@ -3,75 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from lowtide.cli import checkout
-from lowtide.cli.commands import app
 from lowtide.planning import Plan
 from lowtide.profiling import profile
 from lowtide.zoo import workload
 
-ROOT = Path(__file__).resolve().parents[2]
-DEEP = """
-import torch
-from torch import nn
-from lowtide import Workload
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x):
-        return nn.functional.gelu(self.linear(x))
-
-def loss(model, batch):
-    return model(batch).square().mean()
-
-def workload(depth: int = 8, batch: int = 512, optimizer: bool = True):
-    torch.manual_seed(0)
-    print("building")
-    model = nn.Sequential(*(Block() for _ in range(depth)))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.01) if optimizer else None
-    return Workload(model, loss, torch.randn(batch, 32), sgd)
-
-def wrong():
-    raise ValueError("first line\\nsecond line")
-"""
-
-
-def lowtide(*arguments: str, code: int = 0) -> Any:
-    """Run a command; returns its output, with the exit code checked."""
-    result = CliRunner().invoke(app, list(arguments))
-    unexpected = result.exception if not isinstance(result.exception, SystemExit) else None
-    assert unexpected is None, unexpected
-    assert result.exit_code == code, result.output
-    return SimpleNamespace(out=result.stdout, err=result.stderr, json=lambda: json.loads(result.stdout))
-
-
-@pytest.fixture
-def deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A file with a workload, in the current folder."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "deep.py").write_text(DEEP)
-    return "deep.py:workload"
-
-
-def test_the_version_and_the_help_are_there() -> None:
-    from lowtide import __version__
-
-    assert lowtide("--version").out == f"lowtide {__version__}\n"
-    for name in ("profile", "plan", "train", "verify", "bench", "demo"):
-        assert "--json" in lowtide(name, "--help").out
+from .running import lowtide
 
 
 def test_profile_shows_where_the_memory_goes(deep: str) -> None:
@@ -142,7 +83,7 @@ def test_a_plan_on_the_graph_engine_has_a_program_and_a_page(deep: str, tmp_path
     files = ("--out", "plan.json", "--program", "new/program.txt", "--html", "plan.html")
     planned = lowtide("plan", deep, "--budget", "50%", "--engine", "graph", *files, "--json").json()
     assert planned["engine"] == "graph"
-    assert planned["program"]["schedule"].startswith("F1")
+    assert (planned["program"]["solver"], planned["program"]["lowering"]) == ("chain", "ops")
     text = (tmp_path / "new/program.txt").read_text()
     assert text.count("recompute ") == planned["program"]["ops_again"] > 0
     assert "go to backward" in text
@@ -212,66 +153,6 @@ def test_wrong_input_is_answered_in_one_paragraph(
     assert "Traceback" not in answer.err
     for word in words:
         assert word in answer.err
-
-
-def test_a_traceback_is_shown_where_asked(deep: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = "deep.py:wrong"
-    assert "ValueError: first line second line" in lowtide("profile", target, code=2).err
-    assert "Traceback" in lowtide("profile", target, "--traceback", code=2).err
-    monkeypatch.setenv("LOWTIDE_DEBUG", "1")
-    assert "Traceback" in lowtide("profile", target, code=2).err
-
-
-def test_benchmarks_are_listed_with_their_questions() -> None:
-    listed = {entry["name"]: entry["question"] for entry in lowtide("bench", "--json").json()}
-    assert listed["import"].endswith(".")
-    assert "?" in listed["import"]
-    assert all(name in lowtide("bench").out for name in listed)
-
-
-def test_a_benchmark_runs_in_the_checkout_and_its_new_rows_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "benchmarks"
-    (folder / "results").mkdir(parents=True)
-    (folder / "harness.py").write_text("")
-    (folder / "results/one.csv").write_text("value\n1\n")
-    append = "from pathlib import Path\nPath('benchmarks/results/one.csv').open('a').write('2\\n')\n"
-    (folder / "bench_one.py").write_text(f'"""Does it run?"""\n{append}')
-    (folder / "bench_two.py").write_text('"""Does it fail?"""\nraise SystemExit(1)\n')
-    monkeypatch.setattr(checkout, "ROOT", tmp_path)
-    assert lowtide("bench", "one", "--json").json() == {"rows": {"one": [{"value": "2"}]}, "failed": []}
-    assert lowtide("bench", "--all", code=1).err == "failed: two\n"
-
-
-def test_an_installed_lowtide_says_where_the_benchmarks_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkout, "ROOT", tmp_path)
-    assert "source checkout" in lowtide("bench", code=2).err
-
-
-def test_without_the_extra_it_says_how_to_install_it() -> None:
-    done = fresh("sys.modules['typer'] = None")
-    assert done.returncode == 2
-    assert done.stderr == (
-        'error: This needs typer, which is not installed. Install it with: pip install "lowtide[cli]"\n'
-    )
-
-
-def test_help_needs_no_torch() -> None:
-    done = fresh("sys.modules['torch'] = None; sys.argv = ['lowtide', '--help']")
-    assert done.returncode == 0, done.stderr
-    assert "profile" in done.stdout
-
-
-def fresh(before: str) -> subprocess.CompletedProcess[str]:
-    """The command line in an interpreter of its own."""
-    return subprocess.run(
-        [sys.executable, "-c", f"import sys; {before}; from lowtide.cli import main; main()"],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 FAILING = """

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from lowtide.engines import graph as graph_module
+
+from .counting import count_calls
 from .planned import Ready, awkward, planned
 
 
@@ -21,3 +25,9 @@ def _fresh() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def ready() -> Ready:
     return planned(awkward())
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Grows with each graph that is captured for a program."""
+    return count_calls(monkeypatch, graph_module._Backend, "__call__")

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import lowtide
 from lowtide import Workload
 from lowtide.engines import apply, graph, plan
-from lowtide.planning.solvers.chain import fastest_program
-from lowtide.tracing.capture import loss as captured_loss
+from lowtide.planning.solvers.solver import fastest_program
 from lowtide.tracing.capture.loss import CompiledLoss
 
-from .counting import Planner, count_calls, results
+from .counting import Planner, results
+from .lowering.test_ops import layers
 from .planned import squares
-from .test_graph import layers
 
 # -- what is held ----------------------------------------------------------------------------------------
 
@@ -77,7 +75,7 @@ def test_only_so_many_shapes_stay_captured_and_the_others_are_freed(monkeypatch:
         counts.append(live_tensors())
     assert counts[2] == counts[3]
     held = [type(each) for each in gc.get_objects()]
-    assert held.count(graph._Runner) == held.count(CompiledLoss) == 2
+    assert held.count(graph.Runner) == held.count(CompiledLoss) == 2
     pending = loss(work.model, work.batch[:61])
     loss(work.model, work.batch[:60])
     loss(work.model, work.batch[:59])  # which frees 61
@@ -101,23 +99,6 @@ def test_a_setting_that_cannot_be_captured_runs_the_plain_step_and_says_so() -> 
 
 
 # -- captured once ---------------------------------------------------------------------------------------
-
-
-def test_fit_captures_the_loss_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    captures = [
-        count_calls(monkeypatch, backend, "__call__") for backend in (captured_loss._JointCollector, graph._Backend)
-    ]
-    model = layers(4)
-    step = lowtide.fit(
-        model, lambda model, x: model(x).square().mean(), torch.randn(64, 32), engine="graph", budget="80%"
-    )
-    step.loss(torch.randn(64, 32)).backward()
-    assert sum(map(len, captures)) == 1
-    step.undo()
-    model.zero_grad()
-    with apply(step.plan, step._plain) as again:  # another call, before which anything may have changed
-        again.loss(torch.randn(64, 32)).backward()
-    assert sum(map(len, captures)) == 2
 
 
 class Patched(nn.Module):

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engines import Step, apply, plan
-from lowtide.engines import graph as graph_module
-from lowtide.engines import other_shapes as other_shapes_module
-from lowtide.engines.replan import Replanner
+from lowtide.engines import uncaptured as uncaptured_module
+from lowtide.engines.other_shapes import OtherShapes
 from lowtide.profiling import profile
 from lowtide.workload import Workload
 
 from ..tracing.allocator import allocated_peak
-from .counting import count_calls
 from .planned import smallest_budget, squares
 from .test_watch import Attention
 
@@ -26,18 +24,6 @@ def attention(length: int = 64) -> Workload:
     torch.manual_seed(0)
     model = nn.Sequential(*(Attention() for _ in range(4)))
     return Workload(model, squares, torch.randn(4, length, 8), torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Grows with each graph that is captured for a program."""
-    return count_calls(monkeypatch, graph_module._Backend, "__call__")
-
-
-@pytest.fixture
-def predictions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Grows with each step that is predicted."""
-    return count_calls(monkeypatch, other_shapes_module, "profile")
 
 
 def on_graph(work: Workload, budget: int | str) -> Step:
@@ -62,35 +48,12 @@ def assert_as_plain(step: Step, batch: Tensor) -> None:
     step.model.zero_grad()
 
 
-def test_many_lengths_need_no_capture_beside_the_planned_one(
-    captures: list[Any], predictions: list[Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    work = attention()
-    step = on_graph(work, "70%")
-    torch.manual_seed(1)
-    for length in (61, 20, 64, 33, 58, 40, 63, 47, 53):
-        assert_as_plain(step, torch.randn(4, length, 8))
-    assert len(captures) == 1
-    assert len(predictions) <= 9
-    lines = [record.getMessage() for record in caplog.records if record.name == "lowtide"]
-    assert len(lines) == 2
-    assert any("runs as the plain step" in line for line in lines)
-    assert any("checkpoints on the eager engine" in line for line in lines)
-
-
-def test_a_smaller_last_batch_runs_as_the_plain_step_where_that_fits(captures: list[Any]) -> None:
-    work = attention()
-    step = on_graph(work, "70%")
-    assert_as_plain(step, torch.randn(1, 64, 8))
-    assert not captures
-
-
 def test_shapes_that_only_a_program_fits_take_one_capture_each_and_say_so(
     captures: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     work = attention()
     step = on_graph(work, smallest_budget(work, profile(work)))
-    monkeypatch.setattr(other_shapes_module, "_worth_a_trace", lambda *_: iter(()))
+    monkeypatch.setattr(uncaptured_module, "_worth_a_trace", lambda *_: iter(()))
     for length in (63, 62, 63):
         assert_as_plain(step, torch.randn(4, length, 8))
     assert len(captures) == 2
@@ -109,30 +72,18 @@ def test_batches_beyond_every_plan_are_warned_about_and_planned_once(monkeypatch
     work = attention(32)
     step = on_graph(work, smallest_budget(work, profile(work)))
     planned: list[Any] = []
-    original = Replanner._plan_again
+    original = OtherShapes._plan_again
 
-    def counted(self: Replanner, work: Workload) -> Any:
+    def counted(self: OtherShapes, work: Workload) -> Any:
         planned.append(work)
         return original(self, work)
 
-    monkeypatch.setattr(Replanner, "_plan_again", counted)
+    monkeypatch.setattr(OtherShapes, "_plan_again", counted)
     for length in (96, 97):
         with pytest.warns(RuntimeWarning, match=rf"float32\[4, {length}, 8\] does not fit the budget"):
             step.loss(torch.randn(4, length, 8)).backward()
         work.model.zero_grad()
     assert len(planned) == 1
-
-
-def test_parameters_trained_later_are_predicted_anew(predictions: list[Any]) -> None:
-    work = attention()
-    work.model[:1].requires_grad_(False)
-    step = on_graph(work, "90%")
-    step.loss(torch.randn(4, 20, 8))
-    step.loss(torch.randn(4, 20, 8))
-    assert len(predictions) == 1
-    work.model.requires_grad_(True)
-    step.loss(torch.randn(4, 20, 8))
-    assert len(predictions) == 2
 
 
 def test_a_planned_batch_between_others_is_not_captured_again(captures: list[Any]) -> None:

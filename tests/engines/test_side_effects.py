@@ -178,17 +178,6 @@ def test_a_number_that_changes_at_each_step_is_warned_about_and_counts() -> None
     assert "as many values" in str(seen[-1].message)
 
 
-def test_another_mode_is_warned_about() -> None:
-    model = nn.Sequential(*layers(), nn.BatchNorm1d(16), nn.Dropout(0.2), *layers())
-    work = work_of(model, torch.randn(256, 16))
-    with apply(plan(work, "75%", engine="graph"), work) as step:
-        step.loss(work.batch).backward()
-        model.eval()
-        with pytest.warns(RuntimeWarning, match="not the one that was planned"):
-            value = step.loss(work.batch)
-        assert torch.equal(value, squares(model, work.batch))
-
-
 HOOKS: dict[str, Callable[[nn.Module], RemovableHandle]] = {
     "after": lambda module: module.register_forward_hook(lambda _, __, out: out * 2),
     "before": lambda module: module.register_forward_pre_hook(lambda _, given: tuple(2 * x for x in given)),

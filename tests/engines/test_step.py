@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 import warnings
 from collections.abc import Callable, Mapping
@@ -86,13 +85,6 @@ def test_undo_gives_the_model_back_bit_for_bit() -> None:
     assert_restored(work.model, before)
 
 
-def test_a_plan_from_a_file_runs() -> None:
-    work = chain()
-    text = json.dumps(plan(work, "60%", fake=True, tune=False).to_json())
-    with apply(Plan.from_json(text), work) as step:
-        assert torch.isfinite(step(work.batch))
-
-
 def test_a_step_without_an_optimizer_fills_the_gradients() -> None:
     work = replace(chain(), optimizer=None)
     with apply(plan(work, "60%", fake=True, tune=False), work) as step:
@@ -127,15 +119,6 @@ def test_on_a_cpu_a_step_above_its_budget_is_warned_about_once() -> None:
             step(work.batch)
 
 
-def test_a_larger_batch_is_warned_about_once() -> None:
-    work = chain()
-    step = apply(plan(work, "60%", fake=True, tune=False), work)
-    step(work.batch[:100])
-    with pytest.warns(RuntimeWarning, match=r"float32\[2048, 16\] does not fit the budget"):
-        step(torch.randn(2048, 16))
-    step(torch.randn(2048, 16))
-
-
 # -- what cannot be applied leaves the model alone -----------------------------------------------------
 
 
@@ -153,14 +136,6 @@ def test_an_autocast_that_was_not_planned_is_warned_about_once() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             step.loss(work.batch)
-
-
-def test_a_plan_of_another_model_is_refused() -> None:
-    other = chain(depth=4)
-    before = snapshot(other.model)
-    with pytest.raises(PlanError, match="another model"):
-        apply(plan(chain(), "60%", fake=True, tune=False), other)
-    assert_restored(other.model, before)
 
 
 def test_arguments_of_another_type_are_named() -> None:

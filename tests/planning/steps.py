@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -59,3 +59,9 @@ class Loose:
 
     def check(self, option: Option) -> Check:
         return Check(self.fidelity, rtol=1.0)
+
+
+def tanh_layers(loss: Callable[[nn.Module, Tensor], Tensor]) -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(8)))
+    return Workload(model, loss, torch.randn(96, 24))

@@ -1,35 +1,21 @@
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
-from lowtide import Workload, zoo
+from lowtide import zoo
 from lowtide.engines import plan
-from lowtide.errors import BudgetError, PlanError
-from lowtide.planning import apply_options, baseline, resolve_budget
-from lowtide.planning import search as search_module
-from lowtide.planning.prediction import predict
+from lowtide.errors import BudgetError
+from lowtide.planning import apply_options, resolve_budget
 from lowtide.profiling import Profile, profile
-from lowtide.techniques import Fidelity, register
-from lowtide.techniques.microbatch.technique import Microbatch
-from lowtide.techniques.registry import techniques
+from lowtide.techniques import Fidelity
 
 from ..contract.outcomes import assert_restored, snapshot
 from ..soak import count
-from .steps import Loose, chain
-
-
-@pytest.fixture(scope="module")
-def plain() -> Profile:
-    return profile(chain(), fake=True)
-
+from .steps import chain, tanh_layers
 
 # -- what a budget is ----------------------------------------------------------------------------------
 
@@ -127,15 +113,6 @@ def test_an_impossible_budget_names_the_smallest_one_and_that_one_works(plain: P
         plan(work, smallest - 1, profile=plain, tune=False)
 
 
-def test_an_option_is_traced_once_for_a_profile(plain: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
-    work = chain()
-    found = plan(work, "60%", profile=plain, engine="eager", tune=False)
-    traced = []
-    monkeypatch.setattr(search_module, "predict", lambda *args, **_: traced.append(args))
-    assert plan(work, "60%", profile=plain, engine="eager", tune=False).peak_bytes == found.peak_bytes
-    assert not traced
-
-
 def test_a_model_that_nothing_can_help_says_what_is_missing() -> None:
     with pytest.raises(BudgetError, match=r"sqrt needs a nn.Sequential or nn.ModuleList of two or more blocks"):
         plan(zoo.small("lstm"), "50%", fake=True, engine="eager", tune=False)
@@ -160,156 +137,7 @@ def test_a_meta_model_is_planned_for_a_gpu_that_is_not_here() -> None:
     assert found.peak_bytes <= found.budget_bytes
 
 
-def test_a_plain_step_that_does_not_fit_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = baseline.profile_step
-
-    def out_of_memory(work, *, fake, device):
-        if not fake:
-            raise torch.OutOfMemoryError("the GPU is full")
-        return real(work, fake=fake, device=device)
-
-    monkeypatch.setattr(baseline, "profile_step", out_of_memory)
-    assert plan(chain(), "60%", tune=False).choices
-    with pytest.raises(PlanError, match=r"ran out of memory on this device.*engine='eager'"):
-        plan(chain(), "60%", engine="graph", tune=False)
-
-
 # -- what a plan may use -------------------------------------------------------------------------------
-
-
-def test_ops_take_as_long_as_the_step_where_a_gpu_waits_for_the_host(plain: Profile) -> None:
-    def seconds(found: Profile, *, stepping: bool) -> float:
-        return sum(op.seconds for op in found.graph.ops if (op.phase == "optimizer") == stepping)
-
-    counted = seconds(plain, stepping=False)
-    slower = baseline._lasting(plain, 2 * counted)
-    assert seconds(slower, stepping=False) == pytest.approx(2 * counted)
-    assert seconds(slower, stepping=True) == seconds(plain, stepping=True)
-    assert baseline._lasting(plain, counted / 2) is plain
-
-
-def test_loose_techniques_wait_for_permission(plain: Profile) -> None:
-    with register(Loose()):
-        assert plan(chain(), "60%", profile=plain, tune=False).options[0].technique in ("sqrt", "optimal")
-
-
-@pytest.mark.parametrize("allow", ["changed", "loose", ["approximate", "loose"]])
-def test_a_class_or_a_name_gives_permission(plain: Profile, allow: str | list[str], only) -> None:
-    only()
-    with register(Loose()):
-        with pytest.raises(BudgetError, match=r"Allow loose \(changed\) to reach"):
-            plan(chain(), "70%", profile=plain, tune=False)
-        with pytest.raises(BudgetError):
-            plan(chain(), "70%", profile=plain, allow="unbiased", tune=False)
-        found = plan(chain(), "70%", profile=plain, allow=allow, tune=False)
-        assert found.fidelity is Fidelity.CHANGED
-        assert found.options[0].technique == "loose"
-
-
-def test_roundoff_needs_no_permission(plain: Profile, only) -> None:
-    only()
-    with register(Loose(Fidelity.ROUNDOFF)):
-        assert plan(chain(), "70%", profile=plain, tune=False).fidelity is Fidelity.ROUNDOFF
-
-
-def test_no_permission_is_none_and_what_is_no_text_is_refused(plain: Profile) -> None:
-    work = chain()
-    assert plan(work, "90%", allow=None, tune=False).fidelity <= Fidelity.ROUNDOFF
-    for wrong in (3, [3]):
-        with pytest.raises(PlanError, match="Cannot allow"):
-            plan(work, "90%", allow=wrong, tune=False)  # pyright: ignore[reportArgumentType]
-
-
-def tanh_layers(loss: Callable[[nn.Module, Tensor], Tensor]) -> Workload:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(8)))
-    return Workload(model, loss, torch.randn(96, 24))
-
-
-def seen_together(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).mean(0).square().sum()
-
-
-def test_a_technique_that_the_loss_does_not_allow_is_found_out_before_the_first_step() -> None:
-    work = tanh_layers(seen_together)
-    before = snapshot(work.model)
-    with pytest.raises(
-        BudgetError, match=r"microbatch .* was left out: The loss of .* it is neither of them"
-    ) as caught:
-        plan(work, 1, allow="microbatch", tune=False)
-    assert str(caught.value).count("microbatch") == 1  # not once for every size
-    assert_restored(work.model, before)
-
-
-def test_where_the_smallest_estimates_cannot_be_used_others_are_looked_at() -> None:
-    def forward_mode(model: nn.Module, x: Tensor) -> Tensor:
-        y, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
-        return (y + tangent).square().mean()
-
-    work = tanh_layers(forward_mode)
-    found = plan(work, "75%", allow="bitwise", tune=False)  # checkpoints do not go with forward-mode derivatives
-    assert found.engine == "graph"
-    assert found.peak_bytes <= found.budget_bytes
-
-
-def test_what_fails_in_a_prediction_is_noted_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    mixing = torch.randn(96, 96)
-    work = Workload(nn.Linear(24, 24), lambda m, x: (mixing @ m(x)).square().mean(), torch.randn(96, 24))
-    with pytest.raises(BudgetError, match=r"microbatch .* was left out: "):
-        plan(work, 1, allow="microbatch", tune=False)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-def test_an_unknown_permission_is_refused(plain: Profile) -> None:
-    with pytest.raises(PlanError, match="neither a fidelity class nor a technique"):
-        plan(chain(), "60%", profile=plain, allow="everything", tune=False)
-
-
-def test_an_option_that_fails_is_left_out_and_noted(plain: Profile) -> None:
-    class Tempting(Loose):
-        def price(self, option, profile):
-            return type(super().price(option, profile))(Fidelity.BITWISE)
-
-    with register(Tempting(name="tempting", fails=True)):
-        found = plan(chain(), "60%", profile=plain, tune=False)
-    assert found.options[0].technique in ("sqrt", "optimal")
-    # It looked free, and was tried only if its estimate said that it could fit.
-    assert all("this one never works" in note for note in found.notes if "tempting" in note)
-
-
-def test_techniques_that_conflict_are_not_applied_together(plain: Profile) -> None:
-    work = chain()
-    chosen = plan(work, "60%", profile=plain, tune=False).options
-    with register(Loose()) as undo, pytest.raises(PlanError, match=r"loose and (sqrt|optimal) cannot be in one plan"):
-        apply_options(work, [*chosen, *Loose().options(plain)])
-    undo()
-    with pytest.raises(PlanError, match="There is no technique 'loose' here"):
-        apply_options(work, Loose().options(plain))
-    assert "forward" not in work.model.__dict__
-
-
-def in_fours(model: nn.Module, x: Tensor) -> Tensor:
-    """Samples see each other in groups of four."""
-    return torch.cat([(part - part.mean(0)).square() for part in model(x).split(4)]).mean()
-
-
-def test_whether_a_loss_can_be_split_is_asked_of_each_size() -> None:
-    work = tanh_layers(in_fours)
-    found = plan(work, "50%", engine="eager", allow="microbatch", tune=False)
-    assert [choice.option.technique for choice in found.choices] == ["microbatch"]
-    with pytest.raises(BudgetError, match=r"microbatch .* was left out") as caught:
-        plan(work, 1, engine="eager", allow="microbatch", tune=False)
-    assert int(str(caught.value).split(", ")[1].split()[0]) <= found.peak_bytes
-
-
-def test_a_batch_that_a_size_does_not_divide_is_predicted_to_the_byte() -> None:
-    work = tanh_layers(lambda m, x: m(x).square().mean())
-    work = Workload(work.model, work.loss, torch.randn(97, 24))
-    options = [option for option in Microbatch().options(profile(work)) if option.config.size == 4]
-    before = profile(work)
-    predicted = predict(work, options, before, only_peaks=True)
-    with apply_options(work, options) as applied:
-        assert profile(applied.work).storage_peak_bytes == predicted.storage_peak_bytes
 
 
 def test_planning_leaves_gradients_as_they_are() -> None:
@@ -320,26 +148,3 @@ def test_planning_leaves_gradients_as_they_are() -> None:
         plan(work, 1, engine="eager", allow="changed", tune=False)
     now = [p.grad for p in work.model.parameters()]
     assert all(grad is held and torch.equal(grad, value) for grad, (held, value) in zip(now, before, strict=True))
-
-
-def test_a_plan_says_why_the_graph_engine_is_not_used() -> None:
-    class Branching(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x if x.sum() < 1e9 else -x)
-
-    model = Branching(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
-    work = Workload(model, lambda model, x: model(x).square().mean(), torch.randn(64, 16))
-    found = plan(work, "80%", allow="microbatch", tune=False)
-    assert found.engine == "eager"
-    assert any("graph engine is not used" in note and "Data-dependent" in note for note in found.notes)
-    assert "graph engine is not used" in found.explain()
-
-
-def test_ops_that_a_technique_brings_are_measured_before_their_bytes_are_promised() -> None:
-    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
-    work = Workload(model, lambda model, x: model(x).square().mean(), torch.randn(60, 16), autocast=torch.bfloat16)
-    before = profile(work)
-    for option in techniques()["randomized"].options(before)[:2]:
-        predicted = predict(work, [option], before)
-        with apply_options(work, [option]) as applied:
-            assert profile(applied.work).peak_bytes <= predicted.peak_bytes

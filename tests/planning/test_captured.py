@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lowtide import Workload
 from lowtide.errors import TraceError
 from lowtide.planning.captured import capture_and_compare
-from lowtide.planning.rounding import Rounding, loss_and_gradients
 from lowtide.profiling import profile
 from lowtide.techniques import Fidelity
 
@@ -99,16 +98,3 @@ def test_a_comparison_changes_nothing() -> None:
     assert all(map(torch.equal, work.model.state_dict().values(), before.values()))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in work.model.parameters())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rounding_explains_the_last_digits_and_not_a_percentage(dtype: torch.dtype) -> None:
-    work = work_of("same", dtype)
-    plain = loss_and_gradients(work)
-    rounding = Rounding(work, plain)
-    unit = torch.finfo(dtype).eps
-    for what in ("loss", "gradients"):
-        near = {name: tensor * (1 + unit) for name, tensor in plain[what].items()}
-        far = {name: tensor * 1.2 for name, tensor in plain[what].items()}
-        assert rounding.explains(what, plain[what], near)
-        assert not rounding.explains(what, plain[what], far)

@@ -8,7 +8,7 @@ from torch import nn
 
 from lowtide.engines import plan
 from lowtide.errors import BudgetError
-from lowtide.planning import prediction
+from lowtide.planning import graph_candidates, prediction
 from lowtide.planning import search as search_module
 from lowtide.workload import Workload
 
@@ -37,7 +37,7 @@ def test_a_refusal_below_parameters_and_gradients_captures_nothing(monkeypatch: 
     def capture(*_: object) -> None:
         raise AssertionError("captured a graph that cannot help")
 
-    monkeypatch.setattr(search_module, "recomputations", capture)
+    monkeypatch.setattr(graph_candidates, "capture_and_compare", capture)
     work = layers(width=256, samples=16)
     assert "(at most " in refusal(work, "20%")
 

@@ -79,10 +79,10 @@ def profile(
     make = _loader(target, settings, device=device, fake=fake)
     if max_batch and limit_bytes is not None:
         with working("Looking for the largest batch"):
-            found = profiling.max_batch(make, limit_bytes, device=device)
+            largest = profiling.max_batch(make, limit_bytes, device=device)
         if not as_json:
-            typer.echo(f"The largest batch that fits {limit} is {found}.")
-        return Outcome({"max_batch": found, "limit_bytes": limit_bytes})
+            typer.echo(f"The largest batch that fits {limit} is {largest}.")
+        return Outcome({"max_batch": largest, "limit_bytes": limit_bytes})
     if sweep:
         axes = {axis: _numbers(axis, text) for axis, text in parse_pairs(sweep, option="--sweep").items()}
         with terminal.progress("Predicting", math.prod(map(len, axes.values()))) as advance:
@@ -94,12 +94,12 @@ def profile(
         _write(grid, html, figures, {"heatmap": charts.heatmap_chart, "activations": charts.activations_chart})
         return Outcome(grid.to_json())
     with working("Predicting a step" if fake else "Tracing a step"):
-        found = profiling.profile(make(), fake=fake, device=device)
+        profiled = profiling.profile(make(), fake=fake, device=device)
     if not as_json:
-        terminal.show(found)
+        terminal.show(profiled)
     drawn = {"timeline": charts.timeline_chart, "pie": charts.pie_chart, "modules": charts.module_chart}
-    _write(found, html, figures, drawn)
-    return Outcome(found.to_json())
+    _write(profiled, html, figures, drawn)
+    return Outcome(profiled.to_json())
 
 
 @command
@@ -122,33 +122,35 @@ def plan(
     """Find the fastest step that fits a budget, and say what it changes and why."""
     from lowtide import engines, planning
     from lowtide.planning.baseline import baseline_profile
+    from lowtide.planning.engine import engines_named
     from lowtide.reporting.html import check_name
 
+    engines_named(engine)  # before a trace, which may be long
     if html is not None:
         check_name(html)
     work = _loader(target, settings, device=device, fake=fake)()
     with working("Profiling the plain step"):
         before = baseline_profile(work, fake=fake, device=device)
     with working("Planning"):
-        found = engines.plan(work, budget, allow=allow or (), profile=before, fake=fake, device=device, engine=engine)
+        chosen = engines.plan(work, budget, allow=allow or (), profile=before, fake=fake, device=device, engine=engine)
     if not as_json:
-        typer.echo(found.explain())
+        typer.echo(chosen.explain())
     if out is not None:
-        _parent(out).write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
+        _parent(out).write_text(json.dumps(chosen.to_json(), indent=2) + "\n", encoding="utf-8")
         typer.echo(f"wrote {out}")
     if program is None and html is None:
-        return Outcome(found.to_json())
-    if program is not None and found.engine == "eager":
-        plain = "The plain step fits" if not found.choices else "The plan runs eagerly"
-        hint = "Name a smaller budget." if not found.choices else "Add --engine graph."
+        return Outcome(chosen.to_json())
+    if program is not None and chosen.program is None:
+        plain = "The plain step fits" if not chosen.choices else "The plan runs eagerly"
+        hint = "Name a smaller budget." if not chosen.choices else "Add --engine graph."
         raise PlanError(f"{plain}, so there is no program to write to {program}", hint=hint)
     with working("Predicting the planned step"):
-        prediction = planning.predict_plan(work, found, before)
+        prediction = planning.predict_plan(work, chosen, before)
     if program is not None:
         _parent(program).write_text(f"{prediction.program}\n", encoding="utf-8")
         typer.echo(f"wrote {program}")
     _write(prediction, html)
-    return Outcome(found.to_json())
+    return Outcome(chosen.to_json())
 
 
 @command
@@ -228,10 +230,10 @@ def verify(
         ) from error
     work = _loader(target, settings, device=_here(device))()
     with working("Running both steps"):
-        found = engines.verify(work, chosen)
+        verification = engines.verify(work, chosen)
     if not as_json:
-        typer.echo(str(found))
-    return Outcome(found.to_json(), code=int(not found.ok))
+        typer.echo(str(verification))
+    return Outcome(verification.to_json(), code=int(not verification.ok))
 
 
 @command
@@ -273,8 +275,8 @@ def demo(
     """Train a small ResNet on real digits, plain and under three budgets, with equal losses; under 90 seconds."""
     from lowtide.demo import run
 
-    found = run(folder, console=Console(stderr=as_json))
-    return Outcome(found.to_json(), code=int(not found.ok))
+    shown = run(folder, console=Console(stderr=as_json))
+    return Outcome(shown.to_json(), code=int(not shown.ok))
 
 
 def _loader(target: str, settings: TargetOptions, *, device: str | None, fake: bool = False) -> Callable[..., Workload]:

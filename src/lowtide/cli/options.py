@@ -13,13 +13,14 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, get_type_hints
+from typing import Annotated, Any, TypedDict, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from lowtide.errors import LowtideError
+from lowtide.registry import BUILT_IN
 from lowtide.version import __version__
 
 app = typer.Typer(
@@ -49,8 +50,11 @@ Allow = Annotated[
     typer.Option(help="Allow more than bitwise and roundoff: a fidelity class or a technique. Repeatable."),
 ]
 Engine = Annotated[
-    Literal["auto", "eager", "graph"],
-    typer.Option(help="What may run the step: the model's own code, a captured graph, or the faster of both."),
+    str,
+    typer.Option(
+        metavar=f"[auto|{'|'.join(BUILT_IN['engine'])}]",
+        help="What may run the step: the model's own code (eager), a captured graph (graph), or the faster (auto).",
+    ),
 ]
 Html = Annotated[Path | None, typer.Option(help="Write a report: one HTML file that works offline.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]

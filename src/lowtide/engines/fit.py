@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from lowtide.engines.tune import plan
 from lowtide.engines.verify import Verification
 from lowtide.engines.verify import verify as verify_plan
 from lowtide.errors import BudgetError, PlanError
+from lowtide.planning.candidate import Permission
+from lowtide.planning.engine import AUTO, ENGINES
 from lowtide.planning.plan import Plan
-from lowtide.planning.search import Engine, Permission
 from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.capture.loss import sharing_captures
 from lowtide.workload import Workload
@@ -30,7 +32,7 @@ def fit(
     budget: float | str,
     autocast: torch.dtype | None = None,
     allow: str | Collection[str] = (),
-    engine: Engine = "auto",
+    engine: str = AUTO,
     verify: bool = True,
     tune: bool = True,
 ) -> Step:
@@ -54,14 +56,14 @@ def fit(
         return apply(chosen, work)
 
 
-def _verified(work: Workload, chosen: Plan, budget: float | str, allow: str | Collection[str], engine: Engine) -> Plan:
+def _verified(work: Workload, chosen: Plan, budget: float | str, allow: str | Collection[str], engine: str) -> Plan:
     """Run the plan beside the plain step; return it, corrected, or another one, or raise."""
-    found = verify_plan(work, chosen)
-    wrong = found.compared and not found.results_agree
-    if wrong and chosen.engine == "graph" and engine == "auto" and not found.only_rounding:
-        chosen, found = _fall_back(work, chosen, found, budget, allow)
-        wrong = found.compared and not found.results_agree
-    if not found.compared:
+    checked = verify_plan(work, chosen)
+    wrong = checked.compared and not checked.results_agree
+    if wrong and ENGINES[chosen.engine].captures and engine == AUTO and not checked.only_rounding:
+        chosen, checked = _fall_back(work, chosen, checked, budget, allow)
+        wrong = checked.compared and not checked.results_agree
+    if not checked.compared:
         warnings.warn(
             "The planned step was not compared with the plain one, which does not fit on this device. "
             "Verify it with a smaller batch: lowtide.verify(work, plan)",
@@ -69,30 +71,31 @@ def _verified(work: Workload, chosen: Plan, budget: float | str, allow: str | Co
             stacklevel=3,
         )
     if wrong:
-        if not found.repeatable:
-            raise PlanError(f"The planned step cannot be verified; verify=False applies it as it is:\n{found}")
-        if not found.only_rounding or Permission.of(allow).loosest < Fidelity.ROUNDOFF:
-            raise PlanError(f"The planned step does not give what it promised:\n{found}")
-        error = max(agreement.error for agreement in found.agreements)
+        if not checked.repeatable:
+            raise PlanError(f"The planned step cannot be verified; verify=False applies it as it is:\n{checked}")
+        if not checked.only_rounding or Permission.of(allow).loosest < Fidelity.ROUNDOFF:
+            raise PlanError(f"The planned step does not give what it promised:\n{checked}")
+        error = max(agreement.error for agreement in checked.agreements)
         note = f"Bits were promised, and results are off by rounding, {error:.1e}: the plan is roundoff."
         warnings.warn(f"{note} allow='bitwise' refuses such plans.", RuntimeWarning, stacklevel=3)
         chosen = chosen.with_rounding(note)
-    if not found.within_budget:
-        warnings.warn(f"The planned step is above its budget:\n{found}", RuntimeWarning, stacklevel=3)
+    if not checked.within_budget:
+        warnings.warn(f"The planned step is above its budget:\n{checked}", RuntimeWarning, stacklevel=3)
     return chosen
 
 
 def _fall_back(
-    work: Workload, failed: Plan, found: Verification, budget: float | str, allow: str | Collection[str]
+    work: Workload, failed: Plan, checked: Verification, budget: float | str, allow: str | Collection[str]
 ) -> tuple[Plan, Verification]:
-    """Plan for the eager engine instead; keep the graph engine's plan if there is none."""
-    try:
-        chosen = plan(work, budget, allow=allow, engine="eager")
-    except BudgetError:
-        return failed, found
-    warnings.warn(
-        f"The graph engine's step does not give what it promised; the eager engine runs instead:\n{found}",
-        RuntimeWarning,
-        stacklevel=4,
-    )
-    return chosen, verify_plan(work, chosen)
+    """Plan for an engine that captures nothing; return the failed plan if none fits."""
+    for engine in (engine for engine in ENGINES.values() if not engine.captures):
+        with suppress(BudgetError):
+            chosen = plan(work, budget, allow=allow, engine=engine.name)
+            warnings.warn(
+                f"The {failed.engine} engine's step does not give what it promised; "
+                f"the {engine.name} engine runs instead:\n{checked}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return chosen, verify_plan(work, chosen)
+    return failed, checked

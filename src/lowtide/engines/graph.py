@@ -12,28 +12,64 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from lowtide.batches import tensors
-from lowtide.compat.dispatch import active_modes, without_autocast
+from lowtide.compat.dispatch import active_modes
 from lowtide.compat.dynamo import aot_autograd, traced_metadata
-from lowtide.compat.tensors import is_view, version_of
-from lowtide.engines.lowering.ops import Piece, boxed, forward_graph, graphs_of, pieces_of
+from lowtide.engines.autograd import Runner
+from lowtide.engines.lowering.lowering import LOWERINGS, Lowering
+from lowtide.engines.lowering.ops import OpsLowering, boxed, graphs_of
+from lowtide.engines.other_shapes import OtherShapes, Planner
+from lowtide.engines.uncaptured import Uncaptured
 from lowtide.engines.watch import unwatched
-from lowtide.errors import LowtideError
-from lowtide.planning.programs.program import Program, Value
+from lowtide.errors import LowtideError, PlanError
+from lowtide.planning.graph_candidates import GraphCandidates, graph_candidates
+from lowtide.planning.plan import Plan
+from lowtide.planning.prediction import apply_options
+from lowtide.planning.programs.program import Program
+from lowtide.planning.programs.transfer import check_runs_on
+from lowtide.profiling import Profile
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.capture.loss import Capture, CapturedGraph, CompiledLoss, call_key
 from lowtide.tracing.step_state import parameters_of, watch_modules
+from lowtide.undo import Applied
 from lowtide.workload import Workload
 
-_aten: Any = torch.ops.aten
 _MOST_SHAPES = 16  # captured at a time: each holds its code, and some MiB on the host
-Planner = Callable[[Joint], Program]
+
+
+class GraphEngine:
+    """Captures the loss with its gradients, and runs the plan's program in its place."""
+
+    name = "graph"
+    takes_options = False
+    captures = True
+
+    def candidates(self, work: Workload, baseline: Profile) -> GraphCandidates:
+        """Programs of the captured step."""
+        return graph_candidates(work, baseline)
+
+    def apply(self, work: Workload, plan: Plan) -> Applied:
+        """Replace the step's loss by the planned one; the model stays as it is."""
+        if plan.program is None:
+            raise PlanError("A plan for the graph engine has no program", hint="Plan again.")
+        lowering = LOWERINGS[plan.program.lowering]
+        applied = apply_options(work, plan.options)
+        work = applied.work
+        loss = PlannedLoss(work, OtherShapes(plan, work, plan.program), Uncaptured(plan, work), lowering)
+        return Applied(replace(work, loss=loss, autocast=None), applied, loss.release)
+
+    def predict(self, work: Workload, plan: Plan, baseline: Profile) -> Profile:
+        """The program as a traced step."""
+        candidates = graph_candidates(work, baseline)
+        if plan.program is None or candidates.joint.digest != plan.program.graph:
+            raise PlanError("The plan is of another graph than this step's", hint="Plan again.")
+        check_runs_on(plan.program.instructions, candidates.joint)
+        return candidates.forecast.profile(plan.program.instructions)
 
 
 class PlannedLoss:
@@ -50,11 +86,13 @@ class PlannedLoss:
         work: Workload,
         planner_for: Callable[[Any], Planner],
         uncaptured: Callable[[Any], Callable[[Any], Tensor] | None] = lambda _: None,
+        lowering: Lowering | None = None,
     ) -> None:
         self.__wrapped__ = work.loss
         self.work = work
         self.planner_for = planner_for
         self.uncaptured = uncaptured
+        self.lowering = lowering or OpsLowering()
         self._captured: OrderedDict[Any, tuple[Planner, CompiledLoss | _Taken]] = OrderedDict()  # last used at the end
         self._watched = False  # whether a dispatch mode was warned about
         self._failed: set[Any] = set()  # where capture failed once
@@ -63,7 +101,7 @@ class PlannedLoss:
             self._capture(call_key(work.batch), planner_for(work.batch))
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of the step's own model; ``model`` is there since this takes the place of a loss function."""
+        """The loss of the step's own model; ``model`` is ignored: loss functions take one."""
         if any(not mode.is_infra_mode() for mode in active_modes()):
             if not self._watched:
                 self._watched = True
@@ -119,7 +157,8 @@ class PlannedLoss:
             _, (_, oldest) = self._captured.popitem(last=False)
             oldest.release()
         taken = next((capture for capture in self.work.captures or () if capture.take(key)), None)
-        loss = CompiledLoss(self.work, _Backend(planner)) if taken is None else _Taken(taken, planner)
+        backend = _Backend(planner, self.lowering)
+        loss = CompiledLoss(self.work, backend) if taken is None else _Taken(taken, planner, backend)
         self._captured[key] = planner, loss
 
     def release(self) -> None:
@@ -130,7 +169,7 @@ class PlannedLoss:
     def _give_up(self, key: Any, batch: Any, why: str, hint: str) -> Tensor:
         """The plain loss, from now on for such batches. Where that fails too, its error says why, and that is all.
 
-        After a first step, in which the model made what it keeps, the loss is captured once more.
+        After a first step, which may store tensors on the model, the loss is captured once more.
         """
         kept_since = watch_modules(self.work)
         loss = self.work.compute_loss(batch=batch)
@@ -151,11 +190,11 @@ def planned_loss(work: Workload, planner: Planner) -> Callable[[Any], Tensor]:
 class _Taken:
     """The loss as it was captured while planning, run by a program."""
 
-    def __init__(self, capture: Capture, planner: Planner) -> None:
+    def __init__(self, capture: Capture, planner: Planner, backend: _Backend) -> None:
         self.capture = capture
         try:
             joint = capture.graph.joint
-            capture.run_by(_Runner(joint, planner(joint), capture.graph.moved), _Backend(planner))
+            capture.run_by(backend.runner(joint, planner(joint), capture.graph.moved), backend)
         except BaseException:
             capture.give_back()
             raise
@@ -173,131 +212,30 @@ class _Backend:
     Dynamo holds backends until they are released; so this one does not hold the planner, which may hold the model.
     """
 
-    def __init__(self, planner: Planner) -> None:
-        self.planner = weakref.ref(planner)
+    def __init__(self, planner: Planner, lowering: Lowering) -> None:
+        self.planner, self.lowering = weakref.ref(planner), lowering
+
+    def runner(self, joint: Joint, program: Program, mutated: Sequence[int]) -> Runner:
+        """The program as code behind autograd."""
+        return Runner(joint, program, self.lowering.lower(joint, program), mutated)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        found: list[tuple[Joint, Program]] = []
+        planned: list[tuple[Joint, Program]] = []
         written: list[Any] = []
 
         def partition(joint_module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[Any, Any]:
             joint = Joint(joint_module, num_fwd_outputs)
             planner = self.planner()
             assert planner is not None
-            found.append((joint, planner(joint)))
-            return graphs_of(*found[-1])
+            planned.append((joint, planner(joint)))
+            return graphs_of(*planned[-1])
 
         def compiler(graph: fx.GraphModule, _: Any) -> Callable[[list[Any]], Any]:
             written.append(traced_metadata())
             return boxed(graph)
 
         whole = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(module, inputs)
-        graph = CapturedGraph(found[0][0], inputs, written[0]) if found else None
+        graph = CapturedGraph(planned[0][0], inputs, written[0]) if planned else None
         if graph is None or not graph.is_plain:
             return whole  # no gradients are wanted; or the inputs are not plain tensors, which AOTAutograd can handle
-        return _Runner(*found[0], graph.moved)
-
-
-class _Runner:
-    """Runs the forward pass, and links the pieces of the backward pass into autograd's graph."""
-
-    def __init__(self, joint: Joint, program: Program, mutated: Sequence[int]) -> None:
-        self.mutated = len(mutated)
-        values = zip(mutated, joint.outputs, strict=False)  # a batch norm's statistics are moved in their place
-        self.moved = [(i, place) for i, (place, value) in enumerate(values) if value is not joint.primals[place]]
-        primals = {Value(node.name) for node in joint.primals}
-        self.kept = tuple(cell for cell in program.kept if cell not in primals)
-        shown = set(program.held(Value(joint.loss.name)))
-        self.shown = tuple(cell for cell in self.kept if shown.intersection(program.held(cell)))  # they are the loss
-        self.forward = boxed(forward_graph(joint, program, self.kept), keeps_graph=False)
-        self.pieces = pieces_of(joint, program)
-
-    def __call__(self, *inputs: Any) -> tuple[Tensor]:
-        with torch.no_grad(), without_autocast():  # the graph has its casts
-            *results, loss = self._run_forward(list(inputs))
-            self._move(inputs, results)
-        cells = dict(zip(self.kept, results[self.mutated :], strict=True))
-        cells.update({cell: cells[cell].detach() for cell in self.shown})  # the loss itself will hold the run
-        run = _Run(loss, cells, {cell: version_of(cells[cell]) for cell in self.shown})
-        before: Any = None
-        for piece in reversed(self.pieces):
-            read = [inputs[place] for place in (*piece.inputs_read, *piece.inputs_seen)]
-            before = _Node.apply(run, piece, read, before, *(inputs[place] for place in piece.inputs))
-        return (before,)
-
-    def _move(self, inputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Give buffers their new values, those of one dtype at once."""
-        groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for index, place in self.moved:
-            into, given = groups.setdefault(values[index].dtype, ([], []))
-            into.append(inputs[place])
-            given.append(values[index])
-        for into, given in groups.values():
-            _aten._foreach_copy_(into, given)
-
-    def _run_forward(self, inputs: list[Any]) -> list[Tensor]:
-        """New values of buffers, what is kept, and the loss."""
-        results = list(self.forward(inputs))
-        loss = results.pop(self.mutated)
-        return [*results, loss.clone() if is_view(loss) else loss]
-
-
-@dataclass
-class _Run:
-    """What one forward pass keeps: a piece takes what it is the last to read, and leaves what later ones will."""
-
-    loss: Tensor | None
-    cells: dict[Value, Any]
-    versions: dict[Value, int]  # of those that the caller can write to
-    done: set[int] = field(default_factory=set)
-
-    def take_loss(self) -> Tensor:
-        loss, self.loss = self.loss, None
-        assert loss is not None
-        return loss
-
-    def check_versions(self, piece: Piece) -> None:
-        """Raise autograd's error if the loss was written to, and a piece reads it."""
-        for cell, _ in piece.cells:
-            expected = self.versions.get(cell)
-            if expected is not None and (found := version_of(self.cells[cell])) != expected:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"the planned loss is at version {found}; expected version {expected} instead"
-                )
-
-
-class _Node(torch.autograd.Function):
-    """A node that runs one piece. The first gives the loss; what the others give only links each to the one before."""
-
-    @staticmethod
-    def forward(ctx: Any, run: _Run, piece: Piece, read: list[Tensor], after: Tensor | None, *inputs: Tensor) -> Tensor:
-        ctx.run, ctx.piece, ctx.is_last = run, piece, after is None
-        ctx.save_for_backward(*read)  # autograd then says if one was written to since
-        assert run.loss is not None
-        return run.take_loss() if piece.index == 0 else run.loss.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        run, piece = ctx.run, ctx.piece
-        if torch.is_grad_enabled():
-            raise LowtideError(
-                "Gradients of gradients do not go through a planned step",
-                hint="Leave out create_graph=True, or undo the plan: step.undo().",
-            )
-        if piece.index in run.done:
-            raise LowtideError(
-                "A planned step's backward pass runs once: what it kept is gone",
-                hint="Compute the loss again, or undo the plan: step.undo().",
-            )
-        if run.versions:
-            run.check_versions(piece)
-        run.done.add(piece.index)
-        values = [run.cells.pop(cell) if is_last else run.cells[cell] for cell, is_last in piece.cells]
-        values += ctx.saved_tensors[: len(piece.inputs_read)]
-        if piece.index == 0:
-            values += gradients
-        with without_autocast():
-            *complete, made = piece.run(values)
-        run.cells.update(zip(piece.made, made, strict=True))
-        return None, None, None, None if ctx.is_last else gradients[0].new_empty(0), *complete
+        return self.runner(*planned[0], graph.moved)

@@ -1,165 +1,112 @@
-"""Batches of unplanned shapes on the graph engine, run without a capture where that fits."""
+"""Programs of the graph engine by shape: the plan's own, and others for other graphs of the step."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
-from lowtide.engines.watch import Signature, is_within, modes_of, signature
+from lowtide.engines.shapes import Bounds, modes_of, signature
+from lowtide.engines.step_difference import Setting, step_difference
+from lowtide.errors import TraceError
 from lowtide.fingerprint import batch_shapes
-from lowtide.planning.plan import Plan
-from lowtide.planning.prediction import apply_options, estimate_peak
-from lowtide.profiling import Profile, profile
+from lowtide.planning.graph_candidates import GraphCandidates
+from lowtide.planning.plan import Plan, ProgramChoice
+from lowtide.planning.programs.program import Program, simulate
+from lowtide.planning.programs.program_profile import node_seconds
+from lowtide.planning.programs.transfer import check_runs_on, transferred
+from lowtide.planning.solvers.solver import Solution, fastest_program
+from lowtide.profiling import profile
 from lowtide.sizes import format_size
-from lowtide.techniques.registry import techniques
-from lowtide.techniques.technique import Fidelity, Option
-from lowtide.tracing.snapshot import unchanged
+from lowtide.tracing.capture.joint import Joint
+from lowtide.tracing.capture.loss import capture_joint
 from lowtide.workload import Workload
 
-_log = logging.getLogger("lowtide")
-_TRIED = 3  # options that are traced for one shape: a capture takes as long as a few traces
-_MOST_PREDICTED = 4  # plain steps, where checkpoints are known to fit: each takes as long as tracing a step
-
-Run = Callable[[Any], Tensor]
-
-
-@dataclass
-class _Bounds:
-    """Shapes known to fit a budget, each with its options, and shapes known not to fit.
-
-    A batch no larger in any dimension than one that fits is taken to fit, and the other way round.
-    """
-
-    fitting: list[tuple[Signature, tuple[Option, ...]]] = field(
-        default_factory=list[tuple[Signature, tuple[Option, ...]]]
-    )
-    too_large: list[Signature] = field(default_factory=list[Signature])
-
-    def __len__(self) -> int:
-        return len(self.fitting) + len(self.too_large)
-
-    def options(self, found: Signature) -> tuple[Option, ...] | None:
-        return next((options for shape, options in self.fitting if is_within(found, shape)), None)
-
-    def excludes(self, found: Signature) -> bool:
-        return any(is_within(shape, found) for shape in self.too_large)
-
-    def note(self, found: Signature, options: tuple[Option, ...] | None) -> None:
-        if options is None:
-            self.too_large.append(found)
-        else:
-            self.fitting.append((found, options))
+Planner = Callable[[Joint], Program]
 
 
 class OtherShapes:
-    """Decides how a batch of an unplanned shape runs: as the plain step, with bitwise checkpoints, or captured.
+    """The plan's own program for batches like the planned one; for others the fastest that fits the same budget.
 
-    Peaks are predicted on fake tensors, and only where no earlier prediction already bounds them.
-    ``work`` is the step as it was before its loss was captured.
+    A program holds for every batch that is no larger in any dimension than the one it was made for.
     """
 
-    def __init__(self, plan: Plan, work: Workload) -> None:
-        self.plan, self.work = plan, work
-        self._planned = signature(work.batch)
-        self._said: set[str] = set()
-        self._forget()
+    def __init__(self, plan: Plan, work: Workload, planned: ProgramChoice) -> None:
+        self.plan, self.work, self.planned = plan, work, planned
+        self._bounds = Bounds[ProgramChoice]([(signature(work.batch), planned)])
+        self._modes = modes_of(work)
+        self._setting = Setting.of(work.model)
 
-    def __call__(self, batch: Any) -> Run | None:
-        """The loss for such a batch without a capture; None for the planned shape or if only a program fits."""
-        found = signature(batch)
-        if not found or found == self._planned:
-            return None
-        if modes_of(self.work) != self._modes:
-            self._forget()
-        options = self._options(found, batch)
-        if options is None:
-            self._say(str(found), f"{self._title(batch)}: the step is captured for it, which takes seconds. {_ADVICE}")
-            return None
-        way = "the plain step" if not options else f"checkpoints on the eager engine ({options[0]})"
-        budget = format_size(self.plan.budget_bytes)
-        self._say(way, f"{self._title(batch)}: runs as {way}, within {budget}. Further such shapes are not listed")
-        return lambda batch: self._run(options, batch)
-
-    def _run(self, options: tuple[Option, ...], batch: Any) -> Tensor:
-        with apply_options(self.work, options) as applied:  # segments hold what backward runs again
-            return applied.work.compute_loss(batch=batch)
-
-    def _options(self, found: Signature, batch: Any) -> tuple[Option, ...] | None:
-        """Options under which the batch fits; None if unknown, or if nothing fits."""
-        known = self._plain.options(found)
-        other = self._checkpoints.options(found)
-        enough = other is not None and len(self._plain) >= _MOST_PREDICTED
-        if known is None and not enough and not self._plain.excludes(found):
-            before = self._predict(batch, ())
-            if before is None:
-                self._plain.note(found, None)
-                self._checkpoints.note(found, None)
-                return None
-            known = () if before.peak_bytes <= self.plan.budget_bytes else None
-            self._plain.note(found, known)
-        if known is not None or other is not None:
-            return other if known is None else known
-        # A choice for the planned batch holds for all that are smaller.
-        batches = [self.work.batch] if is_within(found, self._planned) else []
-        for each in (*batches, batch):
-            shape = signature(each)
-            if not self._checkpoints.excludes(shape):
-                known = self._fastest_checkpoints(each)
-                self._checkpoints.note(shape, known)
-                if known is not None:
-                    return known
-        return None
-
-    def _fastest_checkpoints(self, batch: Any) -> tuple[Option, ...] | None:
-        """The fastest bitwise option that fits, of the few that are worth a trace."""
-        before = self._predict(batch, ())
-        if before is None:
-            return None
-        for option in _worth_a_trace(before, self.plan.budget_bytes):
-            after = self._predict(batch, (option,))
-            if after is not None and after.peak_bytes <= self.plan.budget_bytes:
-                return (option,)
-        return None
-
-    def _predict(self, batch: Any, options: tuple[Option, ...]) -> Profile | None:
-        """The step with such a batch, each new kernel measured alone; None where it cannot be predicted."""
-        work = replace(self.work, batch=batch)
+    def __call__(self, batch: Any) -> Planner:
+        """The planner for batches of this shape."""
+        if batch_shapes(batch) == self.plan.fingerprint.batch:
+            return lambda joint: self._own_program(joint, self.planned)
+        shape, modes = signature(batch), modes_of(self.work)
+        if modes != self._modes:  # another step: its peaks are not bounded by the planned one's
+            self._bounds, self._modes = Bounds[ProgramChoice](), modes
+        if (choice := self._bounds.fit(shape)) is not None:
+            return lambda joint: self._smaller_program(joint, choice)
+        if (smallest := self._bounds.excess(shape)) is not None:
+            self._warn_too_large(batch, "more than that of a smaller batch, which is too much already")
+            return lambda joint: self._smaller_program(joint, smallest, must_fit=False)
         try:
-            with unchanged(work, fake=True), apply_options(work, options) as applied:
-                return profile(applied.work, fake=True, device=self.plan.device, measure=True)
-        except Exception:  # the step itself is about to run: an error is better seen there
-            return None
+            choice, fits = self._plan_again(replace(self.work, batch=batch))
+        except TraceError:  # a prediction has no values to look at
+            shapes = f"the batch is {batch_shapes(batch)}, and {self.plan.fingerprint.batch} was planned"
+            return lambda joint: self._other_program(joint, self.planned, shapes)
+        self._bounds.note(shape, choice, fits=fits)
+        return lambda joint: self._own_program(joint, choice)
 
-    def _forget(self) -> None:
-        self._plain, self._checkpoints = _Bounds(), _Bounds()
-        self._modes = modes_of(self.work)
+    def _plan_again(self, work: Workload) -> tuple[ProgramChoice, bool]:
+        """The fastest program for another batch, and whether it fits.
 
-    def _title(self, batch: Any) -> str:
-        return f"A batch of {batch_shapes(batch)} was not planned ({self.plan.fingerprint.batch} was)"
+        The step is predicted, with each new kernel measured alone.
+        """
+        budget = self.plan.budget_bytes
+        plain = profile(work, fake=True, device=self.plan.device, measure=True)
+        candidates = GraphCandidates(capture_joint(work), plain)
+        peaks: dict[Solution, int] = {}
+        for solution in candidates.worthwhile(budget):
+            peaks[solution] = candidates.profile(solution).peak_bytes
+            if peaks[solution] <= budget:
+                return candidates.chosen(solution, peaks[solution], budget), True
+        smallest = min(peaks, key=lambda solution: peaks[solution])
+        self._warn_too_large(work.batch, format_size(peaks[smallest]))
+        return candidates.chosen(smallest, peaks[smallest], peaks[smallest]), False
 
-    def _say(self, key: str, line: str) -> None:
-        if key not in self._said:
-            self._said.add(key)
-            _log.warning("lowtide: %s", line)
+    def _warn_too_large(self, batch: Any, takes: str) -> None:
+        warnings.warn(
+            f"A batch of {batch_shapes(batch)} does not fit the budget of {format_size(self.plan.budget_bytes)}, which "
+            f"was planned for {self.plan.fingerprint.batch}: the smallest program takes {takes}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
+    def _own_program(self, joint: Joint, choice: ProgramChoice) -> Program:
+        """The chosen program on the graph that it was made for."""
+        if joint.digest != choice.graph:
+            return self._other_program(joint, choice, self._difference(joint))
+        check_runs_on(choice.instructions, joint)
+        return choice.instructions
 
-_ADVICE = "Pad to few lengths, or plan with engine='eager'"
+    def _smaller_program(self, joint: Joint, choice: ProgramChoice, *, must_fit: bool = True) -> Program:
+        """The chosen program on the graph of a smaller batch, whose results and peak are smaller."""
+        program = transferred(choice.instructions, joint)
+        if program is not None and (not must_fit or simulate(program).peak_bytes <= choice.room_bytes):
+            return program
+        return self._other_program(joint, choice, self._difference(joint))
 
+    def _other_program(self, joint: Joint, choice: ProgramChoice, why: str) -> Program:
+        """A program of another graph, whose kernels were not measured."""
+        warnings.warn(
+            f"The step is not the one that was planned: {why}. It is planned anew by the bytes of its results alone, "
+            f"and {format_size(self.plan.budget_bytes)} are not promised for it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        seconds = node_seconds(joint, self.plan.device)
+        return fastest_program(joint, choice.room_bytes, seconds=seconds, or_smallest=True)
 
-def _worth_a_trace(before: Profile, budget: int) -> Iterator[Option]:
-    """Bitwise options on modules whose estimates fit: the fastest, and the smallest."""
-    found: list[tuple[float, int, Option]] = []
-    for technique in techniques().values():
-        if technique.kind != "hold":
-            continue
-        for option in technique.options(before):
-            price = technique.price(option, before)
-            if price.fidelity is Fidelity.BITWISE:
-                found.append((price.seconds, estimate_peak(before.graph, [price]), option))
-    fastest = sorted((each for each in found if each[1] <= budget), key=lambda each: each[:2])[: _TRIED - 1]
-    smallest = sorted(found, key=lambda each: each[1])[:1]
-    return iter(dict.fromkeys(option for *_, option in (*fastest, *smallest)))
+    def _difference(self, joint: Joint) -> str:
+        return step_difference(joint, self.work, self._setting)

@@ -12,19 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lowtide.engines.graph import PlannedLoss
-from lowtide.engines.other_shapes import OtherShapes
-from lowtide.engines.replan import Replanner
 from lowtide.engines.watch import BatchWatch, ForwardWatch, ParameterWatch
 from lowtide.errors import LowtideError, WorkloadError
 from lowtide.fingerprint import batch_shapes
+from lowtide.planning.engine import ENGINES
 from lowtide.planning.plan import Plan, check_plan
-from lowtide.planning.prediction import apply_options
 from lowtide.profiling import Profile, profile
 from lowtide.sizes import format_size
 from lowtide.tracing.meter import CpuPeak
 from lowtide.tracing.step_state import other_bytes, static_bytes, watch_modules
-from lowtide.undo import Applied
 from lowtide.workload import Workload, autocast
 
 _MEASURED_STEPS = 3
@@ -38,16 +34,6 @@ def apply(plan: Plan, work: Workload) -> Step:
     """
     check_plan(plan, work, call="lowtide.apply(plan, work)")
     return Step(work, plan)
-
-
-def planned(work: Workload, plan: Plan) -> Applied:
-    """The planned step, with the undo of the plan's changes."""
-    applied = apply_options(work, plan.options)
-    if plan.program is None:
-        return applied
-    work = applied.work
-    loss = PlannedLoss(work, Replanner(plan, work), OtherShapes(plan, work))
-    return Applied(replace(work, loss=loss, autocast=None), applied, loss.release)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +61,11 @@ class Step:
         self.measured: Measured | None = None
         self._plain = work
         self._other_bytes = other_bytes(work)
-        self._applied = planned(work, plan)
+        engine = ENGINES[plan.engine]
+        self._applied = engine.apply(work, plan)
         self.work = self._applied.work
         self._warned = False
-        self._batches = BatchWatch(plan, self.work) if plan.program is None else None
+        self._batches = None if engine.captures else BatchWatch(plan, self.work)
         self._parameters: ParameterWatch | None = ParameterWatch(plan, work, self._batches)
         self._watched = self._watch_forward()
 

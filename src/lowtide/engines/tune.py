@@ -7,10 +7,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from math import inf
 
-from lowtide.engines.step import planned
 from lowtide.planning.budget import plans
+from lowtide.planning.engine import AUTO, ENGINES
 from lowtide.planning.plan import Plan
-from lowtide.planning.search import Engine
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import best_seconds, has_ranks
 from lowtide.tracing.capture.loss import sharing_captures
@@ -30,7 +29,7 @@ def plan(
     profile: Profile | None = None,
     fake: bool = False,
     device: str | None = None,
-    engine: Engine = "auto",
+    engine: str = AUTO,
     tune: bool = True,
 ) -> Plan:
     """Find the fastest step whose peak of allocated bytes, everything included, is at most ``budget``.
@@ -106,7 +105,7 @@ def _step(work: Workload, plan: Plan | None, stack: ExitStack) -> _Entering:
     """Enter the plain or the planned step. A captured program stays applied: it leaves the modules alone."""
     if plan is None:
         return lambda: nullcontext(work)
-    if plan.program is None:
+    if not ENGINES[plan.engine].captures:
         return lambda: _applied(work, plan)
     step = stack.enter_context(_applied(work, plan))
     return lambda: nullcontext(step)
@@ -114,7 +113,7 @@ def _step(work: Workload, plan: Plan | None, stack: ExitStack) -> _Entering:
 
 @contextmanager
 def _applied(work: Workload, plan: Plan) -> Generator[Workload]:
-    with planned(work, plan) as applied:
+    with ENGINES[plan.engine].apply(work, plan) as applied:
         yield applied.work
 
 

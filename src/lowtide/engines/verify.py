@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.engines.step import planned as planned_step
 from lowtide.errors import PlanError
+from lowtide.planning.engine import ENGINES
 from lowtide.planning.plan import Plan, check_plan
 from lowtide.planning.rounding import (
     Rounding,
@@ -35,7 +35,7 @@ from lowtide.tracing.step_state import other_bytes
 from lowtide.workload import Workload
 
 _TIMED_STEPS = 3
-_NOTHING = 1e-6  # the share of all gradients below which one is made of rounding alone
+_NOTHING = 1e-6  # the share of all gradients below which one is rounding alone
 _MOST_NOISE = 0.1  # of a step that is repeatable at all, however coarse its numbers
 _NOISE = 10  # two runs with noise can lie this many times further apart than two others
 
@@ -62,7 +62,7 @@ def verify(work: Workload, plan: Plan) -> Verification:
             plain = _run(work, others)
         except torch.OutOfMemoryError:
             notes.append("The plain step does not fit on this device, so there is nothing to compare results with.")
-        with planned_step(work, plan) as applied:
+        with ENGINES[plan.engine].apply(work, plan) as applied:
             planned = _run(applied.work, others)
             traced = profile(applied.work)
         if plain is not None:
@@ -268,9 +268,9 @@ def _agreement(what: str, plain: dict[str, Tensor], planned: dict[str, Tensor], 
     if not same_names or what == "generators":
         return Agreement(what, False, math.inf, check.fidelity > Fidelity.ROUNDOFF)
     error, within = 0.0, True
-    found = [norms(tensor, planned[name]) for name, tensor in plain.items()]
-    nothing = _NOTHING * math.hypot(*(size for size, _ in found)) if check.fidelity is Fidelity.ROUNDOFF else 0.0
-    for size, off in found:
+    sizes = [norms(tensor, planned[name]) for name, tensor in plain.items()]
+    nothing = _NOTHING * math.hypot(*(size for size, _ in sizes)) if check.fidelity is Fidelity.ROUNDOFF else 0.0
+    for size, off in sizes:
         if max(size, off) <= nothing:  # such as a bias's before a norm, which is 0 but for rounding
             continue
         error = max(error, off / size if size else off)
@@ -294,7 +294,7 @@ class _Noise:
     def __init__(self, plain: _Outcome, again: _Outcome, limit: float) -> None:
         self.plain = plain
         self.limit = limit
-        self.found = {agreement.what: agreement for agreement in _compare(plain, again, Check.EXACT)}
+        self.noise = {agreement.what: agreement for agreement in _compare(plain, again, Check.EXACT)}
         self.distance = max(_distance(what, part, again.parts[what]) for what, part in plain.parts.items())
 
     @property
@@ -308,16 +308,16 @@ class _Noise:
                 f"The plain step differs from itself by {self.distance:.1e} when run twice: more than roundoff. "
                 "Are there random numbers of other than the global generators, or state outside of the model?"
             ]
-        if all(agreement.equal for agreement in self.found.values()):
+        if all(agreement.equal for agreement in self.noise.values()):
             return []
         return ["The plain step differs from itself when run twice: that much error is let pass."]
 
-    def let_pass(self, found: Agreement, planned: _Outcome) -> Agreement:
-        what = found.what
-        is_noise = self.is_roundoff and found.error <= _NOISE * self.found[what].error
+    def let_pass(self, agreement: Agreement, planned: _Outcome) -> Agreement:
+        what = agreement.what
+        is_noise = self.is_roundoff and agreement.error <= _NOISE * self.noise[what].error
         return replace(
-            found,
-            holds=found.holds
+            agreement,
+            holds=agreement.holds
             or (is_noise and _distance(what, self.plain.parts[what], planned.parts[what]) <= self.limit),
         )
 

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.batches import tensors
 from lowtide.compat.autograd import graph_task_id
 from lowtide.compat.frames import frame_at
 from lowtide.compat.modules import forward_pre_hooks, own_parameters
 from lowtide.compat.tensors import local_part, sparse_parts
+from lowtide.engines.shapes import Signature, is_within, signature
 from lowtide.fingerprint import batch_shapes
+from lowtide.planning.engine import ENGINES
 from lowtide.planning.plan import Plan
 from lowtide.profiling import profile
 from lowtide.sizes import format_size
@@ -28,7 +29,6 @@ from lowtide.workload import Workload
 _MOST_PREDICTED = 8  # batches: each takes as long as tracing a step
 
 _Place = tuple[dict[str, nn.Parameter | None], str]  # a module's parameters, and the name of one
-Signature = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 class BatchWatch:
@@ -49,11 +49,11 @@ class BatchWatch:
     def __call__(self, batch: Any) -> None:
         """Warn of a batch, before its step, unless it was met before; and of an autocast that was not planned."""
         self._look_at_autocast()
-        found = signature(batch)
-        if found in self._seen or batch is None:
+        shape = signature(batch)
+        if shape in self._seen or batch is None:
             return
-        self._seen.add(found)
-        warning = self._warning(found, batch)
+        self._seen.add(shape)
+        warning = self._warning(shape, batch)
         if warning:
             warnings.warn(warning, RuntimeWarning, stacklevel=3)
 
@@ -73,13 +73,13 @@ class BatchWatch:
         peak = self._predict(signature(batch), batch)
         return self.plan.peak_bytes if peak is None else peak
 
-    def _warning(self, found: Signature, batch: Any) -> str:
-        if not found:
+    def _warning(self, shape: Signature, batch: Any) -> str:
+        if not shape:
             return (
                 "The budget is promised for batches like the planned one. Whether they are cannot be seen: no tensors "
                 f"were found in the batch, a {type(batch).__name__}"
             )
-        if self._gave_up or any(is_within(found, fitting) for fitting in self._fitting):
+        if self._gave_up or any(is_within(shape, fitting) for fitting in self._fitting):
             return ""
         shapes, planned = batch_shapes(batch), self.plan.fingerprint.batch
         if len(self._peaks) > _MOST_PREDICTED:
@@ -89,7 +89,7 @@ class BatchWatch:
                 "no more of them are predicted, and the budget is not promised for larger ones"
             )
         budget = self.plan.budget_bytes
-        peak = self._predict(found, batch)
+        peak = self._predict(shape, batch)
         if peak is None:
             return f"A batch of {shapes} is not as the planned one, {planned}: the budget is not promised for it"
         if peak > budget:
@@ -97,18 +97,18 @@ class BatchWatch:
                 f"A batch of {shapes} does not fit the budget of {format_size(budget)}, which was planned for "
                 f"{planned}: its step takes {format_size(peak)}"
             )
-        self._fitting.append(found)
+        self._fitting.append(shape)
         return ""
 
-    def _predict(self, found: Signature, batch: Any) -> int | None:
+    def _predict(self, shape: Signature, batch: Any) -> int | None:
         """The peak with such a batch, each new kernel measured alone; None where a step cannot be predicted."""
-        if found not in self._peaks and len(self._peaks) <= _MOST_PREDICTED:
+        if shape not in self._peaks and len(self._peaks) <= _MOST_PREDICTED:
             try:
                 after = profile(replace(self.work, batch=batch), fake=True, measure=True)
-                self._peaks[found] = after.peak_bytes
+                self._peaks[shape] = after.peak_bytes
             except Exception:  # the step itself is about to run: an error is better seen there
-                self._peaks[found] = None
-        return self._peaks.get(found)
+                self._peaks[shape] = None
+        return self._peaks.get(shape)
 
 
 class ParameterWatch:
@@ -125,9 +125,9 @@ class ParameterWatch:
         places = [(own, name) for own in held for name, p in own.items() if p is not None]
         size = sum(_bytes(parameter) for parameter in _at(places))
         self._with_gradients = places if size > self._room else []
-        # The graph engine has other programs for other parameters to train, and says so itself.
-        is_eager = plan.program is None
-        self._frozen = [place for place in places for p in _at([place]) if is_eager and not p.requires_grad]
+        # An engine that captures has other programs for other parameters to train, and says so itself.
+        watched = [] if ENGINES[plan.engine].captures else places
+        self._frozen = [place for place in watched for p in _at([place]) if not p.requires_grad]
 
     def __call__(self, batch: Any) -> None:
         """Warn about memory beyond the plan."""
@@ -144,10 +144,10 @@ class ParameterWatch:
 
     def _unfrozen(self) -> str:
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.work.model.named_parameters()}
-        found = [names.get(p, "a parameter of the loss") for p in _at(self._frozen) if p.requires_grad]
-        if len(found) > 4:
-            found[3:] = [f"{len(found) - 3} more"]
-        named = " and ".join(filter(None, (", ".join(found[:-1]), found[-1])))
+        trained = [names.get(p, "a parameter of the loss") for p in _at(self._frozen) if p.requires_grad]
+        if len(trained) > 4:
+            trained[3:] = [f"{len(trained) - 3} more"]
+        named = " and ".join(filter(None, (", ".join(trained[:-1]), trained[-1])))
         return (
             f"{named} were frozen when the step was planned, and are trained now: the budget is not promised. "
             "Plan again: step.undo(), then lowtide.plan and lowtide.apply"
@@ -158,7 +158,7 @@ class ParameterWatch:
         return (
             f"Gradients of {format_size(held)} ({held} bytes) are there before the step and come on top of what was "
             f"planned: it can take up to {format_size(peak + held)}, and {format_size(budget)} were promised. "
-            "Unless that much was left free, plan with a budget smaller by it, or let them go before: "
+            "Unless that much was left free, plan with a budget smaller by it, or free them before: "
             "model.zero_grad(set_to_none=True)"
         )
 
@@ -209,28 +209,6 @@ def unwatched(model: nn.Module) -> Generator[None]:
         yield
     finally:
         hooks.update(aside)
-
-
-def signature(batch: Any) -> Signature:
-    """Shapes and dtypes of a batch's tensors."""
-    return tuple((tensor.shape, tensor.dtype) for tensor in tensors(batch))
-
-
-def modes_of(work: Workload) -> int:
-    """Hash of modules' modes and trained parameters, which change a step's memory beside its batch."""
-    modules = modules_of(work)
-    trained = (p is not None and p.requires_grad for module in modules for p in own_parameters(module).values())
-    return hash((*(module.training for module in modules), *trained))
-
-
-def is_within(found: Signature, fitting: Signature) -> bool:
-    """Whether all tensors are of the same dtypes and no larger in any dimension."""
-    return len(found) == len(fitting) and all(
-        dtype == fitting_dtype
-        and len(shape) == len(fitting_shape)
-        and all(length <= most for length, most in zip(shape, fitting_shape, strict=True))
-        for (shape, dtype), (fitting_shape, fitting_dtype) in zip(found, fitting, strict=True)
-    )
 
 
 def _at(places: list[_Place]) -> Iterator[Tensor]:

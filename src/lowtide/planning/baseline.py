@@ -26,11 +26,11 @@ def baseline_profile(work: Workload, *, fake: bool, device: str | None) -> Profi
     try:
         with unchanged(work):
             seconds = [seconds_of_loss(work) for _ in range(_TIMED_STEPS if work.device.type == "cuda" else 1)]
-        found = profile_step(work, fake=False, device=device)
+        profile = profile_step(work, fake=False, device=device)
     except torch.OutOfMemoryError:  # the very reason to plan: predict what cannot be run
-        found = profile_step(work, fake=True, device=device)
-        return replace(found, graph=replace(found.graph, notes=(*found.graph.notes, OUT_OF_MEMORY)))
-    return _lasting(found, min(seconds)) if work.device.type == "cuda" else found
+        profile = profile_step(work, fake=True, device=device)
+        return replace(profile, graph=replace(profile.graph, notes=(*profile.graph.notes, OUT_OF_MEMORY)))
+    return _lasting(profile, min(seconds)) if work.device.type == "cuda" else profile
 
 
 def _lasting(profile: Profile, seconds: float) -> Profile:

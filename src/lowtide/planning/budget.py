@@ -11,9 +11,11 @@ import torch
 from lowtide.errors import BudgetError, LowtideError, PlanError
 from lowtide.fingerprint import Fingerprint
 from lowtide.planning.baseline import baseline_profile
+from lowtide.planning.candidate import Contender, Permission
+from lowtide.planning.engine import AUTO, PLAIN, engines_named
 from lowtide.planning.plan import Baseline, Choice, Plan
 from lowtide.planning.refusal import no_plan
-from lowtide.planning.search import CLOSE, Engine, Found, Permission, Search
+from lowtide.planning.search import CLOSE, Search
 from lowtide.profiling import Profile
 from lowtide.profiling.devices import find_device
 from lowtide.sizes import format_size, parse_size
@@ -34,18 +36,17 @@ def plans(
     profile: Profile | None = None,
     fake: bool = False,
     device: str | None = None,
-    engine: Engine = "auto",
+    engine: str = AUTO,
     most: int = 1,
     close: float = CLOSE,
 ) -> list[Plan]:
-    """The plan predicted to be the fastest, then at most ``most - 1`` others of other techniques or the other engine.
+    """The plan predicted to be the fastest, then at most ``most - 1`` others of other techniques or engines.
 
     They are predicted to take at most ``close`` times as long as the first. For one profile, a larger budget never
     gives a slower first plan. ``lowtide.plan`` times them and takes one.
     """
     check_workload(work, call="lowtide.plan(work, budget)")
-    if engine not in ("auto", "eager", "graph"):
-        raise PlanError(f"There is no engine {engine!r}", hint="Write engine='auto', 'eager' or 'graph'.")
+    engines_named(engine)
     fingerprint = Fingerprint.of(work)
     if profile is not None:
         _check_profile(profile, fingerprint)
@@ -53,26 +54,27 @@ def plans(
     wanted = resolve_budget(budget, baseline.peak_bytes, baseline.graph.device, baseline.other_bytes)
     permitted = Permission.of(allow)
     fits = baseline.peak_bytes <= wanted.bytes
-    search = Search(work, baseline, "eager" if fits else engine, wanted.bytes)
+    search = Search(work, baseline, PLAIN if fits else engine, wanted.bytes)
     rivals = search.contenders(wanted.bytes, permitted, most=1 if fits else most, close=close)
     if not rivals:
         raise no_plan(search, wanted.bytes, permitted)
     base = Baseline(baseline.peak_bytes, baseline.storage_peak_bytes, baseline.seconds)
     return [
         Plan(
+            engine=rival.candidate.engine,
             budget_bytes=wanted.bytes,
-            peak_bytes=found.peak_bytes,
-            storage_peak_bytes=found.storage_peak_bytes,
-            seconds=base.seconds + found.candidate.price.seconds,
+            peak_bytes=rival.peak_bytes,
+            storage_peak_bytes=rival.storage_peak_bytes,
+            seconds=base.seconds + rival.candidate.price.seconds,
             seconds_source=baseline.seconds_source,
             baseline=base,
-            choices=_choices(found, search.faster_peak(found, permitted), base, wanted.bytes),
+            choices=_choices(rival, search.faster_peak(rival, permitted), base, wanted.bytes),
             fingerprint=fingerprint,
             device=baseline.graph.device,
-            notes=tuple(note for note in (wanted.said, *search.notes, _estimated(found)) if note),
-            program=search.recomputation(found, wanted.bytes),
+            notes=tuple(note for note in (wanted.said, *search.notes, _estimated(rival)) if note),
+            program=search.program(rival, wanted.bytes),
         )
-        for found in rivals
+        for rival in rivals
     ]
 
 
@@ -113,18 +115,18 @@ def _check_profile(profile: Profile, fingerprint: Fingerprint) -> None:
         raise PlanError(f"The profile is of {differs}", hint="Leave profile= out, or profile this step.")
 
 
-def _choices(found: Found, faster_peak: int, base: Baseline, budget: int) -> tuple[Choice, ...]:
-    option, price = found.candidate.option, found.candidate.price
+def _choices(rival: Contender, faster_peak: int, base: Baseline, budget: int) -> tuple[Choice, ...]:
+    option, price = rival.candidate.change, rival.candidate.price
     if not isinstance(option, Option):
         return ()
     above = f": what is faster peaks at {format_size(faster_peak)} or more" if faster_peak else ""
     why = f"Predicted to be the fastest that fits {format_size(budget)}{above}."
-    return (Choice(option, price.fidelity, base.peak_bytes - found.peak_bytes, price.seconds, why),)
+    return (Choice(option, price.fidelity, base.peak_bytes - rival.peak_bytes, price.seconds, why),)
 
 
-def _estimated(found: Found) -> str:
+def _estimated(rival: Contender) -> str:
     """Say that seconds are an estimate where others of the technique are measured."""
-    option, price = found.candidate.option, found.candidate.price
+    option, price = rival.candidate.change, rival.candidate.price
     if not isinstance(option, Option) or price.source == "measured":
         return ""
     measures = hasattr(techniques()[option.technique], "measure")

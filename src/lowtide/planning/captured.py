@@ -63,18 +63,18 @@ def capture_and_compare(work: Workload, profiled: Profile | None = None) -> Capt
     if not results:
         note = "The captured graph was not compared with the plain step, so its bits are not promised."
         return Captured(capture, Fidelity.ROUNDOFF, note)
-    (found,) = results
-    plain = {what: {name: part[name] for name in found[what]} for what, part in _plain(work, found).items()}
-    differing = [what for what, part in plain.items() if not parts_equal(part, found[what])]
+    (captured,) = results
+    plain = {what: {name: part[name] for name in captured[what]} for what, part in _plain(work, captured).items()}
+    differing = [what for what, part in plain.items() if not parts_equal(part, captured[what])]
     if not differing:
         return Captured(capture, Fidelity.BITWISE)
     again = loss_and_gradients(work)
     if not all(parts_equal(part, {name: again[what][name] for name in part}) for what, part in plain.items()):
         note = "The plain step differs from itself when run twice, so the captured graph's bits are not promised."
         return Captured(capture, Fidelity.ROUNDOFF, note)
-    error = max((distance(plain[what], found[what]) for what in differing if what != "generators"), default=0.0)
+    error = max((distance(plain[what], captured[what]) for what in differing if what != "generators"), default=0.0)
     rounding = Rounding(work, plain)
-    if not all(rounding.explains(what, plain[what], found[what]) for what in differing):
+    if not all(rounding.explains(what, plain[what], captured[what]) for what in differing):
         raise TraceError(
             f"The captured graph gives other {', '.join(differing)} than the plain step ({error:.1e} off)",
             hint="The eager engine needs no capture.",
@@ -94,9 +94,9 @@ def check_draws(joint: Joint, plain: Profile) -> None:
         )
 
 
-def _plain(work: Workload, found: Parts) -> Parts:
+def _plain(work: Workload, captured: Parts) -> Parts:
     plain = loss_and_gradients(work)
-    if plain["gradients"].keys() != found["gradients"].keys():
+    if plain["gradients"].keys() != captured["gradients"].keys():
         raise TraceError(
             "The captured graph gives gradients to other parameters than the plain step",
             hint="The eager engine needs no capture.",
@@ -112,8 +112,8 @@ def _run(work: Workload, joint: Joint, inputs: Sequence[Any]) -> list[Parts]:
     tangent = torch.ones(one.shape, dtype=one.dtype, device=one.device)
     try:
         with torch.no_grad(), without_autocast():  # the graph has its casts
-            made: Any = fx.Interpreter(joint.module).run(*inputs, tangent, enable_io_processing=False)
-        outputs, gradients = made[: len(joint.outputs)], made[len(joint.outputs) :]
+            results: Any = fx.Interpreter(joint.module).run(*inputs, tangent, enable_io_processing=False)
+        outputs, gradients = results[: len(joint.outputs)], results[len(joint.outputs) :]
         written = {
             address(inputs[place]): value for place, value in zip(joint.written, outputs, strict=True) if place >= 0
         }

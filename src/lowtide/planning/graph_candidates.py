@@ -1,48 +1,44 @@
-"""Candidate programs of a step for the graph engine: what each takes, and why it keeps what it keeps."""
+"""Candidate programs of a captured step, with their prices, their peaks and the reasons for them."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
-from weakref import WeakKeyDictionary
+from typing import cast
 
-from lowtide.chains import Schedule, StageChoice, explain
-from lowtide.chains import simulate as simulate_chain
 from lowtide.errors import TraceError
+from lowtide.planning.baseline import OUT_OF_MEMORY
+from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender
 from lowtide.planning.captured import Captured, capture_and_compare, check_draws
-from lowtide.planning.plan import ProgramChoice
-from lowtide.planning.programs.program import Program, simulate
+from lowtide.planning.plan import PlannedStage, ProgramChoice
+from lowtide.planning.programs.program import simulate
 from lowtide.planning.programs.program_profile import Forecast, check_results
-from lowtide.planning.solvers.chain import CandidatePrograms
+from lowtide.planning.solvers.solver import Problem, Solution, solutions
 from lowtide.profiling import Profile
 from lowtide.sizes import format_size
-from lowtide.techniques.technique import Fidelity
+from lowtide.techniques.technique import Fidelity, Price
 from lowtide.tracing.capture.batchnorm import is_left_batch_norm
-from lowtide.tracing.capture.joint import Joint, module_of, size_of
+from lowtide.tracing.capture.joint import Joint, size_of
 from lowtide.tracing.snapshot import steady
 from lowtide.workload import Workload
 
-SCHEDULE_SLACK = 1.05  # a schedule whose estimate is this much above a budget is still looked at
-SMALLEST = 8  # of the smallest estimates, how many are looked at whatever they say
 _SHOWN = 12  # stages that a plan gives reasons for: the largest
 
 
 class GraphCandidates:
-    """The schedules of a captured step, from the fastest to the smallest, and what each becomes."""
+    """The programs of a captured step, from the fastest to the smallest."""
 
     def __init__(self, joint: Joint, plain: Profile, *, earned: Fidelity = Fidelity.ROUNDOFF, note: str = "") -> None:
         check_draws(joint, plain)
         check_results(joint, plain)
-        self.joint = joint
-        self.note = note
+        self.joint, self.plain, self.note = joint, plain, note
         self._earned = earned  # by the results of the captured graph, where they were compared
-        self.plain = plain
         self.forecast = Forecast(joint, plain)
-        self.programs = CandidatePrograms(joint, self.forecast.seconds, self.forecast.workspace)
-        self.schedules = self.programs.schedules
+        self.solutions = solutions(Problem(joint, self.forecast.seconds, self.forecast.workspace))
 
     @property
     def fidelity(self) -> Fidelity:
-        """As the captured graph's own results say, and no better than its ops.
+        """The class that the captured graph's results earned, and no better than its ops.
 
         For a batch norm on a GPU that has no running statistics, or whose statistics the model reads, a captured graph
         has PyTorch's own op instead of cuDNN's.
@@ -51,112 +47,107 @@ class GraphCandidates:
         other = on_gpu and any(map(is_left_batch_norm, self.joint.forward))
         return Fidelity.ROUNDOFF if other else self._earned
 
-    def seconds(self, schedule: Schedule) -> float:
-        """What a schedule takes longer than the plain step."""
-        return self.programs.seconds_again(schedule)
+    def offers(self) -> list[Candidate]:
+        """Every program as a candidate of the graph engine."""
+        fidelity = self.fidelity
+        return [
+            Candidate("graph", solution, Price(fidelity, compute_seconds=solution.seconds), self.estimate(solution))
+            for solution in self.solutions
+        ]
 
-    def estimate(self, schedule: Schedule) -> int:
-        """What stays and what the chain's stages hold: near the allocated peak, and quickly found."""
-        held = sum(map(size_of, self.joint.constants.values()))
-        return self.plain.static_bytes + held + simulate_chain(self.programs.chain, schedule).peak_bytes
+    def estimate(self, solution: Solution) -> int:
+        """Allocated peak of the step, estimated by the solver."""
+        constants = sum(map(size_of, self.joint.constants.values()))
+        return self.plain.static_bytes + constants + solution.estimate_bytes
 
-    def worthwhile(self, budget_bytes: int) -> list[Schedule]:
-        """The schedules that may fit a budget, by their estimates, and the smallest ones; the fastest first."""
-        smallest = sorted(self.schedules, key=self.estimate)[:SMALLEST]
-        return [s for s in self.schedules if s in smallest or self.estimate(s) <= budget_bytes * SCHEDULE_SLACK]
+    def worthwhile(self, budget_bytes: int) -> list[Solution]:
+        """The programs that may fit a budget by their estimates, and the smallest ones; the fastest first."""
+        smallest = sorted(self.solutions, key=self.estimate)[:SMALLEST]
+        return [s for s in self.solutions if s in smallest or self.estimate(s) <= budget_bytes * PROGRAM_SLACK]
 
-    def profile(self, schedule: Schedule) -> Profile:
+    def profile(self, solution: Solution) -> Profile:
         """The planned step, as if it had been traced."""
-        return self.forecast.profile(self.program(schedule))
+        return self.forecast.profile(solution.program)
 
-    def program(self, schedule: Schedule) -> Program:
-        """What the graph engine runs."""
-        return self.programs.program(schedule)
+    def contender(self, candidate: Candidate) -> Contender:
+        """A program with its simulated peaks."""
+        after = self.profile(cast(Solution, candidate.change))
+        return Contender(candidate, after.peak_bytes, after.storage_peak_bytes)
 
-    def chosen(self, schedule: Schedule, peak_bytes: int, budget_bytes: int) -> ProgramChoice:
-        """A schedule as a plan keeps it."""
-        program = self.program(schedule)
+    def choice(self, contender: Contender, budget_bytes: int) -> ProgramChoice:
+        """A program as a plan carries it."""
+        return self.chosen(cast(Solution, contender.candidate.change), contender.peak_bytes, budget_bytes)
+
+    def chosen(self, solution: Solution, peak_bytes: int, budget_bytes: int) -> ProgramChoice:
+        """A program with its reasons, in bytes of the whole step."""
+        beside = peak_bytes - solution.estimate_bytes
+        stages = tuple(
+            stage._replace(choice=replace(stage.choice, peak_bytes_if_kept=stage.choice.peak_bytes_if_kept + beside))
+            for stage in solution.explain()
+        )
         return ProgramChoice(
-            schedule=str(schedule),
+            instructions=solution.program,
             graph=self.joint.digest,
-            room_bytes=simulate(program).peak_bytes + budget_bytes - peak_bytes,
-            ops_again=program.recomputed,
-            seconds=self.seconds(schedule),
+            lowering="ops",
+            solver=solution.solver,
+            room_bytes=simulate(solution.program).peak_bytes + budget_bytes - peak_bytes,
+            seconds=solution.seconds,
             fidelity=self.fidelity,
-            why=self._reasons(schedule, peak_bytes, budget_bytes),
+            why=_reasons(stages, budget_bytes),
+            stages=stages,
         )
 
-    def choices(self, schedule: Schedule) -> tuple[StageChoice, ...]:
-        """What becomes of each stage, in a chain's own bytes: those that its stages keep."""
-        return explain(self.programs.chain, schedule)
 
-    def outline(self, stage: int) -> str:
-        """A stage by its modules and its heavy ops."""
-        nodes = [node for node in self.programs.stages.forward[stage] if "." in str(node.target)]
-        ops = _outline([str(node.target).split(".")[1] for node in nodes])
-        return ": ".join(filter(None, (_span(list(map(module_of, nodes))), ops)))
-
-    def _reasons(self, schedule: Schedule, peak_bytes: int, budget_bytes: int) -> tuple[str, ...]:
-        """Why each large value is kept or made again, in bytes of the whole step."""
-        beside = peak_bytes - simulate_chain(self.programs.chain, schedule).peak_bytes
-        choices = [replace(c, peak_bytes_if_kept=c.peak_bytes_if_kept + beside) for c in self.choices(schedule)]
-        largest = sorted(choices, key=lambda choice: -choice.saved_bytes)[:_SHOWN]
-        lines: list[str] = []
-        for choice in sorted(largest, key=lambda choice: choice.stage):
-            lines.append(f"stage {choice.stage + 1} ({self.outline(choice.stage)}): {choice.why(budget_bytes)}")
-        if len(choices) > _SHOWN:
-            rest = [choice for choice in choices if choice not in largest]
-            kept, size = sum(choice.kept for choice in rest), format_size(sum(choice.saved_bytes for choice in rest))
-            lines.append(f"{len(rest)} smaller stages, {size}: {kept} kept, {len(rest) - kept} made again")
-        return tuple(lines)
-
-
-# Capturing takes seconds, and a step is looked at often.
-_known: WeakKeyDictionary[Workload, GraphCandidates] = WeakKeyDictionary()
+def _reasons(stages: tuple[PlannedStage, ...], budget_bytes: int) -> tuple[str, ...]:
+    """Why each large stage is kept or recomputed; the small ones in one line."""
+    by_size = sorted(stages, key=lambda stage: -stage.choice.saved_bytes)
+    largest, rest = by_size[:_SHOWN], by_size[_SHOWN:]
+    lines = [
+        f"stage {choice.stage + 1} ({outline}): {choice.why(budget_bytes)}"
+        for outline, choice in sorted(largest, key=lambda stage: stage.choice.stage)
+    ]
+    if rest:
+        kept, size = sum(stage.choice.kept for stage in rest), sum(stage.choice.saved_bytes for stage in rest)
+        lines.append(f"{len(rest)} smaller stages, {format_size(size)}: {kept} kept, {len(rest) - kept} recomputed")
+    return tuple(lines)
 
 
 def graph_candidates(work: Workload, plain: Profile) -> GraphCandidates:
-    """The schedules of a step; captured once for one profile of it."""
-    found = _known.get(work)
-    if found is None or found.plain is not plain:
+    """The programs of a step, captured once for one profile of it: they live as long as the profile.
+
+    Raises ``TraceError`` for a step that cannot be captured, and for one that never ran.
+    """
+    if OUT_OF_MEMORY in plain.graph.notes:
+        raise TraceError(
+            "The plain step ran out of memory on this device, and only a step that ran is captured",
+            hint="Plan with engine='eager', or with a smaller batch.",
+        )
+    if plain.graph.fake:
+        raise TraceError("A step that is only predicted is not captured")
+    known = plain.findings.get(GraphCandidates)
+    if known is None or known[0]() is not work:
         captured = _steady_capture(work, plain)
-        found = _known[work] = GraphCandidates(captured.joint, plain, earned=captured.fidelity, note=captured.note)
+        candidates = GraphCandidates(captured.joint, plain, earned=captured.fidelity, note=captured.note)
+        known = plain.findings[GraphCandidates] = weakref.ref(work), candidates
         if work.captures is None:
             captured.capture.release()
         else:
             work.captures.append(captured.capture)
-    return found
+    return known[1]
 
 
 def _steady_capture(work: Workload, plain: Profile) -> Captured:
     """The graph of a step like all but the first, where modules keep tensors from one to the next."""
-    found: Captured | TraceError
+    first: Captured | TraceError
     try:
-        found = capture_and_compare(work, plain)
+        first = capture_and_compare(work, plain)
     except TraceError as error:
-        found = error
-    if isinstance(found, Captured) and not found.joint.stored:
-        return found
+        first = error
+    if isinstance(first, Captured) and not first.joint.stored:
+        return first
     with steady(work) as was_steady:
         if not was_steady:
             return capture_and_compare(work, plain)
-    if isinstance(found, TraceError):
-        raise found
-    return found
-
-
-def _span(modules: list[str]) -> str:
-    """The first and the last of the modules that ran.
-
-    >>> _span(["blocks.0.wide", "blocks.0.wide"]), _span(["blocks.0.out", "blocks.0", "blocks.1.norm"])
-    ('blocks.0.wide', 'blocks.0.out … blocks.1.norm')
-    """
-    named = list(filter(None, modules))
-    return " … ".join(dict.fromkeys((named[0], named[-1]))) if named else ""
-
-
-def _outline(ops: list[str]) -> str:
-    """The heavy ops of a stage, or the first ones."""
-    heavy = [op for op in ops if op.endswith(("mm", "convolution")) or "attention" in op]
-    shown = list(dict.fromkeys(heavy or ops))
-    return ", ".join(shown[:2]) + (", …" if len(ops) > 2 else "")
+    if isinstance(first, TraceError):
+        raise first
+    return first

@@ -8,10 +8,9 @@ from typing import get_args
 
 import numpy as np
 
-from lowtide.chains import Schedule, StageChoice
 from lowtide.errors import PlanError, TraceError
-from lowtide.planning.graph_candidates import graph_candidates
-from lowtide.planning.plan import Plan
+from lowtide.planning.engine import ENGINES
+from lowtide.planning.plan import Plan, PlannedStage
 from lowtide.planning.programs.program import Program
 from lowtide.profiling import Comparison, Profile, profile
 from lowtide.profiling.kernels import Workspaces
@@ -49,26 +48,34 @@ def predict(work: Workload, options: Sequence[Option], baseline: Profile, *, onl
     with unchanged(work, fake=True), apply_options(work, options) as applied:
         try:
             loss = loss_for_peaks(applied.work.loss) if only_peaks else applied.work.loss
-            found = profile(replace(applied.work, loss=loss), fake=True, device=baseline.graph.device, measure=measure)
+            after = profile(replace(applied.work, loss=loss), fake=True, device=baseline.graph.device, measure=measure)
         except TraceError:
             if baseline.graph.fake:
                 raise
             return profile(applied.work)
     if not is_measured:
-        return found
-    graph = _with_workspaces(found.graph, baseline.graph)
-    return replace(found, graph=graph, workspace_source="measured")
+        return after
+    graph = _with_workspaces(after.graph, baseline.graph)
+    return replace(after, graph=graph, workspace_source="measured")
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A plan with its step before and after; on the graph engine also the program and the reasons."""
+    """A plan with its step before and after."""
 
     plan: Plan
     before: Profile
     after: Profile
-    program: Program | None = None
-    stages: tuple[tuple[str, StageChoice], ...] = ()  # by its heavy ops: kept, or made again
+
+    @property
+    def program(self) -> Program | None:
+        """The program of the plan, if it has one."""
+        return self.plan.program and self.plan.program.instructions
+
+    @property
+    def stages(self) -> tuple[PlannedStage, ...]:
+        """Each part of the step that the plan gives reasons for."""
+        return self.plan.program.stages if self.plan.program else ()
 
     @property
     def comparison(self) -> Comparison:
@@ -77,19 +84,10 @@ class Prediction:
 
 
 def predict_plan(work: Workload, plan: Plan, baseline: Profile) -> Prediction:
-    """Predict a planned step on either engine without running it, then restore the model."""
+    """Predict a planned step without running it, then restore the model."""
     plan.check(work, device=baseline.graph.device)
-    if plan.program is None:
-        after = predict(work, plan.options, baseline)
-        return Prediction(plan, baseline, replace(after, name=f"{after.name}, planned"))
-    made = graph_candidates(work, baseline)
-    if made.joint.digest != plan.program.graph:
-        raise PlanError("The plan is of another graph than this step's", hint="Plan again.")
-    schedule = Schedule.parse(plan.program.schedule)
-    after = made.profile(schedule)
-    after = replace(after, name=f"{after.name}, planned")
-    stages = tuple((made.outline(choice.stage), choice) for choice in made.choices(schedule))
-    return Prediction(plan, baseline, after, made.program(schedule), stages)
+    after = ENGINES[plan.engine].predict(work, plan, baseline)
+    return Prediction(plan, baseline, replace(after, name=f"{after.name}, planned"))
 
 
 def apply_options(work: Workload, options: Sequence[Option]) -> Applied:
@@ -126,6 +124,6 @@ def _with_workspaces(graph: Graph, measured: Graph) -> Graph:
         op if size is None else replace(op, workspace_bytes=size) for op, size in zip(graph.ops, sizes, strict=True)
     )
     seen = [s for s in graph.storages if s.category != "workspace"]
-    kept = [replace(s, death=len(ops)) for s in measured.storages if s.category == "workspace"]
-    storages = tuple(replace(s, id=i) for i, s in enumerate((*seen, *kept)))
+    workspaces = [replace(s, death=len(ops)) for s in measured.storages if s.category == "workspace"]
+    storages = tuple(replace(s, id=i) for i, s in enumerate((*seen, *workspaces)))
     return replace(graph, ops=ops, storages=storages)

@@ -7,7 +7,8 @@ from itertools import islice
 
 from lowtide.batches import tensors
 from lowtide.errors import BudgetError
-from lowtide.planning.search import Found, Permission, Search
+from lowtide.planning.candidate import Contender, Permission
+from lowtide.planning.search import Search
 from lowtide.sizes import format_size
 from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.graph import Category
@@ -46,9 +47,9 @@ def _composition(search: Search) -> str:
     return f"Every plan holds {format_size(search.floor_bytes)} unless more is allowed: {', '.join(parts)}."
 
 
-def _advice(search: Search, least: Found, wanted: int, permitted: Permission) -> str:
+def _advice(search: Search, least: Contender, wanted: int, permitted: Permission) -> str:
     advice: list[str] = []
-    if least.candidate.option is None and search.idle and search.is_complete:
+    if least.candidate.change is None and search.idle and search.is_complete:
         advice.append(f"Nothing lowers the plain step's peak here: {'; '.join(islice(search.idle, _REASONS))}.")
     everything = search.least(Permission(Fidelity.CHANGED), traced=1)
     if everything.peak_bytes < least.peak_bytes:
@@ -61,7 +62,7 @@ def _advice(search: Search, least: Found, wanted: int, permitted: Permission) ->
     return " ".join([*advice, *islice(search.notes, _REASONS)])
 
 
-def _samples_that_fit(search: Search, least: Found, wanted: int) -> int:
+def _samples_that_fit(search: Search, least: Contender, wanted: int) -> int:
     """Samples that fit if everything but parameters and gradients grows with the batch; 0 if none would."""
     sizes = {tensor.shape[0] for tensor in tensors(search.work.batch) if tensor.dim()}
     if len(sizes) != 1 or wanted <= search.floor_bytes:

@@ -25,7 +25,7 @@ Parts = Mapping[str, Part]
 _FACTOR = 8.0  # two ways to round can lie this many times further apart than one unit in each parameter moves them
 _FLOOR = 4.0  # units in the last place that a norm may be off where parameters do not matter
 _MOST = 1.2e-2  # that a whole part may be off, however coarse its numbers and however far rounding carries
-_NOTHING = 1e-6  # the share of all tensors below which one is made of rounding alone
+_NOTHING = 1e-6  # the share of all tensors below which one is rounding alone
 
 
 def loss_and_gradients(work: Workload, *, moved_by: float = 0.0) -> Parts:
@@ -52,16 +52,16 @@ def named(work: Workload) -> dict[str, Tensor]:
     Without those that have hooks, which may change or take their gradients.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in work.model.named_parameters()}
-    found = {names.get(parameter, str(i)): parameter for i, parameter in enumerate(parameters_of(work))}
-    return {name: p for name, p in found.items() if not tensor_hooks(p) and not gradient_hooks(p)}
+    parameters = {names.get(parameter, str(i)): parameter for i, parameter in enumerate(parameters_of(work))}
+    return {name: p for name, p in parameters.items() if not tensor_hooks(p) and not gradient_hooks(p)}
 
 
 def generators(work: Workload) -> dict[str, Tensor]:
     """The states of the generators that a step draws from."""
-    found = {"cpu": torch.get_rng_state()}
+    states = {"cpu": torch.get_rng_state()}
     if work.device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(work.device)
-    return found
+        states["cuda"] = torch.cuda.get_rng_state(work.device)
+    return states
 
 
 def on_host(tensor: Tensor) -> Tensor:
@@ -140,8 +140,8 @@ def distance(plain: Part, other: Part) -> float:
     """
     if plain.keys() != other.keys():
         return math.inf
-    found = [norms(tensor, other[name]) for name, tensor in plain.items()]
-    size, off = math.hypot(*(size for size, _ in found)), math.hypot(*(off for _, off in found))
+    sizes = [norms(tensor, other[name]) for name, tensor in plain.items()]
+    size, off = math.hypot(*(size for size, _ in sizes)), math.hypot(*(off for _, off in sizes))
     return off / size if size else off
 
 

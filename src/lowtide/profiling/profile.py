@@ -80,8 +80,8 @@ class Profile:
     versions: dict[str, str]
     outside: Outside | None = None
     fingerprint: Fingerprint | None = None  # of the step; None where it is not known
-    # By technique: what it learned by capturing or running the step. A step is planned for several budgets.
-    findings: dict[str, Any] = field(default_factory=dict[str, Any], init=False, compare=False, repr=False)
+    findings: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, compare=False, repr=False)
+    """Results that techniques and planning derived from this step, for plans of several budgets."""
 
     @property
     def peak_bytes(self) -> int:

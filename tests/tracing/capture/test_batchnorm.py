@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowtide import Workload
 from lowtide.engines.graph import planned_loss
-from lowtide.planning.solvers.chain import fastest_program
+from lowtide.planning.solvers.solver import fastest_program
 from lowtide.tracing.capture.batchnorm import is_batch_norm, without_statistics
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.capture.loss import capture_joint

@@ -1,10 +1,9 @@
-"""A program as code: graphs of ATen ops that free each result after its last use."""
+"""The ``ops`` lowering: graphs of ATen ops, as generated Python that frees each result after its last use."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import mark_boxed
 from lowtide.compat.fx import bound_forward, box_arguments
 from lowtide.compat.operators import schema_of
+from lowtide.engines.lowering.lowering import Lowered, Piece
 from lowtide.planning.programs.in_place import in_place_form
 from lowtide.planning.programs.program import Instruction, Kind, Program, Value
 from lowtide.tracing.capture.batchnorm import inputs_of, is_batch_norm, without_statistics
@@ -21,6 +21,19 @@ from lowtide.tracing.capture.joint import Joint
 
 _aten: Any = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)  # where autograd is off
+
+
+class OpsLowering:
+    """Runs one op after another: the plain step's ops, so the plain step's bits."""
+
+    name = "ops"
+
+    def lower(self, joint: Joint, program: Program) -> Lowered:
+        """Generated Python for forward, and for each piece of backward."""
+        primals = {Value(node.name) for node in joint.primals}
+        kept = tuple(cell for cell in program.kept if cell not in primals)
+        forward = boxed(forward_graph(joint, program, kept), keeps_graph=False)
+        return Lowered(forward, kept, pieces_of(joint, program))
 
 
 def graphs_of(joint: Joint, program: Program) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -52,19 +65,6 @@ def forward_graph(joint: Joint, program: Program, kept: Iterable[Value]) -> fx.G
     return fx.GraphModule(joint.module, forward.graph)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One piece of the backward pass."""
-
-    index: int
-    run: Callable[[list[Any]], Any]
-    cells: tuple[tuple[Value, bool], ...]  # that it reads, and whether it is the last to do so
-    made: tuple[Value, ...]  # that later pieces read
-    inputs_read: tuple[int, ...]
-    inputs_seen: tuple[int, ...]  # of which it reads views
-    inputs: tuple[int, ...]  # whose gradients it completes
-
-
 def pieces_of(joint: Joint, program: Program) -> list[Piece]:
     """The backward pass, cut where it returns gradients."""
     pieces: list[list[Instruction]] = [[]]
@@ -84,20 +84,20 @@ def pieces_of(joint: Joint, program: Program) -> list[Piece]:
         inputs_read = [cell for cell in read if cell in primals]
         bases = dict.fromkeys(Value(joint.storages[joint.nodes[cell.op]].name) for cell in cells)
         # The loss's gradient comes to the first piece; later ones read it where losses are summed.
-        made = [cell for cell in (*here, *(() if index else tangents)) if last_read.get(cell, -1) > index]
+        results = [cell for cell in (*here, *(() if index else tangents)) if last_read.get(cell, -1) > index]
         graph = _Graph(joint)
         for cell in (*cells, *inputs_read, *(tangents if index == 0 else ())):
             graph.take(cell, f"given_{_name(cell)}", joint.nodes[cell.op].meta)
         for each in piece:
             graph.write(each)
         given = {each.cell: graph.now[each.reads[0]] for each in piece if each.kind is Kind.RETURN_GRAD}
-        graph.graph.output((*given.values(), [graph.now[cell] for cell in made]))
+        graph.graph.output((*given.values(), [graph.now[cell] for cell in results]))
         written.append(
             Piece(
                 index,
                 boxed(fx.GraphModule(joint.module, graph.graph), keeps_graph=False),
                 tuple((cell, last_read[cell] == index) for cell in cells),
-                tuple(made),
+                tuple(results),
                 tuple(primals[cell] for cell in inputs_read),
                 tuple(primals[cell] for cell in bases if cell in primals and cell not in inputs_read),
                 tuple(primals[Value(cell.op.removesuffix(".grad"))] for cell in given),
@@ -132,8 +132,8 @@ class _Graph:
             return
         again = instruction.kind is Kind.RECOMPUTE
         read = {
-            value: self.now[found]
-            for value, found in zip(inputs_of(node, again=again), instruction.reads, strict=False)
+            value: self.now[source]
+            for value, source in zip(inputs_of(node, again=again), instruction.reads, strict=False)
         }
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda value: read.get(value))
         if node.target in _SAME:
@@ -144,19 +144,19 @@ class _Graph:
             state = self.graph.call_function(operator.getitem, (both, 0))
             state.meta["val"] = self._fake_state()
             self.now[Value(cell.op, is_state=True)] = state
-            made = self.graph.call_function(operator.getitem, (both, 1))
+            result = self.graph.call_function(operator.getitem, (both, 1))
         elif instruction.reads and instruction.reads[-1].is_state:
-            made = self.graph.call_function(
+            result = self.graph.call_function(
                 _run_with_state, (self.now[instruction.reads[-1]], node.target, *args), kwargs
             )
         elif again and is_batch_norm(node):
-            made = self.graph.call_function(*without_statistics(node.target, args))
+            result = self.graph.call_function(*without_statistics(node.target, args))
         elif instruction.into is not None:
-            made = self._write_over(node, args, kwargs, self.now[instruction.into])
+            result = self._write_over(node, args, kwargs, self.now[instruction.into])
         else:
-            made = self.graph.node_copy(node, lambda value: read[value])
-        made.meta = dict(node.meta)
-        self.now[cell] = made
+            result = self.graph.node_copy(node, lambda value: read[value])
+        result.meta = dict(node.meta)
+        self.now[cell] = result
 
     def _write_over(self, node: fx.Node, args: Any, kwargs: Any, into: fx.Node) -> fx.Node:
         form = in_place_form(node)

@@ -20,20 +20,20 @@ class Placement:
     bytes: int
 
 
-def arena(found: Sequence[Life]) -> Placement:
+def arena(lives: Sequence[Life]) -> Placement:
     """Plan static offsets: the largest life first, each into the smallest gap that fits during its life.
 
-    The longest first is tried too where that does not reach what lives at once. O(n·k·log k), with k lives at a time.
+    Tries the longest first too, unless the arena is as small as the live bytes. O(n·k·log k), with k lives at a time.
 
     >>> arena([Life(0, 1, 4), Life(1, 2, 2), Life(2, 3, 4)])
     Placement(offsets=(0, 4, 0), bytes=6)
     """
-    counted = [i for i, life in enumerate(found) if life.bytes]
+    counted = [i for i, life in enumerate(lives) if life.bytes]
     best: Placement | None = None
     for key in (_by_size_and_birth, _by_size_and_length, _by_length_and_size):
-        placed = _place(found, sorted(counted, key=lambda i, key=key: (*key(found[i]), i)))
+        placed = _place(lives, sorted(counted, key=lambda i, key=key: (*key(lives[i]), i)))
         best = placed if best is None or placed.bytes < best.bytes else best
-        if best.bytes == peak_bytes(found):
+        if best.bytes == peak_bytes(lives):
             break
     assert best is not None
     return best
@@ -51,17 +51,17 @@ def _by_length_and_size(life: Life) -> tuple[int, int]:
     return life.born - life.dies, -life.bytes
 
 
-def _place(found: Sequence[Life], order: Sequence[int]) -> Placement:
-    starts = np.zeros(len(found), np.int64)
-    sizes = np.array([life.bytes for life in found], np.int64)
-    met = _Met(1 + max((life.dies for life in found), default=0))
+def _place(lives: Sequence[Life], order: Sequence[int]) -> Placement:
+    starts = np.zeros(len(lives), np.int64)
+    sizes = np.array([life.bytes for life in lives], np.int64)
+    placed = _LivesByTime(1 + max((life.dies for life in lives), default=0))
     total = 0
     for i in order:
-        others = met.during(found[i])
+        others = placed.during(lives[i])
         if others:
-            starts[i] = _best_fit(starts[others], sizes[others], found[i].bytes)
-        total = max(total, int(starts[i]) + found[i].bytes)
-        met.add(i, found[i])
+            starts[i] = _best_fit(starts[others], sizes[others], lives[i].bytes)
+        total = max(total, int(starts[i]) + lives[i].bytes)
+        placed.add(i, lives[i])
     return Placement(tuple(starts.tolist()), total)
 
 
@@ -75,7 +75,7 @@ def _best_fit(starts: NDArray[np.int64], sizes: NDArray[np.int64], wanted: int) 
     return int(begins[fits[np.argmin(gaps[fits])]] if len(fits) else ends[-1])
 
 
-class _Met:
+class _LivesByTime:
     """Index lives by time: a segment tree finds those alive at a moment, a sorted list those born in a span."""
 
     def __init__(self, moments: int) -> None:
@@ -96,13 +96,13 @@ class _Met:
             low, high = low >> 1, high >> 1
 
     def during(self, life: Life) -> list[int]:
-        found: list[int] = []
+        alive: list[int] = []
         at = life.born + self.size
         while at:
-            found += self.tree[at]
+            alive += self.tree[at]
             at >>= 1
         after, end = (bisect_left(self.births, (moment + 1, -1)) for moment in (life.born, life.dies))
-        return found + [i for _, i in self.births[after:end]]
+        return alive + [i for _, i in self.births[after:end]]
 
 
 @dataclass(frozen=True)
@@ -117,47 +117,47 @@ class Tags:
         return sum(self.sizes)
 
 
-def share(found: Sequence[Life]) -> Tags:
+def share(lives: Sequence[Life]) -> Tags:
     """Pass buffers on by reference counts, with a set of free tags, as executors of static graphs do.
 
-    A life gets the smallest free buffer that is large enough; else the largest free one grows; else a new one is made.
+    A life gets the smallest free buffer that is large enough; else the largest free one grows; else a new one.
 
     >>> share([Life(0, 1, 4), Life(1, 2, 2), Life(2, 3, 4)])
     Tags(tags=(0, 1, 0), sizes=(4, 2))
     """
-    tags, sizes = [-1] * len(found), list[int]()
+    tags, sizes = [-1] * len(lives), list[int]()
     box: list[tuple[int, int]] = []  # free: bytes and tag
-    for i, is_birth in _events(found):
-        if not found[i].bytes:
+    for i, is_birth in _events(lives):
+        if not lives[i].bytes:
             continue
         if not is_birth:
             insort(box, (sizes[tags[i]], tags[i]))
             continue
-        at = bisect_left(box, (found[i].bytes, -1))
+        at = bisect_left(box, (lives[i].bytes, -1))
         if box:
             _, tags[i] = box.pop(min(at, len(box) - 1))
-            sizes[tags[i]] = max(sizes[tags[i]], found[i].bytes)
+            sizes[tags[i]] = max(sizes[tags[i]], lives[i].bytes)
         else:
             tags[i] = len(sizes)
-            sizes.append(found[i].bytes)
+            sizes.append(lives[i].bytes)
     return Tags(tuple(tags), tuple(sizes))
 
 
-def pool(found: Sequence[Life]) -> Placement:
+def pool(lives: Sequence[Life]) -> Placement:
     """Simulate an online pool: best fit from a free list with splits and merges; it grows where nothing fits.
 
     >>> pool([Life(0, 1, 2), Life(1, 2, 1), Life(2, 3, 3)])  # the first two bytes are free, but three are needed
     Placement(offsets=(0, 2, 3), bytes=6)
     """
-    offsets = [0] * len(found)
+    offsets = [0] * len(lives)
     space = _Space()
-    for i, is_birth in _events(found):
-        if not found[i].bytes:
+    for i, is_birth in _events(lives):
+        if not lives[i].bytes:
             continue
         if is_birth:
-            offsets[i] = space.take(found[i].bytes)
+            offsets[i] = space.take(lives[i].bytes)
         else:
-            space.give_back(offsets[i], found[i].bytes)
+            space.give_back(offsets[i], lives[i].bytes)
     return Placement(tuple(offsets), space.bytes)
 
 
@@ -203,7 +203,7 @@ class _Space:
         del self.free[bisect_left(self.free, (size, start))]
 
 
-def _events(found: Sequence[Life]) -> Iterator[tuple[int, bool]]:
+def _events(lives: Sequence[Life]) -> Iterator[tuple[int, bool]]:
     """Births and deaths in order: an op's results are born before its last-read inputs are freed."""
-    events = [(life.born, 0, i) for i, life in enumerate(found)] + [(life.dies, 1, i) for i, life in enumerate(found)]
+    events = [(life.born, 0, i) for i, life in enumerate(lives)] + [(life.dies, 1, i) for i, life in enumerate(lives)]
     return ((i, not dies) for _, dies, i in sorted(events))

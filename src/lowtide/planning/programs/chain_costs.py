@@ -60,13 +60,13 @@ class _StageBytes:
 
     def backward(self, program: Program) -> list[tuple[int, Instruction]]:
         """Each instruction with its stage: recomputed and prepared values belong to the stage that reads them next."""
-        stage, found = 0, list[tuple[int, Instruction]]()
+        stage, staged = 0, list[tuple[int, Instruction]]()
         for each in reversed(program.backward):
             node = self.stages.joint.nodes.get(each.cell.op)
             if node is not None and each.kind is Kind.COMPUTE:
                 stage = self.backward_of.get(node, stage)
-            found.append((stage, each))
-        return found[::-1]
+            staged.append((stage, each))
+        return staged[::-1]
 
     def passing(self) -> list[int]:
         """Bytes beyond input and output while a stage runs forward and keeps nothing."""
@@ -86,21 +86,21 @@ class _StageBytes:
 
     def kept(self, program: Program) -> NDArray[np.int64]:
         """Bytes that each stage leaves for its backward."""
-        found = np.zeros(len(self.stages), np.int64)
+        sizes = np.zeros(len(self.stages), np.int64)
         seen: set[Value] = set()
         for cell in program.kept:
             node = self.stages.joint.nodes[cell.op]
             maker = self.stages.joint.storages[node]
             if maker in self.stages.of and node not in self.stages.always_kept and not cell.is_state:
                 storages = set(program.held(cell)) - seen
-                found[self.stages.of[maker]] += sum(program.bytes.get(storage, 0) for storage in storages)
+                sizes[self.stages.of[maker]] += sum(program.bytes.get(storage, 0) for storage in storages)
                 seen |= storages
-        return found
+        return sizes
 
     def temporaries(self, program: Program) -> tuple[list[int], list[int], list[int]]:
         """Bytes beyond the chain's count while each stage runs forward and backward, and bytes left after."""
-        found, first = simulate(program, self._cost), len(program.forward)
-        live, within = np.array(found.live_bytes), found.during_bytes
+        simulation, first = simulate(program, self._cost), len(program.forward)
+        live, within = np.array(simulation.live_bytes), simulation.during_bytes
         kept, gradients = np.cumsum(self.kept(program)), np.array(self.chain.gradient_bytes)
         always = live[first - 1] - kept[-1]
         forward, before = np.zeros((2, len(self.stages)), np.int64)
@@ -111,9 +111,9 @@ class _StageBytes:
             if stage not in during and i > first:
                 before[stage] = live[i - 1] - kept[stage] - gradients[stage + 1] - always
             during[stage] = max(during.get(stage, 0), within[i])
-        there = np.maximum.accumulate(before[::-1])[::-1]  # of gradients, when a stage's backward starts
-        left = np.append(max(live[-1], there[0]), there[:-1]) - there
-        counted = kept + gradients[:-1] + gradients[1:] + left + there
+        held = np.maximum.accumulate(before[::-1])[::-1]  # of gradients, when a stage's backward starts
+        left = np.append(max(live[-1], held[0]), held[:-1]) - held
+        counted = kept + gradients[:-1] + gradients[1:] + left + held
         backward = [during[stage] - int(size) if stage in during else 0 for stage, size in enumerate(counted)]
         return forward.tolist(), backward, left.tolist()
 

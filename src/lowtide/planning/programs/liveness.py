@@ -31,7 +31,7 @@ class Access:
 class Order:
     """Ops in execution order. A value is one storage, made by one op, with all of its views.
 
-    Values are numbered; ``bytes`` has the size of each. ``kept`` are those that must be there at the end.
+    Values are numbered; ``bytes`` has the size of each. ``kept`` are those that live to the end.
 
     >>> mul, add, exp = Access((), (0,)), Access((0,), (1,), over=(0,)), Access((1,), (2,), over=(1,))
     >>> exp_of_a_times_b_plus_3 = Order((mul, add, exp), bytes=(4, 4, 4), kept=frozenset({2}))
@@ -44,17 +44,17 @@ class Order:
     kept: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        made: set[int] = set()
+        values: set[int] = set()
         for position, op in enumerate(self.ops):
-            if not set(op.reads) <= made:
-                raise LowtideError(f"Op {position} reads {sorted(set(op.reads) - made)}, which no op before it makes")
+            if not set(op.reads) <= values:
+                raise LowtideError(f"Op {position} reads {sorted(set(op.reads) - values)}, which no op before it makes")
             if not set(op.over) <= set(op.reads):
                 raise LowtideError(f"Op {position} would write over {op.over}, of which it reads {op.reads}")
-            if made & set(op.makes) or len(set(op.makes)) < len(op.makes):
-                raise LowtideError(f"Op {position} makes {op.makes}, of which some are there already")
-            made |= set(op.makes)
-        if made != set(range(len(self.bytes))):
-            raise LowtideError(f"The ops make {len(made)} values, and there are {len(self.bytes)} sizes")
+            if values & set(op.makes) or len(set(op.makes)) < len(op.makes):
+                raise LowtideError(f"Op {position} makes {op.makes}, of which some exist already")
+            values |= set(op.makes)
+        if values != set(range(len(self.bytes))):
+            raise LowtideError(f"The ops make {len(values)} values, and there are {len(self.bytes)} sizes")
 
     def without_kept(self) -> Order:
         """The same order with zero bytes for values that stay, such as gradients."""
@@ -108,10 +108,10 @@ def lives_in_place(order: Order) -> list[Life]:
     return list(merged.values())
 
 
-def peak_bytes(found: Sequence[Life]) -> int:
+def peak_bytes(lives: Sequence[Life]) -> int:
     """Most bytes that live at once, a lower bound for every placement."""
     changes: dict[int, int] = {}
-    for life in found:
+    for life in lives:
         changes[life.born] = changes.get(life.born, 0) + life.bytes
         changes[life.dies + 1] = changes.get(life.dies + 1, 0) - life.bytes
     live = peak = 0
@@ -146,8 +146,8 @@ class _StorageNumbers:
             moved = {value for values in buffers for value in values} - set(forward[-1].makes)
             forward[-1] = replace(forward[-1], reads=tuple({*forward[-1].reads, *moved}))
         gradients = [self.shown.get(cell, ()) for cell in self.program.gradients if cell is not None]
-        kept = frozenset(value for values in (loss, *gradients) for value in values)
-        return Order((*forward, *backward), tuple(self.sizes), kept)
+        stays = frozenset(value for values in (loss, *gradients) for value in values)
+        return Order((*forward, *backward), tuple(self.sizes), stays)
 
     def _access(self, each: Instruction) -> Access:
         reads = tuple(dict.fromkeys(value for cell in each.reads for value in self.shown.get(cell, ())))
@@ -167,8 +167,8 @@ class _StorageNumbers:
             (source,) = given.values()
             shown, index = self.shown.get(source, ()), node.args[1]
             return (shown[index],) if isinstance(index, int) and index < len(shown) else ()
-        made = node.meta.get("val")
-        return self._new([size_of(value) for value in (made if isinstance(made, (tuple, list)) else [made])])
+        results = node.meta.get("val")
+        return self._new([size_of(value) for value in (results if isinstance(results, (tuple, list)) else [results])])
 
     def _new(self, sizes: list[int]) -> tuple[int, ...]:
         known = len(self.sizes)

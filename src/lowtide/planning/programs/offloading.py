@@ -19,7 +19,7 @@ def with_offloaded(program: Program, cells: Collection[Value]) -> Program:
     for cell in copies:
         _check(program, cell)
     fetched = {cell: cell._replace(run=_next_run(program, cell)) for cell in cells}
-    sizes = {made: program.bytes[cell] for cell in cells for made in (copies[cell], fetched[cell])}
+    sizes = {copy: program.bytes[cell] for cell in cells for copy in (copies[cell], fetched[cell])}
     return replace(
         program,
         forward=tuple(_offloaded(program.forward, copies)),
@@ -30,7 +30,7 @@ def with_offloaded(program: Program, cells: Collection[Value]) -> Program:
 
 
 def _check(program: Program, cell: Value) -> None:
-    holders = Counter(storage for kept in program.kept for storage in program.held(kept))
+    holders = Counter(storage for other in program.kept for storage in program.held(other))
     if cell not in program.kept or cell not in program.bytes or cell.is_state or cell.on_host:
         raise PlanError(f"{cell} is not a result that the program keeps in a storage of its own")
     if program.held(cell) != (cell,) or holders[cell] > 1:
@@ -55,11 +55,11 @@ def _offloaded(forward: Sequence[Instruction], copies: dict[Value, Value]) -> It
 def _fetched(
     backward: Sequence[Instruction], copies: dict[Value, Value], fetched: dict[Value, Value]
 ) -> Iterator[Instruction]:
-    there: set[Value] = set()
+    fetches: set[Value] = set()
     for each in backward:
         for cell in each.reads:
-            if cell in copies and cell not in there:
-                there.add(cell)
+            if cell in copies and cell not in fetches:
+                fetches.add(cell)
                 yield Instruction(Kind.FETCH, fetched[cell], (copies[cell],))
                 yield Instruction(Kind.FREE, copies[cell])
         into = fetched.get(each.into, each.into) if each.into is not None else None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from lowtide.errors import PlanError
 from lowtide.sizes import format_size
 
 
@@ -68,8 +69,8 @@ class Program:
 
     def __str__(self) -> str:
         shown = [f"{i:5} {instruction}" for i, instruction in enumerate((*self.forward, *self.backward))]
-        kept = {storage for cell in self.kept for storage in self.held(cell)}
-        size = sum(self.bytes.get(storage, 0) for storage in kept)
+        storages = {storage for cell in self.kept for storage in self.held(cell)}
+        size = sum(self.bytes.get(storage, 0) for storage in storages)
         border = f"      -- {len(self.kept)} results, {format_size(size)}, go to backward --"
         return "\n".join([*shown[: len(self.forward)], border, *shown[len(self.forward) :]])
 
@@ -81,6 +82,32 @@ class Program:
     def recomputed(self) -> int:
         """Number of recomputed ops."""
         return sum(instruction.kind is Kind.RECOMPUTE for instruction in self.backward)
+
+
+def check_program(program: Program) -> None:
+    """Raise ``PlanError`` if an instruction reads a value that is not live, or writes in place of one it does not read.
+
+    Values that no instruction makes are parameters and inputs. Backward starts with the kept values alone.
+    """
+    made = {each.cell for each in (*program.forward, *program.backward) if each.kind is not Kind.FREE}
+    used = {cell for each in (*program.forward, *program.backward) for cell in (each.cell, *each.reads)}
+    inputs = {cell for cell in (*used, *program.kept) if cell not in made and cell == Value(cell.op)}
+    live = set(inputs)
+    for number, each in enumerate((*program.forward, *program.backward)):
+        if number == len(program.forward):
+            if not live.issuperset(program.kept):
+                raise PlanError("The program keeps values that forward does not leave", hint="Plan again.")
+            live = set(program.kept)
+        if each.kind is Kind.FREE:
+            live.discard(each.cell)
+            continue
+        if not live.issuperset(each.reads) or (each.into is not None and each.into not in each.reads):
+            raise PlanError(f"Instruction {number} of the program cannot run: {each}", hint="Plan again.")
+        live.add(each.cell)
+    if not {cell for cell in program.gradients if cell is not None} <= made | inputs:
+        raise PlanError("The program returns gradients that it does not compute", hint="Plan again.")
+    if min(program.bytes.values(), default=0) < 0:
+        raise PlanError("The program has sizes below zero", hint="Plan again.")
 
 
 class Simulation(NamedTuple):

@@ -77,10 +77,10 @@ def check_results(joint: Joint, plain: Profile) -> None:
     layouts: dict[str, list[Any]] = {}
     sizes: dict[str, list[list[int]]] = {}
     for op in graph.ops:
-        made = [s.bytes for s in (graph.storages[v.storage] for v in op.outputs) if s.birth == op.index]
+        own = [s.bytes for s in (graph.storages[v.storage] for v in op.outputs) if s.birth == op.index]
         layouts.setdefault(op.signature, []).append([*map(_layout, op.outputs)])
-        if len(made) == len(op.outputs):  # none is a view
-            sizes.setdefault(op.signature, []).append(made)
+        if len(own) == len(op.outputs):  # none is a view
+            sizes.setdefault(op.signature, []).append(own)
     for node in joint.nodes.values():
         if is_free(joint, node):
             continue
@@ -175,8 +175,8 @@ class _Known:
         """Run ops alone, by signature, where they can run here."""
         if self.here and self._is_timed:
             alone = {key: call for key, call in calls.items() if call.runs_alone}
-            found = seconds_alone(alone, torch.device(self.tensor_device))
-            self._seconds.update({key: [seconds] for key, seconds in found.items()})
+            alone_seconds = seconds_alone(alone, torch.device(self.tensor_device))
+            self._seconds.update({key: [seconds] for key, seconds in alone_seconds.items()})
 
     def cost(self, op: Op) -> _Cost:
         return _Cost(op, self._seconds_of(op), self._workspace_of(op))
@@ -190,8 +190,8 @@ class _Known:
     def _seconds_of(self, op: Op) -> float:
         for key in _keys(op):
             if key in self._seconds:
-                found = sorted(self._seconds[key])
-                return found[len(found) // 2]
+                times = sorted(self._seconds[key])
+                return times[len(times) // 2]
         return op_seconds(op, self.device) * self._scale
 
 
@@ -288,14 +288,15 @@ class _Planned:
         if not size:
             return
         if count and storage not in self.index:
-            made = node.meta.get("val") if node is not None else None
-            shape = tuple(made.shape) if isinstance(made, Tensor) else ()
-            dtype = dtype_name(made) if isinstance(made, Tensor) else "uint8"
+            result: Any = node.meta.get("val") if node is not None else None
+            shape = tuple(result.shape) if isinstance(result, Tensor) else ()
+            dtype = dtype_name(result) if isinstance(result, Tensor) else "uint8"
             on_host = storage.is_state or storage.on_host
             device = "cpu" if on_host else self.forecast.plain.graph.tensor_device
             self.index[storage] = len(self.storages)
-            is_made = each.kind is not Kind.RETURN_GRAD or bool(each.reads)  # else it is there, as the loss's gradient
-            birth = max(0, len(self.ops) - is_made)
+            # A returned gradient that reads nothing lives before, as the loss's gradient.
+            is_result = each.kind is not Kind.RETURN_GRAD or bool(each.reads)
+            birth = max(0, len(self.ops) - is_result)
             op, module = each.cell.op, module_of(node) if node is not None else ""
             place, label = len(self.storages), f"{op} {list(shape)}"
             self.storages.append(

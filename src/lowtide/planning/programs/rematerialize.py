@@ -20,7 +20,7 @@ from lowtide.tracing.capture.joint import Joint, bytes_of, is_item, is_random
 if TYPE_CHECKING:
     from lowtide.planning.programs.stages import Stages
 
-_LONGEST = 8  # ops that run again for one result; else all sums of a residual network would be made from the first
+_LONGEST = 8  # recomputed ops for one result; else all sums of a residual network would start from the first
 _SMALL = 0.02  # of the largest result: not worth it
 _CHEAP = frozenset((
     "aten::_native_batch_norm_legit", "aten::cudnn_batch_norm", "aten::native_batch_norm",
@@ -45,20 +45,20 @@ class CheapResults:
                 self.first.setdefault(value, position)
                 self.last[value] = position
         self.dropped: set[fx.Node] = set()
-        self.until: dict[fx.Node, float] = {}  # the last time at which a result could be made again
-        self.cost: dict[fx.Node, int] = {}  # by how many ops
-        self.stages_of: dict[fx.Node, set[int]] = {}  # and of which stages
-        made = (bytes_of(node) for node in self.joint.forward if self.joint.storages[node] is node)
-        large = _SMALL * max(made, default=0)
+        self.until: dict[fx.Node, float] = {}  # last backward position at which a result can be recomputed
+        self.cost: dict[fx.Node, int] = {}  # ops of its recomputation
+        self.stages_of: dict[fx.Node, set[int]] = {}  # stages of these ops
+        sizes = (bytes_of(node) for node in self.joint.forward if self.joint.storages[node] is node)
+        large = _SMALL * max(sizes, default=0)
         for node in self.joint.forward:
-            if self._is_cheap(node) and self._can_be_made_again(node):
+            if self._is_cheap(node) and self._can_be_recomputed(node):
                 late = self.first.get(node)
                 if late is not None and bytes_of(node) > large and self.until[node] >= late:
                     self.dropped.add(node)
 
-    def _can_be_made_again(self, node: fx.Node) -> bool:
+    def _can_be_recomputed(self, node: fx.Node) -> bool:
         sources = sources_of(self.joint, node)
-        until = min((self._there(value) for value in sources), default=float("inf"))
+        until = min((self._available(value) for value in sources), default=float("inf"))
         again = [v for v in sources if v in self.cost and (v in self.dropped or self.last.get(v, -1) < until)]
         cost = sum(self.cost[value] for value in again)
         cost += not is_item(node) and self.joint.storages[node] is node
@@ -68,7 +68,7 @@ class CheapResults:
         self.stages_of[node] = {self.stages.of[node]}.union(*(self.stages_of[value] for value in again))
         return True
 
-    def _there(self, node: fx.Node) -> float:
+    def _available(self, node: fx.Node) -> float:
         """Last backward position at which the value is available."""
         again, kept = self.until.get(node, -1), self.last.get(node, -1)
         return again if node in self.dropped else max(again, kept)
@@ -92,9 +92,9 @@ class LightStages:
 
     def __init__(self, stages: Stages) -> None:
         self.stages = stages
-        self.stale: set[fx.Node] = set()  # dropped: what was made of it is no longer to be read
+        self.stale: set[fx.Node] = set()  # dropped; results computed from it are no longer read
         self._whole: set[int] = set()  # stages that are kept now
-        self._fresh: set[fx.Node] = set()  # made again, on the way to what was dropped
+        self._fresh: set[fx.Node] = set()  # recomputed on the way to a dropped one
 
     def note(self, step: Operation) -> None:
         """Advance to the next operation."""
@@ -113,10 +113,10 @@ class LightStages:
         if step.kind is Step.CHECKPOINT:
             self.stale -= self.stages.inputs[step.stage]  # the stage will run again from it
 
-    def is_there(self, node: fx.Node) -> bool:
+    def is_available(self, node: fx.Node) -> bool:
         return node in self._fresh or (node in self.stages.cheap.last and node not in self.stale)
 
-    def made(self, node: fx.Node) -> None:
+    def recomputed(self, node: fx.Node) -> None:
         """Mark a result as available again."""
         self.stale.discard(node)
         self._fresh.add(node)

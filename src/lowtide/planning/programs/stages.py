@@ -30,7 +30,7 @@ class Stages:
         read = _read_by_backward(joint)
         cuts = [(position, value) for position, value in _cuts(joint) if value in read]
         self._divide(cuts)
-        # A stage whose backward does nothing would be made again for nothing: it becomes part of the next.
+        # A stage whose backward does nothing needs no recomputation: it becomes part of the next.
         cuts = [cut for cut, backward in zip(cuts, self.backward, strict=False) if backward]
         self._divide(cuts if len(cuts) < _MOST else _fewer(joint, cuts))
 
@@ -66,11 +66,11 @@ class Stages:
     @cached_property
     def inputs(self) -> list[frozenset[fx.Node]]:
         """Results through which each stage reads the value of the stage before."""
-        found: list[frozenset[fx.Node]] = [frozenset()]
+        inputs: list[frozenset[fx.Node]] = [frozenset()]
         for stage in range(1, len(self)):
             read = {value for node in self.forward[stage] for value in node.all_input_nodes} | self.reads[stage]
-            found.append(frozenset(v for v in read if self.of.get(v) == stage - 1 and v not in self.always_kept))
-        return found
+            inputs.append(frozenset(v for v in read if self.of.get(v) == stage - 1 and v not in self.always_kept))
+        return inputs
 
     def kept_by(self, stage: int) -> set[fx.Node]:
         """Results of a stage that its backward reads."""
@@ -78,7 +78,7 @@ class Stages:
 
     def chain(self, seconds: Callable[[fx.Node], float]) -> Chain:
         """Build the chain, with bytes of stages and seconds from each op's."""
-        given = [1, *(bytes_of(value) for value in self.given), 1]  # the batch and the loss are there anyway
+        given = [1, *(bytes_of(value) for value in self.given), 1]  # the batch and the loss live anyway
         saved = [self._saved(stage, frozenset()) for stage in range(len(self))]
         light = [self._saved(stage, self.cheap.dropped) for stage in range(len(self))]
         forward, backward = ([sum(map(seconds, nodes)) for nodes in stages] for stages in (self.forward, self.backward))
@@ -92,15 +92,15 @@ class Stages:
 
     def read_by(self, node: fx.Node) -> set[fx.Node]:
         """Forward results that a backward op reads, directly or through prepared values."""
-        found: set[fx.Node] = set()
+        results: set[fx.Node] = set()
         waiting = list(node.all_input_nodes)
         while waiting:
             value = waiting.pop()
             if self.joint.is_forward(value):
-                found.add(value)
+                results.add(value)
             elif value in self.joint.prepared:
                 waiting += value.all_input_nodes
-        return found
+        return results
 
     def _share_out_backward(self) -> None:
         """Assign backward ops to stages, from last to first: an op belongs to the stage whose results it reads."""
@@ -110,8 +110,8 @@ class Stages:
                 continue
             values = self.read_by(node)
             for value in values.difference(self.joint.copies):
-                made = self.of[value]
-                stage = min(stage, made + 1 if self._is_given(value, made) else made)
+                maker = self.of[value]
+                stage = min(stage, maker + 1 if self._is_given(value, maker) else maker)
             self.backward[stage].append(node)
             self.reads[stage] |= values
 
@@ -119,8 +119,8 @@ class Stages:
         return stage < len(self.given) and self.joint.storages[value] is self.given[stage]
 
     def _is_near(self, value: fx.Node, stage: int) -> bool:
-        made = self.of[value]
-        return made == stage or (made == stage - 1 and self._is_given(value, made))
+        maker = self.of[value]
+        return maker == stage or (maker == stage - 1 and self._is_given(value, maker))
 
 
 def _read_by_backward(joint: Joint) -> set[fx.Node]:
@@ -128,9 +128,9 @@ def _read_by_backward(joint: Joint) -> set[fx.Node]:
 
 
 def _fewer(joint: Joint, cuts: list[tuple[int, fx.Node]]) -> list[tuple[int, fx.Node]]:
-    """Fewer cuts, with about as many bytes made between any two."""
-    made = list(accumulate(bytes_of(node) if joint.storages[node] is node else 0 for node in joint.forward))
-    parts = [made[position] * (_MOST - 1) // made[-1] for position, _ in cuts]
+    """Fewer cuts, with about as many bytes of results between any two."""
+    total = list(accumulate(bytes_of(node) if joint.storages[node] is node else 0 for node in joint.forward))
+    parts = [total[position] * (_MOST - 1) // total[-1] for position, _ in cuts]
     return [cut for cut, part, before in zip(cuts, parts, [0, *parts], strict=False) if part > before]
 
 
@@ -141,7 +141,7 @@ def _cuts(joint: Joint) -> list[tuple[int, fx.Node]]:
         for value in node.all_input_nodes:
             last[joint.storages[value]] = position
     live: dict[fx.Node, int] = {}
-    found: dict[fx.Node, int] = {}
+    cuts: dict[fx.Node, int] = {}
     following = [*joint.forward[1:], None]
     for position, (node, after) in enumerate(zip(joint.forward, following, strict=True)):
         storage = joint.storages[node]
@@ -152,5 +152,5 @@ def _cuts(joint: Joint) -> list[tuple[int, fx.Node]]:
             continue
         largest = max(live, key=lambda storage: live[storage])
         if sum(live.values()) <= (1 + _SMALL) * live[largest]:
-            found.setdefault(largest, position)
-    return sorted((position, storage) for storage, position in found.items())
+            cuts.setdefault(largest, position)
+    return sorted((position, storage) for storage, position in cuts.items())

@@ -51,15 +51,15 @@ class Writer:
         forward = [self._run(node, Kind.COMPUTE) for node in self.joint.forward]
         loss = self.now[self.joint.loss]
         moved = [self.now[n] for n in self.joint.outputs if isinstance(n, fx.Node) and n is not self.joint.loss]
-        kept = self._kept()
-        there = {*kept, *(self.now[node] for node in self.joint.tangents)}
-        self.now = {node: cell for node, cell in self.now.items() if cell in there}
+        saved = self._kept()
+        available = {*saved, *(self.now[node] for node in self.joint.tangents)}
+        self.now = {node: cell for node, cell in self.now.items() if cell in available}
         backward = list(self._backward())
         gradients = tuple(self.now[g] if isinstance(g, fx.Node) else None for g in self.joint.gradients)
         backward = _needed(backward, {cell for cell in gradients if cell is not None})
         backward = list(self._given(backward, gradients))
         read = {cell for instruction in backward for cell in instruction.reads}
-        handed = [cell for cell in kept if cell in read]
+        handed = [cell for cell in saved if cell in read]
         states = [Value(node.name, is_state=True) for node in self.joint.forward if node in self.replayed]
         states = [state for state in states if state in read]
         for state in states:
@@ -68,26 +68,26 @@ class Writer:
         self.bytes.update((Value(node.name), bytes_of(node)) for node in self.joint.tangents)
         given = [cell for cell in (*handed, *states) if cell in self.bytes or cell in self.storages]
         stored, beside = list(self._stored()), self._held_beside()
-        let_go = {cell: self._last_use(backward, inputs) for cell, inputs in beside.items()}
+        freed_at = {cell: self._last_use(backward, inputs) for cell, inputs in beside.items()}
         held = {each.cell for each in (*backward, *stored) if each.kind is Kind.RETURN_GRAD} | set(tangents)
         over: dict[Value, Value] = {}
         forward = self._in_place(forward, over, held={loss, *moved, *handed})
         backward = self._in_place(backward, over, held=held, given=given)
         for cell in {*self.storages, *over}:
             self.storages[cell] = tuple(over.get(storage, storage) for storage in self.held(cell))
-        early = [cell for cell, position in let_go.items() if position < 0]
+        early = [cell for cell, position in freed_at.items() if position < 0]
         return Program(
-            # New values of buffers go into them at the end, and are let go.
+            # New values of buffers go into them at the end, and are freed.
             forward=(
                 *(Instruction(Kind.RETURN_GRAD, cell) for cell in beside),
                 *_freed(forward, held={loss, *moved, *handed}, states=states),
                 *stored,
-                *_let_go((*moved, *early), handed),
+                *_frees((*moved, *early), handed),
             ),
             backward=(
                 *(Instruction(Kind.RETURN_GRAD, cell) for cell in tangents),
-                *_freed(backward, given=given, held=held, until=let_go),
-                *_let_go(tangents, ()),
+                *_freed(backward, given=given, held=held, until=freed_at),
+                *_frees(tangents, ()),
             ),
             kept=tuple(handed + states),
             gradients=gradients,
@@ -109,15 +109,15 @@ class Writer:
         same size, if any), and tensors that the step makes from numpy arrays.
         """
         origins = self.joint.origins
-        found: dict[Value, list[fx.Node]] = {}
+        beside: dict[Value, list[fx.Node]] = {}
         for node in dict.fromkeys(self.joint.storages[node] for node in self.joint.stored):
             alike = [each for each in origins if origins[each] == "kept" and bytes_of(each) == bytes_of(node)]
-            found[Value(f"{node.name}.before")] = alike
+            beside[Value(f"{node.name}.before")] = alike
             self.bytes[Value(f"{node.name}.before")] = bytes_of(node)
         for node in (node for node, origin in origins.items() if origin == "array"):
-            found[Value(f"{node.name}.array")] = [node]
+            beside[Value(f"{node.name}.array")] = [node]
             self.bytes[Value(f"{node.name}.array")] = bytes_of(node)
-        return found
+        return beside
 
     def _last_use(self, backward: Sequence[Instruction], inputs: Collection[fx.Node]) -> int:
         """Position at which backward frees inputs; -1 if it reads none of them.
@@ -144,13 +144,13 @@ class Writer:
             if cell is not None:
                 inputs.setdefault(cell, []).append(node)
         last = {cell: position for position, each in enumerate(backward) for cell in each.reads}
-        made = {each.cell for each in backward}
+        computed = {each.cell for each in backward}
         in_use: dict[fx.Node, int] = {}
         for position, each in enumerate(backward):
             in_use.update(
                 dict.fromkeys((self.joint.storages[self.joint.nodes[cell.op]] for cell in each.reads), position)
             )
-        waiting = [cell for cell in inputs if cell not in made]  # a gradient that nothing computes
+        waiting = [cell for cell in inputs if cell not in computed]  # a gradient that nothing computes
         size = {cell: sum(map(bytes_of, nodes)) for cell, nodes in inputs.items()}
         enough = sum(size.values()) / _PIECES
         for position, each in enumerate(backward):
@@ -162,7 +162,7 @@ class Writer:
             ready = [cell for cell in waiting if all(in_use.get(node, -1) <= position for node in inputs[cell])]
             if ready and (following is None or sum(size[cell] for cell in ready) >= enough):
                 for cell in ready:
-                    own = cell in made and last.get(cell, -1) <= position and len(inputs[cell]) == 1
+                    own = cell in computed and last.get(cell, -1) <= position and len(inputs[cell]) == 1
                     yield from (self._give(cell, node, own=own) for node in inputs[cell])
                 waiting = [cell for cell in waiting if cell not in ready]
         yield from (self._give(cell, node, own=False) for cell in waiting for node in inputs[cell])
@@ -186,7 +186,7 @@ class Writer:
     ) -> list[Instruction]:
         """Write in place where an op is the last reader of an input as large as its result.
 
-        ``over`` gets, by storage that is then not made, the one that is written over instead.
+        ``over`` maps each storage that is saved this way to the one that is overwritten.
         """
         last: dict[Value, int] = {}  # by storage: where it is last of use
         for position, each in enumerate(instructions):
@@ -195,7 +195,7 @@ class Writer:
         for cell in held:
             last.update(dict.fromkeys(self.held(cell), len(instructions)))
         ours = {storage for cell in given for storage in self.held(cell)}
-        found: list[Instruction] = []
+        written: list[Instruction] = []
         for position, each in enumerate(instructions):
             read = {storage for cell in each.reads for storage in self.held(cell)}
             dying = {storage for storage in read & ours if last[storage] == position}
@@ -204,8 +204,8 @@ class Writer:
                 (storage,) = self.held(target)
                 over[each.cell] = over.get(storage, storage)
             ours.update(self.held(each.cell))
-            found.append(each if target is None else replace(each, into=target))
-        return found
+            written.append(each if target is None else replace(each, into=target))
+        return written
 
     def _target(self, each: Instruction, dying: set[Value]) -> Value | None:
         """Input cell that an op may overwrite, if any."""
@@ -248,7 +248,7 @@ class Writer:
                     yield from self._prepare(node, prepared)
                     yield self._run(node, Kind.COMPUTE)
                 for node in prepared:
-                    self.now.pop(node)  # made of results that another run may replace
+                    self.now.pop(node)  # computed from results that another run may replace
             else:
                 for node in self.stages.forward[step.stage]:
                     if node not in self.joint.copies:  # what they are copies of has changed
@@ -266,14 +266,14 @@ class Writer:
         """Recompute freed cheap results and their freed sources."""
         while waiting:
             node = waiting[-1]
-            missing = [v for v in sources_of(self.joint, node) if not self.light.is_there(v)]
-            if self.light.is_there(node):
+            missing = [v for v in sources_of(self.joint, node) if not self.light.is_available(v)]
+            if self.light.is_available(node):
                 waiting.pop()
             elif missing:
                 waiting += missing
             else:
                 waiting.pop()
-                self.light.made(node)
+                self.light.recomputed(node)
                 yield self._run(node, Kind.RECOMPUTE)
 
     def _prepare_all(self, waiting: list[fx.Node], prepared: set[fx.Node]) -> Iterator[Instruction]:
@@ -313,18 +313,18 @@ class Writer:
             self.bytes[cell] = bytes_of(node)
 
 
-def _let_go(cells: Iterable[Value], held: Iterable[Value]) -> Iterator[Instruction]:
+def _frees(cells: Iterable[Value], held: Iterable[Value]) -> Iterator[Instruction]:
     return (Instruction(Kind.FREE, cell) for cell in dict.fromkeys(cells) if cell not in held)
 
 
 def _needed(instructions: Sequence[Instruction], wanted: set[Value]) -> list[Instruction]:
     """Drop instructions whose results nobody reads."""
-    found: list[Instruction] = []
+    needed: list[Instruction] = []
     for instruction in reversed(instructions):
         if instruction.cell in wanted:
-            found.append(instruction)
+            needed.append(instruction)
             wanted |= set(instruction.reads)
-    return found[::-1]
+    return needed[::-1]
 
 
 def _freed(
@@ -335,12 +335,12 @@ def _freed(
     states: Iterable[Value] = (),
     until: Mapping[Value, int] = MappingProxyType({}),
 ) -> Iterator[Instruction]:
-    """Free each cell right after its last use. ``states`` appear where made.
+    """Free each cell right after its last use. ``states`` appear with their ops.
 
     ``until`` gives the position at which to free other cells.
     """
     last: dict[Value, int] = dict.fromkeys(given, -1)
-    made = {state.op: state for state in states}
+    state_of = {state.op: state for state in states}
     for position, instruction in enumerate(instructions):
         last[instruction.cell] = position
         for cell in instruction.reads:
@@ -353,9 +353,9 @@ def _freed(
     for cell, position in until.items():
         if position >= 0:
             ends.setdefault(position, []).append(cell)
-    yield from _let_go(ends.get(-1, []), ())
+    yield from _frees(ends.get(-1, []), ())
     for position, instruction in enumerate(instructions):
         yield instruction
-        if instruction.cell.op in made and instruction.kind is Kind.COMPUTE:
-            yield Instruction(Kind.COMPUTE, made[instruction.cell.op])
-        yield from _let_go(ends.get(position, []), ())
+        if instruction.cell.op in state_of and instruction.kind is Kind.COMPUTE:
+            yield Instruction(Kind.COMPUTE, state_of[instruction.cell.op])
+        yield from _frees(ends.get(position, []), ())

@@ -1,91 +1,83 @@
-"""Candidate programs over a joint graph, and the fastest of them that fits a budget."""
+"""The chain solver: optimal schedules of a joint graph's stages, written as programs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cached_property
 
-from torch import fx
-
-from lowtide.chains import Chain, OptimalSchedules, Schedule, keep_all
-from lowtide.chains import simulate as simulate_chain
-from lowtide.errors import BudgetError
+from lowtide.chains import Chain, OptimalSchedules, Schedule, explain, keep_all, simulate
+from lowtide.planning.plan import PlannedStage
 from lowtide.planning.programs.chain_costs import complete_chain
-from lowtide.planning.programs.program import Program, simulate
 from lowtide.planning.programs.stages import Stages
 from lowtide.planning.programs.writer import program_of
-from lowtide.sizes import format_size
-from lowtide.tracing.capture.joint import Joint, bytes_of
+from lowtide.planning.solvers.solver import Problem, Solution
+from lowtide.tracing.capture.joint import module_of
 
-_STEPS = 40  # how finely the memory of a chain is gone through
+_STEPS = 40  # budgets at which a chain is solved
 
 
-class CandidatePrograms:
-    """Programs of a joint graph's optimal schedules, from the fastest to the smallest.
+class ChainSolver:
+    """Solves the chain of a graph's stages exactly, at many budgets of its own.
 
-    A chain counts bytes stage by stage, a program counts all live bytes. The chain is therefore solved at many budgets
-    of its own. They depend on the chain alone, so a larger user budget has the same candidates.
+    A chain counts bytes stage by stage, a program counts all live bytes. The budgets depend on the chain alone, so a
+    larger user budget has the same programs to choose from.
     """
 
-    def __init__(
-        self, joint: Joint, seconds: Callable[[fx.Node], float], workspace: Callable[[fx.Node], int] = lambda _: 0
-    ) -> None:
-        self.joint = joint
-        self.stages = Stages(joint)
-        self.chain: Chain = complete_chain(self.stages, seconds, workspace)
-        self._programs: dict[Schedule, Program] = {}
+    name = "chain"
 
-    @cached_property
-    def schedules(self) -> tuple[Schedule, ...]:
-        """Distinct schedules, the fastest first.
-
-        Includes schedules without lightly kept stages. If a stage's input is itself a cheap result, it is recomputed
-        one stage earlier than the chain counts.
-        """
-        whole = keep_all(self.chain)
-        high = simulate_chain(self.chain, whole).peak_bytes
-        found = {whole: None}
-        heavy = replace(self.chain, light_bytes=self.chain.saved_bytes, light_seconds=(), light_temporary_bytes=())
-        for chain in (self.chain, heavy) if self.chain.light_bytes != self.chain.saved_bytes else (self.chain,):
-            plans = OptimalSchedules(chain)
-            low = plans.smallest_bytes
-            sizes = [low + (high - low) * step**2 // _STEPS**2 for step in range(_STEPS)]  # close by where little helps
-            found |= dict.fromkeys(map(plans.schedule, reversed(sizes)))
-        return tuple(sorted(found, key=self.seconds_again))
-
-    def program(self, schedule: Schedule) -> Program:
-        """The program of a schedule."""
-        if schedule not in self._programs:
-            self._programs[schedule] = program_of(self.stages, schedule)
-        return self._programs[schedule]
-
-    def seconds_again(self, schedule: Schedule) -> float:
-        """Seconds of recomputation."""
-        return schedule.forward_seconds(self.chain) - sum(self.chain.forward_seconds)
-
-    def __iter__(self) -> Iterator[Program]:
-        return map(self.program, self.schedules)
+    def solve(self, problem: Problem) -> list[Solution]:
+        """Programs of distinct schedules, the fastest first."""
+        stages = Stages(problem.joint)
+        chain = complete_chain(stages, problem.seconds, problem.workspace)
+        return sorted((_solution(stages, chain, each) for each in schedules(chain)), key=lambda each: each.seconds)
 
 
-def fastest_program(
-    joint: Joint, budget_bytes: int, *, seconds: Callable[[fx.Node], float] = bytes_of, or_smallest: bool = False
-) -> Program:
-    """Find the fastest program whose peak, above parameters, inputs and gradients, is within ``budget_bytes``.
-
-    By default the seconds of ops go by the bytes that they make. Where nothing fits it raises ``BudgetError`` with the
-    smallest budget, or gives the smallest program.
-    """
-    peaks: dict[int, Program] = {}
-    for program in CandidatePrograms(joint, seconds):
-        peak = simulate(program).peak_bytes
-        if peak <= budget_bytes:
-            return program
-        peaks.setdefault(peak, program)
-    smallest = min(peaks)
-    if or_smallest:
-        return peaks[smallest]
-    raise BudgetError(
-        f"{format_size(budget_bytes)} is below the smallest program of these stages "
-        f"({format_size(smallest)}, {smallest} bytes)"
+def _solution(stages: Stages, chain: Chain, schedule: Schedule) -> Solution:
+    return Solution(
+        solver=ChainSolver.name,
+        label=str(schedule),
+        seconds=schedule.forward_seconds(chain) - sum(chain.forward_seconds),
+        estimate_bytes=simulate(chain, schedule).peak_bytes,
+        write=lambda: program_of(stages, schedule),
+        explain=lambda: tuple(PlannedStage(_outline(stages, each.stage), each) for each in explain(chain, schedule)),
     )
+
+
+def schedules(chain: Chain) -> list[Schedule]:
+    """Distinct optimal schedules, with and without lightly kept stages.
+
+    If a stage's input is itself a cheap result, it is recomputed one stage earlier than the chain counts.
+    """
+    whole = keep_all(chain)
+    high = simulate(chain, whole).peak_bytes
+    distinct = {whole: None}
+    heavy = replace(chain, light_bytes=chain.saved_bytes, light_seconds=(), light_temporary_bytes=())
+    for each in (chain, heavy) if chain.light_bytes != chain.saved_bytes else (chain,):
+        plans = OptimalSchedules(each)
+        low = plans.smallest_bytes
+        sizes = [low + (high - low) * step**2 // _STEPS**2 for step in range(_STEPS)]  # close by where little helps
+        distinct |= dict.fromkeys(map(plans.schedule, reversed(sizes)))
+    return list(distinct)
+
+
+def _outline(stages: Stages, stage: int) -> str:
+    """A stage by its modules and its heavy ops."""
+    nodes = [node for node in stages.forward[stage] if "." in str(node.target)]
+    ops = _heavy_ops([str(node.target).split(".")[1] for node in nodes])
+    return ": ".join(filter(None, (_span(list(map(module_of, nodes))), ops)))
+
+
+def _span(modules: list[str]) -> str:
+    """The first and the last of the modules that ran.
+
+    >>> _span(["blocks.0.wide", "blocks.0.wide"]), _span(["blocks.0.out", "blocks.0", "blocks.1.norm"])
+    ('blocks.0.wide', 'blocks.0.out … blocks.1.norm')
+    """
+    named = list(filter(None, modules))
+    return " … ".join(dict.fromkeys((named[0], named[-1]))) if named else ""
+
+
+def _heavy_ops(ops: list[str]) -> str:
+    """The heavy ops of a stage, or the first ones."""
+    heavy = [op for op in ops if op.endswith(("mm", "convolution")) or "attention" in op]
+    shown = list(dict.fromkeys(heavy or ops))
+    return ", ".join(shown[:2]) + (", …" if len(ops) > 2 else "")

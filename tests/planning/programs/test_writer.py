@@ -15,9 +15,9 @@ from lowtide.engines import apply, plan
 from lowtide.errors import BudgetError
 from lowtide.profiling import profile
 
-from ..soak import count
-from .counting import results
-from .planned import assert_kept, plain_loss, smallest_budget, work_of
+from ...engines.counting import results
+from ...engines.planned import assert_kept, plain_loss, smallest_budget, work_of
+from ...soak import count
 
 WIDTH = 16
 STEPS = ("linear", "tied", "conv", "norm", "batch norm", "dropout", "relu", "relu_", "residual", "concat", "chunk",

@@ -1,0 +1,28 @@
+"""The ``eager`` engine: the user's own modules, changed by options of techniques."""
+
+from __future__ import annotations
+
+from lowtide.planning.plan import Plan
+from lowtide.planning.prediction import apply_options, predict
+from lowtide.profiling import Profile
+from lowtide.undo import Applied
+from lowtide.workload import Workload
+
+
+class EagerEngine:
+    """Runs the model's own code; works where capture does not."""
+
+    name = "eager"
+    takes_options = True
+    captures = False
+
+    def candidates(self, work: Workload, baseline: Profile) -> None:
+        """None beside the options of techniques."""
+
+    def apply(self, work: Workload, plan: Plan) -> Applied:
+        """Apply the plan's options to the model."""
+        return apply_options(work, plan.options)
+
+    def predict(self, work: Workload, plan: Plan, baseline: Profile) -> Profile:
+        """Trace the planned step on fake tensors."""
+        return predict(work, plan.options, baseline)

@@ -1,0 +1,63 @@
+"""Shapes of batches, and what is known of the peaks of their steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from lowtide.batches import tensors
+from lowtide.compat.modules import own_parameters
+from lowtide.tracing.step_state import modules_of
+from lowtide.workload import Workload
+
+Signature = tuple[tuple[torch.Size, torch.dtype], ...]
+T = TypeVar("T")
+
+
+def signature(batch: Any) -> Signature:
+    """Shapes and dtypes of a batch's tensors."""
+    return tuple((tensor.shape, tensor.dtype) for tensor in tensors(batch))
+
+
+def is_within(shape: Signature, other: Signature) -> bool:
+    """Whether all tensors are of the same dtypes and no larger in any dimension."""
+    return len(shape) == len(other) and all(
+        dtype == other_dtype
+        and len(sizes) == len(other_sizes)
+        and all(size <= most for size, most in zip(sizes, other_sizes, strict=True))
+        for (sizes, dtype), (other_sizes, other_dtype) in zip(shape, other, strict=True)
+    )
+
+
+def modes_of(work: Workload) -> int:
+    """Hash of modules' modes and trained parameters, which change a step's memory beside its batch."""
+    modules = modules_of(work)
+    trained = (p is not None and p.requires_grad for module in modules for p in own_parameters(module).values())
+    return hash((*(module.training for module in modules), *trained))
+
+
+@dataclass
+class Bounds(Generic[T]):
+    """Shapes known to fit a budget and shapes known not to, each with the way that their step runs.
+
+    A batch no larger in any dimension than one that fits is taken to fit, and the other way round.
+    """
+
+    fitting: list[tuple[Signature, T]] = field(default_factory=list[tuple[Signature, T]])
+    too_large: list[tuple[Signature, T]] = field(default_factory=list[tuple[Signature, T]])
+
+    def __len__(self) -> int:
+        return len(self.fitting) + len(self.too_large)
+
+    def fit(self, shape: Signature) -> T | None:
+        """The way of a shape that is as large or larger and fits."""
+        return next((way for other, way in self.fitting if is_within(shape, other)), None)
+
+    def excess(self, shape: Signature) -> T | None:
+        """The way of a shape that is as small or smaller and too large already."""
+        return next((way for other, way in self.too_large if is_within(other, shape)), None)
+
+    def note(self, shape: Signature, way: T, *, fits: bool) -> None:
+        (self.fitting if fits else self.too_large).append((shape, way))

@@ -1,0 +1,65 @@
+"""The contract of an engine: candidates for a plan, the applied step, and its prediction.
+
+The classes stand in ``lowtide/engines``; ``lowtide/registry.py`` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from lowtide.planning.candidate import Candidate, Contender
+from lowtide.planning.plan import Plan, ProgramChoice
+from lowtide.profiling import Profile
+from lowtide.registry import Registry
+from lowtide.undo import Applied
+from lowtide.workload import Workload
+
+AUTO = "auto"  # every engine: the plan takes the fastest
+
+
+class Engine(Protocol):
+    """Runs planned steps."""
+
+    name: str
+    takes_options: bool  # applies options of techniques to the user's own modules
+    captures: bool  # runs a captured loss: modules stay as they are, and other shapes are planned when they come
+
+    def candidates(self, work: Workload, baseline: Profile) -> Candidates | None:
+        """Changes of its own, beside options; None if it has none. Raises ``TraceError`` if it cannot run the step."""
+        ...
+
+    def apply(self, work: Workload, plan: Plan) -> Applied:
+        """The planned step, with the undo of its changes."""
+        ...
+
+    def predict(self, work: Workload, plan: Plan, baseline: Profile) -> Profile:
+        """Predict the planned step without running it."""
+        ...
+
+
+class Candidates(Protocol):
+    """Changes of one step that an engine offers."""
+
+    note: str  # for the plan; may be empty
+
+    def offers(self) -> Sequence[Candidate]:
+        """The changes, each with price and estimate."""
+        ...
+
+    def contender(self, candidate: Candidate) -> Contender:
+        """A candidate with its exact peaks."""
+        ...
+
+    def choice(self, contender: Contender, budget_bytes: int) -> ProgramChoice | None:
+        """The part of the plan that the engine will run."""
+        ...
+
+
+ENGINES: Registry[Engine] = Registry("engine")
+PLAIN = "eager"  # the engine of a step that needs no change
+
+
+def engines_named(engine: str) -> list[Engine]:
+    """The engine of this name, or all for "auto"."""
+    return ENGINES.values() if engine == AUTO else [ENGINES[engine]]

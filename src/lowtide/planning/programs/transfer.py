@@ -1,0 +1,88 @@
+"""A program on another graph of the same ops, such as the step with a smaller batch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from torch import fx
+
+from lowtide.errors import PlanError
+from lowtide.planning.programs.in_place import lies_like
+from lowtide.planning.programs.program import Instruction, Kind, Program, Value
+from lowtide.planning.programs.writer import STATE_BYTES
+from lowtide.tracing.capture.batchnorm import inputs_of
+from lowtide.tracing.capture.joint import Joint, bytes_of, size_of
+
+
+def check_runs_on(program: Program, joint: Joint) -> None:
+    """Raise ``PlanError`` unless the graph has the program's ops, with its inputs and gradients."""
+    if not _has_ops_of(program, joint):
+        raise PlanError("The plan's program is not of this step's graph", hint="Plan again.")
+
+
+def transferred(program: Program, joint: Joint) -> Program | None:
+    """The program with the bytes of another graph; None if that has other ops, or other results written in place."""
+    if not _has_ops_of(program, joint) or not all(_is_alike(each, program, joint) for each in _instructions(program)):
+        return None
+    return replace(program, bytes={value: _bytes(value, joint) for value in program.bytes})
+
+
+def _has_ops_of(program: Program, joint: Joint) -> bool:
+    values = {value for each in _instructions(program) for value in (each.cell, *each.reads)}
+    forward = [each.cell.op for each in program.forward if each.kind is Kind.COMPUTE and not each.cell.is_state]
+    gradients = [node.name if isinstance(node, fx.Node) else None for node in joint.gradients]
+    return (
+        forward == [node.name for node in joint.forward]
+        and [value and value.op for value in program.gradients] == gradients
+        and all(_node(value, joint) is not None for value in values)
+        and all(_reads_inputs(each, joint) for each in _instructions(program))
+    )
+
+
+def _reads_inputs(each: Instruction, joint: Joint) -> bool:
+    """Whether an op's instruction reads the results that the graph's op reads."""
+    if each.kind not in (Kind.COMPUTE, Kind.RECOMPUTE) or each.cell.is_state:
+        return True
+    node = joint.nodes.get(each.cell.op)
+    if node is None:
+        return False
+    inputs = [value.name for value in inputs_of(node, again=each.kind is Kind.RECOMPUTE)]
+    return [value.op for value in each.reads if not value.is_state] == inputs
+
+
+def _is_alike(each: Instruction, program: Program, joint: Joint) -> bool:
+    """Whether a result can still be written in place, and a gradient still be handed on without a copy."""
+    node = _node(each.cell, joint)
+    assert node is not None
+    if each.into is not None:
+        target = joint.nodes[each.into.op]
+        return _lie_alike(target, node) and bytes_of(joint.storages[target]) == bytes_of(node)
+    if each.kind is Kind.RETURN_GRAD and each.reads and each.cell in program.storages:
+        return _lie_alike(joint.nodes[each.reads[0].op], node)
+    return True
+
+
+def _lie_alike(node: fx.Node, other: fx.Node) -> bool:
+    return lies_like(node.meta.get("val"), other.meta.get("val"))
+
+
+def _instructions(program: Program) -> tuple[Instruction, ...]:
+    return (*program.forward, *program.backward)
+
+
+_PART = re.compile(r"(\w+)(?:\[(\d+)\]|\.\w+)?")  # an op, one of its results, or a tensor beside it ("primals_1.grad")
+
+
+def _node(value: Value, joint: Joint) -> fx.Node | None:
+    match = _PART.fullmatch(value.op)
+    return joint.nodes.get(match[1]) if match else None
+
+
+def _bytes(value: Value, joint: Joint) -> int:
+    match, node = _PART.fullmatch(value.op), _node(value, joint)
+    assert match is not None
+    assert node is not None
+    if value.is_state:
+        return STATE_BYTES
+    return size_of(node.meta["val"][int(match[2])]) if match[2] else bytes_of(node)

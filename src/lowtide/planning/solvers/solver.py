@@ -1,0 +1,88 @@
+"""The contract of a solver: from a joint graph to programs that trade bytes for seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from torch import fx
+
+from lowtide.errors import BudgetError
+from lowtide.planning.plan import PlannedStage
+from lowtide.planning.programs.program import Program, simulate
+from lowtide.registry import Registry
+from lowtide.sizes import format_size
+from lowtide.tracing.capture.joint import Joint, bytes_of
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A joint graph, with the seconds and the workspace bytes of each op."""
+
+    joint: Joint
+    seconds: Callable[[fx.Node], float]
+    workspace: Callable[[fx.Node], int] = lambda _: 0
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """One program of a solver. It is written, and explained, when that is first asked for."""
+
+    solver: str
+    label: str  # orders solutions that are as fast and as large
+    seconds: float  # that the step takes longer
+    estimate_bytes: int  # of the peak above what stays between steps, near the allocated one
+    write: Callable[[], Program]
+    explain: Callable[[], tuple[PlannedStage, ...]] = tuple  # peaks are the solver's own estimates
+
+    @cached_property
+    def program(self) -> Program:
+        """Instructions for an engine."""
+        return self.write()
+
+    def __str__(self) -> str:
+        return self.label
+
+
+class Solver(Protocol):
+    """Finds programs of a joint graph."""
+
+    name: str
+
+    def solve(self, problem: Problem) -> Sequence[Solution]:
+        """Programs from the fastest to the smallest. They depend on the problem alone, not on a budget."""
+        ...
+
+
+SOLVERS: Registry[Solver] = Registry("solver")
+
+
+def solutions(problem: Problem) -> list[Solution]:
+    """The programs of every solver, the fastest first."""
+    programs = [solution for solver in SOLVERS.values() for solution in solver.solve(problem)]
+    return sorted(programs, key=lambda solution: solution.seconds)
+
+
+def fastest_program(
+    joint: Joint, budget_bytes: int, *, seconds: Callable[[fx.Node], float] = bytes_of, or_smallest: bool = False
+) -> Program:
+    """Find the fastest program whose peak, above parameters, inputs and gradients, is within ``budget_bytes``.
+
+    By default the seconds of ops go by the bytes of their results. If nothing fits, it raises ``BudgetError`` with the
+    smallest budget, or returns the smallest program.
+    """
+    peaks: dict[int, Program] = {}
+    for solution in solutions(Problem(joint, seconds)):
+        peak = simulate(solution.program).peak_bytes
+        if peak <= budget_bytes:
+            return solution.program
+        peaks.setdefault(peak, solution.program)
+    smallest = min(peaks)
+    if or_smallest:
+        return peaks[smallest]
+    raise BudgetError(
+        f"{format_size(budget_bytes)} is below the smallest program of this graph "
+        f"({format_size(smallest)}, {smallest} bytes)"
+    )

@@ -1,0 +1,70 @@
+"""What is plugged in: engines, lowerings and solvers by name, each imported when it is first used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any, Generic, Protocol, TypeVar
+
+from lowtide.errors import PlanError
+from lowtide.undo import Undo
+
+# By contract. Strings keep the arrow of imports: planning uses engines, which stand to its right.
+BUILT_IN: Mapping[str, Mapping[str, str]] = {
+    "engine": {
+        "eager": "lowtide.engines.eager:EagerEngine",
+        "graph": "lowtide.engines.graph:GraphEngine",
+    },
+    "lowering": {
+        "ops": "lowtide.engines.lowering.ops:OpsLowering",
+    },
+    "solver": {
+        "chain": "lowtide.planning.solvers.chain:ChainSolver",
+    },
+}
+
+
+class Named(Protocol):
+    """An implementation with the name that plans and users write."""
+
+    @property
+    def name(self) -> str: ...
+
+
+T = TypeVar("T", bound=Named)
+
+
+class Registry(Generic[T]):
+    """Implementations of one contract: those of ``BUILT_IN``, and others by ``register``."""
+
+    def __init__(self, contract: str) -> None:
+        self.contract = contract
+        self._places = BUILT_IN[contract]
+        self._loaded: dict[str, T] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys((*self._places, *self._loaded)))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places or name in self._loaded
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self:
+            raise PlanError(f"There is no {self.contract} {name!r}", hint=f"Choose one of {', '.join(self)}.")
+        if name not in self._loaded:
+            module, _, attribute = self._places[name].partition(":")
+            implementation: Any = getattr(import_module(module), attribute)
+            self._loaded[name] = implementation()
+        return self._loaded[name]
+
+    def values(self) -> list[T]:
+        """All implementations, built-in ones first."""
+        return [self[name] for name in self]
+
+    def register(self, implementation: T) -> Undo:
+        """Add an implementation for this process; the undo removes it."""
+        name = implementation.name
+        if name in self:
+            raise PlanError(f"Two implementations of {self.contract} have the name {name!r}", hint="Rename one.")
+        self._loaded[name] = implementation
+        return Undo(lambda: self._loaded.pop(name, None))

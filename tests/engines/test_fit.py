@@ -1,0 +1,92 @@
+"""``fit``: plan, verify and apply in one call; a broken promise is corrected, replaced or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.engines import apply, fit, graph
+from lowtide.engines.graph import PlannedLoss
+from lowtide.errors import PlanError
+from lowtide.planning.graph_candidates import GraphCandidates
+from lowtide.planning.solvers.chain import ChainSolver
+from lowtide.techniques import Fidelity, register
+from lowtide.tracing.capture import loss as captured_loss
+
+from ..contract.outcomes import assert_restored, snapshot
+from ..planning.steps import chain
+from .counting import count_calls
+from .lowering.test_ops import layers
+from .test_verify import Off, divided
+
+
+def test_fit_plans_verifies_and_applies() -> None:
+    work = chain()
+    step = fit(work.model, work.loss, work.batch, work.optimizer, budget="60%")
+    assert step.plan.choices or step.plan.program
+    assert torch.isfinite(step(work.batch))
+    step.undo()
+
+
+def test_fit_refuses_a_plan_that_does_not_keep_its_promise(
+    monkeypatch: pytest.MonkeyPatch, only: Callable[..., None]
+) -> None:
+    only()
+    work = chain()
+    before = snapshot(work.model)
+    with register(Off(Fidelity.BITWISE)) as registered:
+        monkeypatch.setattr("lowtide.planning.search.predict", lambda w, o, b, **_: replace(b, graph=tiny(b.graph)))
+        with pytest.raises(PlanError, match="does not give what it promised"):
+            fit(work.model, work.loss, work.batch, work.optimizer, budget="60%")
+    registered()
+    assert_restored(work.model, before)
+
+
+def tiny(graph: Any) -> Any:
+    """A prediction of next to nothing, so that the planner falls for it."""
+    return replace(graph, storages=graph.storages[:1])
+
+
+def test_fit_corrects_the_class_of_a_plan_that_is_off_by_rounding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = divided()
+    monkeypatch.setattr(GraphCandidates, "fidelity", Fidelity.BITWISE)
+    with pytest.warns(RuntimeWarning, match=r"off by rounding, .*: the plan is roundoff\. allow='bitwise'"):
+        step = fit(work.model, work.loss, work.batch, budget="99%", engine="graph")
+    assert step.plan.fidelity is Fidelity.ROUNDOFF
+    assert "off by rounding" in step.plan.notes[-1]
+    step.undo()
+    with pytest.raises(PlanError, match=r"\(bitwise\): off by rounding alone"):
+        fit(work.model, work.loss, work.batch, budget="99%", engine="graph", allow="bitwise")
+
+
+def test_fit_falls_back_to_the_eager_engine_where_a_graph_breaks_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = chain()
+    monkeypatch.setattr(PlannedLoss, "__call__", lambda self, model, x: 1.1 * self.work.compute_loss(batch=x))
+    solve = ChainSolver.solve  # said to be the fastest, so that auto takes it
+    monkeypatch.setattr(ChainSolver, "solve", lambda *given: [replace(each, seconds=-1.0) for each in solve(*given)])
+    with pytest.warns(RuntimeWarning, match="the eager engine runs instead"):
+        step = fit(work.model, work.loss, work.batch, budget="60%")
+    assert step.plan.engine == "eager"
+    step.undo()
+
+
+def test_fit_captures_the_loss_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = [
+        count_calls(monkeypatch, backend, "__call__") for backend in (captured_loss._JointCollector, graph._Backend)
+    ]
+    model = layers(4)
+    step = lowtide.fit(
+        model, lambda model, x: model(x).square().mean(), torch.randn(64, 32), engine="graph", budget="80%"
+    )
+    step.loss(torch.randn(64, 32)).backward()
+    assert sum(map(len, captures)) == 1
+    step.undo()
+    model.zero_grad()
+    with apply(step.plan, step._plain) as again:  # another call, before which anything may have changed
+        again.loss(torch.randn(64, 32)).backward()
+    assert sum(map(len, captures)) == 2

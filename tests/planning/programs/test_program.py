@@ -1,0 +1,70 @@
+"""Programs: simulated, printed, and refused where an instruction cannot run."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide import Workload
+from lowtide.errors import PlanError
+from lowtide.planning.programs.liveness import lives, lives_in_place, order_of, peak_bytes
+from lowtide.planning.programs.offloading import with_offloaded
+from lowtide.planning.programs.program import Kind, Program, Value, check_program, simulate
+from lowtide.planning.programs.strategies import (
+    plain,
+    sqrt_without_cheap,
+    without_cheap,
+)
+from lowtide.tracing.capture.joint import Joint
+from lowtide.tracing.capture.loss import capture_joint
+
+from .test_strategies import STEPS
+
+
+@pytest.fixture(scope="module")
+def joint() -> Joint:
+    layers = [layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.1))]
+    return capture_joint(
+        Workload(nn.Sequential(*layers), lambda model, x: model(x).square().mean(), torch.randn(32, 16))
+    )
+
+
+@pytest.fixture(scope="module")
+def programs(joint: Joint) -> list[Program]:
+    whole = plain(joint)
+    alone = [value for value in whole.kept if value in whole.bytes and not value.is_state]
+    return [whole, sqrt_without_cheap(joint), with_offloaded(whole, alone[:2])]
+
+
+def test_a_program_that_lost_an_instruction_is_refused(programs: list[Program]) -> None:
+    program = programs[1]
+    read = {value for each in program.backward for value in each.reads}
+    computed = [
+        place for place, each in enumerate(program.backward) if each.kind is Kind.RECOMPUTE and each.cell in read
+    ]
+    for place in random.Random(0).sample(computed, 5):
+        shorter = replace(program, backward=(*program.backward[:place], *program.backward[place + 1 :]))
+        with pytest.raises(PlanError):
+            check_program(shorter)
+
+
+def test_a_program_that_keeps_too_little_or_unknown_values_is_refused(programs: list[Program]) -> None:
+    for kept in ((), (*programs[0].kept, Value("gelu", run=3))):
+        with pytest.raises(PlanError):
+            check_program(replace(programs[0], kept=kept))
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm"])
+def test_the_programs_simulator_counts_between_in_place_and_sharing(name: str) -> None:
+    """The engine writes over an op's first input alone, so it may take more than in place, never more than sharing."""
+    joint = capture_joint(STEPS[name]())
+    tangents = sum(node.meta["val"].nbytes for node in joint.tangents)
+    for planner in (plain, without_cheap, sqrt_without_cheap):
+        program = planner(joint)
+        order = order_of(joint, program)
+        simulated = simulate(program).peak_bytes - tangents
+        assert peak_bytes(lives_in_place(order)) <= simulated <= peak_bytes(lives(order))

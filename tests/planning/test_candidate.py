@@ -1,0 +1,49 @@
+"""Candidates that a plan may use: by class, or by the technique's name."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowtide.engines import plan
+from lowtide.errors import BudgetError, PlanError
+from lowtide.profiling import Profile
+from lowtide.techniques import Fidelity, register
+
+from .steps import Loose, chain
+
+
+def test_loose_techniques_wait_for_permission(plain: Profile) -> None:
+    with register(Loose()):
+        assert plan(chain(), "60%", profile=plain, tune=False).options[0].technique in ("sqrt", "optimal")
+
+
+@pytest.mark.parametrize("allow", ["changed", "loose", ["approximate", "loose"]])
+def test_a_class_or_a_name_gives_permission(plain: Profile, allow: str | list[str], only) -> None:
+    only()
+    with register(Loose()):
+        with pytest.raises(BudgetError, match=r"Allow loose \(changed\) to reach"):
+            plan(chain(), "70%", profile=plain, tune=False)
+        with pytest.raises(BudgetError):
+            plan(chain(), "70%", profile=plain, allow="unbiased", tune=False)
+        found = plan(chain(), "70%", profile=plain, allow=allow, tune=False)
+        assert found.fidelity is Fidelity.CHANGED
+        assert found.options[0].technique == "loose"
+
+
+def test_roundoff_needs_no_permission(plain: Profile, only) -> None:
+    only()
+    with register(Loose(Fidelity.ROUNDOFF)):
+        assert plan(chain(), "70%", profile=plain, tune=False).fidelity is Fidelity.ROUNDOFF
+
+
+def test_no_permission_is_none_and_what_is_no_text_is_refused(plain: Profile) -> None:
+    work = chain()
+    assert plan(work, "90%", allow=None, tune=False).fidelity <= Fidelity.ROUNDOFF
+    for wrong in (3, [3]):
+        with pytest.raises(PlanError, match="Cannot allow"):
+            plan(work, "90%", allow=wrong, tune=False)  # pyright: ignore[reportArgumentType]
+
+
+def test_an_unknown_permission_is_refused(plain: Profile) -> None:
+    with pytest.raises(PlanError, match="neither a fidelity class nor a technique"):
+        plan(chain(), "60%", profile=plain, allow="everything", tune=False)

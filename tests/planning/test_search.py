@@ -1,0 +1,101 @@
+"""The search: options are traced once, and those that fail are left out with the reason."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowtide import Workload
+from lowtide.engines import plan
+from lowtide.errors import BudgetError
+from lowtide.planning import search as search_module
+from lowtide.profiling import Profile
+from lowtide.techniques import Fidelity, register
+
+from ..contract.outcomes import assert_restored, snapshot
+from .steps import Loose, chain, tanh_layers
+
+
+def test_an_option_is_traced_once_for_a_profile(plain: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = chain()
+    found = plan(work, "60%", profile=plain, engine="eager", tune=False)
+    traced = []
+    monkeypatch.setattr(search_module, "predict", lambda *args, **_: traced.append(args))
+    assert plan(work, "60%", profile=plain, engine="eager", tune=False).peak_bytes == found.peak_bytes
+    assert not traced
+
+
+def seen_together(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).mean(0).square().sum()
+
+
+def test_a_technique_that_the_loss_does_not_allow_is_found_out_before_the_first_step() -> None:
+    work = tanh_layers(seen_together)
+    before = snapshot(work.model)
+    with pytest.raises(
+        BudgetError, match=r"microbatch .* was left out: The loss of .* it is neither of them"
+    ) as caught:
+        plan(work, 1, allow="microbatch", tune=False)
+    assert str(caught.value).count("microbatch") == 1  # not once for every size
+    assert_restored(work.model, before)
+
+
+def test_where_the_smallest_estimates_cannot_be_used_others_are_looked_at() -> None:
+    def forward_mode(model: nn.Module, x: Tensor) -> Tensor:
+        y, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+        return (y + tangent).square().mean()
+
+    work = tanh_layers(forward_mode)
+    found = plan(work, "75%", allow="bitwise", tune=False)  # checkpoints do not go with forward-mode derivatives
+    assert found.engine == "graph"
+    assert found.peak_bytes <= found.budget_bytes
+
+
+def test_what_fails_in_a_prediction_is_noted_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    mixing = torch.randn(96, 96)
+    work = Workload(nn.Linear(24, 24), lambda m, x: (mixing @ m(x)).square().mean(), torch.randn(96, 24))
+    with pytest.raises(BudgetError, match=r"microbatch .* was left out: "):
+        plan(work, 1, allow="microbatch", tune=False)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_an_option_that_fails_is_left_out_and_noted(plain: Profile) -> None:
+    class Tempting(Loose):
+        def price(self, option, profile):
+            return type(super().price(option, profile))(Fidelity.BITWISE)
+
+    with register(Tempting(name="tempting", fails=True)):
+        found = plan(chain(), "60%", profile=plain, tune=False)
+    assert found.options[0].technique in ("sqrt", "optimal")
+    # It looked free, and was tried only if its estimate said that it could fit.
+    assert all("this one never works" in note for note in found.notes if "tempting" in note)
+
+
+def in_fours(model: nn.Module, x: Tensor) -> Tensor:
+    """Samples see each other in groups of four."""
+    return torch.cat([(part - part.mean(0)).square() for part in model(x).split(4)]).mean()
+
+
+def test_whether_a_loss_can_be_split_is_asked_of_each_size() -> None:
+    work = tanh_layers(in_fours)
+    found = plan(work, "50%", engine="eager", allow="microbatch", tune=False)
+    assert [choice.option.technique for choice in found.choices] == ["microbatch"]
+    with pytest.raises(BudgetError, match=r"microbatch .* was left out") as caught:
+        plan(work, 1, engine="eager", allow="microbatch", tune=False)
+    assert int(str(caught.value).split(", ")[1].split()[0]) <= found.peak_bytes
+
+
+def test_a_plan_says_why_the_graph_engine_is_not_used() -> None:
+    class Branching(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x if x.sum() < 1e9 else -x)
+
+    model = Branching(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+    work = Workload(model, lambda model, x: model(x).square().mean(), torch.randn(64, 16))
+    found = plan(work, "80%", allow="microbatch", tune=False)
+    assert found.engine == "eager"
+    assert any("graph engine is not used" in note and "Data-dependent" in note for note in found.notes)
+    assert "graph engine is not used" in found.explain()

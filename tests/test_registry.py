@@ -1,0 +1,48 @@
+"""Registries: names without imports, implementations on demand, registered ones until the undo."""
+
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from lowtide.errors import PlanError
+from lowtide.registry import BUILT_IN, Registry
+
+
+@dataclass
+class Toy:
+    name: str = "toy"
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Registry[Toy]:
+    places = {"built in": f"{__name__}:Toy", "absent": "lowtide.no_such_module:Toy"}
+    monkeypatch.setattr("lowtide.registry.BUILT_IN", {"toy": places})
+    return Registry("toy")
+
+
+def test_a_built_in_is_imported_when_it_is_first_used(registry: Registry[Toy]) -> None:
+    assert list(registry) == ["built in", "absent"]
+    assert registry["built in"] is registry["built in"]
+    with pytest.raises(ModuleNotFoundError):
+        registry["absent"]
+    assert "lowtide.no_such_module" not in sys.modules
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_known(registry: Registry[Toy]) -> None:
+    with pytest.raises(PlanError, match=r"three.*built in, absent"):
+        registry["three"]
+
+
+def test_a_registered_one_is_known_until_the_undo_and_names_are_unique(registry: Registry[Toy]) -> None:
+    with registry.register(toy := Toy()):
+        assert registry["toy"] is toy
+        assert list(registry)[-1] == "toy"
+        with pytest.raises(PlanError, match="toy"):
+            registry.register(Toy())
+    assert "toy" not in registry
+
+
+@pytest.mark.parametrize(("contract", "name"), [(key, name) for key, names in BUILT_IN.items() for name in names])
+def test_every_built_in_has_the_name_that_it_is_listed_under(contract: str, name: str) -> None:
+    assert Registry(contract)[name].name == name
