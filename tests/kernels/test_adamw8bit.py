@@ -11,9 +11,8 @@ from lowtide.kernels.adamw8bit import Entry
 from lowtide.kernels.reference import adamw8bit as reference
 from lowtide.kernels.reference.adamw8bit import Hyper, Moments
 from lowtide.optim.adamw8bit import AdamW8bit, empty_moments
+from tests.kernels.devices import DEVICE
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 HYPER = Hyper(1e-2, 0.9, 0.999, 1e-8, 0.1, 1)
 
 

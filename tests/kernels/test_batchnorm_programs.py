@@ -8,13 +8,12 @@ import torch.nn.functional as F
 
 from lowtide.kernels.activations import Activation
 from lowtide.kernels.reference.batchnorm import Affine, Running
+from tests.kernels.devices import DEVICE, GPU, TOLERANCE, assert_near
 from tests.soak import SOAK
 
 triton = pytest.importorskip("triton")
 from lowtide.kernels.triton import batchnorm as kernels  # noqa: E402
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 NAMES = [
     "identity", "relu", "leaky_relu", "elu", "celu", "silu", "gelu", "hardswish", "tanh", "sigmoid", "softplus",
     "prelu",
@@ -36,7 +35,6 @@ CASES = [
     *((name, Activation.of("prelu" if "NHWC" in name else "leaky_relu")) for name in SHAPES),
     *(product(SHAPES, ACTIVATIONS) if GPU or SOAK else ()),
 ]
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # a few units of the dtype
 
 
 def make(name, dtype=torch.float32, *, mean=3.0):
@@ -64,11 +62,6 @@ def reference(x, dz, weight, bias, act, slopes=None, residual=None):
     return z.detach(), running, torch.autograd.grad(z, inputs, dz.double())
 
 
-def close(actual, expected, tolerance):
-    error = float((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30))
-    assert error < tolerance, f"{error:.1e}"
-
-
 def slopes_of(act, channels):
     return torch.rand(channels, device=DEVICE) if act.name == "prelu" else None
 
@@ -80,9 +73,9 @@ def test_forward_and_backward_are_those_of_float64(name, act):
     z_ref, running_ref, gradients = reference(x, dz, weight, bias, act, slopes)
     running = Running(torch.zeros(x.shape[1], device=DEVICE), torch.ones(x.shape[1], device=DEVICE), 0.1)
     z, mean, invstd, _ = kernels.forward(x, weight, bias, running, act, slopes, eps=1e-5)
-    close(z, z_ref, 2e-6)
-    close(running.mean, running_ref[0], 2e-6)
-    close(running.var, running_ref[1], 2e-6)
+    assert_near(z, z_ref, 2e-6)
+    assert_near(running.mean, running_ref[0], 2e-6)
+    assert_near(running.var, running_ref[1], 2e-6)
     affine = Affine(mean, invstd, weight, bias)
     _, _, _, xhat = kernels.forward(x, weight, bias, Running(), act, slopes, eps=1e-5, keep_xhat=True)
     saved = {"x": x, "xhat": xhat}
@@ -91,7 +84,7 @@ def test_forward_and_backward_are_those_of_float64(name, act):
     for keeps, tensor in saved.items():
         results = kernels.backward(dz, tensor, keeps, affine, act, slopes, training=True)
         for mine, expected in zip(results[: 3 if slopes is None else 4], gradients, strict=True):
-            close(mine, expected, 1e-5)
+            assert_near(mine, expected, 1e-5)
 
 
 @pytest.mark.parametrize("name", ["NCHW", "many parts, NHWC"])
@@ -115,7 +108,7 @@ def test_a_mean_of_10000_costs_no_more_than_in_torch(name):
     z, mean, invstd, _ = kernels.forward(x, weight, bias, Running(), act, eps=1e-5)
     assert float((z.double() - z_ref).norm()) <= 1.5 * torch_error
     dx = kernels.backward(dz, x, "x", Affine(mean, invstd, weight, bias), act, training=True)[0]
-    close(dx, gradients[0], 2e-2)  # values next to 0 change sides
+    assert_near(dx, gradients[0], 2e-2)  # values next to 0 change sides
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -126,10 +119,10 @@ def test_16_bits_with_float32_parameters(name, dtype):
     z_ref, _, gradients = reference(x, dz, weight, bias, act)
     z, mean, invstd, _ = kernels.forward(x, weight, bias, Running(), act, eps=1e-5)
     assert z.dtype == dtype
-    close(z, z_ref, TOLERANCE[dtype])
+    assert_near(z, z_ref, TOLERANCE[dtype])
     results = kernels.backward(dz, x, "x", Affine(mean, invstd, weight, bias), act, training=True)
     for mine, expected in zip(results[:3], gradients, strict=True):
-        close(mine, expected, TOLERANCE[dtype])
+        assert_near(mine, expected, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("name", ["NCHW", "many parts, NHWC"])
@@ -139,11 +132,11 @@ def test_a_residual_is_added_and_gets_its_gradient(name):
     act = Activation.of("silu")
     z_ref, _, gradients = reference(x, dz, weight, bias, act, residual=residual)
     z, mean, invstd, _ = kernels.forward(x, weight, bias, Running(), act, None, residual, eps=1e-5)
-    close(z, z_ref, 2e-6)
+    assert_near(z, z_ref, 2e-6)
     affine = Affine(mean, invstd, weight, bias)
     dx, dweight, dbias, _, dy = kernels.backward(dz, x, "x", affine, act, None, residual, training=True)
     for mine, expected in zip((dx, dweight, dbias, dy), gradients, strict=True):
-        close(mine, expected, 1e-5)
+        assert_near(mine, expected, 1e-5)
 
 
 def test_without_parameters_and_with_given_statistics():
@@ -181,6 +174,6 @@ def test_any_number_of_channels_in_NHWC(channels):
     z, mean, invstd, _ = kernels.forward(x, weight, bias, Running(), act, eps=1e-5)
     results = kernels.backward(dz, x, "x", Affine(mean, invstd, weight, bias), act, training=True)
     expected, _, gradients = reference(x, dz, weight, bias, act)
-    close(z, expected, 2e-6)
+    assert_near(z, expected, 2e-6)
     for ours, theirs in zip(results[:3], gradients, strict=True):
-        close(ours, theirs, 2e-6)
+        assert_near(ours, theirs, 2e-6)

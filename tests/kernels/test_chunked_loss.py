@@ -10,15 +10,13 @@ from lowtide.kernels import chunked_loss as chooser
 from lowtide.kernels import launches
 from lowtide.kernels.reference import chunked_loss as reference
 from lowtide.kernels.reference.chunked_loss import Rules
+from tests.kernels.devices import DEVICE, TOLERANCE, assert_near
 from tests.soak import in_soak
 
 triton = pytest.importorskip("triton")
 from lowtide.kernels.triton import chunked_loss as kernels  # noqa: E402
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 ROWS = {"triton": kernels.rows_, "reference": reference.rows_}
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # a few units of the dtype
 
 
 def make(classes, dtype=torch.float32, *, rows=6, padding=3):
@@ -43,11 +41,6 @@ def expected(logits, target, rules, scale):
     return loss.detach(), gradient
 
 
-def close(actual, value, tolerance):
-    error = float((actual.double() - value).norm() / value.norm().clamp(min=1e-30))
-    assert error < tolerance, f"{error:.1e}"
-
-
 @pytest.mark.parametrize("rows_", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(
     ("smoothing", "weighted", "classes"),
@@ -64,8 +57,8 @@ def test_losses_and_gradients_are_those_of_float64(rows_, smoothing, weighted, c
         loss, gradient = expected(logits, target, rules, scale)
         mine, losses = logits.clone(), torch.empty(len(logits), device=DEVICE)
         rows_(mine, target, losses, rules, scale)
-        close(losses, loss, 2e-6)
-        close(mine, gradient, 2e-6)
+        assert_near(losses, loss, 2e-6)
+        assert_near(mine, gradient, 2e-6)
         assert not mine[1].any()
 
 
@@ -77,8 +70,8 @@ def test_every_dtype_is_rounded_once(rows_, dtype):
     loss, gradient = expected(logits, target, Rules(), scale)
     losses = torch.empty(len(logits), device=DEVICE)
     rows_(logits, target, losses, Rules(), scale)
-    close(losses, loss, 2e-6)
-    close(logits, gradient, TOLERANCE[dtype])
+    assert_near(losses, loss, 2e-6)
+    assert_near(logits, gradient, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("rows_", ROWS.values(), ids=ROWS)
@@ -103,8 +96,8 @@ def test_padding_counts_for_nothing_and_has_no_gradient(rows_, smoothing, classe
         whole[:, :classes] = logits
         losses = torch.empty(len(logits), device=DEVICE)
         rows_(whole, target, losses, rules, scale, padding)
-        close(losses, loss, 2e-6)
-        close(whole[:, :classes], gradient, 2e-6)
+        assert_near(losses, loss, 2e-6)
+        assert_near(whole[:, :classes], gradient, 2e-6)
         assert not whole[:, classes:].any()
 
 
@@ -116,8 +109,8 @@ def test_targets_may_lie_apart(rows_, rows):
     loss, gradient = expected(logits, target, Rules(), torch.tensor(1.0))
     losses = torch.empty(rows, device=DEVICE)
     rows_(logits, target, losses, Rules(), torch.tensor(1.0, device=DEVICE))
-    close(losses, loss, 2e-6)
-    close(logits, gradient, 2e-6)
+    assert_near(losses, loss, 2e-6)
+    assert_near(logits, gradient, 2e-6)
 
 
 @pytest.mark.parametrize("rows_", ROWS.values(), ids=ROWS)
@@ -126,7 +119,7 @@ def test_without_a_scale_there_are_losses_alone(rows_):
     loss, _ = expected(logits, target, Rules(), torch.tensor(1.0))
     losses = torch.empty(len(logits), device=DEVICE)
     rows_(logits, target, losses, Rules(), None)
-    close(losses, loss, 2e-6)
+    assert_near(losses, loss, 2e-6)
 
 
 @pytest.mark.parametrize("rows_", ROWS.values(), ids=ROWS)
@@ -137,8 +130,8 @@ def test_a_block_of_minus_infinity_is_no_nan(rows_):
     loss, gradient = expected(logits, target, Rules(), torch.tensor(1.0))
     losses = torch.empty(len(logits), device=DEVICE)
     rows_(logits, target, losses, Rules(), torch.tensor(1.0, device=DEVICE))
-    close(losses, loss, 2e-6)
-    close(logits, gradient, 2e-6)
+    assert_near(losses, loss, 2e-6)
+    assert_near(logits, gradient, 2e-6)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's numpy
@@ -187,7 +180,7 @@ def test_sums_over_chunks_are_32_bits_wide(dtype):
         total = chooser.add_product(total, a.t(), b)
     exact = sum(a.double().t() @ b.double() for a, b in parts)
     assert total.dtype == torch.promote_types(dtype, torch.float32)
-    close(total, exact, {torch.float64: 1e-14}.get(dtype) or TOLERANCE[dtype] / 3)
+    assert_near(total, exact, {torch.float64: 1e-14}.get(dtype) or TOLERANCE[dtype] / 3)
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 3)], ids=str)

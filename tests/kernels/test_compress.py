@@ -11,9 +11,9 @@ from lowtide.kernels.compress import Draws
 from lowtide.kernels.reference import compress as reference
 from lowtide.kernels.reference.compress import PARTS, PHILOX_ROUNDS
 from lowtide.kernels.reference.randomized import philox
+from tests.kernels.devices import DEVICE
 from tests.soak import in_soak
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 BITS = [2, 4, 8]
 SIZES = {"one": 1, "short": 100, "group": 256, "odd": 1543, "programs": 4500}

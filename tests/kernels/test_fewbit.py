@@ -10,6 +10,7 @@ from lowtide.kernels import fewbit as chooser
 from lowtide.kernels.activations import CURVES, GATES, Activation
 from lowtide.kernels.reference import fewbit as reference
 from lowtide.nn.fewbit import book_for
+from tests.kernels.devices import DEVICE, GPU
 from tests.soak import in_soak
 
 try:
@@ -17,8 +18,6 @@ try:
 except ImportError:
     fast = None
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 KERNELS = [
     pytest.param(reference, id="reference"),
     pytest.param(fast, id="triton", marks=pytest.mark.skipif(fast is None, reason="needs triton")),

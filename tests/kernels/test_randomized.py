@@ -11,16 +11,13 @@ from lowtide.kernels import launches
 from lowtide.kernels import randomized as chooser
 from lowtide.kernels.reference import randomized as reference
 from lowtide.kernels.reference.randomized import KINDS, Sketch, philox
+from tests.kernels.devices import DEVICE, GPU, TOLERANCE, assert_near
 
 from ..nn.variance import variance
 from ..soak import SOAK, count, in_soak
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 SEED = 2**62 + 987654321
 CUTS = [(200, 128, 0.2), (24, 128, 0.3), (300, 77, 0.5), (301, 32, 0.1), (90, None, 0.2), (3, 2, 0.4), (5, 2, 1.0)]
-# A few units of the dtype: S itself is rounded to it.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def matrix(kind, rows, block, ratio, seed=SEED):
@@ -176,8 +173,7 @@ def test_kernels_read_any_strides(kernels, kind, layout):
 def close(actual, x, seed, sketch):
     expected = reference.project(x.double(), seed, sketch)
     assert actual.dtype == x.dtype
-    error = float((actual.double() - expected).norm() / expected.norm())
-    assert error < TOLERANCE[x.dtype], f"{error:.1e}"
+    assert_near(actual, expected, TOLERANCE[x.dtype])  # S itself is rounded to the dtype
 
 
 @pytest.mark.parametrize("kind", ["rademacher", "rows"])

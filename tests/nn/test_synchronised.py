@@ -42,7 +42,8 @@ TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 def equals_one_process(rank: int, sizes: tuple[int, int], dtype: torch.dtype, group: Any = "world") -> None:
     """Three steps of a layer on each rank's part, and of torch's own in float64 on the whole."""
-    for dimension, (strategy, activation) in [(d, s) for d in (1, 2) for s in STRATEGIES]:
+    cases = [*((1, each) for each in STRATEGIES[1:5:3]), *((2, each) for each in STRATEGIES)]
+    for dimension, (strategy, activation) in cases:
         built, plain = (BatchNormAct1d, nn.BatchNorm1d) if dimension == 1 else (BatchNormAct2d, nn.BatchNorm2d)
         layer = built(4, activation, strategy, process_group=group, dtype=dtype)
         norm = plain(4, dtype=torch.float64)

@@ -6,7 +6,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,19 +66,16 @@ class _Watched:
 
     def __init__(self) -> None:
         self._layers: set[weakref.ref[nn.Module]] = set()
-        self._kinds: set[type[nn.Module]] = set()  # replicas of nn.DataParallel are made without a constructor
+        self._kinds: tuple[type[nn.Module], ...] = ()  # replicas of nn.DataParallel are made without a constructor
         self._undo = Undo()
 
     def add(self, layer: nn.Module) -> None:
         if not self._layers:
-            for register, hook in (
-                (nn_module.register_module_forward_pre_hook, self._before),
-                (partial(nn_module.register_module_forward_hook, always_call=True), self._after),
-            ):
-                self._undo.add(register(hook).remove)
+            self._undo.add(nn_module.register_module_forward_pre_hook(self._before).remove)
+            self._undo.add(nn_module.register_module_forward_hook(self._after, always_call=True).remove)
             self._undo.add(_ignore_warning(r"Using `torch\.compile\(module\)` when there are global hooks"))
         self._layers.add(weakref.ref(layer, self._forget))
-        self._kinds.add(type(layer))
+        self._kinds = tuple({*self._kinds, type(layer)})
 
     def _forget(self, layer: weakref.ref[nn.Module]) -> None:
         self._layers.discard(layer)
@@ -89,7 +85,7 @@ class _Watched:
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or scope.is_open or not may_open() or runs_compiled(module):
             return
-        scope.open(frame_at(1), replaces=any(type(part) in self._kinds for part in module.modules()))
+        scope.open(frame_at(1), replaces=any(isinstance(part, self._kinds) for part in module.modules()))
 
     def _after(self, module: nn.Module, args: Any, out: Any) -> None:
         if torch.compiler.is_compiling():
