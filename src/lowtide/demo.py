@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lowtide import engines, zoo
 from lowtide.errors import MissingExtra
 from lowtide.planning.baseline import baseline_profile
-from lowtide.profiling import Profile, profile
+from lowtide.profiling import profile
 from lowtide.reporting import Overlay, progress, report, show
 from lowtide.sizes import format_size
 from lowtide.workload import Workload
@@ -58,14 +58,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Demo:
-    """What the demo found: the plain training first. ``ok``: all are equal to it, and within their budgets."""
+    """The trainings, the plain one first. ``ok``: all equal it, and stay within their budgets."""
 
     runs: list[Run]
     report: str
 
     @property
     def ok(self) -> bool:
-        """Whether all promises were kept."""
+        """Whether all promises hold."""
         return all(run.equal and run.within for run in self.runs)
 
     def to_json(self) -> dict[str, Any]:
@@ -113,18 +113,20 @@ def _run(folder: Path, console: Console, steps: int) -> Demo:
         model.load_state_dict(first)
         planned = workload(model, batches[0], budget)
         with engines.apply(plan, planned) as step:
-            found, seconds = train(f"within {budget}", step, batches)
+            own_losses, seconds = train(f"within {budget}", step, batches)
             profiles.append(step.profile())
-        equal = torch.equal(losses, found) and _same_state(trained, model.state_dict())
+        equal = torch.equal(losses, own_losses) and _same_state(trained, model.state_dict())
         promised = (plan.budget_bytes, plan.peak_bytes, plan.seconds)
         right, peak = accuracy(model, test), profiles[-1].peak_bytes
-        runs.append(Run(budget, found.tolist(), right, seconds, peak, *promised, equal))
+        runs.append(Run(budget, own_losses.tolist(), right, seconds, peak, *promised, equal))
 
     path = folder / "report.html"
-    found = Demo(runs, str(path))
-    report(_overlay(found, profiles), path)
-    _show(found, console)
-    return found
+    result = Demo(runs, str(path))
+    budgets = tuple(run.budget_bytes for run in runs)
+    rows = tuple(_row(run) for run in runs)
+    report(Overlay("One training, three budgets", tuple(profiles), budgets, COLUMNS, rows, _verdict(result)), path)
+    _show(result, console)
+    return result
 
 
 def load_digits_as_batches() -> tuple[Batches, tuple[Tensor, Tensor]]:
@@ -145,13 +147,13 @@ def load_digits_as_batches() -> tuple[Batches, tuple[Tensor, Tensor]]:
 
 
 def workload(model: nn.Module, batch: tuple[Tensor, Tensor], name: str) -> Workload:
-    """The step that both trainings take."""
+    """The step that all trainings take."""
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     return Workload(model, classification_loss, batch, optimizer, name=name)
 
 
 def plain_step(work: Workload, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """What people write without lowtide."""
+    """A step as people write it without lowtide."""
     assert work.optimizer is not None
     work.optimizer.zero_grad()
     loss = work.loss(work.model, batch)
@@ -161,7 +163,7 @@ def plain_step(work: Workload, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def train(name: str, step: Callable[[Any], Tensor], batches: Batches) -> tuple[Tensor, float]:
-    """The losses of all steps, and the seconds of one: the median, since the first one captures the graph."""
+    """Return the losses of all steps, and the median seconds of one; the first step captures the graph."""
     losses: list[Tensor] = []
     seconds: list[float] = []
     with progress(f"Training, {name}", len(batches)) as advance:
@@ -174,7 +176,7 @@ def train(name: str, step: Callable[[Any], Tensor], batches: Batches) -> tuple[T
 
 
 def accuracy(model: nn.Module, test: tuple[Tensor, Tensor]) -> float:
-    """The share of the test set that is read right."""
+    """The share of the test set that is classified correctly."""
     images, targets = test
     model.eval()
     with torch.no_grad():
@@ -188,26 +190,9 @@ def _same_state(plain: dict[str, Tensor], planned: dict[str, Tensor]) -> bool:
     return plain.keys() == planned.keys() and all(torch.equal(plain[key], planned[key]) for key in plain)
 
 
-def _overlay(found: Demo, profiles: list[Profile]) -> Overlay:
-    return Overlay(
-        "One training, three budgets",
-        tuple(profiles),
-        tuple(run.budget_bytes for run in found.runs),
-        COLUMNS,
-        tuple(_row(run) for run in found.runs),
-        _verdict(found),
-    )
-
-
 COLUMNS = (
-    "training",
-    "budget",
-    "peak predicted",
-    "peak measured",
-    "step predicted",
-    "step measured",
-    "last loss",
-    "read right",
+    *("training", "budget", "peak predicted", "peak measured"),
+    *("step predicted", "step measured", "last loss", "read right"),
 )
 
 
@@ -223,27 +208,27 @@ def _row(run: Run) -> tuple[str, ...]:
     )
 
 
-def _verdict(found: Demo) -> tuple[str, str]:
-    count = len(found.runs[0].losses)
-    equal = "equal bit for bit" if all(run.equal for run in found.runs) else "NOT EQUAL: a promise was broken"
-    within = "within their budgets" if all(run.within for run in found.runs) else "OVER THE BUDGET"
+def _verdict(result: Demo) -> tuple[str, str]:
+    count = len(result.runs[0].losses)
+    equal = "equal bit for bit" if all(run.equal for run in result.runs) else "NOT EQUAL: a promise was broken"
+    within = "within their budgets" if all(run.within for run in result.runs) else "OVER THE BUDGET"
     return (
         f"The losses of all {count} steps, the parameters and the batch-norm statistics are {equal}.",
         f"The peaks are {within}.",
     )
 
 
-def _show(found: Demo, console: Console) -> None:
+def _show(result: Demo, console: Console) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for i, column in enumerate(COLUMNS):
         table.add_column(column.replace(" ", "\n"), justify="right" if i else "left", no_wrap=True)
-    for run in found.runs:
+    for run in result.runs:
         table.add_row(*_row(run))
     console.print("[bold]4. The result[/]\n")
     console.print(table, highlight=False)
     console.print()
-    for line in _verdict(found):
+    for line in _verdict(result):
         console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"The four timelines over each other: {found.report}", soft_wrap=True, highlight=False)
+    console.print(f"The four timelines over each other: {result.report}", soft_wrap=True, highlight=False)

@@ -1,4 +1,4 @@
-"""What the command line says of a workload; ``--arg key=value`` from text to what a function takes."""
+"""Arguments of the command line: settings of a workload, and ``--arg key=value`` for a function."""
 
 from __future__ import annotations
 
@@ -11,20 +11,11 @@ from typing import Any, TypedDict
 
 from lowtide.errors import WorkloadError
 
-_TRUTH = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
-}
+_TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 
 
 class Settings(TypedDict, total=False):
-    """What the command line says of a workload; None, or absent, leaves it to the target."""
+    """Settings of a workload on the command line. None, or absent, leaves them to the target."""
 
     batch: int | None
     seq: int | None
@@ -63,9 +54,9 @@ def guess(args: Mapping[str, str]) -> dict[str, Any]:
 def bind(
     function: Callable[..., Any], args: Mapping[str, str], given: Mapping[str, Any], *, where: str
 ) -> dict[str, Any]:
-    """The keyword arguments to call a function with: ``args`` as it annotates them, and ``given`` as it is.
+    """Build the keyword arguments of a call: ``args`` converted as annotated, ``given`` as they are.
 
-    Complains of what the function does not take, and of what it needs and does not get.
+    Raises for arguments that the function does not take, and for missing ones.
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -109,8 +100,8 @@ def _convert(key: str, text: str, kind: Any, where: str) -> Any:
         if text.lower() == "none" and len(kinds) < len(typing.get_args(kind)):
             return None
         kind = kinds[0] if len(kinds) == 1 else str
-    if kind is bool and text.lower() in _TRUTH:
-        return _TRUTH[text.lower()]
+    if kind is bool and text.lower() in _TRUE | _FALSE:
+        return text.lower() in _TRUE
     if kind in (int, float):
         try:
             return kind(text)

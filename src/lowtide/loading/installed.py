@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from lowtide.compat import pytree
 from lowtide.errors import MissingExtra, WorkloadError
 from lowtide.workload import Workload
-from lowtide.zoo import OPTIMIZERS
+from lowtide.zoo import make_optimizer, seeded, unknown
 
 
 def torchvision(
@@ -30,11 +29,10 @@ def torchvision(
 ) -> Workload:
     """A classifier or segmenter of torchvision on random images; ``options`` go to its builder."""
     where = f"torchvision:{name}"
-    if seq is not None:
-        raise WorkloadError(f"{where} takes images", hint="Write --image, not --seq.")
+    _check_axis(where, "images", "image", "seq", seq)
     models = _import("torchvision.models")
     if name not in models.list_models():
-        raise _unknown(where, name, models.list_models())
+        raise unknown("model of torchvision", name, models.list_models())
     kind = models.get_model_builder(name).__module__
     if any(other in kind for other in ("detection", "optical_flow", "video")):
         raise _write_your_own(where, "neither classifies nor segments images")
@@ -63,11 +61,10 @@ def timm(
 ) -> Workload:
     """A classifier of timm on random images of the size it is made for; ``options`` go to ``timm.create_model``."""
     where = f"timm:{name}"
-    if seq is not None:
-        raise WorkloadError(f"{where} takes images", hint="Write --image, not --seq.")
+    _check_axis(where, "images", "image", "seq", seq)
     library = _import("timm")
     if not library.is_model(name):
-        raise _unknown(where, name, library.list_models())
+        raise unknown("model of timm", name, library.list_models())
 
     def build() -> tuple[nn.Module, Any]:
         net = library.create_model(name, pretrained=False, **options)
@@ -94,16 +91,15 @@ def transformers(
     ``name`` is a model type: ``gpt2``, ``llama``, ``bert``, ``t5``. Labels are the ids; no keys are cached.
     """
     where = f"transformers:{name}"
-    if image is not None:
-        raise WorkloadError(f"{where} takes tokens", hint="Write --seq, not --image.")
+    _check_axis(where, "tokens", "seq", "image", image)
     library = _import("transformers")
     known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
     if name not in known:
-        raise _unknown(where, name, known)
+        raise unknown("model type of transformers", name, known)
     config = library.AutoConfig.for_model(name, **{"use_cache": False, **options})
     heads = (library.AutoModelForMaskedLM, library.AutoModelForCausalLM, library.AutoModelForSeq2SeqLM)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = 0  # what the decoder's input is shifted in with; any id will do
+        config.decoder_start_token_id = 0  # fills the decoder's first input; any id will do
     head = next((h for h in heads if type(config) in h._model_mapping), None)
     if head is None or not isinstance(getattr(config, "vocab_size", None), int):
         raise _write_your_own(where, "has no language-model head")
@@ -130,22 +126,20 @@ def _workload(
     device: str,
     where: str,
 ) -> Workload:
-    """Build as the zoo does: the same parameters and batch on every device, and no global generator moved."""
-    if optimizer not in OPTIMIZERS:
-        raise WorkloadError(
-            f"There is no optimizer {optimizer!r}",
-            where=where,
-            hint=f"Choose one of {', '.join(OPTIMIZERS)}.",
-        )
-    with torch.random.fork_rng(devices=[]), torch.device("meta" if device == "meta" else "cpu"):
-        torch.default_generator.manual_seed(0)
+    """Build as the zoo does: the same parameters and batch on every device."""
+    with seeded(0, torch.device(device)):
         try:
             net, batch = build()
         except TypeError as error:  # an option that this model does not have
             raise WorkloadError(str(error), where=where, hint="Check the --arg options.") from error
     net = net.to(device)
     batch = pytree.tree_map(lambda tensor: tensor.to(device), batch)
-    return Workload(net, loss, batch, OPTIMIZERS[optimizer](net), name=where)
+    return Workload(net, loss, batch, make_optimizer(optimizer, net, where=where), name=where)
+
+
+def _check_axis(where: str, takes: str, option: str, wrong: str, given: int | None) -> None:
+    if given is not None:
+        raise WorkloadError(f"{where} takes {takes}", hint=f"Write --{option}, not --{wrong}.")
 
 
 def _vision_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -157,8 +151,8 @@ def _vision_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    # transformers looks at the values of the position ids to see whether sequences are packed. Under fake
-    # tensors it cannot, assumes that they are, and builds masks that the real step never has.
+    # transformers reads the position ids to see whether sequences are packed. Fake tensors have no values, so it
+    # assumes that they are, and builds masks that the real step never has.
     masks = importlib.import_module("transformers.masking_utils")
     with mock.patch.object(masks, "find_packed_sequence_indices", _not_packed, create=True):
         return model(**batch).loss
@@ -187,12 +181,6 @@ def _import(module: str) -> Any:
             f"{package} cannot be imported: {error}",
             hint=f"Install the {package} that matches torch {torch.__version__}.",
         ) from error
-
-
-def _unknown(where: str, name: str, known: Iterable[str]) -> WorkloadError:
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5) or names[:5]
-    return WorkloadError(f"There is no {where}", hint=f"Some that there are: {', '.join(near)}.")
 
 
 def _write_your_own(where: str, why: str) -> WorkloadError:

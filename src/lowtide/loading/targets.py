@@ -1,7 +1,7 @@
 """Workloads from the command line: ``train.py:workload``, ``package.module:function``, ``zoo:gpt2-medium``.
 
-A target is a place and a name. The place is a file, a module, or one of ``NAMED``; the name is a function
-there that returns a ``Workload``, or a model. ``make_loader`` gives what builds it in several sizes.
+A target is a place and a name. The place is a file, a module, or one of ``NAMED``. The name is a model, or a function
+that returns a ``Workload``. ``make_loader`` builds it in several sizes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def load(target: str, args: Mapping[str, str] | None = None, **settings: Unpack[
 def make_loader(
     target: str, args: Mapping[str, str] | None = None, **settings: Unpack[Settings]
 ) -> Callable[..., Workload]:
-    """Find a target, and return what builds it, as ``sweep`` wants it: ``make(batch=8, seq=512)``."""
+    """Find a target, and return a function that builds it, as ``sweep`` takes it: ``make(batch=8, seq=512)``."""
     build = _find(target)
     autocast = settings.pop("autocast", None)
     if autocast is not None and autocast not in DTYPES:
@@ -135,10 +135,10 @@ def _load_file(path: Path) -> tuple[Path, ModuleType]:
 def _load_module(place: str, target: str) -> tuple[Path, ModuleType]:
     with _importable(Path.cwd()):
         try:
-            found = importlib.util.find_spec(place)
+            spec = importlib.util.find_spec(place)
         except (ImportError, ValueError):
-            found = None
-        if found is None:
+            spec = None
+        if spec is None:
             raise WorkloadError(
                 f"There is no module {place!r} to load {target} from",
                 hint="Write path/to/train.py:function, package.module:function, "
@@ -168,7 +168,7 @@ def _said_plainly(what: str, *, hint: str = "") -> Generator[None]:
         raise
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit):
-            hint = "It ended the program: put what trains under if __name__ == '__main__'."
+            hint = "It ended the program: put the training under if __name__ == '__main__'."
         elif "relative import" in str(error):
             hint = "The file is part of a package: write package.module:function instead."
         where = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else raised_at(error)
@@ -221,10 +221,10 @@ def _names_workload(function: ast.FunctionDef) -> bool:
     return "Workload" in named
 
 
-def _no_function(place: str, name: str, module: ModuleType, found: object) -> WorkloadError:
-    if found is not None:
+def _no_function(place: str, name: str, module: ModuleType, value: object) -> WorkloadError:
+    if value is not None:
         return WorkloadError(
-            f"{name} in {place} is {found!r}, not a function that returns a Workload",
+            f"{name} in {place} is {value!r}, not a function that returns a Workload",
             hint=f"Write def workload(): return lowtide.Workload(...), and {place}:workload here.",
         )
     functions = [

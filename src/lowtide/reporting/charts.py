@@ -29,7 +29,7 @@ _THEME = {
 Row = dict[str, Any]
 
 
-class _Lazy:
+class _LazyPackage:
     """A package of the extra ``report``, imported when it is first used."""
 
     def __init__(self, module: str, package: str) -> None:
@@ -44,8 +44,8 @@ class _Lazy:
             raise MissingExtra(self._package, extra="report") from None
 
 
-alt: Any = _Lazy("altair", "altair")
-vl_convert: Any = _Lazy("vl_convert", "vl-convert-python")
+alt: Any = _LazyPackage("altair", "altair")
+vl_convert: Any = _LazyPackage("vl_convert", "vl-convert-python")
 
 
 def chart_of(rows: list[Row]) -> Any:

@@ -61,7 +61,7 @@ def workload(
 
     ``image`` is pixels per side; ``seq`` is tokens, or samples for the 1-D ResNets. ``optimizer`` is "sgd"
     (momentum 0.9), "adam", "adamw", "none", or None for the family's usual one. A ``seed`` gives the same
-    parameters and batch on every device, and no global generator moves. On "meta" nothing is allocated.
+    parameters and batch on every device. Global generators stay as they are. On "meta" nothing is allocated.
     """
     entry = _entry(name)
     builder = _builder(entry)
@@ -76,12 +76,8 @@ def workload(
         settings["block_size"] = size
     if channels_last and (entry.inputs not in ("images", "pixels") or settings.get("dims", 2) != 2):
         raise WorkloadError("channels_last is for images", where=f"zoo:{name}")
-    optimizer = entry.optimizer if optimizer is None else optimizer
-    if optimizer not in OPTIMIZERS:
-        raise _unknown("optimizer", optimizer, OPTIMIZERS, where=f"zoo:{name}")
-
     device = torch.device(device)
-    with _seeded(seed), torch.device("meta" if device.type == "meta" else "cpu"):
+    with seeded(seed, device):
         net = builder(**settings)
         x, target = random_batch(entry.inputs, count, size, settings)
     net, x, target = net.to(device), x.to(device), target.to(device)
@@ -92,7 +88,7 @@ def workload(
         net,
         next_token_loss if entry.inputs == "tokens" else classification_loss,
         (x, target),
-        OPTIMIZERS[optimizer](net),
+        make_optimizer(entry.optimizer if optimizer is None else optimizer, net, where=f"zoo:{name}"),
         autocast=autocast,
         name=name,
     )
@@ -109,33 +105,40 @@ def small(name: str, **changes: Any) -> Workload:
     return workload(name, **{**_entry(name).small, **changes})
 
 
-def _sgd(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-
-
-def _adam(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(net.parameters(), lr=1e-3)
-
-
-def _adamw(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(net.parameters(), lr=3e-4)
-
-
-def _none(net: nn.Module) -> None:
-    return None
-
-
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer | None]] = {
-    "sgd": _sgd,
-    "adam": _adam,
-    "adamw": _adamw,
-    "none": _none,
+    "sgd": lambda net: torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9),
+    "adam": lambda net: torch.optim.Adam(net.parameters(), lr=1e-3),
+    "adamw": lambda net: torch.optim.AdamW(net.parameters(), lr=3e-4),
+    "none": lambda net: None,
 }
+
+
+def make_optimizer(name: str, net: nn.Module, *, where: str) -> torch.optim.Optimizer | None:
+    """Build an optimizer by name."""
+    if name not in OPTIMIZERS:
+        raise unknown("optimizer", name, OPTIMIZERS, where=where)
+    return OPTIMIZERS[name](net)
+
+
+def unknown(kind: str, given: str, known: Collection[str], *, where: str = "") -> WorkloadError:
+    """The error for a name that is not known, with the names near it."""
+    near = difflib.get_close_matches(given, known, n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(near)}?" if near else f"There are: {', '.join(known)}."
+    return WorkloadError(f"There is no {kind} {given!r}", where=where, hint=hint)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Generator[None]:
+    """Draw from a seeded CPU generator, on the CPU or on "meta", and restore the global one."""
+    # Not torch.manual_seed, which would reseed every GPU too: only the CPU draws here.
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if device.type == "meta" else "cpu"):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def _entry(name: str) -> Entry:
     if name not in ENTRIES:
-        raise _unknown("model", name, ENTRIES, where="lowtide.zoo")
+        raise unknown("model", name, ENTRIES, where="lowtide.zoo")
     return ENTRIES[name]
 
 
@@ -152,12 +155,12 @@ def _settings(
     *,
     also: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The class's defaults, what the name sets, and what the caller sets; ``also`` could have been meant."""
+    """Merge the class's defaults, the name's options and the caller's. ``also`` are other names to suggest."""
     parameters = inspect.signature(builder).parameters
     for option in options:
         if option not in parameters:
-            meant = [*parameters, *(other for other in also if other not in ("name", "options"))]
-            raise _unknown("option", option, meant, where=f"zoo:{name}")
+            names = [*parameters, *(other for other in also if other not in ("name", "options"))]
+            raise unknown("option", option, names, where=f"zoo:{name}")
     defaults = {key: p.default for key, p in parameters.items() if p.default is not p.empty}
     return {**defaults, **entry.options, **options}
 
@@ -178,17 +181,3 @@ def _size(name: str, entry: Entry, *, seq: int | None, image: int | None) -> int
             hint=f"It takes {takes}.",
         )
     return size
-
-
-def _unknown(kind: str, given: str, known: Collection[str], *, where: str) -> WorkloadError:
-    near = difflib.get_close_matches(given, known, n=3, cutoff=0.5)
-    hint = f"Did you mean {' or '.join(near)}?" if near else f"There are: {', '.join(known)}."
-    return WorkloadError(f"There is no {kind} {given!r}", where=where, hint=hint)
-
-
-@contextmanager
-def _seeded(seed: int) -> Generator[None]:
-    # Not torch.manual_seed, which would reseed every GPU too: only the CPU draws here.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield

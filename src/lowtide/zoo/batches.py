@@ -1,4 +1,4 @@
-"""Random batches for the zoo's models, and their losses."""
+"""Random batches for the zoo's models, their losses, and checks of sequences."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lowtide.errors import WorkloadError
 
 Inputs = Literal["images", "pixels", "signals", "text", "tokens"]
 Batch = tuple[Tensor, Tensor]
@@ -40,3 +42,16 @@ def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Mean cross entropy of logits (batch, tokens, vocab) and the ids one step later, over all tokens."""
     ids, target = batch
     return F.cross_entropy(model(ids).flatten(0, 1), target.flatten())
+
+
+def check_heads(width: int, heads: int) -> None:
+    """Raise unless a width divides into heads of attention."""
+    if width % heads:
+        raise WorkloadError(f"A width of {width} does not divide into {heads} heads")
+
+
+def check_length(ids: Tensor, longest: int) -> None:
+    """Raise if token ids (batch, tokens) are longer than a model takes."""
+    if ids.shape[1] > longest:
+        hint = f"Build it with block_size={ids.shape[1]}."
+        raise WorkloadError(f"The sequence has {ids.shape[1]} tokens and the model takes {longest}", hint=hint)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lowtide.zoo.wideresnet import head
+
 
 class DenseNet(nn.Module):
     """Images (batch, channels, height, width) of at least 32x32 to logits (batch, classes).
@@ -38,13 +40,7 @@ class DenseNet(nn.Module):
                 wide //= 2
             self.blocks.append(nn.Sequential(*(DenseLayer(wide + i * growth, growth) for i in range(layers))))
             wide += layers * growth
-        self.head = nn.Sequential(
-            nn.BatchNorm2d(wide),
-            nn.ReLU(inplace=True),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(wide, classes),
-        )
+        self.head = head(wide, classes)
         self.apply(_init)
 
     def forward(self, x: Tensor) -> Tensor:

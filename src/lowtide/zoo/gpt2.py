@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowtide.errors import WorkloadError
+from lowtide.zoo.batches import check_heads, check_length
 
 
 class GPT2(nn.Module):
@@ -35,8 +35,7 @@ class GPT2(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        if width % heads:
-            raise WorkloadError(f"A width of {width} does not divide into {heads} heads")
+        check_heads(width, heads)
         self.block_size = block_size
         self.tokens = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(block_size, width)
@@ -48,13 +47,8 @@ class GPT2(nn.Module):
         _init(self, layers)
 
     def forward(self, ids: Tensor) -> Tensor:
-        length = ids.shape[1]
-        if length > self.block_size:
-            raise WorkloadError(
-                f"The sequence has {length} tokens and the model takes {self.block_size}",
-                hint=f"Build it with block_size={length}.",
-            )
-        x = self.tokens(ids) + self.positions(torch.arange(length, device=ids.device))
+        check_length(ids, self.block_size)
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         x = self.blocks(self.drop(x))
         return self.head(self.norm(x))
 

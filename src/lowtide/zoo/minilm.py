@@ -106,7 +106,7 @@ def load_minilm(
 
 
 def find_minilm(folder: str | os.PathLike[str] | None = None) -> Path:
-    """The folder that has the weights."""
+    """Find the folder with the weights."""
     if folder is not None:
         places = [Path(folder).expanduser()]
     else:
@@ -129,7 +129,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
             raise ValueError(f"{Path(path).name} does not start as a safetensors file")
         header: dict[str, Any] = json.loads(file.read(size))
         data = bytearray(file.read())
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -138,8 +138,8 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         if not 0 <= start <= end <= len(data) or (end - start) != dtype.itemsize * int(np.prod(entry["shape"])):
             raise ValueError(f"{Path(path).name} is cut short, or its header is wrong, at {name}")
         flat = torch.frombuffer(data, dtype=dtype, count=(end - start) // dtype.itemsize, offset=start)
-        found[name] = flat.reshape(entry["shape"])
-    return found
+        tensors[name] = flat.reshape(entry["shape"])
+    return tensors
 
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
@@ -160,7 +160,7 @@ _NAMES = (
 
 
 def _name(key: str) -> str:
-    """A weight's name in BERT as it is here."""
+    """Translate a weight's name from BERT's to this module's."""
     for pattern, name in _NAMES:
         key, count = re.subn(pattern, name, key)
         if count:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -47,12 +47,12 @@ class ResNet(nn.Module):
             for index in range(count):
                 stride = 2 if stage > 0 and index == 0 else 1
                 if depth < 50:
-                    blocks.append(BasicBlock(layers, wide, inner, stride))
-                    wide = inner
+                    widths, kernels = (wide, inner, inner), (3, 3)
                 else:
                     grouped = inner * group_width // 64 * groups
-                    blocks.append(Bottleneck(layers, wide, grouped, 4 * inner, stride, groups))
-                    wide = 4 * inner
+                    widths, kernels = (wide, grouped, grouped, 4 * inner), (1, 3, 1)
+                blocks.append(Residual(layers, widths, kernels, stride, groups))
+                wide = widths[-1]
             self.stages.append(blocks)
         self.head = nn.Sequential(layers.mean_pool(1), nn.Flatten(), nn.Linear(wide, classes))
         self.apply(_init)
@@ -71,44 +71,34 @@ class Layers:
     mean_pool: type[nn.AdaptiveAvgPool1d] | type[nn.AdaptiveAvgPool2d]
 
 
-class BasicBlock(nn.Module):
-    """Two 3-wide convolutions and a shortcut: the block of ResNet-18 and 34."""
+class Residual(nn.Module):
+    """Convolutions of the given widths and kernels, each with batch norm, and a shortcut.
 
-    def __init__(self, layers: Layers, wide_in: int, wide_out: int, stride: int) -> None:
+    Kernels of 3 and 3 are the block of ResNet-18 and 34; those of 1, 3, 1 are the bottleneck of deeper ones, and of
+    ResNeXt. The first kernel of 3 strides, and has the groups.
+    """
+
+    def __init__(self, layers: Layers, widths: Sequence[int], kernels: Sequence[int], stride: int, groups: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            layers.conv(wide_in, wide_out, kernel_size=3, stride=stride, padding=1, bias=False),
-            layers.norm(wide_out),
-            nn.ReLU(inplace=True),
-            layers.conv(wide_out, wide_out, kernel_size=3, padding=1, bias=False),
-            layers.norm(wide_out),
-        )
-        self.shortcut = _shortcut(layers, wide_in, wide_out, stride)
-        self.act = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.body(x)
-        out += self.shortcut(x)
-        return self.act(out)
-
-
-class Bottleneck(nn.Module):
-    """1-, 3-, 1-wide convolutions and a shortcut: the block of ResNet-50 and deeper, and of ResNeXt."""
-
-    def __init__(self, layers: Layers, wide_in: int, inner: int, wide_out: int, stride: int, groups: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            layers.conv(wide_in, inner, kernel_size=1, bias=False),
-            layers.norm(inner),
-            nn.ReLU(inplace=True),
-            layers.conv(inner, inner, kernel_size=3, stride=stride, padding=1, groups=groups, bias=False),
-            layers.norm(inner),
-            nn.ReLU(inplace=True),
-            layers.conv(inner, wide_out, kernel_size=1, bias=False),
-            layers.norm(wide_out),
-        )
-        self.shortcut = _shortcut(layers, wide_in, wide_out, stride)
-        self.act = nn.ReLU(inplace=True)
+        self.body = nn.Sequential()
+        for i, kernel in enumerate(kernels):
+            first = i == kernels.index(3)
+            conv = layers.conv(
+                widths[i],
+                widths[i + 1],
+                kernel_size=kernel,
+                stride=stride if first else 1,
+                padding=kernel // 2,
+                groups=groups if first else 1,
+                bias=False,
+            )
+            self.body.extend([conv, layers.norm(widths[i + 1]), nn.ReLU(inplace=True)])
+        last = self.body.pop(-1)
+        self.shortcut = nn.Identity()
+        if widths[0] != widths[-1] or stride != 1:
+            conv = layers.conv(widths[0], widths[-1], kernel_size=1, stride=stride, bias=False)
+            self.shortcut = nn.Sequential(conv, layers.norm(widths[-1]))
+        self.act = last
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.body(x)
@@ -121,14 +111,6 @@ _LAYERS = {
     2: Layers(nn.Conv2d, nn.BatchNorm2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d),
 }
 _BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-
-
-def _shortcut(layers: Layers, wide_in: int, wide_out: int, stride: int) -> nn.Module:
-    if wide_in == wide_out and stride == 1:
-        return nn.Identity()
-    return nn.Sequential(
-        layers.conv(wide_in, wide_out, kernel_size=1, stride=stride, bias=False), layers.norm(wide_out)
-    )
 
 
 def _init(module: nn.Module) -> None:

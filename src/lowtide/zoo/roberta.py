@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lowtide.errors import WorkloadError
+from lowtide.zoo.batches import check_heads, check_length
 
 
 class Roberta(nn.Module):
@@ -30,8 +30,7 @@ class Roberta(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        if width % heads:
-            raise WorkloadError(f"A width of {width} does not divide into {heads} heads")
+        check_heads(width, heads)
         self.block_size = block_size
         self.embedding = Embedding(vocab, block_size, width, dropout)
         self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
@@ -45,12 +44,7 @@ class Roberta(nn.Module):
         self.apply(initialise)
 
     def forward(self, ids: Tensor) -> Tensor:
-        length = ids.shape[1]
-        if length > self.block_size:
-            raise WorkloadError(
-                f"The sequence has {length} tokens and the model takes {self.block_size}",
-                hint=f"Build it with block_size={length}.",
-            )
+        check_length(ids, self.block_size)
         x = self.blocks(self.embedding(ids))
         return self.head(x[:, 0])
 

@@ -26,7 +26,7 @@ class WideResNet(nn.Module):
             first = Block(wide, (inner, inner), stride)
             self.stages.append(nn.Sequential(first, *(Block(inner, (inner, inner)) for _ in range(blocks - 1))))
             wide = inner
-        self.head = _head(wide, classes)
+        self.head = head(wide, classes)
         self.apply(_init)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class WiderResNet(nn.Module):
                 parts.append(Block(wide, widths))
                 wide = widths[-1]
             self.stages.append(nn.Sequential(*parts))
-        self.head = _head(wide, classes)
+        self.head = head(wide, classes)
         self.apply(_init)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Block(nn.Module):
         return out
 
 
-# What each stage's convolutions are wide, in stem widths: 128 is 2 times 64.
+# Widths of each stage's convolutions, in widths of the stem: 128 is 2 times 64.
 _WIDER = ((2, 2), (4, 4), (8, 8), (8, 16), (8, 16, 32), (16, 32, 64))
 
 
@@ -103,7 +103,8 @@ def _conv(wide_in: int, wide_out: int, kernel: int, stride: int = 1) -> nn.Conv2
     return nn.Conv2d(wide_in, wide_out, kernel_size=kernel, stride=stride, padding=kernel // 2, bias=False)
 
 
-def _head(wide: int, classes: int) -> nn.Sequential:
+def head(wide: int, classes: int) -> nn.Sequential:
+    """Norm, ReLU, the mean over the image, and a linear layer."""
     return nn.Sequential(
         nn.BatchNorm2d(wide),
         nn.ReLU(inplace=True),

@@ -45,13 +45,13 @@ class WordPiece:
 
         A pair over ``longest`` loses tokens from the end of the longer sentence, one at a time.
         """
-        found: list[tuple[list[int], int]] = []
+        encoded: list[tuple[list[int], int]] = []
         for texts in zip(first, second, strict=True):
             one, two = map(self.encode, texts)
             while len(one) + len(two) + 3 > longest:
                 (one if len(one) > len(two) else two).pop()
-            found.append(([self.start, *one, self.end, *two, self.end], len(one) + 2))
-        return found
+            encoded.append(([self.start, *one, self.end, *two, self.end], len(one) + 2))
+        return encoded
 
     def batch(self, encoded: Sequence[tuple[list[int], int]], *, multiple: int = 8) -> tuple[Tensor, Tensor]:
         """Encoded pairs as ids and segments (batch, tokens), padded to a multiple of some tokens."""
@@ -64,7 +64,7 @@ class WordPiece:
         return ids, segments
 
     def _pieces(self, word: str) -> list[int]:
-        """The longest piece that the word starts with, then the longest of what is left, to its end."""
+        """Split a word into its longest known first piece, then the longest next one, to its end."""
         pieces: list[int] = []
         start = 0
         while start < len(word) <= LONGEST_WORD:
@@ -79,7 +79,7 @@ class WordPiece:
 
 
 def _words(text: str) -> list[str]:
-    """Lower case, without accents and control characters; cut at spaces, and around punctuation and CJK characters."""
+    """Lower the case, drop accents and control characters, split at spaces and around punctuation and CJK."""
     plain = unicodedata.normalize("NFD", "".join(_clean(c) for c in text).lower())
     return "".join(_spaced(c) for c in plain if unicodedata.category(c) != "Mn").split()
 
