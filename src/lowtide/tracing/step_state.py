@@ -118,19 +118,20 @@ def state_tensors(optimizer: torch.optim.Optimizer | None, parameters: list[Tens
     return [value for p in chosen for value in optimizer.state[p].values() if isinstance(value, Tensor)]
 
 
-def static_bytes(work: Workload, *, gradients: bool = False) -> int:
-    """Count the bytes on the step's device that it finds and leaves; with ``gradients``, also those that exist.
-
-    These are parameters, tensors of modules, optimizer state and the batch.
-    """
-    held = [*parameters_of(work), *(tensor for _, tensor in held_tensors(work)), *work.tensors()]
-    held += state_tensors(work.optimizer)
+def own_storages(work: Workload, *, gradients: bool = True) -> list[torch.UntypedStorage]:
+    """List storages on the step's device: of parameters, tensors of modules, optimizer state, batch and gradients."""
+    owned = [*parameters_of(work), *(tensor for _, tensor in held_tensors(work)), *work.tensors()]
+    owned += state_tensors(work.optimizer)
     if gradients:
-        held += [tensor.grad for tensor in trainable(work) if tensor.grad is not None]
-    dense = (part for tensor in held for part in parts(tensor) if part.device.type == work.device.type)
-    return sum(
-        {storage.data_ptr(): storage.nbytes() for storage in (part.untyped_storage() for part in dense)}.values()
-    )
+        owned += [tensor.grad for tensor in trainable(work) if tensor.grad is not None]
+    dense = (part for tensor in owned for part in parts(tensor) if part.device.type == work.device.type)
+    return [part.untyped_storage() for part in dense]
+
+
+def static_bytes(work: Workload, *, gradients: bool = False) -> int:
+    """Count the bytes that a step finds and leaves, each storage once; with ``gradients``, also those that exist."""
+    storages = own_storages(work, gradients=gradients)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def other_bytes(work: Workload) -> int:
