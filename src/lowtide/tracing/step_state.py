@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowtide.compat.modules import own_attributes, own_parameters
+from lowtide.compat.modules import own_attributes, own_buffers, own_parameters
 from lowtide.tracing.dense_parts import address, parts
 from lowtide.tracing.meter import requested_bytes
 from lowtide.workload import Workload
+
+_LONGEST = 1000  # entries of a container that is opened; a longer one is data
 
 
 def modules_of(work: Workload) -> list[nn.Module]:
@@ -47,7 +49,7 @@ def walk(values: Iterable[Any]) -> Iterator[Any]:
     waiting, opened = list(values), set[int]()
     for value in waiting:  # it grows meanwhile
         yield value
-        if is_a(value, (list, tuple, dict, deque, set)) and id(value) not in opened:
+        if is_a(value, (list, tuple, dict, deque, set)) and id(value) not in opened and len(value) <= _LONGEST:
             opened.add(id(value))
             waiting += value.values() if is_a(value, dict) else value
 
@@ -61,7 +63,7 @@ def held_tensors(work: Workload) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in modules' attributes and in containers there, buffers included, each once with a name."""
     seen: set[int] = set()
     for module in modules_of(work):
-        for name, value in own_attributes(module).items():
+        for name, value in (*own_buffers(module).items(), *own_attributes(module).items()):
             for each in walk([value]):
                 if is_a(each, Tensor) and id(each) not in seen:
                     seen.add(id(each))
