@@ -308,6 +308,18 @@ def test_a_tensor_that_an_object_keeps_is_warned_about(fake):
         trace(Workload(model, mean, torch.randn(3, 4)), fake=fake)
 
 
+def test_a_parameter_with_other_data_is_the_steps_own():
+    class Rebinding(torch.optim.SGD):
+        def step(self):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data = parameter.data - parameter.grad
+
+    model = nn.Linear(4, 4)
+    before = model.weight.detach().clone()
+    trace(Workload(model, mean, torch.randn(3, 4), Rebinding(model.parameters())))  # without a warning
+    assert torch.equal(model.weight, before)
+
+
 @cache
 def table(length):
     return torch.arange(length, dtype=torch.float32).cos()

@@ -80,6 +80,8 @@ def test_tensors_of_modules_are_found_in_containers_and_once():
     work = Workload(model, mean, torch.randn(8, 4))
     held = [tensor for name, tensor in held_tensors(work) if name == "BatchNorm1d.cache"]
     assert [id(tensor) for tensor in held] == [id(kept)]
+    model.samples = [torch.ones(1)] * 1001  # data
+    assert not [name for name, _ in held_tensors(work) if name == "BatchNorm1d.samples"]
     since = watch_modules(work)
     model.cache["new"] = model.weight.detach()
     assert since() == []

@@ -44,6 +44,7 @@ class SingleStep:
         else:
             shadow.state = defaultdict(dict, {instead: optimizer.state[parameter]})
         shadow.step()
+        shadow.param_groups, shadow.state = [], optimizer.state  # else the last copy would live until the next step
 
 
 def _places(optimizer: torch.optim.Optimizer) -> dict[Tensor, tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -52,14 +52,7 @@ class Sweep:
             "traced": self.traced,
             "limit_bytes": self.limit_bytes,
             "cells": [
-                {
-                    "point": cell.point,
-                    "peak_bytes": cell.peak_bytes,
-                    "storage_peak_bytes": cell.storage_peak_bytes,
-                    "saved_bytes": cell.saved_bytes,
-                    "by_category": cell.by_category,
-                    "fits": self.limit_bytes is None or cell.peak_bytes <= self.limit_bytes,
-                }
+                {**asdict(cell), "fits": self.limit_bytes is None or cell.peak_bytes <= self.limit_bytes}
                 for cell in self.cells
             ],
         }

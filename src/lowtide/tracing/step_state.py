@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowtide.compat.modules import own_attributes, own_parameters
+from lowtide.compat.modules import own_attributes, own_buffers, own_parameters
 from lowtide.tracing.dense_parts import address, parts
 from lowtide.tracing.meter import requested_bytes
 from lowtide.workload import Workload
+
+_LONGEST = 1000  # entries of a container that is opened; a longer one is data
 
 
 def modules_of(work: Workload) -> list[nn.Module]:
@@ -47,7 +49,7 @@ def walk(values: Iterable[Any]) -> Iterator[Any]:
     waiting, opened = list(values), set[int]()
     for value in waiting:  # it grows meanwhile
         yield value
-        if is_a(value, (list, tuple, dict, deque, set)) and id(value) not in opened:
+        if is_a(value, (list, tuple, dict, deque, set)) and id(value) not in opened and len(value) <= _LONGEST:
             opened.add(id(value))
             waiting += value.values() if is_a(value, dict) else value
 
@@ -61,7 +63,7 @@ def held_tensors(work: Workload) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in modules' attributes and in containers there, buffers included, each once with a name."""
     seen: set[int] = set()
     for module in modules_of(work):
-        for name, value in own_attributes(module).items():
+        for name, value in (*own_buffers(module).items(), *own_attributes(module).items()):
             for each in walk([value]):
                 if is_a(each, Tensor) and id(each) not in seen:
                     seen.add(id(each))
@@ -118,19 +120,20 @@ def state_tensors(optimizer: torch.optim.Optimizer | None, parameters: list[Tens
     return [value for p in chosen for value in optimizer.state[p].values() if isinstance(value, Tensor)]
 
 
-def static_bytes(work: Workload, *, gradients: bool = False) -> int:
-    """Count the bytes on the step's device that it finds and leaves; with ``gradients``, also those that exist.
-
-    These are parameters, tensors of modules, optimizer state and the batch.
-    """
-    held = [*parameters_of(work), *(tensor for _, tensor in held_tensors(work)), *work.tensors()]
-    held += state_tensors(work.optimizer)
+def own_storages(work: Workload, *, gradients: bool = True) -> list[torch.UntypedStorage]:
+    """List storages on the step's device: of parameters, tensors of modules, optimizer state, batch and gradients."""
+    owned = [*parameters_of(work), *(tensor for _, tensor in held_tensors(work)), *work.tensors()]
+    owned += state_tensors(work.optimizer)
     if gradients:
-        held += [tensor.grad for tensor in trainable(work) if tensor.grad is not None]
-    dense = (part for tensor in held for part in parts(tensor) if part.device.type == work.device.type)
-    return sum(
-        {storage.data_ptr(): storage.nbytes() for storage in (part.untyped_storage() for part in dense)}.values()
-    )
+        owned += [tensor.grad for tensor in trainable(work) if tensor.grad is not None]
+    dense = (part for tensor in owned for part in parts(tensor) if part.device.type == work.device.type)
+    return [part.untyped_storage() for part in dense]
+
+
+def static_bytes(work: Workload, *, gradients: bool = False) -> int:
+    """Count the bytes that a step finds and leaves, each storage once; with ``gradients``, also those that exist."""
+    storages = own_storages(work, gradients=gradients)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def other_bytes(work: Workload) -> int:

@@ -21,6 +21,7 @@ from lowtide.compat.fake import (
     FakeTensor,
     FakeTensorMode,
 )
+from lowtide.compat.tensors import storage_id
 from lowtide.errors import LowtideError, TraceError, WorkloadError
 from lowtide.kernels.launches import watched
 from lowtide.tracing.call_sites import running_modules
@@ -38,7 +39,7 @@ from lowtide.tracing.optimizer_step import init_optimizer_state, without_step_ho
 from lowtide.tracing.owners import Owners, named_gradients, own_everything
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.snapshot import unchanged
-from lowtide.tracing.step_state import clear_gradients, parameters_of, state_tensors, watch_modules
+from lowtide.tracing.step_state import clear_gradients, own_storages, parameters_of, state_tensors, watch_modules
 from lowtide.workload import Workload
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -89,7 +90,7 @@ def _trace(work: Workload, target: str, calls: dict[str, Call] | None, *, fake: 
             graph, is_steady = run(work, recorder, target, saves=saves, after_another=after_another)
         if is_steady:
             break
-    _warn_of_survivors(recorder, fake=fake)
+    _warn_of_survivors(recorder, work, fake=fake)
     return graph
 
 
@@ -248,12 +249,14 @@ def _notes(meter: Meter, fake: bool, compiled: set[int], *, saves: bool) -> tupl
     return tuple(notes)
 
 
-def _warn_of_survivors(recorder: Recorder, *, fake: bool) -> None:
-    """Warn of tensors of the step that something beyond the restored state still holds."""
-    alive = [label for label, storage in recorder.survivors if storage() is not None]
-    if alive:
-        gc.collect()  # it was off during the step
-        alive = [label for label, storage in recorder.survivors if storage() is not None]
+def _warn_of_survivors(recorder: Recorder, work: Workload, *, fake: bool) -> None:
+    """Warn of tensors of the traced step that something beyond the step's own state still holds."""
+    if all(storage() is None for _, storage in recorder.survivors):
+        return
+    gc.collect()  # it was off during the step
+    own = set(map(storage_id, own_storages(work)))
+    living = [(label, storage()) for label, storage in recorder.survivors]
+    alive = [label for label, storage in living if storage is not None and storage_id(storage) not in own]
     if alive:
         kind = "fake tensors, without values" if fake else "tensors"
         warnings.warn(
