@@ -227,8 +227,7 @@ def _head(graph: Graph, path: str, product: Op) -> _Head | None:
 
 def _kept_alone(graph: Graph, path: str, storage: int) -> int | None:
     """The storage, if nobody but the head keeps it for backward."""
-    keepers = {saved.needed_in for saved in graph.saved if saved.storage == storage}
-    return storage if keepers == {path} and graph.storages[storage].category == "activation" else None
+    return storage if graph.savers.get(storage) == {path} and graph.storages[storage].category == "activation" else None
 
 
 _PRODUCTS = ("mm", "addmm", "linear")

@@ -253,18 +253,23 @@ _CLASSES: dict[str, Curve] = {
 def _sites(graph: Graph) -> dict[str, _SavedByModule]:
     """The activations that would let something go, in the order of the model's modules."""
     kinds = {path: kind for path, kind in graph.modules if kind in _CLASSES}
-    savers: dict[int, set[str]] = {}
-    for saved in graph.saved:
-        savers.setdefault(saved.storage, set()).add(saved.needed_in)
-    touched, last_use = _uses(graph)
+    touched: dict[tuple[str, int], list[Op]] = {}  # ops of each module that read or give a storage
+    for op in graph.ops:
+        for storage in {value.storage for value in (*op.inputs, *op.outputs)}:
+            touched.setdefault((op.module, storage), []).append(op)
     on_device = {storage.id for storage in graph.on_device}
-    found: dict[str, list[_Item]] = {}
+    items: dict[str, list[_Item]] = {}
     seen: set[tuple[str, int]] = set()
     for saved in graph.saved:
         path = saved.needed_in
         known = path in kinds and saved.category == "activation" and saved.storage in on_device
         # Codes are bytes: an activation that keeps those does so already.
-        if not known or savers[saved.storage] != {path} or saved.dtype == "uint8" or (path, saved.storage) in seen:
+        if (
+            not known
+            or graph.savers[saved.storage] != {path}
+            or saved.dtype == "uint8"
+            or (path, saved.storage) in seen
+        ):
             continue
         seen.add((path, saved.storage))
         mine = touched.get((path, saved.storage), [])
@@ -272,22 +277,10 @@ def _sites(graph: Graph) -> dict[str, _SavedByModule]:
         backward = [op.index for op in mine if op.phase == "backward"]
         storage = graph.storages[saved.storage]
         if forward and backward and len(forward) == len(backward):
-            uses = last_use.get(saved.storage, forward[-1])
+            uses = graph.last_forward_use[saved.storage]
             item = _Item(storage.bytes, math.prod(saved.shape), forward[0], backward[-1], uses, storage.death)
-            found.setdefault(path, []).append(item)
-    return {path: _SavedByModule(kinds[path], tuple(found[path])) for path in kinds if path in found}
-
-
-def _uses(graph: Graph) -> tuple[dict[tuple[str, int], list[Op]], dict[int, int]]:
-    """The ops of each module that read or make a storage; and each storage's last use in the forward pass."""
-    touched: dict[tuple[str, int], list[Op]] = {}
-    last_use: dict[int, int] = {}
-    for op in graph.ops:
-        for storage in {value.storage for value in (*op.inputs, *op.outputs)}:
-            touched.setdefault((op.module, storage), []).append(op)
-            if op.phase == "forward":
-                last_use[storage] = op.index
-    return touched, last_use
+            items.setdefault(path, []).append(item)
+    return {path: _SavedByModule(kinds[path], tuple(items[path])) for path in kinds if path in items}
 
 
 @cache

@@ -166,15 +166,13 @@ class _Inputs:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.last_use: dict[int, int] = {}  # in the forward pass
+        self.last_use = graph.last_forward_use
         self._products: dict[tuple[str, int], Op] = {}  # of the backward pass, by layer and storage of x
         linears = {path for path, kind in graph.modules if kind == "Linear"}
         casts: dict[tuple[str, int], int] = {}
         reads: list[_Read] = []
         for op in graph.ops:
-            if op.phase == "forward" and not op.recompute:
-                for value in (*op.inputs, *op.outputs):
-                    self.last_use[value.storage] = op.index
+            if op.phase == "forward":
                 if op.module in linears and op.name.startswith("aten._to_copy"):
                     casts[op.module, op.outputs[0].storage] = op.inputs[0].storage
                 if op.module in linears and _is_product(op.name):

@@ -14,7 +14,7 @@ from lowtide.errors import LowtideError, PlanError
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.chain import BlockChain, Chains, leaves
 from lowtide.techniques.recompute import recompute
-from lowtide.techniques.replaced_forward import Forward, replace_forward
+from lowtide.techniques.replaced_forward import Forward, apply_at_sites, replace_forward
 from lowtide.techniques.technique import Check, Config, Fidelity, Kind, Option, Price
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
@@ -74,11 +74,7 @@ class SegmentTechnique:
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Put a segmented forward on every container; the model is untouched if one cannot take it."""
-        with Undo() as undo:
-            for option in options:
-                for path, tree in _trees(option).items():
-                    undo.add(apply_tree(_find(work.model, path), tree, path=path))
-            return Applied(work, undo.keep())
+        return apply_at_sites(work, options, lambda module, path, o: apply_tree(module, _trees(o)[path], path=path))
 
     def check(self, option: Option) -> Check:
         """Everything equal, bit for bit."""
@@ -173,13 +169,6 @@ def _check_tree(container: nn.Module, tree: Tree, path: str) -> None:
     count = len(children(container))
     if not whole or named != sorted(set(named)) or (named and not 0 <= named[0] <= named[-1] < count):
         raise PlanError(f"{tree} are not segments of {count} blocks in order", where=path or "the model")
-
-
-def _find(model: nn.Module, path: str) -> nn.Module:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        raise PlanError(f"The model has no module {path!r}", hint="The plan is of another model.") from None
 
 
 def _is_called(module: nn.Module) -> bool:

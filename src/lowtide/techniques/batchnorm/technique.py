@@ -148,28 +148,19 @@ class _Pairs:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.last_use: dict[int, int] = {}  # in the forward pass
-        self.first_need: dict[int, int] = {}  # in the backward pass
+        self.last_use, self.first_need = graph.last_forward_use, graph.first_backward_use
         self._readers: dict[int, list[Op]] = {}
         self._backward: dict[str, int] = {}
         self._norms: dict[int, int] = {}  # by the storage of y: the op of the forward pass
         self._writes: dict[int, list[int]] = {}  # by storage: the ops of the forward pass that give it
         for op in graph.ops:
             if op.phase == "forward":
-                for value in (*op.inputs, *op.outputs):
-                    self.last_use[value.storage] = op.index
                 for value in op.outputs:
                     self._writes.setdefault(value.storage, []).append(op.index)
                 for storage in dict.fromkeys(value.storage for value in op.inputs):
                     self._readers.setdefault(storage, []).append(op)
-            elif op.phase == "backward":
-                for value in op.inputs:
-                    self.first_need.setdefault(value.storage, op.index)
-                if _is_batch_norm(op):
-                    self._backward.setdefault(op.module, op.index)
-        self._saved_in: dict[int, set[str]] = {}
-        for saved in graph.saved:
-            self._saved_in.setdefault(saved.storage, set()).add(saved.needed_in)
+            elif op.phase == "backward" and _is_batch_norm(op):
+                self._backward.setdefault(op.module, op.index)
         self._on_device = {storage.id for storage in graph.on_device}
         self.pairs = tuple(self._numbered())
 
@@ -228,7 +219,7 @@ class _Pairs:
 
     def _dropped(self, pair: _Pair, spacing: int) -> Iterator[int]:
         for storage in pair.drops(spacing):
-            if storage != pair.x or self._saved_in.get(storage) == {pair.path}:
+            if storage != pair.x or self.graph.savers.get(storage) == {pair.path}:
                 yield storage
 
     def _is_kept(self, storage: int) -> bool:

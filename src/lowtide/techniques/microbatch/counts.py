@@ -123,20 +123,25 @@ def is_mixed(loss: Tensor, means: list[Mean]) -> bool:
 
 def _saved(node: Any) -> tuple[Tensor, int]:
     """What a cross entropy that was not seen keeps (TorchScript runs its own), if no hook stands before it."""
-    seen: list[Tensor] = []
-
-    def see(tensor: Tensor) -> Tensor:
-        seen.append(tensor)
-        return tensor
-
     try:
-        for raw in (raw_saved(node, "total_weight"), raw_saved(node, "target")):
-            raw.register_hooks(see, lambda tensor: tensor)
+        total, target = saved_tensors(node, "total_weight", "target")
     except RuntimeError as error:  # there are hooks
         raise WorkloadError(
             "What the loss's cross entropy counts cannot be seen: it is not F.cross_entropy, and has a checkpoint or "
             "another saved-tensor hook around it",
             hint="Pass weight=, a function that counts in a batch what the loss is a mean over.",
         ) from error
-    total, target = seen
     return total, target.numel()
+
+
+def saved_tensors(node: Any, *names: str) -> list[Tensor]:
+    """Tensors that a node of autograd's graph saved; RuntimeError where a saved-tensor hook stands before one."""
+    saved: list[Tensor] = []
+
+    def see(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    for name in names:
+        raw_saved(node, name).register_hooks(see, lambda tensor: tensor)
+    return saved
