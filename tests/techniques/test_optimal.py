@@ -19,23 +19,16 @@ from lowtide.planning import apply_options, estimate_peak, predict
 from lowtide.profiling import Profile, profile
 from lowtide.techniques import Check, Option, techniques
 from lowtide.techniques import optimal as module
-from lowtide.techniques.chain import Chains, leaves
+from lowtide.techniques.chain import leaves
 from lowtide.techniques.optimal import checkpoint_schedule
-from lowtide.techniques.segments import SegmentConfig, SegmentTechnique
+from lowtide.techniques.segments import SegmentTechnique
 from lowtide.techniques.sqrt import Sqrt
-from lowtide.techniques.stages import BlockStages
 from lowtide.workload import Workload
 
 from ..contract.outcomes import assert_agree, assert_restored, run
 from ..contract.outcomes import snapshot as take
-from ..contract.workloads import Residual
+from ..contract.workloads import chain
 from ..soak import count, in_soak
-
-
-def chain(depth: int, width: int = 4, batch: int = 3) -> Workload:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Residual(width) for _ in range(depth)))
-    return Workload(model, lambda m, x: m(x).square().mean(), torch.randn(batch, width, 6, 5), name="chain")
 
 
 @st.composite
@@ -219,24 +212,6 @@ def test_the_priced_seconds_are_those_of_the_ops_that_run_again() -> None:
         assert seconds == pytest.approx(sum(op.seconds for op in again) - copies, rel=1e-6), option
 
 
-def test_the_chain_says_of_its_schedules_what_their_price_says() -> None:
-    work = chain(8, batch=64)
-    plain = profile(work, fake=True)
-    stages = BlockStages(Chains(plain))
-    made = stages.chain
-    assert [stage.positions for stage in stages.stages] == [*((i,) for i in range(8)), ()]
-    whole = simulate(made, keep_all(made)).peak_bytes
-    for schedule in (
-        recursive(made, stages.segment_ends),
-        OptimalSchedules(made, 500, stages.segment_ends).schedule(whole // 2),
-    ):
-        option = Option("optimal", ("",), SegmentConfig(tuple(stages.trees(schedule).values())))
-        price = technique().price(option, plain)
-        assert price.seconds == pytest.approx(schedule.forward_seconds(made) - sum(made.forward_seconds), rel=1e-6)
-        saved = plain.peak_bytes - estimate_peak(plain.graph, [price])
-        assert saved == pytest.approx(whole - simulate(made, schedule).peak_bytes, rel=0.1)
-
-
 def test_a_larger_budget_is_never_predicted_slower() -> None:
     work = chain(8, batch=64)
     plain = profile(work, fake=True)
@@ -260,21 +235,6 @@ def test_there_are_few_options_also_of_deep_models() -> None:
 
 def test_a_model_without_blocks_has_no_options() -> None:
     assert technique().options(profile(zoo.small("lstm"), fake=True)) == []
-
-
-def test_several_chains_share_one_budget() -> None:
-    plain = profile(zoo.small("densenet121"), fake=True)
-    sites = [set(option.site) for option in technique().options(plain)]
-    assert max(map(len, sites)) > 2
-    assert min(map(len, sites)) == 1
-
-
-def test_blocks_of_a_list_are_segments_by_themselves() -> None:
-    work = zoo.small("unet")
-    for option in technique().options(profile(work, fake=True)):
-        for path, tree in zip(option.site, option.config.trees, strict=True):
-            if isinstance(work.model.get_submodule(path), nn.ModuleList):
-                assert all(len(node) == 1 for node in tree)
 
 
 def test_it_cannot_be_in_one_plan_with_segments() -> None:
