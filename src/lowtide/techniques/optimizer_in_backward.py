@@ -12,7 +12,7 @@ from lowtide.workload import Workload
 
 
 class OptimizerInBackward:
-    """Each parameter is stepped as soon as its gradient is there.
+    """Each parameter is stepped as soon as its gradient is complete.
 
     The parameters after a step are a plain step's, bit for bit. Yet there are no gradients to look at, to clip or to
     accumulate between backward and step, so the fidelity is ``changed``: it is used where it is asked for.
@@ -34,7 +34,7 @@ class OptimizerInBackward:
         """A gradient dies when it is complete, instead of at the end."""
         graph = profile.graph
         removed = [
-            Interval(graph.storages[storage].bytes, whole + 1, graph.storages[storage].death, "a gradient let go")
+            Interval(graph.storages[storage].bytes, whole + 1, graph.storages[storage].death, "a gradient, freed")
             for storage, whole in graph.gradient_ends.items()
             if whole + 1 < graph.storages[storage].death
         ]

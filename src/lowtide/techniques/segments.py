@@ -1,4 +1,4 @@
-"""Containers whose blocks run as a tree of recomputed segments: how they run, and what that costs."""
+"""Containers whose blocks run as a tree of recomputed segments: how they run, and their cost."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class SegmentTechnique:
         self._last: Chains | None = None
 
     def price(self, option: Option, profile: Profile) -> Price:
-        """What segments let go, from its last use until it is made again; one more forward pass of them."""
+        """Values are freed from their last use until they are recomputed, by one more forward pass of the segments."""
         chains = self.chains(profile)
         added, removed, seconds = chains.recompute(chains.spans(_trees(option)))
         return Price(
@@ -81,7 +81,7 @@ class SegmentTechnique:
         return Check.EXACT
 
     def chains(self, profile: Profile) -> Chains:
-        """Those of a profile; the last ones are kept, since options and prices ask for the same."""
+        """Chains of a profile. The last ones are kept, since options and prices ask for the same."""
         if self._last is None or self._last.profile is not profile:
             self._last = Chains(profile)
         return self._last
@@ -158,7 +158,7 @@ def apply_tree(container: nn.Module, tree: Tree, *, path: str) -> Undo:
 
 
 def children(container: nn.Module) -> list[nn.Module]:
-    """The blocks in their order; one that is there twice counts twice."""
+    """Blocks in their order; one that is registered twice counts twice."""
     return [block for block in own_children(container).values() if block is not None]
 
 
@@ -204,13 +204,13 @@ def _starts_in_place(block: nn.Module) -> bool:
 
 
 def _units(blocks: Sequence[tuple[int, bool]], *, joined: bool) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = []
+    units: list[tuple[int, ...]] = []
     for position, glued in blocks:
         if not glued:
-            found.append((position,))
-        elif joined and found:
-            found[-1] += (position,)
-    return found
+            units.append((position,))
+        elif joined and units:
+            units[-1] += (position,)
+    return units
 
 
 def _is_tree(tree: object) -> bool:

@@ -64,7 +64,7 @@ class StoredGradients:
             if start >= death:
                 continue
             rounding = gradient.bytes + _ROUNDING[bits] * min(_count(gradient), PIECES[graph.tensor_device])
-            removed.append(Interval(gradient.bytes, start, death, f"{label}, let go"))
+            removed.append(Interval(gradient.bytes, start, death, f"{label}, freed"))
             added.append(Interval(_packed(gradient, bits), start, death, f"{label} in {bits}"))
             added.append(Interval(rounding, start, start + 1, f"{label} while it is rounded"))
         first = graph.phase_starts().get("optimizer", end) + 1  # on its first op falls the rounding of the last one

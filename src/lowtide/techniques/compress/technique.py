@@ -72,11 +72,11 @@ class Compress:
         if not layers:
             return []
         totals = {bits: sum(layer.bytes(bits) for layer in layers) for bits in BITS}
-        found = [self._option(layers, [8] * len(layers))]
+        options = [self._option(layers, [8] * len(layers))]
         for more, fewer in ((8, 4), (4, 2)):
             mixed = allocate_bits(layers, (totals[more] + totals[fewer]) // 2, choices=(fewer, more))
-            found += [self._option(layers, mixed), self._option(layers, [fewer] * len(layers))]
-        return list(dict.fromkeys(found))
+            options += [self._option(layers, mixed), self._option(layers, [fewer] * len(layers))]
+        return list(dict.fromkeys(options))
 
     def layers(self, profile: Profile) -> list[Layer]:
         """The modules that save something to compress, and its bytes; all values are taken to matter the same."""
@@ -92,7 +92,7 @@ class Compress:
         return self._option([layers[i] for i in sites], [bits[i] for i in sites])
 
     def price(self, option: Option, profile: Profile) -> Price:
-        """What is stored lives from its save to its last use; what it stands for is gone in between."""
+        """Compressed values live from their save to their last use; the originals are freed in between."""
         saves, config = _Saves(profile), option.config_as(CompressConfig)
         bits_of, group = dict(zip(option.site, config.bits, strict=True)), config.group
         device = find_device(profile.graph.device)
@@ -262,11 +262,11 @@ class _Saves:
             self.by_site.setdefault(site, _SavingModule(site))
             known.numel = after // known.dtype.itemsize
             if after > before:
-                made = self.by_site.setdefault(known.site, _SavingModule(known.site))
-                made.kept_bytes += after - before
-                made.numel += (after - before) // known.dtype.itemsize
+                module = self.by_site.setdefault(known.site, _SavingModule(known.site))
+                module.kept_bytes += after - before
+                module.numel += (after - before) // known.dtype.itemsize
                 for i, bits in enumerate(BITS):
-                    made.stored_bytes[i] += buffer_bytes(
+                    module.stored_bytes[i] += buffer_bytes(
                         (after - before) // known.dtype.itemsize, bits, GROUP, known.dtype
                     )
 
@@ -286,7 +286,7 @@ _WITHOUT_GRADIENT = frozenset((
     "bernoulli", "bernoulli_", "empty_like", "full_like", "new_empty", "new_full", "new_zeros", "ones_like",
     "rand_like", "randn_like", "zeros_like", "detach",
 ))  # fmt: skip
-# Of these the first result has a gradient; the others are statistics, masks and log-sums.
+# Only the first result of these has a gradient; the others are statistics, masks and log-sums.
 _FIRST_ALONE = frozenset((
     "_native_batch_norm_legit", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu", "cudnn_batch_norm",
