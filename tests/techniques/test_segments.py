@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lowtide import zoo
 from lowtide.errors import LowtideError, PlanError
+from lowtide.profiling import profile
 from lowtide.techniques import Check, Option
+from lowtide.techniques.optimal import Optimal
+from lowtide.techniques.segments import SegmentConfig
 from lowtide.techniques.sqrt import Sqrt, SqrtConfig, checkpoint_segments
 from lowtide.workload import Workload
-from tests.contract.workloads import chain
 
 from ..contract.outcomes import assert_agree, assert_restored, run
 from ..contract.outcomes import snapshot as take
-from ..contract.workloads import Residual
+from ..contract.workloads import Residual, chain
+from ..soak import in_soak
 
 
 def test_in_place_layers_stay_with_the_layer_before() -> None:
@@ -87,3 +92,62 @@ def test_blocks_added_after_the_plan_are_noticed() -> None:
         model(x)
     model.append(Residual(4))
     model(x)
+
+
+BOTH = pytest.mark.parametrize("technique", [Sqrt(), Optimal()], ids=["sqrt", "optimal"])
+
+
+@BOTH
+def test_a_model_without_blocks_has_no_options(technique: Sqrt | Optimal) -> None:
+    assert technique.options(profile(zoo.small("lstm"), fake=True)) == []
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("name", "autocast"),
+    [
+        *((name, None) for name in ("resnet18", "densenet121", "gpt2", "roberta-base", "unet")),
+        *((name, torch.bfloat16) for name in ("resnet18", "gpt2", *in_soak(["densenet121", "roberta-base", "unet"]))),
+    ],
+)
+def test_zoo_models_are_bitwise(technique: Sqrt | Optimal, name: str, autocast: torch.dtype | None) -> None:
+    """In the middle of the options, or with the deepest one."""
+    work = replace(zoo.small(name), autocast=autocast)
+    options = technique.options(profile(work, fake=True))
+    deepest = max(options, key=lambda option: option.config_as(SegmentConfig).levels)
+    expected = run(work)
+    with technique.apply(work, [deepest if autocast is None else options[len(options) // 2]]):
+        assert_agree(run(work), expected, Check.EXACT)
+
+
+@BOTH
+def test_blocks_with_a_generator_of_their_own_stay_as_they_are(technique: Sqrt | Optimal) -> None:
+    """Around them the plan is bitwise."""
+    own = torch.Generator()
+
+    class Drawing(nn.Module):
+        def __init__(self, generator: torch.Generator | None) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+            self.generator = generator
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.layers(x)) * (torch.rand(x.shape, generator=self.generator) > 0.5)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Drawing(own if i in (2, 5) else None) for i in range(8)))
+    work = Workload(model, lambda m, x: m(x).square().mean(), torch.randn(16, 8))
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        own.manual_seed(1)
+        torch.manual_seed(2)
+        work.compute_loss().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected = gradients()
+    options = technique.options(profile(work, fake=True))
+    assert options
+    for option in options[:: max(1, len(options) // 8)]:
+        with technique.apply(work, [option]):
+            assert all(map(torch.equal, gradients(), expected)), option

@@ -16,14 +16,13 @@ from lowtide.errors import LowtideError
 from lowtide.planning import estimate_peak, predict
 from lowtide.profiling import profile
 from lowtide.techniques import Check
-from lowtide.techniques.optimal import Optimal
 from lowtide.techniques.segments import Segments
 from lowtide.techniques.sqrt import Sqrt, checkpoint_segments
 from lowtide.workload import Workload
 
 from ..contract.outcomes import assert_agree, run
 from ..contract.workloads import chain
-from ..soak import SOAK, in_soak
+from ..soak import in_soak
 
 
 def saved(model: nn.Module, x: Tensor) -> int:
@@ -146,10 +145,6 @@ def test_a_deep_model_has_no_flood_of_options() -> None:
     assert {1, 10, 100} <= {option.config.segments for option in options}
 
 
-def test_a_model_without_blocks_has_no_options() -> None:
-    assert Sqrt().options(profile(zoo.small("lstm"), fake=True)) == []
-
-
 @pytest.mark.parametrize("name", ["unet", "gpt2", *in_soak(["resnet18"])])
 def test_the_estimate_is_within_one_percent_of_the_exact_prediction(name: str) -> None:
     work = zoo.small(name, **({"layers": 4} if name == "gpt2" else {}))
@@ -171,51 +166,3 @@ def test_the_priced_seconds_are_those_of_the_ops_that_run_again() -> None:
             copies = sum(op.seconds for op in again if "clone" in op.name)  # of the running statistics
             expected = sum(op.seconds for op in again) - copies
             assert technique.price(option, plain).seconds == pytest.approx(expected, rel=0.1), option
-
-
-ZOO = ["resnet18", "densenet121", "gpt2", "roberta-base", "unet"]
-AUTOCAST = ZOO if SOAK else ["resnet18", "gpt2"]
-
-
-@pytest.mark.parametrize(
-    ("name", "autocast"), [*((name, None) for name in ZOO), *((name, torch.bfloat16) for name in AUTOCAST)]
-)
-def test_zoo_models_are_bitwise(name: str, autocast: torch.dtype | None) -> None:
-    work = replace(zoo.small(name), autocast=autocast)
-    options = Sqrt().options(profile(work, fake=True))
-    expected = run(work)
-    with Sqrt().apply(work, [options[len(options) // 2]]):
-        assert_agree(run(work), expected, Check.EXACT)
-
-
-@pytest.mark.parametrize("technique", [Sqrt(), Optimal()], ids=["sqrt", "optimal"])
-def test_blocks_with_a_generator_of_their_own_stay_as_they_are(technique: Sqrt | Optimal) -> None:
-    """Around them the plan is bitwise."""
-    own = torch.Generator()
-
-    class Drawing(nn.Module):
-        def __init__(self, generator: torch.Generator | None) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-            self.generator = generator
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(self.layers(x)) * (torch.rand(x.shape, generator=self.generator) > 0.5)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Drawing(own if i in (2, 5) else None) for i in range(8)))
-    work = Workload(model, lambda m, x: m(x).square().mean(), torch.randn(16, 8))
-
-    def gradients() -> list[Tensor]:
-        model.zero_grad()
-        own.manual_seed(1)
-        torch.manual_seed(2)
-        work.compute_loss().backward()
-        return [p.grad for p in model.parameters() if p.grad is not None]
-
-    expected = gradients()
-    options = technique.options(profile(work, fake=True))
-    assert options
-    for option in options[:: max(1, len(options) // 8)]:
-        with technique.apply(work, [option]):
-            assert all(map(torch.equal, gradients(), expected)), option

@@ -11,10 +11,9 @@ from torch import nn
 from lowtide import Workload, profile
 from lowtide.errors import PlanError
 from lowtide.nn import compress as nn_compress
-from lowtide.planning.prediction import apply_options, estimate_peak, predict
+from lowtide.planning.prediction import estimate_peak, predict
 from lowtide.techniques.compress import Compress, measure_layers
 from lowtide.techniques.compress.technique import CompressConfig
-from lowtide.techniques.sqrt import SqrtConfig
 from lowtide.techniques.technique import Fidelity, Option
 from tests.contract.contract import TechniqueContract
 from tests.contract.workloads import WORKLOADS, moved
@@ -102,13 +101,6 @@ def test_the_peak_falls_and_comes_back():
     with technique.apply(work, [technique.options(plain)[2]]):
         assert profile(work).saved_bytes < 0.55 * plain.saved_bytes  # float masks of a CPU's dropout stay
     assert profile(work).saved_bytes == plain.saved_bytes
-
-
-def test_with_what_recomputes_it_is_refused():
-    work = gpt2()
-    options = [Option("compress", ("blocks.0",), CompressConfig((4,))), Option("sqrt", ("blocks",), SqrtConfig(((),)))]
-    with pytest.raises(PlanError, match="cannot be in one plan"):
-        apply_options(work, options)
 
 
 def test_bits_that_do_not_fit_the_sites_are_refused():
