@@ -119,3 +119,9 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "convnet": seeded(convnet),
     "transformer": seeded(transformer),
 }
+
+
+def chain(depth: int, width: int = 4, batch: int = 3) -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Residual(width) for _ in range(depth)))
+    return Workload(model, lambda m, x: m(x).square().mean(), torch.randn(batch, width, 6, 5), name="chain")

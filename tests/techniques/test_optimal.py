@@ -15,27 +15,19 @@ from lowtide import zoo
 from lowtide.chains import Action, Chain, OptimalSchedules, Schedule, keep_all, recursive, simulate
 from lowtide.engines import plan
 from lowtide.errors import LowtideError, PlanError
-from lowtide.planning import apply_options, estimate_peak, predict
+from lowtide.planning import estimate_peak, predict
 from lowtide.profiling import Profile, profile
-from lowtide.techniques import Check, Option, techniques
+from lowtide.techniques import Check, Option
 from lowtide.techniques import optimal as module
-from lowtide.techniques.chain import Chains, leaves
+from lowtide.techniques.chain import leaves
 from lowtide.techniques.optimal import checkpoint_schedule
-from lowtide.techniques.segments import SegmentConfig, SegmentTechnique
+from lowtide.techniques.segments import SegmentTechnique
 from lowtide.techniques.sqrt import Sqrt
-from lowtide.techniques.stages import BlockStages
 from lowtide.workload import Workload
 
-from ..contract.outcomes import assert_agree, assert_restored, run
-from ..contract.outcomes import snapshot as take
-from ..contract.workloads import Residual
+from ..contract.outcomes import assert_agree, run
+from ..contract.workloads import chain
 from ..soak import count, in_soak
-
-
-def chain(depth: int, width: int = 4, batch: int = 3) -> Workload:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Residual(width) for _ in range(depth)))
-    return Workload(model, lambda m, x: m(x).square().mean(), torch.randn(batch, width, 6, 5), name="chain")
 
 
 @st.composite
@@ -152,10 +144,6 @@ def priced(profiled: Profile, of: Any) -> list[tuple[int, float, Option]]:
     return [(estimate_peak(profiled.graph, [price]), price.seconds, option) for option, price in prices]
 
 
-def levels(tree: Any) -> int:
-    return 0 if isinstance(tree, int) else 1 + max(map(levels, tree), default=0)
-
-
 class Uneven(nn.Module):
     """Cheap to run and large to keep, or the other way round."""
 
@@ -196,7 +184,7 @@ def test_the_estimate_is_within_one_percent_of_the_exact_prediction(name: str, s
     work = zoo.small(name, **sizes)
     plain = profile(work, fake=True)
     options = priced(plain, technique())
-    deepest = max(options, key=lambda row: levels(row[2].config.trees))
+    deepest = max(options, key=lambda row: row[2].config.levels)
     for estimate, _, option in (deepest, min(options)):
         assert estimate == pytest.approx(predict(work, [option], plain).peak_bytes, rel=0.01), option
 
@@ -205,7 +193,7 @@ def test_the_estimate_of_deep_nesting_is_right_where_activations_are_all_there_i
     work = chain(12, width=4, batch=64)
     plain = profile(work, fake=True)
     options = priced(plain, technique())
-    assert max(levels(option.config.trees) for _, _, option in options) >= 4
+    assert max(option.config.levels for _, _, option in options) >= 2
     for estimate, _, option in options[::7]:
         assert estimate == pytest.approx(predict(work, [option], plain).peak_bytes, rel=0.01), option
 
@@ -217,24 +205,6 @@ def test_the_priced_seconds_are_those_of_the_ops_that_run_again() -> None:
         again = [op for op in predict(work, [option], plain).graph.ops if op.recompute]
         copies = sum(op.seconds for op in again if "clone" in op.name)  # of the running statistics
         assert seconds == pytest.approx(sum(op.seconds for op in again) - copies, rel=1e-6), option
-
-
-def test_the_chain_says_of_its_schedules_what_their_price_says() -> None:
-    work = chain(8, batch=64)
-    plain = profile(work, fake=True)
-    stages = BlockStages(Chains(plain))
-    made = stages.chain
-    assert [stage.positions for stage in stages.stages] == [*((i,) for i in range(8)), ()]
-    whole = simulate(made, keep_all(made)).peak_bytes
-    for schedule in (
-        recursive(made, stages.segment_ends),
-        OptimalSchedules(made, 500, stages.segment_ends).schedule(whole // 2),
-    ):
-        option = Option("optimal", ("",), SegmentConfig(tuple(stages.trees(schedule).values())))
-        price = technique().price(option, plain)
-        assert price.seconds == pytest.approx(schedule.forward_seconds(made) - sum(made.forward_seconds), rel=1e-6)
-        saved = plain.peak_bytes - estimate_peak(plain.graph, [price])
-        assert saved == pytest.approx(whole - simulate(made, schedule).peak_bytes, rel=0.1)
 
 
 def test_a_larger_budget_is_never_predicted_slower() -> None:
@@ -256,41 +226,3 @@ def test_there_are_few_options_also_of_deep_models() -> None:
     assert 5 < len(options) <= 30
     assert all(list(leaves(t)) == sorted(set(leaves(t))) for o in options for t in o.config.trees)
     assert len({option.config.trees for option in options}) == len(options)
-
-
-def test_a_model_without_blocks_has_no_options() -> None:
-    assert technique().options(profile(zoo.small("lstm"), fake=True)) == []
-
-
-def test_several_chains_share_one_budget() -> None:
-    plain = profile(zoo.small("densenet121"), fake=True)
-    sites = [set(option.site) for option in technique().options(plain)]
-    assert max(map(len, sites)) > 2
-    assert min(map(len, sites)) == 1
-
-
-def test_blocks_of_a_list_are_segments_by_themselves() -> None:
-    work = zoo.small("unet")
-    for option in technique().options(profile(work, fake=True)):
-        for path, tree in zip(option.site, option.config.trees, strict=True):
-            if isinstance(work.model.get_submodule(path), nn.ModuleList):
-                assert all(len(node) == 1 for node in tree)
-
-
-def test_it_cannot_be_in_one_plan_with_segments() -> None:
-    work = chain(4, batch=64)
-    plain = profile(work, fake=True)
-    before = take(work.model)
-    both = [techniques()[name].options(plain)[0] for name in ("sqrt", "optimal")]
-    with pytest.raises(PlanError, match="optimal and sqrt cannot be in one plan"):
-        apply_options(work, both)
-    assert_restored(work.model, before)
-
-
-@pytest.mark.parametrize("name", ["resnet18", "densenet121", "gpt2", "unet"])
-def test_zoo_models_are_bitwise_with_the_deepest_option(name: str) -> None:
-    work = zoo.small(name)
-    options = technique().options(profile(work, fake=True))
-    expected = run(work)
-    with technique().apply(work, [max(options, key=lambda option: levels(option.config.trees))]):
-        assert_agree(run(work), expected, Check.EXACT)

@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import pytest
-from torch import nn
 
 from lowtide import zoo
-from lowtide.errors import LowtideError, PlanError
-from lowtide.techniques import Config, Fidelity, Forward, Option, Price, Technique, replace_forward, techniques
+from lowtide.errors import PlanError
+from lowtide.techniques import Config, Fidelity, Option, Price, Technique, techniques
 
 
 def test_fidelity_is_ordered_from_strict_to_loose() -> None:
@@ -110,44 +109,6 @@ def test_a_technique_of_the_step_acts_once_and_on_all_of_it(name, sites) -> None
 
 def test_a_price_adds_the_seconds_of_its_resources() -> None:
     assert Price(Fidelity.BITWISE, compute_seconds=1.0, h2d_seconds=0.5, d2h_seconds=0.25).seconds == 1.75
-
-
-class Doubled(Forward):
-    def __call__(self, x: float) -> float:
-        return 2 * self.plain(x)
-
-
-class Tripled(Forward):
-    def __call__(self, x: float) -> float:
-        return 3 * self.plain(x)
-
-
-def test_forwards_stack_and_unstack() -> None:
-    module = nn.Identity()
-    first = replace_forward(Doubled(module))
-    second = replace_forward(Tripled(module))
-    assert module(1.0) == 6.0
-    with pytest.raises(LowtideError, match="reverse order"):
-        first()
-    second()
-    assert "forward" in module.__dict__
-
-
-def test_a_forward_that_somebody_else_put_there_comes_back() -> None:
-    def theirs(x: float) -> float:
-        return -x
-
-    module = nn.Identity()
-    module.forward = theirs
-    with replace_forward(Doubled(module)):
-        assert module(1.0) == -2.0
-    assert module.forward is theirs
-
-
-def test_the_same_forward_twice_is_refused_with_the_place() -> None:
-    module = nn.Identity()
-    with replace_forward(Doubled(module)), pytest.raises(LowtideError, match=r"blocks\.3"):
-        replace_forward(Doubled(module), path="blocks.3")
 
 
 def test_every_built_in_technique_has_the_shape() -> None:

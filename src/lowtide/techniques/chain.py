@@ -1,4 +1,4 @@
-"""Chains of blocks in a profiled model, and what it changes in the step to run spans of them again."""
+"""Chains of blocks in a profiled model, and the effect of recomputing spans of them."""
 
 from __future__ import annotations
 
@@ -52,24 +52,24 @@ class Chains:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         graph = profile.graph
-        found = _containers(graph.modules)
-        home = _Home(path for chain in found for path in chain.children)
+        containers = _containers(graph.modules)
+        home = _Home(path for chain in containers for path in chain.children)
         once = {home[op.module] for op in graph.ops if op.phase == "forward" and _runs_only_once(op, graph)}
-        found = [part for chain in found for part in chain.without(once)]
+        containers = [part for chain in containers for part in chain.without(once)]
         ops: dict[str, list[int]] = {}
         for op in graph.ops:
             ops.setdefault(home[op.module], []).append(op.index)
-        found = sorted((c for c in found if any(p in ops for p in c.children)), key=lambda c: c.first_op(ops))
-        number = {path: i for i, path in enumerate(path for chain in found for path in chain.children)}
+        containers = sorted((c for c in containers if any(p in ops for p in c.children)), key=lambda c: c.first_op(ops))
+        number = {path: i for i, path in enumerate(path for chain in containers for path in chain.children)}
         self.block_of_op = [number.get(home[op.module], -1) for op in graph.ops]
-        self._made = Made(graph, self.block_of_op)
+        self._storages = BlockStorages(graph, self.block_of_op)
         self.chains = tuple(
             BlockChain(
                 chain.container,
                 chain.joined,
                 tuple(self._block(p, i, number[p], ops.get(p, [])) for p, i in chain.children.items()),
             )
-            for chain in found
+            for chain in containers
         )
         self.blocks = tuple(block for chain in self.chains for block in chain.blocks)
         self._born = [0] * (len(graph.ops) + 1)
@@ -88,7 +88,7 @@ class Chains:
             first=forward[0] if forward else len(graph.ops),
             backward=backward[0] if backward else len(graph.ops),
             end=ops[-1] + 1 if ops else 0,
-            saved_bytes=self._made.saved_bytes(number),
+            saved_bytes=self._storages.saved_bytes(number),
             glued=not forward or _writes_input(graph, forward),
         )
 
@@ -105,8 +105,8 @@ class Chains:
 
     def recompute(self, spans: Sequence[Span]) -> tuple[list[Interval], list[Interval], float]:
         """Live intervals added and removed, and seconds, when these spans keep their inputs and run again."""
-        made, blocks, graph = self._made, self.blocks, self.profile.graph
-        owner = made.owner(spans)
+        storages, blocks, graph = self._storages, self.blocks, self.profile.graph
+        owner = storages.owner(spans)
         removed: list[Interval] = []
         added: list[Interval] = []
         seconds = 0.0
@@ -116,27 +116,27 @@ class Chains:
                 end = max(block.end for block in blocks[low:high])
                 added.append(Interval(_GENERATOR_BYTES, blocks[low].first, end, f"generator state of {name}"))
             again = min(block.backward for block in blocks[low:high])
-            own = np.flatnonzero((owner == index) & (made.death > again))
+            own = np.flatnonzero((owner == index) & (storages.death > again))
             if not len(own):
                 continue
             removed += [
-                Interval(int(made.bytes[i]), int(made.last_use[i]) + 1, again, f"made again in {name}")
+                Interval(int(storages.bytes[i]), int(storages.last_use[i]) + 1, again, f"recomputed in {name}")
                 for i in own
-                if made.last_use[i] + 1 < again
+                if storages.last_use[i] + 1 < again
             ]
-            # A checkpoint stops running again as soon as it has made the last thing that is needed.
-            stop = int(made.written[own].max()) + 1
+            # A checkpoint stops running again as soon as it has the last value that is needed.
+            stop = int(storages.written[own].max()) + 1
             inside = [i for i, (a, b) in enumerate(spans) if i > index and low <= a and b <= high]
-            peak = made.peak_while_running(low, high, stop, np.isin(owner, inside))
-            more = peak - int(made.bytes[own].sum()) - self._born[again]  # that op's outputs come after
+            peak = storages.peak_while_running(low, high, stop, np.isin(owner, inside))
+            more = peak - int(storages.bytes[own].sum()) - self._born[again]  # that op's outputs come after
             if more > 0:
                 added.append(Interval(more, again, again + 1, f"temporaries while {name} runs again"))
             seconds += float(self._elapsed[stop] - self._elapsed[blocks[low].first])
         return added, removed, seconds
 
 
-class Made:
-    """Storages that blocks make in the forward pass, as arrays: when they live, and which blocks use them.
+class BlockStorages:
+    """Storages that blocks make in the forward pass, as arrays: their lifetimes, and the blocks that use them.
 
     ``block`` has each op's, -1 for those of none.
     """
@@ -149,27 +149,27 @@ class Made:
                 for value in (*op.inputs, *op.outputs):
                     users.setdefault(value.storage, []).append(op.index)
                 written |= dict.fromkeys((value.storage for value in op.outputs), op.index)
-        made = [
+        storages = [
             s
             for s in graph.on_device
             if s.category in ("activation", "temporary") and s.id in users and block[users[s.id][0]] >= 0
         ]
-        self.bytes = np.array([s.bytes for s in made], np.int64)
-        self.birth = np.array([s.birth for s in made], np.int64)
-        self.death = np.array([s.death for s in made], np.int64)
-        self.written = np.array([written.get(s.id, s.birth) for s in made], np.int64)
-        self.last_use = np.array([users[s.id][-1] for s in made], np.int64)
-        self.low = np.array([min(block[i] for i in users[s.id]) for s in made], np.int64)
-        self.high = np.array([max(block[i] for i in users[s.id]) for s in made], np.int64)
-        self.maker = np.array([block[users[s.id][0]] for s in made], np.int64)
+        self.bytes = np.array([s.bytes for s in storages], np.int64)
+        self.birth = np.array([s.birth for s in storages], np.int64)
+        self.death = np.array([s.death for s in storages], np.int64)
+        self.written = np.array([written.get(s.id, s.birth) for s in storages], np.int64)
+        self.last_use = np.array([users[s.id][-1] for s in storages], np.int64)
+        self.low = np.array([min(block[i] for i in users[s.id]) for s in storages], np.int64)
+        self.high = np.array([max(block[i] for i in users[s.id]) for s in storages], np.int64)
+        self.maker = np.array([block[users[s.id][0]] for s in storages], np.int64)
 
     def saved_bytes(self, block: int) -> int:
-        """What a block makes and no other block reads: what is gained if it runs again."""
+        """Bytes that a block makes and no other block reads: the gain of recomputing it."""
         return int(self.bytes[(self.low == block) & (self.high == block) & self.saved].sum())
 
     @property
     def saved(self) -> NDArray[np.bool_]:
-        """Which stay after the last op of the forward pass that uses them."""
+        """Mask of storages that outlive their last use in the forward pass."""
         return self.death > self.last_use + 1
 
     def owner(self, spans: Sequence[Span]) -> NDArray[np.int64]:
@@ -194,7 +194,7 @@ class Made:
 
 
 class _Home:
-    """Which of some paths a module is at or below; "" for none."""
+    """Maps a module to the path, of some, that it is at or below; "" for none."""
 
     def __init__(self, paths: Iterator[str]) -> None:
         self._known = {path: path for path in paths}
@@ -257,7 +257,7 @@ def _containers(modules: Sequence[tuple[str, str]]) -> list[_Container]:
         own = sum(bool(children[child]) for child in children[path]) if is_chain(path) else 0
         return max([own, *(longest(child) for child in children[path])])
 
-    found: list[_Container] = []
+    containers: list[_Container] = []
 
     def visit(path: str) -> None:
         if not is_chain(path):
@@ -271,12 +271,12 @@ def _containers(modules: Sequence[tuple[str, str]]) -> list[_Container]:
                 stretches.append({})
                 visit(child)
             else:
-                name = child.rpartition(".")[2]  # a module that is there twice is listed once: its number still counts
+                name = child.rpartition(".")[2]  # a module registered twice is listed once, under its first number
                 stretches[-1][child] = int(name) if name.isdecimal() else position
-        found.extend(_Container(path, kind[path] == "Sequential", stretch) for stretch in stretches if stretch)
+        containers.extend(_Container(path, kind[path] == "Sequential", stretch) for stretch in stretches if stretch)
 
     visit("")
-    return found
+    return containers
 
 
 def leaves(node: int | Tree) -> Iterator[int]:

@@ -1,7 +1,7 @@
 """Chunked loss: a head and its cross entropy without the logits ever whole, in a model that knows nothing of it.
 
-In a plain step the logits are there three to five times: as the head gives them, as float32, after the log-softmax,
-and twice as gradients. Here the head gives logits that are not there (``lowtide.nn.lazy_logits``), and cross entropy
+In a plain step the logits take memory three to five times: as the head gives them, as float32, after the log-softmax,
+and twice as gradients. Here the head gives logits computed on demand (``lowtide.nn.lazy_logits``), and cross entropy
 takes them chunk by chunk.
 """
 
@@ -39,7 +39,7 @@ def chunk_loss(head: nn.Linear, chunk: int | None = None, *, path: str = "") -> 
     is_plain = type(head).forward is nn.Linear.forward and "forward" not in head.__dict__
     if not is_plain and not isinstance(head.__dict__.get("forward"), ChunkedHead):  # replace_forward refuses a second
         raise LowtideError(
-            f"{type(head).__name__} is no nn.Linear with its own forward, whose logits could be made in chunks",
+            f"{type(head).__name__} is no nn.Linear with its own forward, whose logits could be computed in chunks",
             where=path,
             hint="Pass the model's last nn.Linear. Where another technique has changed it, leave it out there.",
         )
@@ -47,7 +47,7 @@ def chunk_loss(head: nn.Linear, chunk: int | None = None, *, path: str = "") -> 
 
 
 class ChunkedHead(Forward):
-    """The forward of a ``nn.Linear`` whose logits are made when something other than cross entropy asks."""
+    """The forward of a ``nn.Linear`` whose logits are computed when something other than cross entropy asks."""
 
     def __init__(self, module: nn.Linear, chunk: int | None = None, path: str = "") -> None:
         super().__init__(module)
@@ -125,14 +125,14 @@ class _Head:
     itemsize: int  # of the logits
     casts: bool  # whether the weight is copied to another dtype
     loss: int  # the op that has the losses of all rows
-    made: tuple[int, ...]  # the storages with the logits in any form, and their gradients
+    storages: tuple[int, ...]  # the storages with the logits in any form, and their gradients
     others: tuple[int, ...]  # the ops of the loss, forward and backward, other than matrix products
     input: int | None  # the storage that is kept for the head's backward alone
     back: int  # the first op of the backward pass that computes a gradient of the head's input or parameters
     end: int  # after the last one
 
     def removed(self, graph: Graph) -> Iterator[Interval]:
-        for index in self.made:
+        for index in self.storages:
             storage = graph.storages[index]
             yield Interval(storage.bytes, storage.birth, storage.death, f"{storage.label} of {self.path}")
         if self.input is not None:
@@ -142,7 +142,7 @@ class _Head:
 
     def added(self, graph: Graph, chunk: int) -> Iterator[Interval]:
         rows, wide = min(chunk, self.rows), max(self.itemsize, 4)
-        # Where there is no kernel for it, 16 bits are widened to 32 for the softmax.
+        # The softmax widens 16 bits to 32 where it has no kernel for them.
         widened = 4 if self.itemsize < 4 and graph.tensor_device == "cpu" else 0
         padding = kernels.padding(self.classes, graph.tensor_device)
         size = rows * (self.classes + padding) * (self.itemsize + widened)
@@ -180,14 +180,14 @@ def _heads(graph: Graph) -> Iterator[_Head]:
 def _head(graph: Graph, path: str, product: Op) -> _Head | None:
     """A head and its loss; None where its logits go elsewhere too."""
     logits = product.outputs[0]
-    made, after, others, loss = {logits.storage}, set[int](), list[int](), None
+    storages, after, others, loss = {logits.storage}, set[int](), list[int](), None
     for op in graph.ops[product.index + 1 :]:
-        if op.phase != "forward" or not made & {value.storage for value in op.inputs}:
+        if op.phase != "forward" or not storages & {value.storage for value in op.inputs}:
             continue
         others.append(op.index)
         base, first = short_name(op.name), op.inputs[0].storage
         if base in _COPIES or base == "_log_softmax":
-            made |= {value.storage for value in op.outputs}
+            storages |= {value.storage for value in op.outputs}
             after |= {value.storage for value in op.outputs} if base == "_log_softmax" or first in after else set()
         elif base in _LOSSES and first in after and loss is None:
             loss = op
@@ -217,7 +217,7 @@ def _head(graph: Graph, path: str, product: Op) -> _Head | None:
         itemsize=logits.bytes // max(math.prod(logits.shape), 1),
         casts=graph.storages[matrices[1].storage].category == "activation",
         loss=loss.index,
-        made=(*sorted(made | gradients),),
+        storages=(*sorted(storages | gradients),),
         others=(*others,),
         input=_kept_alone(graph, path, matrices[0].storage),
         back=ends[0].index,
@@ -227,8 +227,7 @@ def _head(graph: Graph, path: str, product: Op) -> _Head | None:
 
 def _kept_alone(graph: Graph, path: str, storage: int) -> int | None:
     """The storage, if nobody but the head keeps it for backward."""
-    keepers = {saved.needed_in for saved in graph.saved if saved.storage == storage}
-    return storage if keepers == {path} and graph.storages[storage].category == "activation" else None
+    return storage if graph.savers.get(storage) == {path} and graph.storages[storage].category == "activation" else None
 
 
 _PRODUCTS = ("mm", "addmm", "linear")

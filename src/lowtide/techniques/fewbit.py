@@ -108,17 +108,17 @@ class FewBitActivations:
     def options(self, profile: Profile) -> list[Option]:
         """The exact ones with one bit; then all of them, with 8 bits to 1 for the curves."""
         sites = _sites(profile.graph)
-        gates = tuple(path for path, kept in sites.items() if kept.is_gate)
+        gates = tuple(path for path, saved in sites.items() if saved.is_gate)
         options = [Option(self.name, gates, FewBitConfig(0))] if gates else []
-        curves = {kept.kind for kept in sites.values() if not kept.is_gate}
+        curves = {saved.kind for saved in sites.values() if not saved.is_gate}
         for bits in BITS if curves else ():
-            layers = sum(not kept.is_gate for kept in sites.values())
+            layers = sum(not saved.is_gate for saved in sites.values())
             bound = _bound(max(_relative_error(kind, bits) for kind in curves), layers)
             options.append(Option(self.name, tuple(sites), FewBitConfig(bits, round(bound, 4))))
         return options
 
     def price(self, option: Option, profile: Profile) -> Price:
-        """What was saved is let go after its last use forward; codes live until the activation's backward."""
+        """Saved inputs are freed after their last use in forward; codes live until the activation's backward."""
         graph, bits = profile.graph, option.config_as(FewBitConfig).bits
         sites, device = _sites(graph), find_device(graph.device)
         added: list[Interval] = []
@@ -187,7 +187,7 @@ class FewBitForward(Forward):
 
 
 def _temporaries(item: _Item, path: str) -> Iterator[Interval]:
-    """Of the kernels in plain torch, which go through a tensor in a few pieces: about so many bytes an element."""
+    """Temporary bytes of the kernels in plain torch, which pass over a tensor in a few pieces."""
     piece = max(min(item.count, 2**16), item.count // 8)
     yield Interval(4 * piece, item.forward, item.forward + 1, f"packing the codes of {path}")
     yield Interval(10 * piece, item.backward, item.backward + 1, f"unpacking the codes of {path}")
@@ -251,20 +251,25 @@ _CLASSES: dict[str, Activation] = {
 
 
 def _sites(graph: Graph) -> dict[str, _SavedByModule]:
-    """The activations that would let something go, in the order of the model's modules."""
+    """Activations that would free something, in the order of the model's modules."""
     kinds = {path: kind for path, kind in graph.modules if kind in _CLASSES}
-    savers: dict[int, set[str]] = {}
-    for saved in graph.saved:
-        savers.setdefault(saved.storage, set()).add(saved.needed_in)
-    touched, last_use = _uses(graph)
+    touched: dict[tuple[str, int], list[Op]] = {}  # ops of each module that read or give a storage
+    for op in graph.ops:
+        for storage in {value.storage for value in (*op.inputs, *op.outputs)}:
+            touched.setdefault((op.module, storage), []).append(op)
     on_device = {storage.id for storage in graph.on_device}
-    found: dict[str, list[_Item]] = {}
+    items: dict[str, list[_Item]] = {}
     seen: set[tuple[str, int]] = set()
     for saved in graph.saved:
         path = saved.needed_in
         known = path in kinds and saved.category == "activation" and saved.storage in on_device
         # Codes are bytes: an activation that keeps those does so already.
-        if not known or savers[saved.storage] != {path} or saved.dtype == "uint8" or (path, saved.storage) in seen:
+        if (
+            not known
+            or graph.savers[saved.storage] != {path}
+            or saved.dtype == "uint8"
+            or (path, saved.storage) in seen
+        ):
             continue
         seen.add((path, saved.storage))
         mine = touched.get((path, saved.storage), [])
@@ -272,27 +277,15 @@ def _sites(graph: Graph) -> dict[str, _SavedByModule]:
         backward = [op.index for op in mine if op.phase == "backward"]
         storage = graph.storages[saved.storage]
         if forward and backward and len(forward) == len(backward):
-            uses = last_use.get(saved.storage, forward[-1])
+            uses = graph.last_forward_use[saved.storage]
             item = _Item(storage.bytes, math.prod(saved.shape), forward[0], backward[-1], uses, storage.death)
-            found.setdefault(path, []).append(item)
-    return {path: _SavedByModule(kinds[path], tuple(found[path])) for path in kinds if path in found}
-
-
-def _uses(graph: Graph) -> tuple[dict[tuple[str, int], list[Op]], dict[int, int]]:
-    """The ops of each module that read or make a storage; and each storage's last use in the forward pass."""
-    touched: dict[tuple[str, int], list[Op]] = {}
-    last_use: dict[int, int] = {}
-    for op in graph.ops:
-        for storage in {value.storage for value in (*op.inputs, *op.outputs)}:
-            touched.setdefault((op.module, storage), []).append(op)
-            if op.phase == "forward":
-                last_use[storage] = op.index
-    return touched, last_use
+            items.setdefault(path, []).append(item)
+    return {path: _SavedByModule(kinds[path], tuple(items[path])) for path in kinds if path in items}
 
 
 @cache
 def _relative_error(kind: str, bits: int) -> float:
-    """How far a table is from f', in units of f' itself."""
+    """Distance of a table from f', relative to f' itself."""
     curve = _CLASSES[kind]
     mean_square = float(Normal().integrals(curve)(np.array([np.inf]))[2, 0])
     return table_of(curve, bits).rmse / math.sqrt(mean_square)

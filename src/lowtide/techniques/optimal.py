@@ -29,7 +29,7 @@ def checkpoint_schedule(sequential: nn.Sequential, schedule: Schedule) -> Undo:
     """Run a ``nn.Sequential`` by a schedule of ``lowtide.chains``, as nested checkpoints.
 
     A block is a stage, together with those behind it that start by writing into their input. The class, the
-    parameters and the ``state_dict`` stay; ``undo()`` takes it back.
+    parameters and the ``state_dict`` stay; ``undo()`` restores the forward.
 
     >>> model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     >>> with checkpoint_schedule(model, recursive(chains.Chain.uniform(4))):
@@ -80,5 +80,4 @@ def _schedules(chain: chains.Chain, ends: list[int]) -> list[Schedule]:
     low, high = plans.smallest_bytes, simulate(chain, keep_all(chain)).peak_bytes
     # Closer together where they are small: there a little memory more saves the most time.
     budgets = [low + int((high - low) * (i / _BUDGETS) ** 1.5) for i in range(_BUDGETS)]
-    found = [schedule for schedule in map(plans.schedule, budgets) if sum(schedule.runs) <= most]
-    return [halves, *found]
+    return [halves, *(schedule for schedule in map(plans.schedule, budgets) if sum(schedule.runs) <= most)]

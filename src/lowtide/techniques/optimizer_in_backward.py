@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from lowtide.optim.in_backward import step_in_backward
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.in_backward import completed_gradients
 from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, whole_step
 from lowtide.undo import Applied
 from lowtide.workload import Workload
 
 
 class OptimizerInBackward:
-    """Each parameter is stepped as soon as its gradient is there.
+    """Each parameter is stepped as soon as its gradient is complete.
 
     The parameters after a step are a plain step's, bit for bit. Yet there are no gradients to look at, to clip or to
     accumulate between backward and step, so the fidelity is ``changed``: it is used where it is asked for.
@@ -29,14 +28,14 @@ class OptimizerInBackward:
         """One, for the whole step."""
         graph = profile.graph
         steps = "optimizer" in graph.phase_starts()
-        return [Option(self.name, ("",))] if steps and len(completed_gradients(graph)) > 1 else []
+        return [Option(self.name, ("",))] if steps and len(graph.gradient_ends) > 1 else []
 
     def price(self, option: Option, profile: Profile) -> Price:
         """A gradient dies when it is complete, instead of at the end."""
         graph = profile.graph
         removed = [
-            Interval(graph.storages[storage].bytes, whole + 1, graph.storages[storage].death, "a gradient let go")
-            for storage, whole in completed_gradients(graph).items()
+            Interval(graph.storages[storage].bytes, whole + 1, graph.storages[storage].death, "a gradient, freed")
+            for storage, whole in graph.gradient_ends.items()
             if whole + 1 < graph.storages[storage].death
         ]
         return Price(Fidelity.CHANGED, removed=tuple(removed))

@@ -47,7 +47,7 @@ class OptimizerState:
         return [Option(self.name, ("",), OptimizerStateConfig(kind)) for kind in kinds]
 
     def price(self, option: Option, profile: Profile) -> Price:
-        """What the states take less, over the whole step; on the host they are copied to the device and back."""
+        """Bytes that the states free over the whole step; from the host they are fetched and stored again."""
         kind, end = option.config_as(OptimizerStateConfig).state, len(profile.graph.ops)
         removed = tuple(
             Interval(storage.bytes - kept, 0, end, f"{storage.label} in {kind}")

@@ -72,7 +72,7 @@ class Precision:
         return [Option(self.name, ("",), config) for config in configs]
 
     def price(self, option: Option, profile: Profile) -> Price:
-        """What products keep takes half; with ``weights`` so do parameters and gradients, else there are copies."""
+        """Halve what products save; with ``weights`` halve parameters and gradients, else add 16-bit copies."""
         graph, end, has_weights = profile.graph, len(profile.graph.ops), option.config_as(PrecisionConfig).weights
         removed = list(_halved(graph))
         added: list[Interval] = []
@@ -172,8 +172,8 @@ def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def _halved(graph: Graph) -> Iterator[Interval]:
-    """What matrix products keep in float32, once for each storage."""
-    kept = {
+    """Activations that matrix products save in float32, once for each storage."""
+    storages = {
         saved.storage
         for saved in graph.saved
         if saved.category == "activation"
@@ -181,5 +181,5 @@ def _halved(graph: Graph) -> Iterator[Interval]:
         and any(name in saved.needed_by for name in _MATRIX_OPS)
     }
     for storage in graph.on_device:
-        if storage.id in kept:
+        if storage.id in storages:
             yield Interval(storage.bytes // 2, storage.birth, storage.death, f"{storage.label} in 16 bits")

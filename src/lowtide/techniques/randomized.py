@@ -38,7 +38,7 @@ def randomize(
 ) -> Undo:
     """Have the ``nn.Linear``s of a model keep sketches of their inputs, all of them or those at ``paths``.
 
-    The class, the parameters and the ``state_dict`` stay; ``undo()`` takes it back.
+    The class, the parameters and the ``state_dict`` stay; ``undo()`` restores the forwards.
 
     >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
     >>> with randomize(model, ratio=0.5):
@@ -95,18 +95,18 @@ class RandomizedLinears:
     conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
-        """All layers whose input would be let go, for each ratio."""
+        """All layers whose input would be freed, for each ratio."""
         inputs = _Inputs(profile.graph)
         sites = {ratio: inputs.worthwhile(Sketch(ratio=ratio)) for ratio in RATIOS}
         return [Option(self.name, site, RandomizedConfig(ratio)) for ratio, site in sites.items() if site]
 
     def price(self, option: Option, profile: Profile) -> Price:
-        """Inputs are let go after the forward pass; sketches stay, one for all layers that read the same tensor."""
+        """Inputs are freed after the forward pass; sketches stay, one for all layers that read the same tensor."""
         inputs = _Inputs(profile.graph)
         sketch, sites = _sketch(option), set(option.site)
         removed = [
             Interval(inputs.bytes(storage), inputs.last_use[storage] + 1, inputs.death(storage), "sketched instead")
-            for storage in inputs.let_go(sites)
+            for storage in inputs.freed(sites)
             if inputs.last_use[storage] + 1 < inputs.death(storage)
         ]
         return Price(
@@ -163,19 +163,17 @@ class _Read:
 
 
 class _Inputs:
-    """What the linear layers of a traced step read and keep."""
+    """Inputs that the linear layers of a traced step read and save."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.last_use: dict[int, int] = {}  # in the forward pass
+        self.last_use = graph.last_forward_use
         self._products: dict[tuple[str, int], Op] = {}  # of the backward pass, by layer and storage of x
         linears = {path for path, kind in graph.modules if kind == "Linear"}
         casts: dict[tuple[str, int], int] = {}
         reads: list[_Read] = []
         for op in graph.ops:
-            if op.phase == "forward" and not op.recompute:
-                for value in (*op.inputs, *op.outputs):
-                    self.last_use[value.storage] = op.index
+            if op.phase == "forward":
                 if op.module in linears and op.name.startswith("aten._to_copy"):
                     casts[op.module, op.outputs[0].storage] = op.inputs[0].storage
                 if op.module in linears and _is_product(op.name):
@@ -191,7 +189,7 @@ class _Inputs:
         # A layer whose weight has no gradient keeps no input.
         self._reads = [r for r in reads if (r.path, True) in savers.get(r.x.storage, ())]
         made = {s.id for s in graph.on_device if s.category == "activation"}
-        self._keepers = {
+        self._savers = {
             r.x.storage: {path for path, _ in savers[r.x.storage]}
             for r in self._reads
             if r.x.storage in made and all(path in linears and product for path, product in savers[r.x.storage])
@@ -203,18 +201,18 @@ class _Inputs:
     def death(self, storage: int) -> int:
         return self.graph.storages[storage].death
 
-    def let_go(self, sites: set[str]) -> list[int]:
+    def freed(self, sites: set[str]) -> list[int]:
         """The storages that only these layers keep."""
-        return [storage for storage, keepers in self._keepers.items() if keepers <= sites]
+        return [storage for storage, keepers in self._savers.items() if keepers <= sites]
 
     def worthwhile(self, sketch: Sketch) -> tuple[str, ...]:
         """The layers that let more go than their sketches take, in the model's order."""
-        let_go = set(self.let_go({path for path, _ in self.graph.modules}))
+        freed = set(self.freed({path for path, _ in self.graph.modules}))
         paths: set[str] = set()
         for group in self._groups({r.path for r in self._reads}):
-            freed = sum(self.bytes(s) for s in {r.x.storage for r in group} & let_go)
-            if freed > _bytes(group[0].x, sketch):
-                paths |= {r.path for r in group if r.x.storage in let_go}
+            freed_bytes = sum(self.bytes(s) for s in {r.x.storage for r in group} & freed)
+            if freed_bytes > _bytes(group[0].x, sketch):
+                paths |= {r.path for r in group if r.x.storage in freed}
         return tuple(path for path, _ in self.graph.modules if path in paths)
 
     def added(self, sites: set[str], sketch: Sketch) -> Iterator[Interval]:
@@ -234,7 +232,7 @@ class _Inputs:
                     yield Interval(size, product.index, product.index + 1, f"sketch of a gradient in {read.path}")
 
     def seconds(self, sites: set[str], sketch: Sketch) -> float:
-        """What sketching takes, by a roofline, less what the smaller product for the weight saves."""
+        """Seconds of sketching, by a roofline, less the seconds that the smaller product for the weight saves."""
         device = find_device(self.graph.device)
         total = 0.0
         for group in self._groups(sites):

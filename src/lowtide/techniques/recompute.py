@@ -128,7 +128,7 @@ class _First:
             or isinstance(module, NormBase)  # kernels write statistics without counting versions
         ]
         self.before = []
-        # What writes into its own weights, as an embedding with max_norm, will do so again.
+        # A module that writes into its own weights, as an embedding with max_norm, will do so again.
         self.state.parameters = [held for held in self.state.parameters if version_of(held[2]) == held[3]]
 
 

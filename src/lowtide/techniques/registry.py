@@ -43,10 +43,10 @@ def techniques() -> dict[str, Technique]:
     >>> "sqrt" in techniques()
     True
     """
-    found = dict(_installed())
+    known = dict(_installed())
     for technique in _registered.values():
-        _add(found, technique)
-    return found
+        _add(known, technique)
+    return known
 
 
 def find_technique(name: str) -> Technique:
@@ -84,9 +84,9 @@ def register(technique: object) -> Undo:
 
 @cache
 def _installed() -> dict[str, Technique]:
-    found: dict[str, Technique] = {}
+    known: dict[str, Technique] = {}
     for place in BUILT_IN:
-        _add(found, _load(EntryPoint(place, place, GROUP)))
+        _add(known, _load(EntryPoint(place, place, GROUP)))
     for point in entry_points(group=GROUP):
         if point.value.startswith("lowtide."):  # listed by an older installation
             continue
@@ -99,8 +99,8 @@ def _installed() -> dict[str, Technique]:
                 stacklevel=3,
             )
         else:
-            _add(found, technique)
-    return found
+            _add(known, technique)
+    return known
 
 
 def _load(point: EntryPoint) -> Technique:
@@ -128,14 +128,14 @@ def _checked(technique: object) -> Technique:
     return technique
 
 
-def _add(found: dict[str, Technique], technique: Technique) -> None:
-    there = found.get(technique.name)
+def _add(known: dict[str, Technique], technique: Technique) -> None:
+    there = known.get(technique.name)
     if there is not None:
         raise LowtideError(
             f"Two techniques have the name {technique.name!r}: {_place(there)} and {_place(technique)}",
             hint="Rename one of them.",
         )
-    found[technique.name] = technique
+    known[technique.name] = technique
 
 
 def _place(technique: Technique) -> str:

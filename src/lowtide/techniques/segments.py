@@ -1,4 +1,4 @@
-"""Containers whose blocks run as a tree of recomputed segments: how they run, and what that costs."""
+"""Containers whose blocks run as a tree of recomputed segments: how they run, and their cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowtide.errors import LowtideError, PlanError
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.chain import BlockChain, Chains, leaves
 from lowtide.techniques.recompute import recompute
-from lowtide.techniques.replaced_forward import Forward, replace_forward
+from lowtide.techniques.replaced_forward import Forward, apply_at_sites, replace_forward
 from lowtide.techniques.technique import Check, Config, Fidelity, Kind, Option, Price
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
@@ -61,7 +61,7 @@ class SegmentTechnique:
         self._last: Chains | None = None
 
     def price(self, option: Option, profile: Profile) -> Price:
-        """What segments let go, from its last use until it is made again; one more forward pass of them."""
+        """Values are freed from their last use until they are recomputed, by one more forward pass of the segments."""
         chains = self.chains(profile)
         added, removed, seconds = chains.recompute(chains.spans(_trees(option)))
         return Price(
@@ -74,18 +74,14 @@ class SegmentTechnique:
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Put a segmented forward on every container; the model is untouched if one cannot take it."""
-        with Undo() as undo:
-            for option in options:
-                for path, tree in _trees(option).items():
-                    undo.add(apply_tree(_find(work.model, path), tree, path=path))
-            return Applied(work, undo.keep())
+        return apply_at_sites(work, options, lambda module, path, o: apply_tree(module, _trees(o)[path], path=path))
 
     def check(self, option: Option) -> Check:
         """Everything equal, bit for bit."""
         return Check.EXACT
 
     def chains(self, profile: Profile) -> Chains:
-        """Those of a profile; the last ones are kept, since options and prices ask for the same."""
+        """Chains of a profile. The last ones are kept, since options and prices ask for the same."""
         if self._last is None or self._last.profile is not profile:
             self._last = Chains(profile)
         return self._last
@@ -162,7 +158,7 @@ def apply_tree(container: nn.Module, tree: Tree, *, path: str) -> Undo:
 
 
 def children(container: nn.Module) -> list[nn.Module]:
-    """The blocks in their order; one that is there twice counts twice."""
+    """Blocks in their order; one that is registered twice counts twice."""
     return [block for block in own_children(container).values() if block is not None]
 
 
@@ -173,13 +169,6 @@ def _check_tree(container: nn.Module, tree: Tree, path: str) -> None:
     count = len(children(container))
     if not whole or named != sorted(set(named)) or (named and not 0 <= named[0] <= named[-1] < count):
         raise PlanError(f"{tree} are not segments of {count} blocks in order", where=path or "the model")
-
-
-def _find(model: nn.Module, path: str) -> nn.Module:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        raise PlanError(f"The model has no module {path!r}", hint="The plan is of another model.") from None
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -215,13 +204,13 @@ def _starts_in_place(block: nn.Module) -> bool:
 
 
 def _units(blocks: Sequence[tuple[int, bool]], *, joined: bool) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = []
+    units: list[tuple[int, ...]] = []
     for position, glued in blocks:
         if not glued:
-            found.append((position,))
-        elif joined and found:
-            found[-1] += (position,)
-    return found
+            units.append((position,))
+        elif joined and units:
+            units[-1] += (position,)
+    return units
 
 
 def _is_tree(tree: object) -> bool:

@@ -27,7 +27,7 @@ def checkpoint_segments(
     """Recompute a ``nn.Sequential`` in segments of neighbouring blocks; √n of them if not said otherwise.
 
     The last ``kept`` segments are left as they are; with ``levels=2`` each segment has segments inside. The
-    class, the parameters and the ``state_dict`` stay; ``undo()`` takes it back.
+    class, the parameters and the ``state_dict`` stay; ``undo()`` restores the forward.
 
     >>> model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)))
     >>> with checkpoint_segments(model):

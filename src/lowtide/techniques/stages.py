@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.chains import Chain, Schedule, Tree, nested
-from lowtide.techniques.chain import Chains, Made, leaves, split
+from lowtide.techniques.chain import BlockStorages, Chains, leaves, split
 from lowtide.techniques.segments import chain_units
 
 _MOST = 96  # stages of blocks: more are joined with their neighbours, since schedules take O(n³) to find
@@ -49,14 +49,14 @@ class BlockStages:
         return ends[::-1]
 
     def trees(self, schedule: Schedule) -> dict[str, Tree]:
-        """What each container recomputes when it runs its stages of a schedule."""
+        """Segments that each container recomputes when it runs its stages of a schedule."""
         blocks = [stage.positions for stage in self.stages]
-        found: dict[str, list[Tree]] = {}
+        trees: dict[str, list[Tree]] = {}
         for node in nested(schedule):
             if not isinstance(node, int):
                 container = self.stages[next(leaves(node))].container
-                found.setdefault(container, []).append(in_blocks(node, blocks))
-        return {container: tuple(sorted(nodes, key=_first)) for container, nodes in found.items()}
+                trees.setdefault(container, []).append(in_blocks(node, blocks))
+        return {container: tuple(sorted(nodes, key=_first)) for container, nodes in trees.items()}
 
     def _stages(self) -> list[Stage]:
         """Blocks in the order in which they run, with a stage wherever other ops run between."""
@@ -70,13 +70,13 @@ class BlockStages:
                     reached = max(reached, order[number])
                 else:
                     gaps.add(reached)
-        found = [Stage()] if -1 in gaps else []
+        stages = [Stage()] if -1 in gaps else []
         for i, stage in enumerate(blocks):
-            found += [stage, Stage()] if i in gaps else [stage]
-        return found
+            stages += [stage, Stage()] if i in gaps else [stage]
+        return stages
 
     def _units(self) -> list[Stage]:
-        found: list[Stage] = []
+        stages: list[Stage] = []
         group = start = 0
         share = _MOST / max(len(self.chains.blocks), _MOST)
         for chain in self.chains.chains:
@@ -89,51 +89,51 @@ class BlockStages:
             before = -1
             for unit in units:
                 group += not chain.joined or unit[0] != before + 1
-                found.append(Stage(chain.container, unit, tuple(number[i] for i in unit), group))
+                stages.append(Stage(chain.container, unit, tuple(number[i] for i in unit), group))
                 before = unit[-1]
             group += 1
         blocks = self.chains.blocks
-        return sorted(found, key=lambda stage: min(blocks[number].first for number in stage.blocks))
+        return sorted(stages, key=lambda stage: min(blocks[number].first for number in stage.blocks))
 
     @cached_property
     def stage_of_op(self) -> list[int]:
-        """Of each op, -1 for the optimizer's; those that run between stages of blocks are of the stage there."""
+        """Stage of each op, -1 for the optimizer's. Ops between stages of blocks belong to the stage there."""
         at = {number: i for i, stage in enumerate(self.stages) for number in stage.blocks}
         free = [stage.group < 0 for stage in self.stages]
-        found: list[int] = []
+        stages: list[int] = []
         forward, backward = -1, len(free)
         for op, number in zip(self.graph.ops, self.chains.block_of_op, strict=True):
             if op.phase == "forward":
                 forward = max(forward, at.get(number, -1))
                 between = forward + (forward + 1 < len(free) and free[forward + 1])
-                found.append(at.get(number, max(between, 0)))
+                stages.append(at.get(number, max(between, 0)))
             elif op.phase == "backward":
                 backward = min(backward, at.get(number, len(free)))
                 between = backward - (backward > 0 and (free[backward - 1] or backward == len(free)))
-                found.append(at.get(number, between))
+                stages.append(at.get(number, between))
             else:
-                found.append(-1)
-        return found
+                stages.append(-1)
+        return stages
 
     @cached_property
     def chain(self) -> Chain:
         """The stages in bytes and seconds."""
         graph, count = self.graph, len(self.stages)
-        made = Made(graph, self.stage_of_op)
-        handed = (made.low == made.maker) & (made.high == made.maker + 1)
-        own = made.saved & (made.low == made.maker) & (made.high == made.maker)
-        value = np.bincount(made.maker[handed], made.bytes[handed], count).astype(np.int64)
-        saved = value + np.bincount(made.maker[own], made.bytes[own], count).astype(np.int64)
+        storages = BlockStorages(graph, self.stage_of_op)
+        handed = (storages.low == storages.maker) & (storages.high == storages.maker + 1)
+        own = storages.saved & (storages.low == storages.maker) & (storages.high == storages.maker)
+        value = np.bincount(storages.maker[handed], storages.bytes[handed], count).astype(np.int64)
+        saved = value + np.bincount(storages.maker[own], storages.bytes[own], count).astype(np.int64)
         values = np.append(0, value)
         # One past the op that makes the last that a stage's backward reads: stages that run again stop there. Where
         # there is none, nothing is to be had from running again.
         stop = np.zeros(count, np.int64)
-        np.maximum.at(stop, made.maker[own], made.written[own] + 1)
+        np.maximum.at(stop, storages.maker[own], storages.written[own] + 1)
         stop[stop == 0] = graph.phase_starts().get("backward", len(graph.ops))
-        kept = np.zeros(len(made.bytes), np.bool_)
-        running = np.array([made.peak_while_running(i, i + 1, int(stop[i]), kept) for i in range(count)])
+        kept = np.zeros(len(storages.bytes), np.bool_)
+        running = np.array([storages.peak_while_running(i, i + 1, int(stop[i]), kept) for i in range(count)])
         inside = np.array([op.workspace_bytes for op in graph.ops], np.int64)
-        gradients = graph.live_bytes("gradient", "temporary") + inside + self._held(made, handed | own)
+        gradients = graph.live_bytes("gradient", "temporary") + inside + self._held(storages, handed | own)
         return Chain(
             forward_seconds=self._seconds("forward"),
             backward_seconds=self._seconds("backward"),
@@ -146,23 +146,23 @@ class BlockStages:
             tail_seconds=self._seconds("forward", stop),
         )
 
-    def _held(self, made: Made, which: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """While each op of the backward pass runs, the bytes of its own stage's storages that are still there."""
-        found = np.zeros(len(self.graph.ops), np.int64)
+    def _held(self, storages: BlockStorages, which: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Bytes of its own stage's storages that are alive while each op of the backward pass runs."""
+        held = np.zeros(len(self.graph.ops), np.int64)
         for stage in range(len(self.stages)):
             ops = self._ops("backward", stage)
-            mine = np.flatnonzero(which & (made.maker == stage))
-            mine = mine[np.argsort(made.death[mine])]
-            left = np.append(np.cumsum(made.bytes[mine][::-1])[::-1], 0)
-            found[ops] = left[np.searchsorted(made.death[mine], ops, side="right")]
-        return found
+            mine = np.flatnonzero(which & (storages.maker == stage))
+            mine = mine[np.argsort(storages.death[mine])]
+            left = np.append(np.cumsum(storages.bytes[mine][::-1])[::-1], 0)
+            held[ops] = left[np.searchsorted(storages.death[mine], ops, side="right")]
+        return held
 
     def _most(self, phase: str, live: NDArray[np.int64]) -> NDArray[np.int64]:
         """The most of some bytes while ops of each stage run."""
         return np.array([live[self._ops(phase, stage)].max(initial=0) for stage in range(len(self.stages))])
 
     def _seconds(self, phase: str, start: Sequence[int] | NDArray[np.int64] = ()) -> list[float]:
-        """Of each stage's ops, or of those from one on; where they are not known, all ops take as long."""
+        """Seconds of each stage's ops, or of those from ``start`` on; all ops count the same where they are unknown."""
         took = np.nan_to_num(np.array([op.seconds for op in self.graph.ops], float), nan=1e-6)
         ops = [self._ops(phase, stage) for stage in range(len(self.stages))]
         return [float(took[mine[mine >= start[i]] if len(start) else mine].sum()) for i, mine in enumerate(ops)]
@@ -172,10 +172,10 @@ class BlockStages:
 
     @cached_property
     def _ops_of(self) -> dict[tuple[str, int], NDArray[np.int64]]:
-        found: dict[tuple[str, int], list[int]] = {}
+        ops_of: dict[tuple[str, int], list[int]] = {}
         for op, stage in zip(self.graph.ops, self.stage_of_op, strict=True):
-            found.setdefault((op.phase, stage), []).append(op.index)
-        return {key: np.array(ops, np.int64) for key, ops in found.items()}
+            ops_of.setdefault((op.phase, stage), []).append(op.index)
+        return {key: np.array(ops, np.int64) for key, ops in ops_of.items()}
 
 
 def in_blocks(tree: Tree, stages: Sequence[tuple[int, ...]]) -> Tree:

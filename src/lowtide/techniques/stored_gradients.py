@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from lowtide.optim.gradients import PIECES, Bits, packed_bytes, store_gradients
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.in_backward import completed_gradients
 from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, whole_step
 from lowtide.tracing.graph import Storage
 from lowtide.undo import Applied
@@ -45,7 +44,7 @@ class StoredGradients:
     def options(self, profile: Profile) -> list[Option]:
         """16 and 8 bits, where that is less than the gradients have."""
         graph = profile.graph
-        gradients = [graph.storages[id] for id in completed_gradients(graph)]
+        gradients = [graph.storages[id] for id in graph.gradient_ends]
         if "optimizer" not in graph.phase_starts() or len(gradients) < 2:
             return []
         return [
@@ -59,17 +58,17 @@ class StoredGradients:
         bits, graph, end = option.config_as(StoredGradientsConfig).bits, profile.graph, len(profile.graph.ops)
         removed: list[Interval] = []
         added: list[Interval] = []
-        for id, whole in completed_gradients(graph).items():
+        for id, whole in graph.gradient_ends.items():
             gradient = graph.storages[id]
             label, start, death = gradient.label, whole + 1, gradient.death
             if start >= death:
                 continue
             rounding = gradient.bytes + _ROUNDING[bits] * min(_count(gradient), PIECES[graph.tensor_device])
-            removed.append(Interval(gradient.bytes, start, death, f"{label}, let go"))
+            removed.append(Interval(gradient.bytes, start, death, f"{label}, freed"))
             added.append(Interval(_packed(gradient, bits), start, death, f"{label} in {bits}"))
             added.append(Interval(rounding, start, start + 1, f"{label} while it is rounded"))
         first = graph.phase_starts().get("optimizer", end) + 1  # on its first op falls the rounding of the last one
-        largest = max((4 * _count(graph.storages[id]) for id in completed_gradients(graph)), default=0)
+        largest = max((4 * _count(graph.storages[id]) for id in graph.gradient_ends), default=0)
         if first < end:
             added.append(Interval(largest, first, end, "a gradient, unpacked"))
         return Price(Fidelity.CHANGED, added=tuple(added), removed=tuple(removed))

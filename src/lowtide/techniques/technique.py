@@ -1,4 +1,4 @@
-"""The shape of a technique: where it can act, what that costs, how to do it, and what must then hold."""
+"""The shape of a technique: options on a profiled step, their prices, how to apply them, and the promised results."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ class Technique(Protocol):
     config: type[Config]  # of its options; Config itself where they have no settings
 
     def options(self, profile: Profile) -> Sequence[Option]:
-        """Where it could act, and how; none where it has nothing to offer."""
+        """List the places where it could act, each with a config; none where it has nothing to offer."""
         ...
 
     def price(self, option: Option, profile: Profile) -> Price:
-        """What an option would change in the profiled step."""
+        """Price an option by the live intervals and seconds that it changes in the profiled step."""
         ...
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
-        """Do it: the step that runs from now on, which also restores the model bit for bit when it is called."""
+        """Apply options. The result holds the step to run; calling it restores the model bit for bit."""
         ...
 
     def check(self, option: Option) -> Check:
-        """What must hold between the plain step and this one."""
+        """State the results that the changed step promises, compared with the plain one."""
         ...
 
 
 class Fidelity(StrEnum):
-    """What a step promises about its results, from the strictest class to the loosest.
+    """Promise about a step's results, from the strictest class to the loosest.
 
     >>> Fidelity.BITWISE < Fidelity.APPROXIMATE, Fidelity("roundoff"), max(Fidelity).value
     (True, <Fidelity.ROUNDOFF: 'roundoff'>, 'changed')
@@ -212,10 +212,10 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What an option changes. Not one number: a peak is a maximum over time, and copies overlap with compute.
+    """Changes that an option makes. Not one number: a peak is a maximum over time, and copies overlap with compute.
 
-    Intervals are on the axis of the profiled step's ops: what is made again in the backward pass is removed
-    from where it was let go until its first use there.
+    Intervals are on the axis of the profiled step's ops. A recomputed value is removed from the op that frees it until
+    its first use in the backward pass.
     """
 
     fidelity: Fidelity
@@ -229,13 +229,13 @@ class Price:
 
     @property
     def seconds(self) -> float:
-        """What the step takes longer if nothing overlaps; nan where the profile holds no seconds."""
+        """Seconds that the step takes longer if nothing overlaps; nan where the profile holds none."""
         return self.compute_seconds + self.h2d_seconds + self.d2h_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What must hold between the plain step and the changed one.
+    """Agreement that must hold between the plain step and the changed one.
 
     ``bitwise`` means ``torch.equal``. For the other classes, ``|changed - plain| <= atol + rtol * |plain|``
     in the norm of each gradient; unbiased ones keep it on average. ``roundoff`` without a tolerance is held to the

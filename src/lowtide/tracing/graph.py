@@ -139,6 +139,37 @@ class Graph:
         """``cpu`` or ``cuda``: what the tensors' own device says."""
         return "cpu" if self.device == "cpu" else "cuda"
 
+    @cached_property
+    def last_forward_use(self) -> dict[int, int]:
+        """By storage, the last op of the forward pass that reads or gives it."""
+        ops = (op for op in self.ops if op.phase == "forward")
+        return {value.storage: op.index for op in ops for value in (*op.inputs, *op.outputs)}
+
+    @cached_property
+    def first_backward_use(self) -> dict[int, int]:
+        """By storage, the first op of the backward pass that reads it."""
+        ops = (op for op in reversed(self.ops) if op.phase == "backward")
+        return {value.storage: op.index for op in ops for value in op.inputs}
+
+    @cached_property
+    def savers(self) -> dict[int, set[str]]:
+        """By storage, the modules that save it for their backward."""
+        savers: dict[int, set[str]] = {}
+        for saved in self.saved:
+            savers.setdefault(saved.storage, set()).add(saved.needed_in)
+        return savers
+
+    @cached_property
+    def gradient_ends(self) -> dict[int, int]:
+        """By storage of a gradient, the op of the backward pass that completes it."""
+        ends = {storage.id: storage.birth for storage in self.on_device if storage.category == "gradient"}
+        for op in self.ops:
+            if op.phase == "backward":
+                ends |= {
+                    v.storage: max(ends[v.storage], op.index) for v in (*op.inputs, *op.outputs) if v.storage in ends
+                }
+        return ends
+
     def live_bytes(self, *categories: Category, allocated: bool = False, ops: int | None = None) -> NDArray[np.int64]:
         """Bytes alive while each op runs, its outputs included; of some categories, or of all.
 

@@ -102,23 +102,7 @@ class Record:
                 category = "activation"
             if death > s.birth:
                 kept[index] = len(storages)
-                storages.append(
-                    Storage(
-                        len(storages),
-                        s.bytes,
-                        s.device,
-                        s.dtype,
-                        category,
-                        s.birth,
-                        death,
-                        s.label,
-                        s.module,
-                        s.source,
-                        s.shape,
-                        s.made_by,
-                        s.state_key,
-                    )
-                )
+                storages.append(_frozen_storage(s, len(storages), category, death))
         saved = [self._frozen_save(s, kept) for s in self.saves if s.storage in kept]
         graph = Graph(
             (),
@@ -194,3 +178,21 @@ def _renumber(values: tuple[TensorView, ...], kept: dict[int, int]) -> tuple[Ten
     if all(kept.get(v.storage) == v.storage for v in values):
         return values
     return tuple(TensorView(kept[v.storage], v.shape, v.stride, v.dtype) for v in values if v.storage in kept)
+
+
+def _frozen_storage(s: LiveStorage, index: int, category: Category, death: int) -> Storage:
+    return Storage(
+        index,
+        s.bytes,
+        s.device,
+        s.dtype,
+        category,
+        s.birth,
+        death,
+        s.label,
+        s.module,
+        s.source,
+        s.shape,
+        s.made_by,
+        s.state_key,
+    )

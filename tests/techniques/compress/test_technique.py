@@ -1,7 +1,6 @@
 """Compressed activations as a technique: bits by layer, prices, and a model that learns with it."""
 
 import gc
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,18 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lowtide import Workload, profile, zoo
-from lowtide.errors import LowtideError, PlanError
+from lowtide import Workload, profile
+from lowtide.errors import PlanError
 from lowtide.nn import compress as nn_compress
-from lowtide.planning.prediction import apply_options, estimate_peak, predict
-from lowtide.techniques.compress import Compress, Layer, allocate_bits, measure_layers
+from lowtide.planning.prediction import estimate_peak, predict
+from lowtide.techniques.compress import Compress, measure_layers
 from lowtide.techniques.compress.technique import CompressConfig
-from lowtide.techniques.sqrt import SqrtConfig
 from lowtide.techniques.technique import Fidelity, Option
 from tests.contract.contract import TechniqueContract
 from tests.contract.workloads import WORKLOADS, moved
-
-CHOICES = (2, 4, 8, 0)
+from tests.techniques.compress.steps import gpt2
 
 
 class TestContract(TechniqueContract):
@@ -37,117 +34,6 @@ class TestContract(TechniqueContract):
     @pytest.fixture
     def work(self, device: str) -> Workload:
         return moved(WORKLOADS["convnet"](), device)
-
-
-def random_layers(seed: int, count: int = 5) -> list[Layer]:
-    draw = torch.Generator().manual_seed(seed)
-    layers = []
-    for i in range(count):
-        groups = int(torch.randint(1, 40, (), generator=draw))
-        variance = float(10 ** (4 * torch.rand((), generator=draw)))
-        layers.append(Layer(f"{i}", groups * 1024, (groups * 72, groups * 136, groups * 264), variance))
-    return layers
-
-
-def test_bits_are_those_that_trying_all_finds():
-    for seed in range(30):
-        layers = random_layers(seed)
-        least = sum(layer.bytes(2) for layer in layers)
-        most = sum(layer.kept_bytes for layer in layers)
-        for share in (0.0, 0.05, 0.2, 0.5, 0.9, 1.0):
-            budget = int(least + share * (most - least))
-            found = allocate_bits(layers, budget)
-            costs = {
-                bits: sum(layer.cost(b) for layer, b in zip(layers, bits, strict=True))
-                for bits in itertools.product(CHOICES, repeat=len(layers))
-                if sum(layer.bytes(b) for layer, b in zip(layers, bits, strict=True)) <= budget
-            }
-            assert found in costs
-            assert costs[found] == pytest.approx(min(costs.values()), rel=1e-12)
-
-
-def test_a_budget_below_two_bits_is_refused_and_many_layers_are_no_matter():
-    layers = random_layers(0)
-    with pytest.raises(LowtideError, match="below what all layers take"):
-        allocate_bits(layers, sum(layer.bytes(2) for layer in layers) - 1)
-    many = random_layers(1, 200)
-    budget = sum(layer.bytes(4) for layer in many)
-    bits = allocate_bits(many, budget)
-    assert sum(layer.bytes(b) for layer, b in zip(many, bits, strict=True)) <= budget
-    assert sum(layer.cost(b) for layer, b in zip(many, bits, strict=True)) < 0.5 * sum(layer.cost(4) for layer in many)
-
-
-def gpt2() -> Workload:
-    torch.manual_seed(0)
-    return zoo.workload("gpt2", layers=2, width=64, heads=2, vocab=64, batch=4, seq=32)
-
-
-def test_measured_layers_count_the_bytes_that_are_stored():
-    work, technique = gpt2(), Compress()
-    plain = profile(work)
-    layers = technique.layers(plain)
-    measured = measure_layers(work, [layer.path for layer in layers])
-    assert [(m.path, m.kept_bytes, m.stored_bytes) for m in measured] == [
-        (layer.path, layer.kept_bytes, layer.stored_bytes) for layer in layers
-    ]
-    assert all(layer.variance > 0 for layer in measured)
-    assert all(parameter.grad is None for parameter in work.model.parameters())
-
-
-def test_measured_variance_is_that_of_the_gradients():
-    """Of a linear layer whose rows have gradients of one size, the model of the allocation is exact on average."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 16))
-    signs = torch.randn(256, 16).sign()
-    work = Workload(model, lambda m, b: (m(b[0]) * b[1]).sum(), (torch.randn(256, 32), signs))
-    (layer,) = measure_layers(work, ["1"])
-    expected = torch.autograd.grad(work.compute_loss(), model[1].weight)[0]
-    option = Option("compress", ("1",), CompressConfig((2,)))
-    with Compress().apply(work, [option]) as applied:
-        errors = []
-        for seed in range(200):
-            torch.manual_seed(seed)
-            (found,) = torch.autograd.grad(applied.work.compute_loss(), model[1].weight)
-            errors.append((found - expected).double().square().sum())
-    assert float(torch.stack(errors).mean()) == pytest.approx(layer.cost(2), rel=0.1)
-
-
-class Gated(nn.Module):
-    """A residual layer whose gradient is as large as its gate."""
-
-    def __init__(self, gate):
-        super().__init__()
-        self.linear, self.gate = nn.Linear(64, 64), gate
-
-    def forward(self, x):
-        return x + self.gate * self.linear(x)
-
-
-def test_allocated_bits_beat_uniform_ones_of_the_same_bytes():
-    """Where some layers' gradients are far larger than the others', those get the bits."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Gated(gate) for gate in (3.0, 0.01, 0.01, 0.01, 0.01, 3.0)))
-    work = Workload(model, lambda m, b: m(b).square().mean(), torch.randn(64, 64))
-    layers = measure_layers(work, [f"{i}.linear" for i in range(1, 6)])
-    budget = sum(layer.bytes(4) for layer in layers)
-    chosen = Compress().option(layers, budget)
-    uniform = Option("compress", tuple(layer.path for layer in layers), CompressConfig((4,) * 5))
-    assert len(set(chosen.config.bits)) > 1
-    expected = [g.double() for g in torch.autograd.grad(work.compute_loss(), list(model.parameters()))]
-
-    def gradients(work):
-        return torch.autograd.grad(work.compute_loss(), list(work.model.parameters()))
-
-    def error(option):
-        with Compress().apply(work, [option]) as applied:
-            total = 0.0
-            for seed in range(20):
-                torch.manual_seed(seed)
-                pairs = zip(gradients(applied.work), expected, strict=True)
-                total += sum(float((a.double() - b).square().sum()) for a, b in pairs)
-            return total
-
-    assert error(chosen) < 0.5 * error(uniform)
 
 
 def test_prices_are_exact_where_temporaries_are_not_at_the_peak():
@@ -217,13 +103,6 @@ def test_the_peak_falls_and_comes_back():
     assert profile(work).saved_bytes == plain.saved_bytes
 
 
-def test_with_what_recomputes_it_is_refused():
-    work = gpt2()
-    options = [Option("compress", ("blocks.0",), CompressConfig((4,))), Option("sqrt", ("blocks",), SqrtConfig(((),)))]
-    with pytest.raises(PlanError, match="cannot be in one plan"):
-        apply_options(work, options)
-
-
 def test_bits_that_do_not_fit_the_sites_are_refused():
     with pytest.raises(PlanError, match="bits"):
         Option("compress", ("blocks.0",), CompressConfig((4, 4)))
@@ -268,16 +147,3 @@ def test_a_compiled_model_is_right():
         found = torch.autograd.grad(loss, list(model.parameters()))
     for a, b in zip(found, expected, strict=True):
         assert float((a - b).norm() / b.norm()) < 0.02
-
-
-def test_measuring_a_step_that_fails_leaves_no_hooks_and_loses_no_gradients() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(32, 8))  # which do not fit each other
-    work = Workload(model, lambda model, x: model(x).sum(), torch.randn(16, 64))
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        measure_layers(work, ["", "0", "2"])
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    seen = torch.randn(64, 64, requires_grad=True).exp()
-    assert torch.equal(seen.grad_fn._saved_result, seen)  # no hook stands before it
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lowtide import Workload
+from lowtide.techniques.microbatch.proof import Proof, prove
 
 Outcome = dict[str, Tensor]
 
@@ -70,3 +71,15 @@ def normed(*layers: nn.Module, samples: int = 7) -> Workload:
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(3 * 4 * 4, 5)).double()
     x = torch.randn(samples, 3, 4, 4).double() + torch.arange(samples).double()[:, None, None, None]
     return Workload(model, cross_entropy, (x, torch.randint(5, (samples,))))
+
+
+IGNORED = torch.tensor([1, -100, -100, 2, 0, -100, 1, 2])
+
+
+def images() -> tuple[Tensor, Tensor]:
+    return torch.randn(6, 4), torch.randint(4, (6,))
+
+
+def proof(loss: Callable[[nn.Module, Any], Tensor], batch: Any, *layers: nn.Module) -> Proof:
+    torch.manual_seed(0)
+    return prove(Workload(nn.Sequential(nn.Linear(4, 4), *layers), loss, batch))

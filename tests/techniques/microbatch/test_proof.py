@@ -13,21 +13,13 @@ from torch import Tensor, nn
 from lowtide import Workload, zoo
 from lowtide.techniques.microbatch import MicrobatchLoss
 from lowtide.techniques.microbatch.proof import Proof, prove
+from tests.techniques.microbatch.steps import images, proof
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
-def images() -> tuple[Tensor, Tensor]:
-    return torch.randn(6, 4), torch.randint(4, (6,))
-
-
 def texts() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(6, 5, 4), torch.randint(4, (6, 5)), torch.ones(6, 5)
-
-
-def proof(loss: Loss, batch: Any, *layers: nn.Module) -> Proof:
-    torch.manual_seed(0)
-    return prove(Workload(nn.Sequential(nn.Linear(4, 4), *layers), loss, batch))
 
 
 def each(m: nn.Module, b: Any) -> Tensor:
@@ -202,24 +194,6 @@ def test_a_hook_in_the_loss_is_not_proved() -> None:
     assert proof(hooked, images()).reduction is None
 
 
-@pytest.mark.parametrize(
-    ("layer", "is_proved"),
-    [
-        (nn.BatchNorm1d(4), False),
-        (nn.BatchNorm1d(4).eval(), True),
-        (nn.LayerNorm(4), True),
-        (nn.GroupNorm(2, 4), True),
-        (nn.Dropout(0.5), True),
-        (nn.Sequential(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, affine=True)), True),
-        (nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 3, 1), nn.AdaptiveAvgPool1d(1)), True),
-        (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), False),  # a batch without a time dimension is one text
-    ],
-)
-def test_layers_are_followed_by_what_they_do(layer: nn.Module, is_proved: bool) -> None:
-    found = proof(lambda m, b: m(b[0]).square().mean(), images(), layer)
-    assert found.reduction == ("mean" if is_proved else None), found
-
-
 @pytest.mark.parametrize("name", ["gpt2", "roberta-base"])
 def test_models_of_the_zoo_are_proved(name: str) -> None:
     assert prove(zoo.small(name, batch=3)) == Proof("counted")
@@ -260,9 +234,3 @@ def test_a_count_beside_the_model_is_no_constant() -> None:
         return (model(x) * min(1.0, _passes[0] / 10)).square().mean()
 
     assert prove(Workload(nn.Linear(8, 8), loss, torch.randn(8, 8))).reduction is None
-
-
-def test_gradients_scaled_by_frequency_are_not_proved() -> None:
-    model = nn.Sequential(nn.Embedding(20, 8, scale_grad_by_freq=True), nn.Linear(8, 1))
-    work = Workload(model, lambda model, x: model(x).square().mean(), torch.arange(16).view(8, 2))
-    assert prove(work).reduction is None

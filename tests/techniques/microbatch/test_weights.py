@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -11,19 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide import Workload
 from lowtide.errors import WorkloadError
-from lowtide.nn import compressed, linear_cross_entropy
+from tests.techniques.microbatch.steps import IGNORED
 
 from .steps import assert_same, cross_entropy, mlp, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model has batch norms in training:UserWarning")
-
-IGNORED = torch.tensor([1, -100, -100, 2, 0, -100, 1, 2])
 
 
 def masked_mean(model: nn.Module, batch: Any) -> Tensor:
@@ -61,125 +56,6 @@ def test_ignored_targets_do_not_count(name: str, size: int) -> None:
     work = mlp(8, loss=LOSSES[name])
     work = replace(work, batch=(work.batch[0], IGNORED))
     assert_same(step(lowtide.microbatch(work, size, reduction="sum" if "sum" in name else "mean")), step(work))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_cross_entropy_in_chunks_counts_as_torchs(size: int, smoothing: float) -> None:
-    def loss(model: Any, batch: Any) -> Tensor:
-        last = model[-1]
-        x = model[:-1](batch[0])
-        return linear_cross_entropy(x, last.weight, batch[1], last.bias, label_smoothing=smoothing, chunk=2)
-
-    work = mlp(8, loss=loss)
-    work = replace(work, batch=(work.batch[0], IGNORED))
-    plain = replace(work, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1], label_smoothing=smoothing))
-    assert_same(step(lowtide.microbatch(work, size)), step(plain))
-
-
-HOOKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "saved on the CPU": save_on_cpu,
-    "compressed": lambda: compressed(keep=lambda _: True),
-    "hooks of one's own": lambda: saved_tensors_hooks(lambda t: t, lambda t: t),
-}
-
-
-def under(hooks: Callable[[], AbstractContextManager[Any]]) -> Callable[[nn.Module, Any], Tensor]:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        with hooks():
-            return cross_entropy(model, batch)
-
-    return loss
-
-
-def smoothed(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1)
-
-
-HIDDEN: dict[str, Callable[[nn.Module, Any], Tensor]] = {
-    **{name: under(hooks) for name, hooks in HOOKS.items()},
-    "in a checkpoint": lambda m, b: checkpoint(cross_entropy, m, b, use_reentrant=False),
-    "smoothed in a checkpoint": lambda m, b: checkpoint(smoothed, m, b, use_reentrant=False),
-    "in chunks in a checkpoint": lambda m, b: checkpoint(
-        lambda: linear_cross_entropy(m[:-1](b[0]), m[-1].weight, b[1], m[-1].bias), use_reentrant=False
-    ),
-    "beside a metric": lambda m, b: (cross_entropy(m, b), counts_nothing(m, b))[0],
-    "far behind the loss": lambda m, b: 1 + ((((cross_entropy(m, b) + 1) * 2 - 1) / 3) * 3 - 1) / 2 - 1,
-    "as negative log-likelihood": lambda m, b: under_hooks_nll(m, b),
-    "of chosen tokens": lambda m, b: F.cross_entropy(m(b[0])[b[1] >= 0], b[1][b[1] >= 0]),
-}
-
-
-@torch.no_grad()
-def counts_nothing(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1].clamp(min=0))
-
-
-def under_hooks_nll(model: nn.Module, batch: Any) -> Tensor:
-    with save_on_cpu():
-        return F.nll_loss(model(batch[0]).log_softmax(1), batch[1])
-
-
-@pytest.mark.parametrize("name", HIDDEN)
-def test_what_a_cross_entropy_counts_is_known_wherever_it_is(name: str) -> None:
-    """In a batch where all counts, and in a later one with padding; also where "mean" was said."""
-    work = mlp(8, loss=HIDDEN[name])
-    later = replace(work, batch=(work.batch[0], IGNORED))
-    for reduction in ("auto", "mean"):
-        pieces = lowtide.microbatch(work, 3, reduction=reduction)
-        assert_same(step(pieces), step(work))
-        assert_same(step(replace(pieces, batch=later.batch)), step(later))
-
-
-def test_hooks_around_the_whole_step_hide_no_count() -> None:
-    work = replace(mlp(8), batch=(mlp(8).batch[0], IGNORED))
-    pieces = lowtide.microbatch(work, 3)
-    with save_on_cpu():
-        found = step(pieces)
-    assert_same(found, step(work))
-
-
-def test_a_count_that_cannot_be_seen_is_asked_for() -> None:
-    nll = torch.ops.aten.nll_loss.default
-
-    def unseen(model: nn.Module, batch: Any) -> Tensor:
-        with save_on_cpu():
-            return nll(model(batch[0]).log_softmax(1), batch[1])
-
-    work = mlp(8, loss=unseen)
-    for reduction in ("auto", "mean"):
-        with pytest.raises(WorkloadError, match=r"counts cannot be seen.*weight="):
-            lowtide.microbatch(work, 3, reduction=reduction).compute_loss()
-    assert_same(step(lowtide.microbatch(work, 3, weight=lambda batch: len(batch[1]))), step(work))
-
-
-class Around(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
-@pytest.mark.parametrize("leaves_python", [False, True])
-def test_compiled_modules_run_compiled_while_counts_are_seen(leaves_python: bool) -> None:
-    graphs: list[Any] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    plain = mlp(8, loss=under(save_on_cpu))
-    plain = replace(plain, batch=(plain.batch[0], IGNORED))
-    expected = step(plain)
-    model = plain.model if leaves_python else Around(plain.model)  # torch compiles no nn.Sequential by itself
-    model.compile(backend=backend)
-    pieces = lowtide.microbatch(replace(plain, model=model), 4, reduction="mean")
-    for _ in range(2):
-        found = {name.removeprefix("inner."): value for name, value in step(pieces).items()}
-        assert_same(found, expected)
-    assert len(graphs) == (0 if leaves_python else 1)
 
 
 def test_a_compiled_loss_is_as_plain() -> None:

@@ -1,4 +1,4 @@
-"""What follows a call in a traced forward: an activation, a residual and an activation, a convolution."""
+"""Consumers of a call's result in a traced forward: an activation, a residual and an activation, a convolution."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowtide.techniques.batchnorm.fx_trace import IN_PLACE, ForwardCall, Untrace
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """What reads the result of a call, in one graph."""
+    """Consumer of a call's result, in one graph."""
 
     kind: Literal["activation", "join", "kept", "output", "other"]  # kept: by a convolution, for its backward
     label: str = ""  # the activation's name or repr; what is in the way, for "other"
@@ -30,12 +30,12 @@ class Behind:
 
     @property
     def signature(self) -> tuple[str, str, bool, bool]:
-        """What must be the same for the same to follow in two graphs of one forward."""
+        """Key that is equal where the same follows in two graphs of one forward."""
         return self.kind, self.label, self.second, self.in_place
 
 
 def behind(root: nn.Module, node: fx.Node) -> Behind:
-    """What reads the result of a call in the forward of ``root``; ``nn.Identity`` is looked through."""
+    """Find the consumer of a call's result in the forward of ``root``; ``nn.Identity`` is looked through."""
     value, passed = _through_identities(root, node)
     readers = list(value.users)
     if readers and all(_keeps(root, reader, value) for reader in readers):
@@ -84,7 +84,7 @@ def _keeps(root: nn.Module, reader: fx.Node, value: fx.Node) -> bool:
 
 
 def _residual(reader: fx.Node, value: fx.Node) -> fx.Node | None:
-    """What is added to the value; None if nothing is, or if the sum is written over the other operand."""
+    """Operand that is added to the value; None without one, or where the sum is written over that operand."""
     is_sum = reader.target in (_SUM_METHODS if reader.op == "call_method" else _SUMS)
     if reader.op not in ("call_function", "call_method") or not is_sum or len(reader.args) != 2 or reader.kwargs:
         return None

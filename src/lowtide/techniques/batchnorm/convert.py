@@ -1,4 +1,4 @@
-"""Make every batch norm of a model one layer with the activation behind it, in place, and take that back."""
+"""Make every batch norm of a model one layer with the activation behind it, in place, and undo it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Change:
 
 
 class Conversion:
-    """What ``convert`` did, and the way back: call ``undo()``, or use it as a context manager."""
+    """Result of ``convert``. Call ``undo()`` to restore the model, or use it as a context manager."""
 
     def __init__(
         self,
@@ -303,7 +303,7 @@ class Fused(Forward):
         return code(self.module, *values)
 
     def _read_settings(self) -> tuple[Any, ...]:
-        """What the forward may decide by and somebody may change later; of what is no plain value, its type."""
+        """Settings that the forward may decide by; of a value that is not plain, its type."""
         values = [getattr(self.module, name, ...) for name in self.settings]
         return tuple([value if type(value) in SETTINGS else type(value) for value in values])
 

@@ -1,4 +1,4 @@
-"""Where a model's batch norms are followed by an activation: read from its forwards, without running them.
+"""Find batch norms that an activation follows, from a model's forwards, without running them.
 
 The forward of every module that holds a batch norm is traced by ``torch.fx`` with its children as leaves, so one that
 cannot be traced costs only the batch norms that it calls itself.
@@ -57,10 +57,10 @@ def find(model: nn.Module, *, joins: bool = True, residuals: bool = False) -> tu
     modules = _Modules(model)
     training = _Forwards(modules, training=True)
     evaluation = _Forwards(modules, training=False)
-    found = {path: modules.refusal(path) or training.follow(path) for path in modules.norms}
+    results = {path: modules.refusal(path) or training.follow(path) for path in modules.norms}
     pairs: dict[tuple[str, str], Pair] = {}  # by the node that they give: of two batch norms added, one is taken
     left: dict[str, str] = dict.fromkeys(modules.scripted, "it is compiled by torch.jit")
-    for path, pair in sorted(found.items(), key=lambda item: isinstance(item[1], Pair) and item[1].behind.second):
+    for path, pair in sorted(results.items(), key=lambda item: isinstance(item[1], Pair) and item[1].behind.second):
         if not isinstance(pair, Pair):
             left[path] = pair
             continue

@@ -31,7 +31,7 @@ class Untraceable(Exception):
 
 
 class _Slot(Enum):
-    """What a leaf of the arguments is, if it is no setting."""
+    """Kind of a leaf of the arguments that is no setting."""
 
     TENSOR = "tensor"
     OTHER = "other"
@@ -42,7 +42,7 @@ SETTINGS = frozenset((bool, int, float, str, type(None), torch.dtype, torch.devi
 
 @dataclass(frozen=True, slots=True)
 class ForwardCall:
-    """How a forward is called: the arguments, with tensors left open."""
+    """Arguments of a forward's call, with tensors left open."""
 
     structure: pytree.TreeSpec
     leaves: tuple[_Slot | tuple[type, Any], ...]
@@ -61,7 +61,7 @@ class ForwardCall:
 
     @classmethod
     def guesses(cls, module: nn.Module) -> Generator[ForwardCall]:
-        """How a forward may be called, as far as its signature tells: with tensors, or with lists of them."""
+        """Calls that a forward's signature allows: with tensors, or with lists of them."""
         choices: list[list[tuple[Any, ...]]] = []
         keywords: dict[str, Any] = {}
         one = _Slot.TENSOR
@@ -92,7 +92,7 @@ def is_torchs(module: nn.Module) -> bool:
 
 
 def parameters_of(module: nn.Module) -> list[inspect.Parameter]:
-    """What a forward takes besides ``self``."""
+    """Parameters of a forward besides ``self``."""
     try:
         parameters = list(inspect.signature(type(module).forward).parameters.values())
     except (TypeError, ValueError) as error:
@@ -203,7 +203,7 @@ def _modes() -> tuple[Any, ...]:
 
 @contextmanager
 def _no_side_effects(module: nn.Module) -> Generator[None]:
-    """Put attributes and Python's random numbers back; raise if they were changed."""
+    """Restore attributes and Python's random numbers; raise if they were changed."""
     before = [(part, dict(vars(part)), {k: _copied(v) for k, v in vars(part).items()}) for part in module.modules()]
     state, numpy_state = random.getstate(), _numpy_state()
     changed: list[str] = []
@@ -216,7 +216,7 @@ def _no_side_effects(module: nn.Module) -> Generator[None]:
             if others:
                 vars(part).clear()
                 vars(part).update(attributes)
-            changed += others + [name for name, value in attributes.items() if _put_back(value, contents[name])]
+            changed += others + [name for name, value in attributes.items() if _restore(value, contents[name])]
         drawn = random.getstate() != state or _numpy_state()[2:] != numpy_state[2:]  # how many were drawn
         random.setstate(state)
         np.random.set_state(numpy_state)
@@ -240,8 +240,8 @@ def _ids(value: Any) -> list[int]:
     return [id(part) for part in cast(list[Any], value)] if isinstance(value, list | set) else []
 
 
-def _put_back(value: Any, was: Any) -> bool:
-    """Give a container its old content; whether it had another."""
+def _restore(value: Any, was: Any) -> bool:
+    """Restore a container's content; return whether it had changed."""
     if _ids(value) == _ids(was):
         return False
     value.clear()

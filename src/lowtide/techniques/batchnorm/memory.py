@@ -14,7 +14,7 @@ from lowtide.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a step keeps for its backward pass, and its allocated peak, before and after a conversion.
+    """Bytes that a step saves for its backward pass, and its allocated peak, before and after a conversion.
 
     >>> print(Memory(3 * 2**20, 2**20, 8 * 2**20, 6 * 2**20))
     saved for backward  3.00 MiB before, 1.00 MiB after

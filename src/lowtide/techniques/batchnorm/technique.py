@@ -1,7 +1,7 @@
-"""Batch norm + activation as a technique: what each pair would let go, read from a profile alone.
+"""Batch norm + activation as a technique: the bytes that each pair would free, read from a profile alone.
 
 In a plain step the batch norm keeps its input x, and the output z is kept by whoever reads it; activations such as SiLU
-keep y between the two as well. The pair as one layer needs one of them: y and z are made again from x.
+keep y between the two as well. The pair as one layer needs one of them: y and z are recomputed from x.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ class BatchNorm:
         steps = _Pairs(profile.graph)
         options: list[Option] = []
         for spacing in _spacings(sum(pair.is_join for pair in steps.pairs)):
-            site = tuple(pair.path for pair in steps.pairs if steps.lets_go(pair, spacing))
+            site = tuple(pair.path for pair in steps.pairs if steps.frees(pair, spacing))
             if site:
                 options.append(Option(self.name, site, BatchNormConfig(spacing)))
         return options
 
     def price(self, option: Option, profile: Profile) -> Price:
-        """What is let go, from its last use forward until it is made again; its batch norm and activation once more."""
+        """Storages are freed from their last use in forward until they are recomputed, by batch norm and activation."""
         steps = _Pairs(profile.graph)
         spacing, sites = option.config_as(BatchNormConfig).joins, set(option.site)
         pairs = [pair for pair in steps.pairs if pair.path in sites]
         needs = steps.first_needs(pairs, spacing)
         removed = [
-            Interval(steps.bytes(storage), steps.last_use[storage] + 1, again, f"made again in {path}")
+            Interval(steps.bytes(storage), steps.last_use[storage] + 1, again, f"recomputed in {path}")
             for storage, (path, again) in needs.items()
             if steps.last_use[storage] + 1 < again
         ]
@@ -110,7 +110,7 @@ class _Pair:
     ops: tuple[int, ...]  # of the forward pass: batch norm, addition, activation
     backward: int  # the batch norm's op of the backward pass
     x: int
-    made: tuple[int, ...]  # y, the sum and z, each storage once; z last
+    results: tuple[int, ...]  # y, the sum and z, each storage once; z last
     activation: str  # "" where a convolution follows
     in_place: bool  # "auto" inverts the activation: z is kept, and x need not be
     residual: int | None
@@ -123,19 +123,19 @@ class _Pair:
         return self.residual is not None
 
     def rebuilds(self, spacing: int) -> bool:
-        """Whether z is made again for those who read it."""
+        """Whether z is recomputed for those who read it."""
         return not self.in_place and (not self.is_join or self.join % spacing != 0)
 
     def drops(self, spacing: int) -> tuple[int, ...]:
         """The storages that need not be kept."""
         if self.in_place:
-            return (self.x, *self.made[:-1])
-        return self.made if self.rebuilds(spacing) else self.made[:-1]
+            return (self.x, *self.results[:-1])
+        return self.results if self.rebuilds(spacing) else self.results[:-1]
 
     def keeps(self, spacing: int) -> tuple[int, ...]:
         """The storages that are kept, whoever keeps them in the plain step."""
         if self.in_place:
-            return self.made[-1:]
+            return self.results[-1:]
         by_sign = not self.rebuilds(spacing) and self.activation in ("relu", "leaky_relu")
         return () if self.residual is None or by_sign else (self.residual,)
 
@@ -148,28 +148,19 @@ class _Pairs:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.last_use: dict[int, int] = {}  # in the forward pass
-        self.first_need: dict[int, int] = {}  # in the backward pass
+        self.last_use, self.first_need = graph.last_forward_use, graph.first_backward_use
         self._readers: dict[int, list[Op]] = {}
         self._backward: dict[str, int] = {}
         self._norms: dict[int, int] = {}  # by the storage of y: the op of the forward pass
         self._writes: dict[int, list[int]] = {}  # by storage: the ops of the forward pass that give it
         for op in graph.ops:
             if op.phase == "forward":
-                for value in (*op.inputs, *op.outputs):
-                    self.last_use[value.storage] = op.index
                 for value in op.outputs:
                     self._writes.setdefault(value.storage, []).append(op.index)
                 for storage in dict.fromkeys(value.storage for value in op.inputs):
                     self._readers.setdefault(storage, []).append(op)
-            elif op.phase == "backward":
-                for value in op.inputs:
-                    self.first_need.setdefault(value.storage, op.index)
-                if _is_batch_norm(op):
-                    self._backward.setdefault(op.module, op.index)
-        self._saved_in: dict[int, set[str]] = {}
-        for saved in graph.saved:
-            self._saved_in.setdefault(saved.storage, set()).add(saved.needed_in)
+            elif op.phase == "backward" and _is_batch_norm(op):
+                self._backward.setdefault(op.module, op.index)
         self._on_device = {storage.id for storage in graph.on_device}
         self.pairs = tuple(self._numbered())
 
@@ -179,12 +170,12 @@ class _Pairs:
     def death(self, storage: int) -> int:
         return self.graph.storages[storage].death
 
-    def lets_go(self, pair: _Pair, spacing: int) -> bool:
+    def frees(self, pair: _Pair, spacing: int) -> bool:
         """Whether the plain step keeps something for backward that the pair does not."""
         return any(self._is_kept(storage) for storage in self._dropped(pair, spacing))
 
     def first_needs(self, pairs: Sequence[_Pair], spacing: int) -> _Needs:
-        """For each storage that is let go: by which pair, and the op of the backward pass that has it made again."""
+        """For each freed storage: the pair that frees it, and the op of the backward pass that first needs it."""
         needs: _Needs = {}
         for pair in pairs:
             for storage in filter(self._is_kept, self._dropped(pair, spacing)):
@@ -197,23 +188,23 @@ class _Pairs:
         return needs
 
     def added(self, pair: _Pair, needs: _Needs, spacing: int) -> Iterator[Interval]:
-        """What lives that did not: for a while, or because nobody else keeps it."""
+        """Storages that live longer than before: for a while, or because nobody else keeps them."""
         for storage in pair.keeps(spacing):
             size, alone = self.bytes(storage), self.death(storage)
             if storage not in needs and alone <= pair.backward:
                 # A batch norm that gives the residual of a join that is rebuilt is one of the layers too.
                 first = self._start(pair) if spacing > 1 and pair.shortcut is not None else alone
                 yield Interval(size, first, pair.backward + 1, f"the residual of {pair.path}")
-            if pair.made[-1] in needs and storage in needs:
-                first = needs[pair.made[-1]][1]
+            if pair.results[-1] in needs and storage in needs:
+                first = needs[pair.results[-1]][1]
                 if first < needs[storage][1]:
-                    yield Interval(size, first, first + 1, f"residual while {pair.path} is made again")
+                    yield Interval(size, first, first + 1, f"residual while {pair.path} is recomputed")
         # While torch's backward of batch norm runs, the gradient of z is still there.
-        size = self.bytes(pair.made[-1])
+        size = self.bytes(pair.results[-1])
         yield Interval(size, pair.backward, pair.backward + 1, f"a gradient in the backward of {pair.path}")
 
     def seconds(self, pairs: Sequence[_Pair], needs: _Needs, spacing: int) -> dict[str, float]:
-        """What each pair takes to be made again: a join with all before it, back to what is kept."""
+        """Seconds to recompute each pair: a join with all joins before it, back to the last that is kept."""
         took: dict[str, float] = {}
         for pair in sorted(pairs, key=lambda pair: pair.ops[0]):
             before = needs[pair.residual][0] if pair.rebuilds(spacing) and pair.residual in needs else ""
@@ -228,7 +219,7 @@ class _Pairs:
 
     def _dropped(self, pair: _Pair, spacing: int) -> Iterator[int]:
         for storage in pair.drops(spacing):
-            if storage != pair.x or self._saved_in.get(storage) == {pair.path}:
+            if storage != pair.x or self.graph.savers.get(storage) == {pair.path}:
                 yield storage
 
     def _is_kept(self, storage: int) -> bool:
@@ -252,10 +243,10 @@ class _Pairs:
             if op.phase == "forward" and op.module in calls and _is_batch_norm(op):
                 calls[op.module].append(op)
                 self._norms[op.outputs[0].storage] = op.index
-        found = [self._pair(ops[0]) for path, ops in calls.items() if len(ops) == 1 and path in self._backward]
-        # Of two batch norms that are added, the first operand is the one that ``convert`` takes.
+        candidates = [self._pair(ops[0]) for path, ops in calls.items() if len(ops) == 1 and path in self._backward]
+        # ``convert`` takes the first operand where two batch norms are added.
         by_end: dict[int, _Pair] = {}
-        pairs = [pair for pair in found if pair is not None]
+        pairs = [pair for pair in candidates if pair is not None]
         for pair in sorted(pairs, key=lambda pair: pair.second):
             by_end.setdefault(pair.ops[-1], pair)
         joins = 0
@@ -267,7 +258,7 @@ class _Pairs:
     def _pair(self, norm: Op) -> _Pair | None:
         """A batch norm with what follows it; None where that is not for a layer to do."""
         x, y = norm.inputs[0], norm.outputs[0].storage
-        ops, made, residual = [norm], [y], None
+        ops, results, residual = [norm], [y], None
         readers = self._after(y, norm)
         if readers and _base(readers[0]) == "add":
             addition = readers[0]
@@ -275,13 +266,13 @@ class _Pairs:
             residual = _other(addition, y)
             if residual is None or total == residual or (total != y and len(readers) > 1):
                 return None
-            ops, made, readers = [norm, addition], [y, total], self._after(total, addition)
+            ops, results, readers = [norm, addition], [y, total], self._after(total, addition)
         activation = ""
         if readers and _base(readers[0]) in _ACTIVATIONS:
             activation, z = _base(readers[0]), readers[0].outputs[0].storage
-            if z != made[-1] and len(readers) > 1:
+            if z != results[-1] and len(readers) > 1:
                 return None
-            ops, made = [*ops, readers[0]], [*made, z]
+            ops, results = [*ops, readers[0]], [*results, z]
         elif residual is not None or not readers or not all(_base(reader) in _KEEPERS for reader in readers):
             return None
         return _Pair(
@@ -289,7 +280,7 @@ class _Pairs:
             tuple(op.index for op in ops),
             self._backward[norm.module],
             x.storage,
-            (*dict.fromkeys(storage for storage in made if storage != made[-1]), made[-1]),
+            (*dict.fromkeys(storage for storage in results if storage != results[-1]), results[-1]),
             activation,
             # As "auto" decides: nn.strategies.resolve.
             in_place=self._is_fast(x.dtype) and activation == "leaky_relu" and residual is None,

@@ -1,4 +1,4 @@
-"""Which layer's activations get how many bits, under a budget of bytes: the least expected variance of the gradients.
+"""Bits for each layer's activations under a budget of bytes: the least expected variance of the gradients.
 
 Rounding a value at random to one of 2^b levels over the range R of its group has the variance R²·f(1 - f) / (2^b - 1)²,
 on average over the fraction f one sixth of R² / (2^b - 1)². A linear layer's weight gradient dYᵀX takes it on times the
@@ -34,7 +34,7 @@ _POINTS = 1 << 15  # of the frontier that are followed: far more than layers of 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What a module saves: its bytes as they are and in 2, 4 and 8 bits, and how much rounding it costs."""
+    """Saved bytes of a module, as they are and in 2, 4 and 8 bits, and the cost of rounding them."""
 
     path: str
     kept_bytes: int
@@ -42,7 +42,7 @@ class Layer:
     variance: float = 1.0  # of the gradients, were its values rounded to one of two levels
 
     def bytes(self, bits: int) -> int:
-        """Of what is kept for backward."""
+        """Bytes saved for backward."""
         return self.kept_bytes if bits == KEPT else self.stored_bytes[BITS.index(bits)]
 
     def cost(self, bits: int) -> float:
@@ -73,10 +73,10 @@ def allocate_bits(
         worse = np.array([layer.cost(bits) for bits in choices])
         least -= int(more.min())
         all_sizes, all_costs = (sizes[:, None] + more).ravel(), (costs[:, None] + worse).ravel()
-        found = np.flatnonzero(all_sizes <= budget_bytes - least)
-        found = found[_frontier(all_sizes[found], all_costs[found])]
-        steps.append((found // len(choices), found % len(choices)))
-        sizes, costs = all_sizes[found], all_costs[found]
+        points = np.flatnonzero(all_sizes <= budget_bytes - least)
+        points = points[_frontier(all_sizes[points], all_costs[points])]
+        steps.append((points // len(choices), points % len(choices)))
+        sizes, costs = all_sizes[points], all_costs[points]
     at = int(np.argmin(costs))
     bits: list[int] = []
     for before, choice in reversed(steps):
@@ -86,17 +86,17 @@ def allocate_bits(
 
 
 def measure_layers(work: Workload, paths: Sequence[str], *, group: int = GROUP) -> list[Layer]:
-    """What rounding would cost each of these modules, from one forward and backward pass.
+    """Measure the cost of rounding in each of these modules, from one forward and backward pass.
 
     Gradients and parameters are afterwards as they were; buffers such as running statistics have seen the step.
     """
     check(BITS[-1], group)
     seen: set[_Key] = set()
-    found = {path: _Measured(seen) for path in paths}
+    modules = {path: _Measured(seen) for path in paths}
     before = [(parameter, parameter.grad) for parameter in work.model.parameters()]
     try:
         with ExitStack() as stack:
-            for path, measured in found.items():
+            for path, measured in modules.items():
                 measured.watch(work.model.get_submodule(path), group, stack)
             for parameter, _ in before:
                 parameter.grad = None
@@ -104,7 +104,7 @@ def measure_layers(work: Workload, paths: Sequence[str], *, group: int = GROUP) 
     finally:
         for parameter, gradient in before:
             parameter.grad = gradient
-    return [measured.layer(path) for path, measured in found.items()]
+    return [measured.layer(path) for path, measured in modules.items()]
 
 
 def _frontier(sizes: NDArray[np.int64], costs: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -112,10 +112,10 @@ def _frontier(sizes: NDArray[np.int64], costs: NDArray[np.float64]) -> NDArray[n
     order = np.lexsort((costs, sizes))
     best = np.minimum.accumulate(costs[order])
     better = np.concatenate([[True], best[1:] < best[:-1]])
-    kept = order[better]
-    if len(kept) > _POINTS:
-        kept = kept[np.linspace(0, len(kept) - 1, _POINTS).astype(np.int64)]
-    return kept
+    points = order[better]
+    if len(points) > _POINTS:
+        points = points[np.linspace(0, len(points) - 1, _POINTS).astype(np.int64)]
+    return points
 
 
 class _Measured:

@@ -18,7 +18,7 @@ from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.chain import Chains
 from lowtide.techniques.compress.allocation import KEPT, Layer, allocate_bits
-from lowtide.techniques.replaced_forward import Forward, module_at, replace_forward
+from lowtide.techniques.replaced_forward import Forward, apply_at_sites, replace_forward
 from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.graph import Op
@@ -72,11 +72,11 @@ class Compress:
         if not layers:
             return []
         totals = {bits: sum(layer.bytes(bits) for layer in layers) for bits in BITS}
-        found = [self._option(layers, [8] * len(layers))]
+        options = [self._option(layers, [8] * len(layers))]
         for more, fewer in ((8, 4), (4, 2)):
             mixed = allocate_bits(layers, (totals[more] + totals[fewer]) // 2, choices=(fewer, more))
-            found += [self._option(layers, mixed), self._option(layers, [fewer] * len(layers))]
-        return list(dict.fromkeys(found))
+            options += [self._option(layers, mixed), self._option(layers, [fewer] * len(layers))]
+        return list(dict.fromkeys(options))
 
     def layers(self, profile: Profile) -> list[Layer]:
         """The modules that save something to compress, and its bytes; all values are taken to matter the same."""
@@ -92,7 +92,7 @@ class Compress:
         return self._option([layers[i] for i in sites], [bits[i] for i in sites])
 
     def price(self, option: Option, profile: Profile) -> Price:
-        """What is stored lives from its save to its last use; what it stands for is gone in between."""
+        """Compressed values live from their save to their last use; the originals are freed in between."""
         saves, config = _Saves(profile), option.config_as(CompressConfig)
         bits_of, group = dict(zip(option.site, config.bits, strict=True)), config.group
         device = find_device(profile.graph.device)
@@ -120,13 +120,12 @@ class Compress:
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Put the hooks around every site's forward; the model is untouched if one cannot take them."""
-        with Undo() as undo:
-            for option in options:
-                config = option.config_as(CompressConfig)
-                for path, bits in zip(option.site, config.bits, strict=True):
-                    module = module_at(work.model, path)
-                    undo.add(replace_forward(Compressed(module, bits, config.group), path=path))
-            return Applied(work, undo.keep())
+
+        def compress(module: nn.Module, path: str, option: Option) -> Undo:
+            config = option.config_as(CompressConfig)
+            return replace_forward(Compressed(module, config.bits[option.site.index(path)], config.group), path=path)
+
+        return apply_at_sites(work, options, compress)
 
     def check(self, option: Option) -> Check:
         """Each stored value is within (max - min) / (2^bits - 2) of what it was; gradients follow that."""
@@ -207,8 +206,6 @@ class _Saves:
         self._blocks = {block.path for block in Chains(profile).blocks}
         self._inside = {path for path, _ in graph.modules for block in self._blocks if block.startswith(f"{path}.")}
         self._reads: dict[tuple[str, str, int], int] = {}  # op, module, storage -> index of the first such op
-        self._last_use: dict[int, int] = {}
-        self._first_need: dict[int, int] = {}
         self._differentiable = {s.id for s in graph.storages if s.category == "parameter"}
         for op in graph.ops:
             self._visit(op)
@@ -217,15 +214,10 @@ class _Saves:
         self._collect()
 
     def _visit(self, op: Op) -> None:
-        storages = [value.storage for value in (*op.inputs, *op.outputs)]
-        if op.phase == "backward":
-            for value in op.inputs:
-                self._first_need.setdefault(value.storage, op.index)
         if op.phase != "forward":
             return
-        for storage in storages:
-            self._reads.setdefault((op.name, op.module, storage), op.index)
-            self._last_use[storage] = op.index
+        for value in (*op.inputs, *op.outputs):
+            self._reads.setdefault((op.name, op.module, value.storage), op.index)
         if short_name(op.name) not in _WITHOUT_GRADIENT and self._differentiable.intersection(
             v.storage for v in op.inputs
         ):
@@ -249,14 +241,14 @@ class _Saves:
                 and saved.storage in self._differentiable
                 and not is_sensitive(short_name(saved.made_by))
                 and not exponentiates(short_name(saved.needed_by))
-                and saved.storage in self._first_need
+                and saved.storage in self.graph.first_backward_use
             )
             site = site if can else ""
             known = self.storages.get(saved.storage)
             if known is None:
                 dtype = getattr(torch, saved.dtype)
-                last = self._last_use.get(saved.storage, whole.birth)
-                need = self._first_need.get(saved.storage, whole.death)
+                last = self.graph.last_forward_use.get(saved.storage, whole.birth)
+                need = self.graph.first_backward_use.get(saved.storage, whole.death)
                 known = self.storages[saved.storage] = _Saved(site, dtype, 0, at, last, need)
             known.sites.add(site)
             if not site:
@@ -270,11 +262,11 @@ class _Saves:
             self.by_site.setdefault(site, _SavingModule(site))
             known.numel = after // known.dtype.itemsize
             if after > before:
-                made = self.by_site.setdefault(known.site, _SavingModule(known.site))
-                made.kept_bytes += after - before
-                made.numel += (after - before) // known.dtype.itemsize
+                module = self.by_site.setdefault(known.site, _SavingModule(known.site))
+                module.kept_bytes += after - before
+                module.numel += (after - before) // known.dtype.itemsize
                 for i, bits in enumerate(BITS):
-                    made.stored_bytes[i] += buffer_bytes(
+                    module.stored_bytes[i] += buffer_bytes(
                         (after - before) // known.dtype.itemsize, bits, GROUP, known.dtype
                     )
 
@@ -294,7 +286,7 @@ _WITHOUT_GRADIENT = frozenset((
     "bernoulli", "bernoulli_", "empty_like", "full_like", "new_empty", "new_full", "new_zeros", "ones_like",
     "rand_like", "randn_like", "zeros_like", "detach",
 ))  # fmt: skip
-# Of these the first result has a gradient; the others are statistics, masks and log-sums.
+# Only the first result of these has a gradient; the others are statistics, masks and log-sums.
 _FIRST_ALONE = frozenset((
     "_native_batch_norm_legit", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu", "cudnn_batch_norm",

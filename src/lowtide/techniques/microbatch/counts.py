@@ -1,4 +1,4 @@
-"""What the cross entropies of a loss count: the targets that are not ignored, with their class weights."""
+"""Targets that the cross entropies of a loss count: those that are not ignored, with their class weights."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ class Counting(TorchFunctionMode):
 
         An error where one of them has a count that nobody has seen.
         """
-        found: list[Mean] = []
+        means: list[Mean] = []
         near: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
         known = set(near)
         for node in near:
             if (counted := getattr(node, "counted", None)) is not None:
-                found.append(Mean(node, *counted))
+                means.append(Mean(node, *counted))
             elif node.name().startswith("NllLoss") and saved_value(node, "reduction") == 1:
-                found.append(Mean(node, *self._count(node)))
+                means.append(Mean(node, *self._count(node)))
             elif min((math.prod(each.shape) for each in input_metadata(node)), default=0) <= _FEW:
                 behind = [edge for edge, _ in node.next_functions if edge is not None and edge not in known]
                 known.update(behind)
                 near += behind
-        return found
+        return means
 
     def _count(self, node: Any) -> tuple[Tensor, int]:
         seen = self._seen.get(sequence_number(node))
@@ -122,21 +122,26 @@ def is_mixed(loss: Tensor, means: list[Mean]) -> bool:
 
 
 def _saved(node: Any) -> tuple[Tensor, int]:
-    """What a cross entropy that was not seen keeps (TorchScript runs its own), if no hook stands before it."""
-    seen: list[Tensor] = []
-
-    def see(tensor: Tensor) -> Tensor:
-        seen.append(tensor)
-        return tensor
-
+    """Count that a cross entropy saved without being seen, as in TorchScript, if no hook stands before it."""
     try:
-        for raw in (raw_saved(node, "total_weight"), raw_saved(node, "target")):
-            raw.register_hooks(see, lambda tensor: tensor)
+        total, target = saved_tensors(node, "total_weight", "target")
     except RuntimeError as error:  # there are hooks
         raise WorkloadError(
             "What the loss's cross entropy counts cannot be seen: it is not F.cross_entropy, and has a checkpoint or "
             "another saved-tensor hook around it",
             hint="Pass weight=, a function that counts in a batch what the loss is a mean over.",
         ) from error
-    total, target = seen
     return total, target.numel()
+
+
+def saved_tensors(node: Any, *names: str) -> list[Tensor]:
+    """Tensors that a node of autograd's graph saved; RuntimeError where a saved-tensor hook stands before one."""
+    saved: list[Tensor] = []
+
+    def see(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    for name in names:
+        raw_saved(node, name).register_hooks(see, lambda tensor: tensor)
+    return saved

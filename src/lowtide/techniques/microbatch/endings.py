@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.compat.autograd import input_metadata, raw_saved
+from lowtide.compat.autograd import input_metadata
+from lowtide.techniques.microbatch.counts import saved_tensors
 
 _MOST_NODES = 64
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -84,17 +85,11 @@ def _last_nodes(loss: Tensor) -> list[Any]:
 
 def _divisor(node: Any) -> list[Tensor]:
     """The number that a division keeps, if no saved-tensor hook stands before it."""
-    seen: list[Tensor] = []
-
-    def see(tensor: Tensor) -> Tensor:
-        seen.append(tensor.detach())
-        return tensor
-
     try:
-        raw_saved(node, "other").register_hooks(see, lambda tensor: tensor)
+        (divisor,) = saved_tensors(node, "other")
     except (AttributeError, RuntimeError):
         return []
-    return [tensor for tensor in seen if tensor.ndim == 0]
+    return [divisor.detach()] if divisor.ndim == 0 else []
 
 
 def _are_alike(values: list[float], close: float) -> bool:

@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Fact:
-    """How a value depends on the samples.
+    """Dependence of a value on the samples.
 
     ========= =====================================================================================================
     fixed     N**power times something that does not depend on the batch
@@ -95,7 +95,7 @@ class Sizes:
 
 def reshaped(fact: Fact, before: Shape, after: Shape, samples: int) -> Fact | None:
     """Rows in a view of another shape: the dimension that has all samples again, if there is one."""
-    ahead = prod(before[: fact.dim]) * fact.outer  # how many times all samples are there, one after the other
+    ahead = prod(before[: fact.dim]) * fact.outer  # copies of all samples, one after the other
     for dim, length in enumerate(after):
         outer, rest = divmod(ahead, prod(after[:dim]))
         if rest:

@@ -69,10 +69,10 @@ class Gradients:
 
         ``tell`` is called with the gradient that comes back to the loss.
         """
-        found = {tensor: each.sum for tensor, each in self._sums.items() if each.sum is not None}
-        found |= rows
+        sums = {tensor: each.sum for tensor, each in self._sums.items() if each.sum is not None}
+        sums |= rows
         self._sums.clear()
-        return _Whole.apply(*found, _Held(loss, factor, list(found.values()), tell)) if found else loss
+        return _Whole.apply(*sums, _Held(loss, factor, list(sums.values()), tell)) if sums else loss
 
     @contextmanager
     def _summing(self) -> Generator[None]:
@@ -108,10 +108,10 @@ class Gradients:
         backward(scaled.pop(), lambda _: None)
         for tensor, each in self._sums.items():
             each.sum = tensor.grad if tensor.is_leaf else None
-        found = [tensor.grad for tensor in own]
+        of_own = [tensor.grad for tensor in own]
         for tensor, gradient in zip(tensors, held, strict=True):
             tensor.grad = gradient
-        return found
+        return of_own
 
 
 class _Sum:
@@ -138,7 +138,7 @@ class _Sum:
 
 
 class _Held:
-    """What the node of the whole loss keeps."""
+    """State that the node of the whole loss keeps."""
 
     def __init__(self, loss: Tensor, factor: Tensor | None, gradients: list[Tensor], tell: Any) -> None:
         self.loss: Tensor | None = loss
@@ -148,7 +148,7 @@ class _Held:
 
 
 class _Whole(torch.autograd.Function):
-    """A loss whose gradients are there already."""
+    """A loss whose gradients are computed already."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -170,17 +170,17 @@ class _Whole(torch.autograd.Function):
                 "The backward pass of a batch in pieces runs once: its gradients have been handed out",
                 hint="Compute the loss again.",
             )
-        found, held.gradients = held.gradients, None
+        sums, held.gradients = held.gradients, None
         scale = gradients[0].reshape(())
         if held.tell is not None:
             held.tell(scale)
         if held.factor is not None:
             scale = scale * held.factor
-        dense = [gradient for gradient in found if gradient.layout is torch.strided]
-        for gradient in found:
+        dense = [gradient for gradient in sums if gradient.layout is torch.strided]
+        for gradient in sums:
             if gradient.layout is not torch.strided:
                 gradient.mul_(scale)
         if dense:
             _foreach_mul_(dense, scale)
         del dense
-        return *found, None
+        return *sums, None

@@ -106,9 +106,9 @@ class MicrobatchLoss:
         self.split = split
         self.exact = exact
         self.proved = proved
-        self.found: Literal["mean", "sum"] | None = None if reduction == "auto" else reduction
+        self.reduction: Literal["mean", "sum"] | None = None if reduction == "auto" else reduction
         if proved is not None:
-            self.found = "sum" if proved == "sum" else "mean"
+            self.reduction = "sum" if proved == "sum" else "mean"
         self.compiled = compiled_modules(work)
         self.counts = True  # whether cross entropies must be seen as they run; known after the first real step
         # Whether it is more than the mean of a cross entropy.
@@ -138,8 +138,8 @@ class MicrobatchLoss:
             self.endings.warn("The batch has other parts than the planned one, for which the loss was proved")
         if self.proved is not None and not is_traced and any(map(takes_statistics, modules)):
             self.endings.warn("Batch norms take statistics of each piece, which the planned step did not")
-        if self.found is None and self.weight is None and not is_traced:
-            self.found = find_reduction(self.__wrapped__, model, modules, whole, self.size)
+        if self.reduction is None and self.weight is None and not is_traced:
+            self.reduction = find_reduction(self.__wrapped__, model, modules, whole, self.size)
         return _PiecewiseRun(self, model, whole, is_traced=is_traced)()
 
     def for_peaks(self) -> MicrobatchLoss:
@@ -154,11 +154,11 @@ class MicrobatchLoss:
 
     def parameters(self, modules: Iterable[nn.Module]) -> Iterator[Tensor]:
         """All that the loss may train."""
-        found = dict.fromkeys(p for module in modules for p in own_parameters(module).values() if p is not None)
+        parameters = dict.fromkeys(p for module in modules for p in own_parameters(module).values() if p is not None)
         if self._optimizer is not None:
-            found |= dict.fromkeys(p for group in self._optimizer.param_groups for p in group["params"])
-        found |= dict.fromkeys(self.extra or ())
-        return (parameter for parameter in found if parameter.requires_grad)
+            parameters |= dict.fromkeys(p for group in self._optimizer.param_groups for p in group["params"])
+        parameters |= dict.fromkeys(self.extra or ())
+        return (parameter for parameter in parameters if parameter.requires_grad)
 
     def remember(self, gradient: Tensor) -> None:
         """Note what came back to the loss: where that is a loss scale, the next step's pieces take it."""
@@ -186,7 +186,7 @@ class _PiecewiseRun:
         for i in wanted:
             if not batch.rows[i]:
                 self.gradients.follow(batch.leaves[i])
-        # Of a tensor with samples, a piece has its own: the gradient of the whole is made of theirs.
+        # Each piece has its own rows of a tensor with samples; the whole's gradient is put together from theirs.
         self.rows = {i: torch.zeros_like(batch.leaves[i]) for i in wanted if batch.rows[i]}
         self.strangers: dict[Tensor, None] | None = None
         self.targets: list[float] | None = None  # of each cross entropy, for a sample of the first piece
@@ -250,18 +250,18 @@ class _PiecewiseRun:
         """The pieces in which something counts, and what each counts where that is known before it runs."""
         pieces = list(self.batch.pieces(self.loss.size))
         if self.loss.weight is None:
-            return pieces, [1.0 if self.loss.found == "sum" else None] * len(pieces)
+            return pieces, [1.0 if self.loss.reduction == "sum" else None] * len(pieces)
         weights = [self.loss.weight(self.batch.piece(*piece)) for piece in pieces]
         if not self.is_traced:
             weights = [float(w) if isinstance(w, Tensor) and w.device.type == "cpu" else w for w in weights]
-        kept = [i for i, w in enumerate(weights) if isinstance(w, Tensor) or w]
-        if not kept:  # 0 / 0, as without pieces
+        counting = [i for i, w in enumerate(weights) if isinstance(w, Tensor) or w]
+        if not counting:  # 0 / 0, as without pieces
             return pieces[:1], [1.0]
         total = sum(weights)
-        return [pieces[i] for i in kept], [weights[i] / total for i in kept]
+        return [pieces[i] for i in counting], [weights[i] / total for i in counting]
 
     def _share(self, loss: Tensor, counting: Counting, samples: int) -> Any:
-        """What a piece counts: a number, or a tensor where a cross entropy has counted."""
+        """Weight of a piece: a number, or a tensor where a cross entropy has counted."""
         share, means = samples / self.batch.samples, counting.means(loss)
         if not self.is_traced and self.loss.proved is not None:
             is_counted = self.loss.proved in ("counted", "several")
@@ -294,8 +294,8 @@ class _PiecewiseRun:
         weight = torch.full_like(value, share) if isinstance(share, float) else share.to(value.dtype).expand_as(value)
         if self.scale is not None:
             weight = weight * self.scale
-        found = self.gradients.add(losses, weight, own.values())
-        for i, gradient in zip(own, found, strict=True):
+        of_own = self.gradients.add(losses, weight, own.values())
+        for i, gradient in zip(own, of_own, strict=True):
             if gradient is not None:
                 self.rows[i][slice(*piece)] = gradient
 

@@ -31,28 +31,28 @@ class Batch:
 
         Where such tensors differ in their first dimension, nobody can tell: that is an error.
         """
-        found, structure = flatten_with_path(batch)
-        leaves = tuple(leaf for _, leaf in found)
+        with_paths, structure = flatten_with_path(batch)
+        leaves = tuple(leaf for _, leaf in with_paths)
         rows = tuple(
             isinstance(leaf, Tensor) and leaf.ndim > 0 and (split is None or _key(path) in split)
-            for path, leaf in found
+            for path, leaf in with_paths
         )
         sizes = {
             pytree.keystr(path) or "the batch": len(leaf)
-            for (path, leaf), split_here in zip(found, rows, strict=True)
+            for (path, leaf), split_here in zip(with_paths, rows, strict=True)
             if split_here
         }
         if not sizes:
             raise WorkloadError(
                 "The batch has no tensor with samples to split",
                 hint="Pass tensors in mappings, tuples or dataclasses"
-                + ("." if split is None else f", and in split= their keys: {_keys(found)}."),
+                + ("." if split is None else f", and in split= their keys: {_keys(with_paths)}."),
             )
         if len(set(sizes.values())) > 1:
             shown = ", ".join(f"{name} has {size}" for name, size in sizes.items())
             raise WorkloadError(
                 f"The tensors of the batch do not agree on how many samples there are: {shown}",
-                hint=f"Name those that have a row for each sample: split=(...) with keys of {_keys(found)}.",
+                hint=f"Name those that have a row for each sample: split=(...) with keys of {_keys(with_paths)}.",
             )
         return cls(leaves, rows, structure, next(iter(sizes.values())))
 
@@ -75,11 +75,11 @@ class Batch:
 
     def chosen(self, samples: Sequence[int]) -> Any:
         """The same structure with samples from anywhere, copied."""
-        made = [
+        chosen = [
             leaf.detach()[torch.tensor(samples, device=leaf.device)] if split else leaf
             for leaf, split in zip(self.leaves, self.rows, strict=True)
         ]
-        return unflatten(made, self.structure)
+        return unflatten(chosen, self.structure)
 
 
 def _key(path: tuple[Any, ...]) -> str | int | None:
@@ -90,5 +90,5 @@ def _key(path: tuple[Any, ...]) -> str | int | None:
     return next((getattr(first, name) for name in ("key", "idx", "name") if hasattr(first, name)), None)
 
 
-def _keys(found: Sequence[tuple[tuple[Any, ...], Any]]) -> str:
-    return ", ".join(dict.fromkeys(repr(_key(path)) for path, leaf in found if isinstance(leaf, Tensor)))
+def _keys(with_paths: Sequence[tuple[tuple[Any, ...], Any]]) -> str:
+    return ", ".join(dict.fromkeys(repr(_key(path)) for path, leaf in with_paths if isinstance(leaf, Tensor)))

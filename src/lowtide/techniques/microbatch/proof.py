@@ -204,10 +204,10 @@ def _paired(whole: CapturedLoss, part: CapturedLoss) -> Iterator[tuple[fx.Node, 
 def _bound(op: Any, node: fx.Node) -> dict[str, Any]:
     """The arguments of an op by name, defaults included."""
     arguments = schema_of(op).arguments
-    found = {each.name: each.default_value for each in arguments if each.has_default_value()}
-    found |= {each.name: value for each, value in zip(arguments, node.args, strict=False)}
-    found |= node.kwargs
-    return {each.name: found[each.name] for each in arguments if each.name in found}
+    bound = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    bound |= {each.name: value for each, value in zip(arguments, node.args, strict=False)}
+    bound |= node.kwargs
+    return {each.name: bound[each.name] for each in arguments if each.name in bound}
 
 
 def _place(node: fx.Node) -> str:

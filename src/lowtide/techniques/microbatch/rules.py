@@ -47,8 +47,8 @@ def find_rule(op: Any) -> Rule | None:
 def pointwise(call: PairedCall) -> Fact | None:
     """Any function of elements at the same place."""
     names = call.tensors()
-    found = [call.of(name) for name in names]
-    facts = [fact for fact in found if fact is not None]
+    known = [call.of(name) for name in names]
+    facts = [fact for fact in known if fact is not None]
     if len(facts) < len(names) or not are_plain(facts) or not call.is_same():
         return None
     return broadcast(facts, [call.shape(name) for name in names])

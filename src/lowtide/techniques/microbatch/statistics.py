@@ -38,8 +38,8 @@ def takes_statistics(module: nn.Module) -> bool:
 
 
 @dataclass
-class _Found:
-    """What one call of a layer saw of its input."""
+class _Moments:
+    """Moments of the input of one call of a layer."""
 
     count: int  # values in a channel
     mean: Tensor
@@ -52,12 +52,12 @@ class _Layer:
 
     norm: NormBase
     tracked: dict[str, Tensor | None]  # the buffers of the layer itself
-    pieces: list[list[_Found]] = field(default_factory=list[list[_Found]])
+    pieces: list[list[_Moments]] = field(default_factory=list[list[_Moments]])
     copies: tuple[Tensor, Tensor] | None = None  # of the running statistics, for the next call to move
     plain: Callable[..., Any] | None = None  # the layer's own forward, in whose place this one is called
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer with statistics of its own to move, all the way; take down what it saw, and put all back."""
+        """Run the layer with statistics of its own to move; note the moments that it saw, and restore all."""
         norm, plain = self.norm, self.plain
         assert plain is not None
         x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
@@ -80,7 +80,7 @@ class _Layer:
         # A converted layer at the end of a block is called twice, and passes its input on in the first call.
         if out is not None and out is not x and self.pieces and x.numel():
             values = x.numel() // (x.shape[1] if x.ndim > 1 else len(x)) * _processes(norm)
-            self.pieces[-1].append(_Found(values, mean, var))
+            self.pieces[-1].append(_Moments(values, mean, var))
         return out
 
     def open(self) -> Undo:
@@ -118,8 +118,8 @@ class _Layer:
     def moves(self) -> bool:
         return self.norm.track_running_stats and self.running is not None
 
-    def rounds(self) -> list[list[_Found]]:
-        """What the pieces saw in their first call of the layer, in their second, and so on."""
+    def rounds(self) -> list[list[_Moments]]:
+        """Moments of all pieces in their first call of the layer, in their second, and so on."""
         most = max((len(calls) for calls in self.pieces), default=0)
         return [[calls[i] for calls in self.pieces if i < len(calls)] for i in range(most)]
 
@@ -146,7 +146,7 @@ class Recording:
 
     @torch.no_grad()
     def start_piece(self) -> None:
-        """What comes is of another piece."""
+        """Begin another piece."""
         running = [each for layer in self.layers for each in layer.running or ()]
         copies: Iterator[Tensor] = iter(foreach_mul(running, 1.0) if running else ())  # all in a few kernels
         for layer in self.layers:
@@ -159,17 +159,17 @@ class Recording:
         rounds = [(layer, layer.rounds()) for layer in self.layers if layer.moves]
         for number in range(max((len(calls) for _, calls in rounds), default=0)):
             here = [(layer, calls[number]) for layer, calls in rounds if number < len(calls)]
-            _move([layer for layer, _ in here], [found for _, found in here])
+            _move([layer for layer, _ in here], [moments for _, moments in here])
 
 
-def _move(layers: list[_Layer], found: list[list[_Found]]) -> None:
+def _move(layers: list[_Layer], moments: list[list[_Moments]]) -> None:
     """Move the statistics of many layers in a few kernels, without waiting for a GPU."""
     counters = [layer.counter for layer in layers if layer.counter is not None]
     if counters:
         foreach_add_(counters, 1)
     between = [not isinstance(layer.norm, InstanceNormBase) for layer in layers]
     moves: dict[float, list[tuple[Tensor, Tensor]]] = {}
-    for layer, *now in zip(layers, *combined(found, between), strict=True):
+    for layer, *now in zip(layers, *combined(moments, between), strict=True):
         momentum: Any = layer.norm.momentum
         pairs = list(zip(layer.running or (), now, strict=True))
         if momentum is None and layer.counter is not None:  # the average of all batches so far
@@ -182,18 +182,18 @@ def _move(layers: list[_Layer], found: list[list[_Found]]) -> None:
         foreach_lerp_(running, new, momentum)
 
 
-def combined(found: list[list[_Found]], between: list[bool]) -> tuple[list[Tensor], list[Tensor]]:
+def combined(moments: list[list[_Moments]], between: list[bool]) -> tuple[list[Tensor], list[Tensor]]:
     """The means and the unbiased variances of layers over all pieces; without ``between``, the averages of both.
 
     The numbers of values are Python's, and stay there: to bring them to a GPU would wait for all that it has to do.
     """
-    totals = [sum(call.count for call in calls) for calls in found]
+    totals = [sum(call.count for call in calls) for calls in moments]
     means: list[Tensor] = []
-    for here, calls in _pieces(found):
+    for here, calls in _pieces(moments):
         shares = [call.count / totals[i] for i, call in zip(here, calls, strict=True)]
         _add(means, here, foreach_mul([call.mean for call in calls], shares))
     variances: list[Tensor] = []
-    for here, calls in _pieces(found):
+    for here, calls in _pieces(moments):
         free = [max(totals[i] - 1, 1) for i in here]  # degrees of freedom
         inside = [
             (call.count - 1) / n if between[i] else call.count / totals[i]
@@ -206,11 +206,11 @@ def combined(found: list[list[_Found]], between: list[bool]) -> tuple[list[Tenso
     return means, variances
 
 
-def _pieces(found: list[list[_Found]]) -> Iterator[tuple[list[int], list[_Found]]]:
-    """Of each piece, the layers that it went through and what they saw."""
-    for number in range(max(map(len, found))):
-        here = [i for i, calls in enumerate(found) if number < len(calls)]
-        yield here, [found[i][number] for i in here]
+def _pieces(moments: list[list[_Moments]]) -> Iterator[tuple[list[int], list[_Moments]]]:
+    """Layers that each piece went through, with their moments."""
+    for number in range(max(map(len, moments))):
+        here = [i for i, calls in enumerate(moments) if number < len(calls)]
+        yield here, [moments[i][number] for i in here]
 
 
 def _add(sums: list[Tensor], here: list[int], parts: Sequence[Tensor]) -> None:
@@ -221,7 +221,7 @@ def _add(sums: list[Tensor], here: list[int], parts: Sequence[Tensor]) -> None:
 
 
 def _processes(norm: nn.Module) -> int:
-    """Whose batches a layer's statistics are of; those of the others are taken to be as large as this one's."""
+    """Number of processes whose batches a layer sees; all are taken to be as large as this one's."""
     if not (isinstance(norm, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized()):
         return 1
     return dist.get_world_size(norm.process_group)
@@ -274,19 +274,19 @@ class _ByWhole:
     def __init__(self, layer: _Layer) -> None:
         self.norm: Any = layer.norm
         self.calls = layer.pieces[0]
-        self.whole = [_biased(found) for found in self.calls]
+        self.whole = [_biased(moments) for moments in self.calls]
         self.next = 0
 
     def statistics(self) -> tuple[Tensor, Tensor]:
-        """Of the call that comes: calls are counted, and in a recomputation there can be but one."""
+        """Mean and variance for the next call. Calls are counted; a recomputation allows only one."""
         if len(self.whole) > 1 and in_backward():
             raise LowtideError(
                 "A batch norm that runs several times in a step, and again in backward, has no known statistics",
                 hint="Leave out exact=True, or the recomputation.",
             )
-        found = self.whole[self.next % len(self.whole)]
+        moments = self.whole[self.next % len(self.whole)]
         self.next += 1
-        return found
+        return moments
 
 
 class _ForwardByWhole(_ByWhole):
@@ -298,7 +298,7 @@ class _ForwardByWhole(_ByWhole):
 
 
 class _RunByWhole(_ByWhole):
-    """That of lowtide's, with the activation."""
+    """The forward of lowtide's batch norms, with the activation."""
 
     def __call__(self, input: Tensor, residual: Tensor | None, activation: Any, strategy: Any) -> Tensor:
         norm = self.norm
@@ -316,8 +316,8 @@ class _RunByWhole(_ByWhole):
         )
 
 
-def _biased(found: _Found) -> tuple[Tensor, Tensor]:
-    return found.mean, found.var * ((found.count - 1) / found.count)
+def _biased(moments: _Moments) -> tuple[Tensor, Tensor]:
+    return moments.mean, moments.var * ((moments.count - 1) / moments.count)
 
 
 class _Normalize(torch.autograd.Function):

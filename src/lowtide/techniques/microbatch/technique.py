@@ -1,4 +1,4 @@
-"""Microbatch as a technique: what a batch in pieces would let go, read from a profile alone."""
+"""Microbatch as a technique: the bytes that a batch in pieces would free, read from a profile alone."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Microbatch:
                 gradients += storage.bytes
                 if storage.birth > 0:
                     added.append(Interval(storage.bytes, 0, storage.birth, f"sum of {storage.label}"))
-                # What a piece adds to the sum is there for a moment, beside it.
+                # A piece's gradient lives for a moment, beside the sum.
                 added.append(Interval(storage.bytes, storage.birth, storage.birth + 1, f"{storage.label} of a piece"))
             elif storage.id in scaled and storage.birth < min(storage.death, last):
                 bytes_less = storage.bytes - math.ceil(storage.bytes * size / samples)
@@ -156,7 +156,7 @@ def _seconds_more(graph: Graph, pieces: int, gradients: int) -> float:
     kernels = _seconds_of_loss(graph)
     host = len(ops) * _HOST_SECONDS + len(parameters) * _HOOK_SECONDS
     weights = sum(storage.bytes for storage in parameters)
-    # Of each piece: sums of gradients read twice and written once; weights read in forward and in backward.
+    # Each piece reads sums of gradients twice and writes them once, and reads weights in forward and in backward.
     moved = (3 * gradients + 2 * weights) / device.bandwidth
     slower = kernels * _LOSS_PER_HALVING * math.log2(pieces)
     if on_cpu:
@@ -223,7 +223,7 @@ def _obstacle(graph: Graph) -> str:
 
 
 def _samples(graph: Graph) -> int:
-    """How many samples the step has; 0 where the tensors of its batch do not agree."""
+    """Number of samples in the step; 0 where the tensors of its batch do not agree."""
     sizes = {s.shape[0] for s in graph.storages if s.category == "input" and s.shape}
     return sizes.pop() if len(sizes) == 1 else 0
 
@@ -234,19 +234,19 @@ def _with_samples(graph: Graph, samples: int) -> set[int]:
     A weight's gradient is made from it too. It has the weight's shape, in some order.
     """
     weights = {s.bytes for s in graph.storages if s.category == "parameter"}
-    made = {s.id for s in graph.storages if s.category == "input"}
-    found: set[int] = set()
+    from_batch = {s.id for s in graph.storages if s.category == "input"}
+    scaled: set[int] = set()
     for op in graph.ops:
-        if op.phase == "optimizer" or not any(value.storage in made for value in op.inputs):
+        if op.phase == "optimizer" or not any(value.storage in from_batch for value in op.inputs):
             continue
         for value in op.outputs:
             storage = graph.storages[value.storage]
             if storage.category not in ("activation", "temporary"):
                 continue
-            made.add(storage.id)
+            from_batch.add(storage.id)
             if _divides(storage, value.shape, samples) and not (op.phase == "backward" and storage.bytes in weights):
-                found.add(storage.id)
-    return found
+                scaled.add(storage.id)
+    return scaled
 
 
 def _divides(storage: Storage, shape: tuple[int, ...], samples: int) -> bool:

@@ -1,4 +1,4 @@
-"""What each piece counts in the loss of the whole: by samples, by what a cross entropy counted, or as the caller says.
+"""Weight of each piece in the loss of the whole: by samples, by counted targets, or as the caller says.
 
 A wrong guess would give wrong gradients, so a guess is tried once, on two pieces.
 """
@@ -32,7 +32,7 @@ _MOST_TRIED = 8  # samples of a piece
 def find_reduction(
     loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, modules: list[nn.Module], batch: Batch, size: int
 ) -> Literal["mean", "sum"]:
-    """Which reduction a loss has, by a trial on two pieces of the batch; it leaves nothing behind.
+    """Find the reduction of a loss by a trial on two pieces of the batch; it leaves nothing behind.
 
     An error where it is neither, and where its values tell nothing.
     """
@@ -101,7 +101,7 @@ def _seen(
 def _try_twice(
     loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Batch, close: float
 ) -> Literal["mean", "sum"]:
-    """By one sample that is there twice: for a sum that is twice as much, whatever the other samples add."""
+    """Try one sample given twice: a sum doubles, whatever the other samples add."""
     for sample in _spread(0, batch.samples, 2 * _MOST_TRIED):
         once = float(_without_graph(loss, model, batch.chosen([sample])))
         if once == 0 or not math.isfinite(once):
@@ -159,9 +159,9 @@ def _give_statistics(norm: BatchNormBase, modules: list[nn.Module]) -> None:
 
 @contextmanager
 def _quiet(modules: list[nn.Module], which: Callable[[nn.Module], bool]) -> Generator[None]:
-    """Some modules in evaluation mode, every buffer a copy, generators put back: a trial leaves nothing behind."""
+    """Some modules in evaluation mode, every buffer a copy, generators restored: a trial leaves nothing behind."""
     modes = [(module, module.training) for module in modules]
-    # Those of TorchScript cannot be replaced, and stay as they are in evaluation mode.
+    # Buffers of TorchScript modules cannot be replaced, and stay as they are in evaluation mode.
     buffers = [(own_buffers(m), dict(own_buffers(m))) for m in modules if not isinstance(m, torch.jit.ScriptModule)]
     devices = {b.device for _, held in buffers for b in held.values() if b is not None and b.is_cuda}
     devices |= {p.device for module in modules for p in own_parameters(module).values() if p is not None and p.is_cuda}

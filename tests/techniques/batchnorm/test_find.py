@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
-import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowtide.errors import LowtideError
 from lowtide.nn import BatchNormAct2d
@@ -19,62 +16,14 @@ from tests.techniques.batchnorm.converting import (
     hooked,
 )
 from tests.techniques.batchnorm.models import (
-    Block,
-    Gate,
     OwnNorm,
     PreActivation,
-    asks_the_type,
-    calls_twice,
+    ResNetBlock,
+    Taps,
+    TwoEnds,
     conv,
-    decides,
-    draws,
-    draws_tensors,
-    freezes,
     image,
-    reads_twice,
-    recomputes,
-    recomputes_reentrant,
-    remembers,
-    softens,
 )
-
-REASONS: dict[Callable[[Any, Tensor], Tensor], str] = {
-    decides: r"Block.forward cannot be traced: it decides by the value .* \(models.py, line \d+\)",
-    draws: "draws random numbers",
-    draws_tensors: "it computes aten.rand",
-    remembers: "it changes the attribute seen",
-    freezes: "grad mode",
-    recomputes: "checkpoint",
-    recomputes_reentrant: "checkpoint",
-    reads_twice: "its output is read by relu and add",
-    calls_twice: "called 2 times",
-    softens: "nothing to save",
-    asks_the_type: "decides by the type",
-}
-
-
-@pytest.mark.parametrize("run", REASONS, ids=lambda run: run.__name__)
-def test_forwards_that_are_left_run_as_before(run: Callable[[Any, Tensor], Tensor]) -> None:
-    model = nn.Sequential(Block(run))
-    conversion = assert_converts(model, image(), fused=0, left=1)
-    assert conversion.left[0].path == "0.bn"
-    assert re.search(REASONS[run], conversion.left[0].why), conversion.left[0].why
-
-
-def test_tracing_leaves_no_trace() -> None:
-    model = Block(remembers)
-    convert(model)
-    assert model.seen == []
-    state = random.getstate()
-    convert(Block(draws))
-    assert random.getstate() == state
-
-
-@pytest.mark.parametrize("activation", [nn.RReLU(), nn.Softmax(1), Gate(), nn.GLU(1)], ids=lambda a: type(a).__name__)
-def test_activations_that_are_not_pointwise_are_left(activation: nn.Module) -> None:
-    conversion = convert(nn.Sequential(nn.BatchNorm2d(4), activation))
-    assert f"does not know {type(activation).__name__}" in conversion.left[0].why
-
 
 SHARED = nn.BatchNorm2d(4)
 
@@ -118,3 +67,26 @@ def test_a_compiled_model_is_refused() -> None:
     model.compile(backend="eager")
     with pytest.raises(LowtideError, match="Convert first"):
         convert(model)
+
+
+def test_the_shortcuts_batch_norm_is_left_as_the_residual() -> None:
+    conversion = assert_converts(nn.Sequential(ResNetBlock(downsample=True), conv()), image(), fused=2, left=1)
+    assert conversion.left[0].path == "0.downsample.1"
+    assert "no activation follows; nothing to save" in conversion.left[0].why
+
+
+def test_joins_can_be_left_out() -> None:
+    conversion = assert_converts(ResNetBlock(), image(), fused=1, left=1, joins=0)
+    assert conversion.left[0].path == "bn2"
+    assert "joins=0" in conversion.left[0].why
+
+
+def test_of_two_batch_norms_that_are_added_the_first_is_joined() -> None:
+    conversion = assert_converts(TwoEnds(), image(), fused=1, left=1)
+    assert conversion.changed[0].path == "right.1"
+    assert "residual of right.1" in conversion.left[0].why
+
+
+@pytest.mark.parametrize(("tap", "fused"), [(0, 2), (1, 1), (2, 2), (4, 1)])
+def test_layers_of_a_sequential_that_are_called_one_by_one(tap: int, fused: int) -> None:
+    assert_converts(Taps(tap), image(), fused=fused, left=2 - fused)

@@ -1,0 +1,62 @@
+"""Forwards that are no graph: they are left, run as before, and tracing them changes nothing."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from lowtide.techniques.batchnorm import convert
+from tests.techniques.batchnorm.converting import (
+    assert_converts,
+)
+from tests.techniques.batchnorm.models import (
+    Block,
+    asks_the_type,
+    calls_twice,
+    decides,
+    draws,
+    draws_tensors,
+    freezes,
+    image,
+    reads_twice,
+    recomputes,
+    recomputes_reentrant,
+    remembers,
+    softens,
+)
+
+REASONS: dict[Callable[[Any, Tensor], Tensor], str] = {
+    decides: r"Block.forward cannot be traced: it decides by the value .* \(models.py, line \d+\)",
+    draws: "draws random numbers",
+    draws_tensors: "it computes aten.rand",
+    remembers: "it changes the attribute seen",
+    freezes: "grad mode",
+    recomputes: "checkpoint",
+    recomputes_reentrant: "checkpoint",
+    reads_twice: "its output is read by relu and add",
+    calls_twice: "called 2 times",
+    softens: "nothing to save",
+    asks_the_type: "decides by the type",
+}
+
+
+@pytest.mark.parametrize("run", REASONS, ids=lambda run: run.__name__)
+def test_forwards_that_are_left_run_as_before(run: Callable[[Any, Tensor], Tensor]) -> None:
+    model = nn.Sequential(Block(run))
+    conversion = assert_converts(model, image(), fused=0, left=1)
+    assert conversion.left[0].path == "0.bn"
+    assert re.search(REASONS[run], conversion.left[0].why), conversion.left[0].why
+
+
+def test_tracing_leaves_no_trace() -> None:
+    model = Block(remembers)
+    convert(model)
+    assert model.seen == []
+    state = random.getstate()
+    convert(Block(draws))
+    assert random.getstate() == state

@@ -1,0 +1,47 @@
+"""Forwards of single modules: they stack, unstack, and give back what was there."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from lowtide.errors import LowtideError
+from lowtide.techniques import Forward, replace_forward
+
+
+class Doubled(Forward):
+    def __call__(self, x: float) -> float:
+        return 2 * self.plain(x)
+
+
+class Tripled(Forward):
+    def __call__(self, x: float) -> float:
+        return 3 * self.plain(x)
+
+
+def test_forwards_stack_and_unstack() -> None:
+    module = nn.Identity()
+    first = replace_forward(Doubled(module))
+    second = replace_forward(Tripled(module))
+    assert module(1.0) == 6.0
+    with pytest.raises(LowtideError, match="reverse order"):
+        first()
+    second()
+    assert "forward" in module.__dict__
+
+
+def test_a_forward_that_somebody_else_put_there_comes_back() -> None:
+    def theirs(x: float) -> float:
+        return -x
+
+    module = nn.Identity()
+    module.forward = theirs
+    with replace_forward(Doubled(module)):
+        assert module(1.0) == -2.0
+    assert module.forward is theirs
+
+
+def test_the_same_forward_twice_is_refused_with_the_place() -> None:
+    module = nn.Identity()
+    with replace_forward(Doubled(module)), pytest.raises(LowtideError, match=r"blocks\.3"):
+        replace_forward(Doubled(module), path="blocks.3")
