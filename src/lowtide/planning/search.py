@@ -11,8 +11,8 @@ from typing import Any
 
 from lowtide.errors import PlanError, TraceError
 from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
-from lowtide.planning.engine import AUTO, PLAIN, Candidates, Engine, engines_named
-from lowtide.planning.plan import ProgramChoice
+from lowtide.planning.engine import AUTO, Candidates, Engine, engines_named
+from lowtide.planning.plan import PLAIN, ProgramChoice
 from lowtide.planning.prediction import apply_options, estimate_peak, predict
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import has_ranks
