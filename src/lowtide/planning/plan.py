@@ -141,7 +141,7 @@ class Plan:
             lines.append(f"    saves {saved} at the peak, takes {_difference(choice.seconds)}. {choice.why}")
         if self.program is not None:
             saved = format_size(base.peak_bytes - self.peak_bytes)
-            lines.append(f"  {self.program}")
+            lines.append(f"  {self.program} on the {self.engine} engine")
             lines.append(f"    saves {saved} at the peak, takes {_difference(self.program.seconds)}.")
             lines += [f"    {line}" for line in self.program.why]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
