@@ -131,7 +131,7 @@ def test_a_broken_promise_is_exit_code_one(deep: str, tmp_path: Path) -> None:
         ("profile deep.py:workload --html report.pdf", ("'report.pdf'", ".html")),
         ("plan deep.py:workload --budget 1KB", ("below the smallest plan",)),
         ("plan deep.py:workload --budget much", ("Not a size: 'much'",)),
-        ("plan deep.py:workload --budget 60% --engine eager --program p.txt", ("runs eagerly", "--engine graph")),
+        ("plan deep.py:workload --budget 60% --engine eager --program p.txt", ("eager engine", "--engine graph")),
         ("plan deep.py:workload --budget 1GB --engine graph --program p.txt", ("plain step fits", "smaller budget")),
         ("plan deep.py:workload --budget 60% --engine graph --fake", ("no plan on the graph engine",)),
         ("plan deep.py:workload --budget 60% --allow anything", ("anything", "approximate")),

@@ -18,7 +18,7 @@ from .counting import Counter
 from .planned import Loss, Ready, planned, squares
 
 # Once for a step, and these tests share theirs; the budget is near the smallest.
-pytestmark = pytest.mark.filterwarnings("ignore:Gradients of .* are there before the step")
+pytestmark = pytest.mark.filterwarnings("ignore:Gradients of .* exist before the step")
 
 
 def test_hooks_of_parameters_see_and_change_gradients(ready: Ready) -> None:

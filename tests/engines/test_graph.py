@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import re
 from collections.abc import Iterator
 from itertools import product
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import lowtide
 from lowtide import zoo
 from lowtide.engines import graph
-from lowtide.planning.programs.program import Kind, Program, simulate
-from lowtide.tracing.capture.joint import Joint
+from lowtide.planning.programs.program import simulate
 
 from ..soak import SOAK, in_soak
 from .counting import PLANS, Planner, executed_peak, results
@@ -52,69 +48,6 @@ def test_the_simulated_peak_is_the_executed_one(name: str, way: str) -> None:
     planner = Planner(way)
     peak = executed_peak(work, graph.planned_loss(work, planner))
     assert simulate(planner.programs[0]).peak_bytes == peak
-
-
-def test_a_smaller_budget_runs_more_and_needs_less() -> None:
-    programs: list[Program] = []
-
-    def planner(joint: Joint) -> Program:
-        programs.extend(Planner(way)(joint) for way in ("all", "middle", "smallest"))
-        return programs[0]
-
-    work = zoo.small("lenet")
-    graph.planned_loss(work, planner)(work.batch)
-    peaks = [simulate(program).peak_bytes for program in programs]
-    again = [program.recomputed for program in programs]
-    assert peaks[0] > peaks[1] >= peaks[2]
-    assert again[0] == 0 < again[1] <= again[2]
-
-
-def test_gradients_accumulate_and_a_new_shape_is_planned_anew() -> None:
-    work = zoo.small("lenet")
-    planner = Planner("smallest")
-    planned = graph.planned_loss(work, planner)
-    images, labels = work.batch
-    for loss in (planned, lambda batch: work.compute_loss(batch=batch)):
-        work.model.zero_grad()
-        for piece in (slice(0, 2), slice(2, 4)):
-            loss((images[piece], labels[piece])).backward()
-        grads = [p.grad.clone() for p in work.model.parameters() if p.grad is not None]
-        if loss is planned:
-            ours = grads
-    assert all(map(torch.equal, ours, grads))
-    planned((images[:3], labels[:3])).backward()
-    assert len(planner.programs) == 2
-
-
-def test_a_program_prints_what_runs_again(smallest: Planner) -> None:
-    text = str(smallest.programs[0])
-    assert re.search(r"recompute native_dropout\w* \(run \d\) from", text)
-    assert "(generator)" in text
-    assert "go to backward --" in text
-    assert any(i.kind is Kind.FREE for i in smallest.programs[0].backward)
-
-
-def test_training_goes_as_without_a_plan() -> None:
-    work = zoo.small("gpt2")
-    start = copy.deepcopy(work.model.state_dict())
-    ends: list[list[Tensor]] = []
-    for loss in (graph.planned_loss(work, Planner("middle")), lambda batch: work.compute_loss(batch=batch)):
-        work.model.load_state_dict(start)
-        torch.manual_seed(0)
-        optimizer = torch.optim.AdamW(work.model.parameters(), 1e-3)
-        for _ in range(4):
-            optimizer.zero_grad()
-            loss(work.batch).backward()
-            nn.utils.clip_grad_norm_(work.model.parameters(), 1.0)
-            optimizer.step()
-        ends.append([parameter.detach().clone() for parameter in work.model.parameters()])
-    assert all(map(torch.equal, *ends))
-
-
-# -- budgets -------------------------------------------------------------------------------------------
-
-
-# -- plans ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -154,7 +154,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return count_calls(monkeypatch, graph._Backend, "__call__")
 
 
-@pytest.mark.filterwarnings("ignore:Gradients of .* are there before the step")  # of the step before; not asked here
+@pytest.mark.filterwarnings("ignore:Gradients of .* exist before the step")  # of the step before; not asked here
 def test_another_shape_is_captured_once_at_most_and_keeps_the_bits(ready: Ready, compiled: list[Any]) -> None:
     def loop(loss: Loss, model: nn.Module) -> list[Tensor]:
         found = []

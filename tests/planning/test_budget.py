@@ -15,7 +15,7 @@ from lowtide.techniques import Fidelity
 
 from ..contract.outcomes import assert_restored, snapshot
 from ..soak import count
-from .steps import chain, tanh_layers
+from .steps import chain
 
 # -- what a budget is ----------------------------------------------------------------------------------
 
@@ -118,15 +118,20 @@ def test_a_model_that_nothing_can_help_says_what_is_missing() -> None:
         plan(zoo.small("lstm"), "50%", fake=True, engine="eager", tune=False)
 
 
-def test_planning_changes_nothing() -> None:
+def test_planning_changes_nothing_and_leaves_gradients_as_they_are() -> None:
     work = chain()
-    before = snapshot(work.model)
-    state = torch.get_rng_state()
+    work.compute_loss().backward()
+    gradients = [(p.grad, p.grad.clone()) for p in work.model.parameters() if p.grad is not None]
+    before, state = snapshot(work.model), torch.get_rng_state()
     plan(work, "60%", tune=False)
+    with pytest.raises(BudgetError):
+        plan(work, 1, engine="eager", allow="changed", tune=False)
     assert_restored(work.model, before)
     assert torch.equal(torch.get_rng_state(), state)
     assert work.optimizer is not None
     assert not work.optimizer.state
+    now = [p.grad for p in work.model.parameters()]
+    assert all(grad is held and torch.equal(grad, value) for grad, (held, value) in zip(now, gradients, strict=True))
 
 
 def test_a_meta_model_is_planned_for_a_gpu_that_is_not_here() -> None:
@@ -135,16 +140,3 @@ def test_a_meta_model_is_planned_for_a_gpu_that_is_not_here() -> None:
     found = plan(work, "91%", device="h200", tune=False)
     assert found.device == "h200"
     assert found.peak_bytes <= found.budget_bytes
-
-
-# -- what a plan may use -------------------------------------------------------------------------------
-
-
-def test_planning_leaves_gradients_as_they_are() -> None:
-    work = tanh_layers(lambda m, x: m(x).square().mean())
-    work.compute_loss().backward()
-    before = [(p.grad, p.grad.clone()) for p in work.model.parameters() if p.grad is not None]
-    with pytest.raises(BudgetError):
-        plan(work, 1, engine="eager", allow="changed", tune=False)
-    now = [p.grad for p in work.model.parameters()]
-    assert all(grad is held and torch.equal(grad, value) for grad, (held, value) in zip(now, before, strict=True))

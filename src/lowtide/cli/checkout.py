@@ -1,4 +1,4 @@
-"""The benchmarks of a source checkout: which there are, what each asks, and running one."""
+"""The benchmarks of a source checkout: list them with their questions, and run one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Benchmark:
 
     @property
     def results(self) -> Path:
-        """Where its rows are."""
+        """The file of its rows."""
         return ROOT / "benchmarks" / "results" / f"{self.name}.csv"
 
     def rows(self) -> list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""The commands of ``lowtide``: each loads a step, calls one verb of the library, and shows what it found."""
+"""The commands of ``lowtide``: each loads a step, calls one verb of the library, and shows the result."""
 
 from __future__ import annotations
 
@@ -141,9 +141,9 @@ def plan(
     if program is None and html is None:
         return Outcome(chosen.to_json())
     if program is not None and chosen.program is None:
-        plain = "The plain step fits" if not chosen.choices else "The plan runs eagerly"
-        hint = "Name a smaller budget." if not chosen.choices else "Add --engine graph."
-        raise PlanError(f"{plain}, so there is no program to write to {program}", hint=hint)
+        reason = "The plain step fits" if chosen.is_plain else f"The {chosen.engine} engine runs no program"
+        hint = "Name a smaller budget." if chosen.is_plain else "Add --engine graph."
+        raise PlanError(f"{reason}, so there is no program to write to {program}", hint=hint)
     with working("Predicting the planned step"):
         prediction = planning.predict_plan(work, chosen, before)
     if program is not None:
@@ -280,7 +280,7 @@ def demo(
 
 
 def _loader(target: str, settings: TargetOptions, *, device: str | None, fake: bool = False) -> Callable[..., Workload]:
-    """What builds the target: on ``device``, or on the meta device where the step is only predicted."""
+    """Return a function that builds the target: on ``device``, or on the meta device if the step is only predicted."""
     import torch
 
     from lowtide.loading import make_loader

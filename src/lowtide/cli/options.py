@@ -1,4 +1,4 @@
-"""What the commands share: their options, how they end, and how an error is told."""
+"""Shared by the commands: options, exit codes, and how an error is shown."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an erro
 
 
 class TargetOptions(TypedDict, total=False):
-    """What can be said of a TARGET: a command that loads one ends in ``**settings: Unpack[TargetOptions]``."""
+    """Options of a TARGET: a command that loads one ends in ``**settings: Unpack[TargetOptions]``."""
 
     batch: Annotated[int | None, typer.Option(min=1, help="Batch size.")]
     seq: Annotated[int | None, typer.Option(min=1, help="Sequence length.")]
@@ -74,7 +74,7 @@ class TargetOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command found, for ``--json``, and the exit code: 0, or 1 where a promise was broken."""
+    """Result of a command, for ``--json``, and its exit code: 0, or 1 for a broken promise."""
 
     data: Any
     code: int = 0
@@ -104,7 +104,7 @@ def command(function: Callable[..., Outcome]) -> Callable[..., None]:
 
 
 def _signature(function: Callable[..., Outcome]) -> Signature:
-    """What typer reads: a command's own options, those of its target if it has one, and those of every command."""
+    """Signature for typer: a command's own options, those of its target if it has one, and those of every command."""
     given = signature(function, eval_str=True).parameters.values()
     own = [p for p in given if p.kind is not p.VAR_KEYWORD and p.name != "as_json"]
     hints = get_type_hints(TargetOptions, include_extras=True) if any(p.kind is p.VAR_KEYWORD for p in given) else {}

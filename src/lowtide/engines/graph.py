@@ -132,7 +132,7 @@ class PlannedLoss:
                     "Make a tensor of what changes at each step, such as a number in the model or in the batch",
                 )
             inner = getattr(error, "inner_exception", None)  # of Dynamo's error
-            if isinstance(inner, (LowtideError, Warning)):  # what the planner says
+            if isinstance(inner, (LowtideError, Warning)):  # raised by the planner
                 raise inner from None
             if type(error).__name__ not in ("Unsupported", "UserError", "TorchRuntimeError"):  # Dynamo's too
                 raise

@@ -109,7 +109,7 @@ class Step:
                 "The step was called with None for its batch", hint="Pass a batch like the planned one."
             )
         if not torch.is_grad_enabled():  # nothing is kept for backward, so there is nothing to plan
-            work = self.work if self.plan.program is None else self._plain
+            work = self._plain if ENGINES[self.plan.engine].captures else self.work
             with autocast(work.device.type, work.autocast):
                 return work.loss(self.model, batch)
         if self._batches is not None:  # a program is made for each shape
@@ -171,7 +171,7 @@ class Step:
 
     def _note(self, seconds: float, peak: int | None) -> None:
         before = self.measured
-        others = min(self._other_bytes, other_bytes(self.work))  # those that outlived the step
+        others = min(self._other_bytes, other_bytes(self.work))  # tensors that outlived the step
         peak = None if peak is None else peak - others
         peaks = [p for p in (peak, before.peak_bytes if before else None) if p is not None]
         steps = before.steps + 1 if before else 1

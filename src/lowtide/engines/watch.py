@@ -156,7 +156,7 @@ class ParameterWatch:
     def _on_top(self, held: int, peak: int) -> str:
         budget = self.plan.budget_bytes
         return (
-            f"Gradients of {format_size(held)} ({held} bytes) are there before the step and come on top of what was "
+            f"Gradients of {format_size(held)} ({held} bytes) exist before the step and come on top of what was "
             f"planned: it can take up to {format_size(peak + held)}, and {format_size(budget)} were promised. "
             "Unless that much was left free, plan with a budget smaller by it, or free them before: "
             "model.zero_grad(set_to_none=True)"

@@ -12,8 +12,8 @@ from lowtide.errors import BudgetError, LowtideError, PlanError
 from lowtide.fingerprint import Fingerprint
 from lowtide.planning.baseline import baseline_profile
 from lowtide.planning.candidate import Contender, Permission
-from lowtide.planning.engine import AUTO, PLAIN, engines_named
-from lowtide.planning.plan import Baseline, Choice, Plan
+from lowtide.planning.engine import AUTO, engines_named
+from lowtide.planning.plan import PLAIN, Baseline, Choice, Plan
 from lowtide.planning.refusal import no_plan
 from lowtide.planning.search import CLOSE, Search
 from lowtide.profiling import Profile

@@ -24,6 +24,11 @@ class Candidate:
     estimate: int
 
     @property
+    def key(self) -> tuple[str, Option | Hashable | None]:
+        """Names the candidate among others of one step."""
+        return self.engine, self.change
+
+    @property
     def technique(self) -> str:
         """The name of the option's technique; empty for other changes and the plain step."""
         return self.change.technique if isinstance(self.change, Option) else ""

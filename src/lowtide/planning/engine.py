@@ -57,7 +57,6 @@ class Candidates(Protocol):
 
 
 ENGINES: Registry[Engine] = Registry("engine")
-PLAIN = "eager"  # the engine of a step that needs no change
 
 
 def engines_named(engine: str) -> list[Engine]:

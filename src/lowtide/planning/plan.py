@@ -15,6 +15,8 @@ from lowtide.sizes import format_seconds, format_size
 from lowtide.techniques.technique import Fidelity, Option
 from lowtide.workload import Workload, check_workload
 
+PLAIN = "eager"  # the engine of a step that needs no change
+
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
@@ -89,6 +91,11 @@ class Plan:
     program: ProgramChoice | None = None  # for engines that run one
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the plain step fits, so that nothing is changed."""
+        return self.engine == PLAIN and not self.choices
+
+    @property
     def fidelity(self) -> Fidelity:
         """The loosest class among the choices; bitwise where nothing is changed."""
         programs = [] if self.program is None else [self.program.fidelity]
@@ -126,7 +133,7 @@ class Plan:
             f"  planned step  {format_size(self.peak_bytes):>10}  {_duration(self.seconds)}"
             f"  ({self.fidelity}; seconds {self.seconds_source})",
         ]
-        if not self.choices and self.program is None:
+        if self.is_plain:
             lines.append("  the plain step fits: nothing is changed")
         for choice in self.choices:
             lines.append(f"  {choice.option}")
@@ -134,7 +141,7 @@ class Plan:
             lines.append(f"    saves {saved} at the peak, takes {_difference(choice.seconds)}. {choice.why}")
         if self.program is not None:
             saved = format_size(base.peak_bytes - self.peak_bytes)
-            lines.append(f"  {self.program}")
+            lines.append(f"  {self.program} on the {self.engine} engine")
             lines.append(f"    saves {saved} at the peak, takes {_difference(self.program.seconds)}.")
             lines += [f"    {line}" for line in self.program.why]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])

@@ -11,8 +11,8 @@ from typing import Any
 
 from lowtide.errors import PlanError, TraceError
 from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
-from lowtide.planning.engine import AUTO, PLAIN, Candidates, Engine, engines_named
-from lowtide.planning.plan import ProgramChoice
+from lowtide.planning.engine import AUTO, Candidates, Engine, engines_named
+from lowtide.planning.plan import PLAIN, ProgramChoice
 from lowtide.planning.prediction import apply_options, estimate_peak, predict
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import has_ranks
@@ -45,15 +45,16 @@ class Search:
         self._unmeasured: set[str] = set()  # techniques that know their seconds once they ran
         plain = Candidate(PLAIN, None, Price(Fidelity.BITWISE), baseline.peak_bytes)
         self._plain = Contender(plain, baseline.peak_bytes, baseline.storage_peak_bytes)
-        self._exact: dict[Any, Contender | None] = {None: self._plain}
+        self._exact: dict[Any, Contender | None] = {plain.key: self._plain}
         self._runnable: dict[Option, bool] = {}
         self._left_out: set[tuple[str, str]] = set()
         self.candidates = [plain]
-        for each in engines_named(engine):
-            if each.takes_options:
-                self._option_engine = each.name
-                self.candidates += self._options(techniques().values())
-                self._note_learners(budget)
+        engines = engines_named(engine)
+        self._option_engines = [each.name for each in engines if each.takes_options]
+        if self._option_engines:
+            self.candidates += self._options(techniques().values())
+            self._note_learners(budget)
+        for each in engines:
             if each.captures and engine == AUTO and budget < self.floor_bytes:
                 self.is_complete = False
             else:
@@ -73,7 +74,7 @@ class Search:
         Beside the fastest only those predicted to take at most ``close`` times as long: they may measure in another
         order. Where an option did not fit, options of its technique with a higher estimate are skipped.
         """
-        smallest = {candidate.change for candidate in self._smallest(permitted)}
+        smallest = {candidate.key for candidate in self._smallest(permitted)}
         failed: dict[str, float] = {}
         rivals: dict[tuple[str, str], Contender] = {}
         limit = math.inf
@@ -89,7 +90,7 @@ class Search:
                 continue
             slack = _SLACK if name or candidate.change is None else PROGRAM_SLACK
             worth = candidate.estimate <= budget * slack and candidate.estimate < failed.get(name, math.inf)
-            if not (worth or candidate.change in smallest):
+            if not (worth or candidate.key in smallest):
                 continue
             if name in self._unmeasured:
                 self._measure(name)
@@ -126,18 +127,18 @@ class Search:
 
     def exact(self, candidate: Candidate) -> Contender | None:
         """The peaks under a candidate, by tracing or simulating it; None where it cannot be used, which is noted."""
-        if candidate.change not in self._exact:
+        if candidate.key not in self._exact:
             source = self._sources.get(candidate.engine)
             is_option = isinstance(candidate.change, Option)
-            self._exact[candidate.change] = (
+            self._exact[candidate.key] = (
                 self._trace(candidate) if is_option or source is None else source.contender(candidate)
             )
-        return self._exact[candidate.change]
+        return self._exact[candidate.key]
 
     def faster_peak(self, chosen: Contender, permitted: Permission) -> int:
         """The smallest peak among candidates that are faster than a choice; 0 if there are none."""
         faster = [c for c in filter(permitted, self.candidates) if c.order < chosen.candidate.order]
-        looked_at = ((c, self._exact.get(c.change)) for c in faster)
+        looked_at = ((c, self._exact.get(c.key)) for c in faster)
         return min((contender.peak_bytes if contender else c.estimate for c, contender in looked_at), default=0)
 
     def program(self, contender: Contender, budget: int) -> ProgramChoice | None:
@@ -211,7 +212,8 @@ class Search:
                 self.idle.append(f"{technique.name} needs {technique.needs}")
             for option in options:
                 price = technique.price(option, self.baseline)
-                yield Candidate(self._option_engine, option, price, estimate_peak(self.baseline.graph, [price]))
+                estimate = estimate_peak(self.baseline.graph, [price])
+                yield from (Candidate(engine, option, price, estimate) for engine in self._option_engines)
 
     def _runs(self, candidate: Candidate) -> bool:
         """Whether the step runs under a technique that acts on the whole of it: some losses cannot be split."""

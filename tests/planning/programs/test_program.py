@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,7 @@ from lowtide.planning.programs.strategies import (
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.capture.loss import capture_joint
 
+from ...engines.counting import Planner
 from .test_strategies import STEPS
 
 
@@ -68,3 +70,11 @@ def test_the_programs_simulator_counts_between_in_place_and_sharing(name: str) -
         order = order_of(joint, program)
         simulated = simulate(program).peak_bytes - tangents
         assert peak_bytes(lives_in_place(order)) <= simulated <= peak_bytes(lives(order))
+
+
+def test_a_program_prints_what_runs_again(smallest: Planner) -> None:
+    text = str(smallest.programs[0])
+    assert re.search(r"recompute native_dropout\w* \(run \d\) from", text)
+    assert "(generator)" in text
+    assert "go to backward --" in text
+    assert any(i.kind is Kind.FREE for i in smallest.programs[0].backward)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide import Workload, zoo
+from lowtide import Workload
 from lowtide.engines import graph, plan, verify
 from lowtide.planning.programs import stages
 from lowtide.planning.programs.stages import Stages
@@ -15,15 +15,6 @@ from lowtide.tracing.capture.loss import capture_joint
 
 from ...engines.counting import Planner, results
 from ...engines.planned import squares
-
-
-@pytest.fixture(scope="module")
-def smallest() -> Planner:
-    """A captured GPT-2 with its program."""
-    planner = Planner("smallest")
-    work = zoo.small("gpt2")
-    graph.planned_loss(work, planner)(work.batch)
-    return planner
 
 
 def test_no_stage_is_made_again_for_nothing(smallest: Planner) -> None:

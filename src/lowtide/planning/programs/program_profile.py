@@ -25,7 +25,7 @@ from lowtide.tracing.dense_parts import dtype_name, flatten, leaves
 from lowtide.tracing.graph import STATIC, Graph, Op, Storage, TensorView, handed_on, signature
 from lowtide.tracing.op_calls import Call
 
-_KERNELS = {"_native_batch_norm_legit": "native_batch_norm"}  # what a capture calls a kernel of the plain step
+_KERNELS = {"_native_batch_norm_legit": "native_batch_norm"}  # a captured op, and the plain step's kernel
 
 
 class Forecast:

@@ -251,7 +251,7 @@ class Writer:
                     self.now.pop(node)  # computed from results that another run may replace
             else:
                 for node in self.stages.forward[step.stage]:
-                    if node not in self.joint.copies:  # what they are copies of has changed
+                    if node not in self.joint.copies:  # their sources have changed
                         yield self._run(node, Kind.RECOMPUTE)
         for node in self.joint.gradients:
             if isinstance(node, fx.Node) and node not in self.now:
