@@ -58,7 +58,7 @@ def test_a_value_that_nobody_reads_lives_for_its_op_and_a_kept_one_to_the_end() 
     ("ops", "sizes", "said"),
     [
         ((Access((0,), ()),), (), "which no op before it makes"),
-        ((Access((), (0,)), Access((), (0,))), (1,), "there already"),
+        ((Access((), (0,)), Access((), (0,))), (1,), "exist already"),
         ((Access((), (0,)), Access((), (1,), (0,))), (1, 1), "would write over"),
         ((Access((), (0,)),), (1, 1), "2 sizes"),
     ],
