@@ -229,9 +229,13 @@ class CudaMeter:
 
 
 def requested_bytes(device: torch.device) -> int:
-    """Read the bytes that live tensors asked a GPU's allocator for, after cuBLAS's workspaces are freed."""
+    """Read the bytes that live tensors asked a GPU's allocator for, after cuBLAS's workspaces are freed.
+
+    A captured CUDA graph may still write into a workspace. Where the process has one, they stay, and count.
+    """
     torch.cuda.synchronize(device)
-    free_cublas_workspaces()
+    if all(tuple(segment["segment_pool_id"]) == (0, 0) for segment in torch.cuda.memory_snapshot()):
+        free_cublas_workspaces()
     return torch.cuda.memory_stats(device)["requested_bytes.all.current"]
 
 
