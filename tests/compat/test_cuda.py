@@ -26,17 +26,6 @@ def test_a_gpu_sleeps_for_some_cycles() -> None:
 
 
 @pytest.mark.gpu
-def test_workspaces_of_cublas_are_freed_and_made_anew() -> None:
-    x = torch.ones(256, 256, device="cuda")
-    product = x @ x
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    cuda.free_cublas_workspaces()
-    assert torch.cuda.memory_allocated() < before
-    assert torch.equal(x @ x, product)
-
-
-@pytest.mark.gpu
 def test_cudnn_keeps_bytes_for_backward_where_torch_takes_it() -> None:
     x, vector = torch.ones(4, 8, 5, 5, device="cuda"), torch.ones(8, device="cuda")
     out = torch.ops.aten.cudnn_batch_norm.default(x, vector, vector, vector.clone(), vector.clone(), True, 0.1, 1e-5)

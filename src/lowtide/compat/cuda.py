@@ -32,11 +32,6 @@ def sleep(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
-def free_cublas_workspaces() -> None:
-    """Return cuBLAS's workspaces, one for each thread that multiplied matrices, to the allocator. Synchronize first."""
-    _c._cuda_clearCublasWorkspaces()
-
-
 def batchnorm_reserve_bytes(x: Tensor) -> int:
     """Return the bytes that cuDNN's batch norm keeps in training for its backward."""
     return _c._get_cudnn_batch_norm_reserve_space_size(x, True)

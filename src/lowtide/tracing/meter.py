@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import time
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtide.compat import profiler
-from lowtide.compat.cuda import free_cublas_workspaces, sleep
+from lowtide.compat.cuda import sleep
 from lowtide.errors import TraceError
 
 
@@ -166,6 +168,7 @@ class _MeteredOp:
             self._meter.put(self._key, seconds, threads)
 
 
+_CUBLAS_THREADS = 2  # the step's and autograd's
 _AHEAD_CYCLES = 300_000  # of a GPU's clock, some 150 µs: longer than it takes to launch most ops
 
 
@@ -173,7 +176,7 @@ class CudaMeter:
     """Reads the caching allocator's counters around each op, and times by device events.
 
     Gradients in ``aside`` exist before the step, and would not in a plain one. Other tensors of the process are the
-    allocator's bytes at the start beyond the step's own. cuBLAS's workspaces are the step's, so they are freed first.
+    allocator's bytes at the start beyond the step's own. cuBLAS's workspaces count as the step's.
     """
 
     granularity = 512
@@ -229,14 +232,27 @@ class CudaMeter:
 
 
 def requested_bytes(device: torch.device) -> int:
-    """Read the bytes that live tensors asked a GPU's allocator for, after cuBLAS's workspaces are freed.
+    """Read the bytes that live tensors asked a GPU's allocator for, without cuBLAS's workspaces.
 
-    A captured CUDA graph may still write into a workspace. Where the process has one, they stay, and count.
+    cuBLAS holds one for each thread that multiplies matrices: the step's and autograd's. They are recognised by their
+    size. A tensor of that size may be taken for one; a step then counts it as its own.
     """
     torch.cuda.synchronize(device)
-    if all(tuple(segment["segment_pool_id"]) == (0, 0) for segment in torch.cuda.memory_snapshot()):
-        free_cublas_workspaces()
-    return torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
+    blocks = [block for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated"]
+    sizes = [block["requested_size"] for block in blocks]
+    workspace = _cublas_workspace_bytes(device)
+    return sum(sizes) - workspace * min(sizes.count(workspace), _CUBLAS_THREADS)
+
+
+def _cublas_workspace_bytes(device: torch.device) -> int:
+    """Bytes of one workspace as torch allocates it: by CUBLAS_WORKSPACE_CONFIG (":4096:8"), or its default."""
+    pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if pairs:
+        return sum(int(kib) * 1024 * int(count) for kib, count in pairs)
+    is_recent = torch.cuda.get_device_capability(device)[0] >= 9
+    return 4096 * 1024 * 8 if is_recent else 4096 * 1024 * 2 + 16 * 1024 * 8
 
 
 def measure_cpu_call(call: Callable[[], object]) -> int:
