@@ -88,8 +88,8 @@ def test_a_plan_on_the_graph_engine_has_a_program_and_a_page(deep: str, tmp_path
     assert text.count("recompute ") == planned["program"]["ops_again"] > 0
     assert "go to backward" in text
     page = (tmp_path / "plan.html").read_text()
-    assert "What lives when" in page
-    assert page.count("made again") > 2
+    assert "A row is a value, a bar one of its lifetimes" in page
+    assert page.count("recomputed") > 2
     assert lowtide("verify", deep, "plan.json", "--json").json()["ok"]
 
     trained = lowtide("train", deep, "--budget", "50%", "--engine", "graph", "--steps", "2", "--json").json()

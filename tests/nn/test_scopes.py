@@ -45,8 +45,22 @@ def gradients(net, x, call=lambda net, x: net(x)):
 # -- hooks on all modules --------------------------------------------------------------------------------
 
 
+def test_a_layer_that_dies_while_another_model_is_compiled_takes_no_hooks_with_it():
+    layers = [BatchNormAct2d(4)]
+
+    def backend(graph, inputs):
+        layers.clear()
+        gc.collect()
+        return graph.forward
+
+    x = torch.ones(1, 2)
+    plain = nn.Linear(2, 2)
+    assert torch.equal(torch.compile(plain, backend=backend)(x), plain(x))  # Dynamo guards hooks that it has seen
+
+
 def test_hooks_on_all_modules_live_as_long_as_layers_do():
     gc.collect()
+    nn.Identity()(1)  # hooks of earlier layers go
     before, filters = [dict(hooks) for hooks in GLOBAL_HOOKS], list(warnings.filters)
     layers = [BatchNormAct2d(4), BatchNormAct2d(4)]
     layers.append(copy.deepcopy(layers[0]))
@@ -55,6 +69,7 @@ def test_hooks_on_all_modules_live_as_long_as_layers_do():
         assert [len(hooks) for hooks in GLOBAL_HOOKS] == during
         layers.pop()
         gc.collect()
+    nn.Identity()(1)  # the next forward removes them
     assert [dict(hooks) for hooks in GLOBAL_HOOKS] == before
     assert warnings.filters == filters
     assert before != during

@@ -56,7 +56,7 @@ def watch(layer: nn.Module) -> None:
     """Open a scope around the outermost forward of each model that holds this layer, while the layer lives.
 
     A layer does not know the models around it, so this takes hooks on the forward of every module. The first layer
-    installs them, and they go with the last one.
+    installs them. After the last one died, the next forward of any module removes them.
     """
     _watched.add(layer)
 
@@ -67,25 +67,27 @@ class _Watched:
     def __init__(self) -> None:
         self._layers: set[weakref.ref[nn.Module]] = set()
         self._kinds: tuple[type[nn.Module], ...] = ()  # replicas of nn.DataParallel are made without a constructor
-        self._undo = Undo()
+        self._undo, self._installed = Undo(), False
 
     def add(self, layer: nn.Module) -> None:
-        if not self._layers:
+        if not self._installed:
+            self._installed = True
             self._undo.add(nn_module.register_module_forward_pre_hook(self._before).remove)
             self._undo.add(nn_module.register_module_forward_hook(self._after, always_call=True).remove)
             self._undo.add(_ignore_warning(r"Using `torch\.compile\(module\)` when there are global hooks"))
-        self._layers.add(weakref.ref(layer, self._forget))
+        self._layers.add(weakref.ref(layer, self._layers.discard))
         self._kinds = tuple({*self._kinds, type(layer)})
 
-    def _forget(self, layer: weakref.ref[nn.Module]) -> None:
-        self._layers.discard(layer)
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        # A layer may die while another model is compiled, whose guards name the hooks. So they go here, and not there.
         if not self._layers:
             self._undo()
-
-    def _before(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or scope.is_open or not may_open() or runs_compiled(module):
-            return
-        scope.open(frame_at(1), replaces=any(isinstance(part, self._kinds) for part in module.modules()))
+            self._installed = False
+        elif not scope.is_open and may_open() and not runs_compiled(module):
+            replaces = any(isinstance(part, self._kinds) for part in module.modules())
+            scope.open(frame_at(1), replaces=replaces)
 
     def _after(self, module: nn.Module, args: Any, out: Any) -> None:
         if torch.compiler.is_compiling():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import re
@@ -237,6 +238,7 @@ def requested_bytes(device: torch.device) -> int:
     cuBLAS holds one for each thread that multiplies matrices: the step's and autograd's. They are recognised by their
     size. A tensor of that size may be taken for one; a step then counts it as its own.
     """
+    gc.collect()  # or tensors in cycles would be freed in the middle of the step
     torch.cuda.synchronize(device)
     index = torch.cuda.current_device() if device.index is None else device.index
     segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
