@@ -12,6 +12,7 @@ from lowtide.planning.engine import AUTO, ENGINES
 from lowtide.planning.plan import Plan
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import best_seconds, has_ranks
+from lowtide.sizes import format_seconds
 from lowtide.tracing.capture.loss import sharing_captures
 from lowtide.tracing.snapshot import unchanged
 from lowtide.workload import Workload, check_workload
@@ -63,7 +64,9 @@ def _fastest(work: Workload, rivals: list[Plan]) -> Plan:
     fastest = min(timed)
     as_fast = [index for index, seconds in enumerate(timed) if seconds <= fastest * _NOISE]
     chosen = min(as_fast, key=lambda index: (rivals[index].fidelity.rank, timed[index]))
-    times = [f"{_name(rival)} {taken * 1e3:.3g} ms" for rival, taken in zip(rivals, timed, strict=True) if taken < inf]
+    times = [
+        f"{_name(rival)} {format_seconds(taken)}" for rival, taken in zip(rivals, timed, strict=True) if taken < inf
+    ]
     if times:
         notes.append(f"Timed before choosing, loss and gradients of a step: {', '.join(times)}.")
     best = replace(rivals[chosen], notes=(*rivals[chosen].notes, *notes))

@@ -108,7 +108,7 @@ def _reasons(stages: tuple[PlannedStage, ...], budget_bytes: int) -> tuple[str, 
     ]
     if rest:
         kept, size = sum(stage.choice.kept for stage in rest), sum(stage.choice.saved_bytes for stage in rest)
-        lines.append(f"{len(rest)} smaller stages, {format_size(size)}: {kept} kept, {len(rest) - kept} recomputed")
+        lines.append(f"smaller stages, {format_size(size)} together: {kept} kept, {len(rest) - kept} recomputed")
     return tuple(lines)
 
 
