@@ -240,7 +240,7 @@ def requested_bytes(device: torch.device) -> int:
     """
     gc.collect()  # or tensors in cycles would be freed in the middle of the step
     torch.cuda.synchronize(device)
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = torch.cuda.current_device() if str(device) == "cuda" else device.index
     segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
     blocks = [block for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated"]
     sizes = [block["requested_size"] for block in blocks]
