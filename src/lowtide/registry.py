@@ -1,4 +1,4 @@
-"""What is plugged in: engines, lowerings and solvers by name, each imported when it is first used."""
+"""Engines, lowerings and solvers by name, each imported when it is first used."""
 
 from __future__ import annotations
 

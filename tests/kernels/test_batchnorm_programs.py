@@ -1,4 +1,4 @@
-"""What programs of batch norm compute, against float64: in Triton's interpreter on a CPU, compiled on a GPU."""
+"""Programs of batch norm against float64: in Triton's interpreter on a CPU, compiled on a GPU."""
 
 from itertools import product
 

@@ -92,7 +92,7 @@ def ordered(model):
 
 
 def assert_same(run, ours, plain, **tolerance):
-    """What ``run`` returns of lowtide's model is what it returns of torch's."""
+    """Compare results of ``run`` on lowtide's model and on torch's."""
     torch.testing.assert_close(run(ours), run(plain), **tolerance)
 
 

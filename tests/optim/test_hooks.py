@@ -1,4 +1,4 @@
-"""What takes part in a step refuses what would go wrong: closures, clipping, and whole parameters among processes."""
+"""Optimizer hooks refuse closures, clipping, and whole parameters among several processes."""
 
 import pytest
 import torch

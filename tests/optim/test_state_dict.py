@@ -1,4 +1,4 @@
-"""What is saved and loaded: a resumed run goes on bit for bit."""
+"""State dicts of optimizers: a resumed run continues bit for bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What belongs to a step between steps: modules that the loss names, tensors of modules, and bytes of others."""
+"""State of a step between steps: modules that the loss names, tensors of modules, and bytes of others."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Cheap results made again leave the plain step's bits; each strategy takes less than the one before."""
+"""Recomputed cheap results keep the plain step's bits; each strategy takes less than the one before."""
 
 from __future__ import annotations
 

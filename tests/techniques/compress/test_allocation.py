@@ -67,7 +67,7 @@ def test_measured_layers_count_the_bytes_that_are_stored():
 
 
 def test_measured_variance_is_that_of_the_gradients():
-    """Of a linear layer whose rows have gradients of one size, the model of the allocation is exact on average."""
+    """The allocation's model is exact on average for a linear layer whose rows have gradients of one size."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 16))
     signs = torch.randn(256, 16).sign()
