@@ -1,4 +1,4 @@
-"""Models that keep tensors from one step to the next, and their steps."""
+"""Models that keep tensors from one step to the next."""
 
 from __future__ import annotations
 
@@ -28,19 +28,6 @@ class Table(Model):
         if self.kept is None:
             self.kept = torch.arange(x.numel(), dtype=x.dtype).view(x.shape).cos()
         return self.layers(x) * self.kept
-
-
-class Tables(Model):
-    """One for each size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) not in self.kept:
-            self.kept[len(x)] = torch.arange(x.numel(), dtype=x.dtype).view(x.shape).sin()
-        return self.layers(x) * self.kept[len(x)]
 
 
 class Features(Model):
@@ -77,7 +64,7 @@ class Queue(Model):
 
 
 class Nested(Model):
-    """A table further inside."""
+    """A table for each size, further inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,4 +101,4 @@ def held(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, value) for module in model.modules() for name, value in vars(module).items()]
 
 
-MODELS = [Table, Tables, Features, Memory, Queue, Nested, Last]
+MODELS = [Table, Features, Memory, Queue, Nested, Last]

@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import Workload
-from lowtide.engines import Step, apply, plan
+from lowtide.engines import Step, Verification, apply, plan, verify
 from lowtide.errors import BudgetError
-from lowtide.planning import refusal
+from lowtide.planning import Plan, refusal
 from lowtide.profiling import Profile, profile
+from lowtide.tracing.capture.loss import sharing_captures
 
 from ..tracing.allocator import _alive, allocated_peak
 from .counting import Counter
@@ -43,40 +44,53 @@ class Ready:
             model.load_state_dict(self.start)
             model.zero_grad()
             torch.manual_seed(5)
-            found = loop(loss, model)
+            values = loop(loss, model)
             gradients = [p.grad for n, p in model.named_parameters() if p.grad is not None and n not in close]
             rounded.append([p.grad for p in map(model.get_parameter, close) if p.grad is not None])
-            left.append([*found, *gradients, *model.state_dict().values(), torch.get_rng_state()])
+            left.append([*values, *gradients, *model.state_dict().values(), torch.get_rng_state()])
             model.zero_grad()
         assert len(left[0]) == len(left[1])
         assert all(map(torch.equal, *left))
         torch.testing.assert_close(*rounded)
 
     def batches(self, count: int) -> list[Tensor]:
-        made = torch.Generator().manual_seed(7)
-        return [torch.randn(self.work.batch.shape, generator=made) for _ in range(count)]
+        generator = torch.Generator().manual_seed(7)
+        return [torch.randn(self.work.batch.shape, generator=generator) for _ in range(count)]
 
 
 def planned(work: Workload) -> Ready:
-    """At a budget near the smallest, so that ops run again."""
-    before = profile(work)
-    smallest = smallest_budget(work, before)
-    budget = smallest + (before.peak_bytes - smallest) // 8
-    found = plan(work, budget, profile=before, engine="graph", tune=False)
-    assert found.program is not None
-    assert found.program.ops_again > 0
-    return Ready(apply(found, work), work, copy.deepcopy(work.model.state_dict()))
+    """Apply a plan at a budget near the smallest, so that ops run again."""
+    chosen = smallest_plan(work, share=1 / 8)
+    assert chosen.program is not None
+    assert chosen.program.ops_again > 0
+    return Ready(apply(chosen, work), work, copy.deepcopy(work.model.state_dict()))
 
 
-def smallest_budget(
-    work: Workload, plain: Profile, engine: Literal["graph", "eager"] = "graph", allow: str = "roundoff"
-) -> int:
+def smallest_plan(work: Workload, *, engine: str = "graph", allow: str = "roundoff", share: float = 0.0) -> Plan:
+    """Plan at the smallest budget, or at one that is a share of the way to the plain step's peak."""
+    plain = profile(work)
+    smallest = smallest_budget(work, plain, engine, allow)
+    budget = smallest + int(share * (plain.peak_bytes - smallest))
+    return plan(work, budget, profile=plain, engine=engine, allow=allow, tune=False)
+
+
+def verified(work: Workload, *, engine: str = "graph", allow: str = "roundoff", share: float = 0.0) -> Verification:
+    """Verify such a plan: results, bytes, and the engine that was asked for."""
+    with sharing_captures(work):
+        checked = verify(work, smallest_plan(work, engine=engine, allow=allow, share=share))
+    assert checked.ok, str(checked)
+    assert checked.storage_peak_bytes == checked.plan.storage_peak_bytes
+    assert engine in ("auto", checked.plan.engine)
+    return checked
+
+
+def smallest_budget(work: Workload, plain: Profile, engine: str = "graph", allow: str = "roundoff") -> int:
     # The error's advice is left out: it predicts the step under every looser technique.
     with mock.patch.object(refusal, "_advice", return_value=""), pytest.raises(BudgetError) as refused:
         plan(work, 1, profile=plain, engine=engine, allow=allow, tune=False)
-    found = re.search(r"(\d+) bytes\)", str(refused.value))
-    assert found is not None
-    return int(found[1])
+    named = re.search(r"(\d+) bytes\)", str(refused.value))
+    assert named is not None
+    return int(named[1])
 
 
 def plain_loss(work: Workload) -> Loss:
@@ -143,8 +157,13 @@ class Block(nn.Module):
         return x + self.drop(self.act(self.norm(self.linear(x)))) * self.scale[: len(x)] @ self.mix
 
 
-def work_of(model: nn.Module, batch: Tensor) -> Workload:
-    return Workload(model, squares, batch, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+def layers(count: int = 4, width: int = 24) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count)))
+
+
+def work_of(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None = None) -> Workload:
+    return Workload(model, loss or squares, batch, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
 def squares(model: nn.Module, x: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.testing._internal.logging_tensor import LoggingTensorMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.engines import Step, apply, plan
 from lowtide.workload import Workload
@@ -110,8 +110,10 @@ def test_a_dispatch_mode_and_an_autocast_are_each_warned_about_once(only: Only) 
         step(step.work.batch)
         step(step.work.batch)
 
-    with pytest.warns(RuntimeWarning, match="A dispatch mode") as found, LoggingTensorMode():
+    with pytest.warns(RuntimeWarning, match="A dispatch mode") as found, FlopCounterMode(display=False) as counter:
         twice()
+    assert counter.get_total_flops() > 0
+    assert step.profile().storage_peak_bytes == step.plan.storage_peak_bytes
     assert sum("A step took" not in str(each.message) for each in found) == 1
     autocast = torch.autocast("cpu", dtype=torch.bfloat16)
     with pytest.warns(RuntimeWarning, match="planned: it runs under an autocast") as found, autocast:

@@ -18,7 +18,7 @@ from .counting import PLANS, Planner, executed_peak, results
 from .planned import smallest_budget
 
 MODELS = ["lenet", "gpt2", "resnet18", "wrn28-2", "densenet121", "unet", "roberta-base"]
-BITS = [*product(["lenet"], PLANS), ("gpt2", "smallest"), ("gpt2", "sqrt, light")]
+BITS = [*product(["lenet"], ("all", "light", "recursive", "middle")), ("gpt2", "sqrt, light")]
 
 
 @pytest.fixture(autouse=True)

@@ -19,13 +19,13 @@ from lowtide.errors import BudgetError
 from lowtide.planning.search import Engine
 from lowtide.techniques.technique import Fidelity
 
+from ..soak import SOAK
 from ..tracing.allocator import allocated_peak
 from .counting import results
 from .planned import plain_loss
 
-SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
 SEED = int(os.environ.get("LOWTIDE_SOAK_SEED", "0"))  # several runs, each of its own examples
-EXAMPLES = int(os.environ.get("LOWTIDE_SOAK_EXAMPLES", "300" if SOAK else "4"))
+EXAMPLES = int(os.environ.get("LOWTIDE_SOAK_EXAMPLES", "300" if SOAK else "2"))
 WIDTH, LENGTH = 16, 12
 
 

@@ -35,8 +35,7 @@ def batches(work: Workload, count: int) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:A step took:RuntimeWarning")  # a fake step counts no workspaces of kernels
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize(("optimizer", "autocast"), [("sgd", None), ("adamw", torch.bfloat16)])
 def test_training_gives_the_losses_and_weights_of_plain_pytorch(optimizer: str, autocast: torch.dtype | None) -> None:
     work = larger(WORKLOADS["convnet"]())
     model = copy.deepcopy(work.model)
@@ -62,16 +61,6 @@ def test_training_gives_the_losses_and_weights_of_plain_pytorch(optimizer: str, 
     assert not any(loss.requires_grad for loss in found)
     state = step.model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
-
-
-def test_the_loss_can_go_into_a_loop_of_ones_own() -> None:
-    work = chain()
-    twin = copy.deepcopy(work.model)
-    work.loss(twin, work.batch).backward()
-    with apply(plan(work, "60%", fake=True, tune=False), work) as step:
-        step.loss(work.batch).backward()
-    for ours, theirs in zip(work.model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
 
 
 def test_undo_gives_the_model_back_bit_for_bit() -> None:
@@ -145,6 +134,11 @@ def test_arguments_of_another_type_are_named() -> None:
         apply(work, found)
     with pytest.raises(WorkloadError, match="not a Workload"):
         apply(found, work.model)
+    other = chain(4)
+    before = snapshot(other.model)
+    with pytest.raises(PlanError, match="another model"):
+        apply(found, other)
+    assert_restored(other.model, before)
 
 
 def with_choice(found: Plan, technique: Loose, work: Workload) -> Plan:
@@ -196,21 +190,15 @@ def gpu_chain() -> Workload:
 
 
 @pytest.mark.parametrize("engine", ["eager", "graph"])
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_step_is_not_copied_and_the_error_says_what_to_copy(engine: Any, way: Callable[[Any], Any]) -> None:
-    work = chain()
-    with apply(plan(work, "80%", engine=engine, allow="bitwise", tune=False), work) as step:
+def test_a_step_is_not_copied_and_a_copy_of_its_model_is_a_model_of_its_own(engine: Any) -> None:
+    work = chain(3)
+    step = apply(plan(work, "80%", engine=engine, allow="bitwise", tune=False), work)
+    for way in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(LowtideError, match=r"neither copied nor pickled.*copy\.deepcopy\(step\.model\)"):
             way(step)
         if engine == "graph" and way is not copy.copy:
             with pytest.raises(LowtideError, match="neither copied nor pickled"):
                 way(step.work)
-
-
-@pytest.mark.parametrize("engine", ["eager", "graph"])
-def test_a_copy_of_a_planned_model_is_a_model_of_its_own(engine: Any) -> None:
-    work = chain()
-    step = apply(plan(work, "80%", engine=engine, allow="bitwise", tune=False), work)
     step(work.batch)
     copies = copy.deepcopy(step.model), pickle.loads(pickle.dumps(step.model))
     work.model.zero_grad()

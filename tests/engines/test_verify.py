@@ -50,9 +50,8 @@ def plan_of(work: Workload, technique: Loose) -> Plan:
     return replace(base, choices=(Choice(option, technique.fidelity, 0, 0.0, "for the test"),))
 
 
-@pytest.mark.parametrize("name", ["convnet", "transformer"])
-def test_a_recomputed_step_is_verified_bit_for_bit(name: str) -> None:
-    work = larger(WORKLOADS[name]())
+def test_a_recomputed_step_is_verified_bit_for_bit() -> None:
+    work = larger(WORKLOADS["convnet"]())
     found = verify(work, plan(work, "80%", engine="eager", tune=False))
     assert found.plan.choices
     assert found.ok, found
@@ -138,11 +137,14 @@ def test_a_peak_above_the_budget_is_reported() -> None:
     assert "EXCEEDED" in str(found)
 
 
+def chain_with_noise(size: float) -> Workload:
+    """Draw from a generator that nobody restores."""
+    work, generator = chain(), torch.Generator().manual_seed(0)
+    return replace(work, loss=lambda m, x: work.loss(m, x) * (1 + size * torch.rand((), generator=generator)))
+
+
 def test_a_step_that_differs_from_itself_is_not_held_against_the_plan() -> None:
-    work = chain()
-    inner = work.loss
-    noise = torch.Generator().manual_seed(0)  # a generator that nobody restores
-    noisy = replace(work, loss=lambda m, x: inner(m, x) * (1 + 1e-5 * torch.rand((), generator=noise)))
+    noisy = chain_with_noise(1e-5)
     found = verify(noisy, plan(noisy, "60%", fake=True, tune=False))
     assert found.results_agree
     assert found.repeatable
@@ -151,19 +153,13 @@ def test_a_step_that_differs_from_itself_is_not_held_against_the_plan() -> None:
 
 
 def test_an_error_far_above_the_noise_is_held_against_the_plan() -> None:
-    work = chain()
-    inner = work.loss
-    noise = torch.Generator().manual_seed(0)
-    noisy = replace(work, loss=lambda m, x: inner(m, x) * (1 + 1e-7 * torch.rand((), generator=noise)))
+    noisy = chain_with_noise(1e-7)
     with register(Off(Fidelity.BITWISE)):
         assert not verify(noisy, plan_of(noisy, Off(Fidelity.BITWISE))).results_agree
 
 
 def test_a_step_that_is_not_repeatable_cannot_be_verified() -> None:
-    work = chain()
-    inner = work.loss
-    noise = torch.Generator().manual_seed(0)
-    noisy = replace(work, loss=lambda m, x: inner(m, x) * (1 + 1e-2 * torch.rand((), generator=noise)))
+    noisy = chain_with_noise(1e-2)
     found = verify(noisy, plan(noisy, "100%", fake=True, tune=False))
     assert not found.ok
     assert not found.repeatable
@@ -175,10 +171,7 @@ def test_a_step_that_is_not_repeatable_cannot_be_verified() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 1e-6])
 def test_nan_in_one_step_alone_breaks_the_promise(noise: float) -> None:
-    work = chain()
-    inner = work.loss
-    generator = torch.Generator().manual_seed(0)
-    noisy = replace(work, loss=lambda m, x: inner(m, x) * (1 + noise * torch.rand((), generator=generator)))
+    noisy = chain_with_noise(noise)
     off = Off(Fidelity.APPROXIMATE)
     with register(off), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scaled, "factor", math.nan)
@@ -273,7 +266,9 @@ def divided(dtype: torch.dtype = torch.float32) -> Workload:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_graph_that_rounds_otherwise_is_planned_as_roundoff_and_verified(dtype: torch.dtype) -> None:
+def test_a_graph_that_rounds_otherwise_is_planned_as_roundoff_and_verified(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     work = divided(dtype)
     found = plan(work, "99%", engine="graph", tune=False)
     assert found.fidelity is Fidelity.ROUNDOFF
@@ -281,14 +276,7 @@ def test_a_graph_that_rounds_otherwise_is_planned_as_roundoff_and_verified(dtype
     checked = verify(work, found)
     assert checked.ok, str(checked)
     assert not checked.agreements[1].equal
-    assert plan(work, "99%", engine="graph", allow="roundoff", tune=False).fidelity is Fidelity.ROUNDOFF
     with pytest.raises(BudgetError, match="Allow roundoff"):
         plan(work, "99%", engine="graph", allow="bitwise", tune=False)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_more_than_rounding_breaks_a_promise_of_roundoff(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    work = divided(dtype)
-    found = plan(work, "99%", engine="graph", tune=False)
     monkeypatch.setattr(PlannedLoss, "__call__", lambda self, model, x: 1.1 * self.work.compute_loss(batch=x))
     assert not verify(work, found).results_agree

@@ -63,5 +63,5 @@ class Loose:
 
 def tanh_layers(loss: Callable[[nn.Module, Tensor], Tensor]) -> Workload:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(8)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(4)))
     return Workload(model, loss, torch.randn(96, 24))

@@ -42,13 +42,6 @@ def test_a_grid_whose_graph_changes_with_the_size_is_traced_point_by_point():
     ]
 
 
-def test_peaks_grow_with_the_batch():
-    grid = sweep(linear, batch=[2, 4, 8, 16])
-    peaks = [cell.peak_bytes for cell in grid.cells]
-    assert peaks == sorted(peaks)
-    assert len(set(peaks)) == len(peaks)
-
-
 def test_progress_is_told_after_each_cell():
     seen = []
     sweep(linear, batch=[1, 2, 3], progress=lambda done, total: seen.append((done, total)))
@@ -85,7 +78,7 @@ def test_the_gpt2_activations_of_the_document_cross_16_gb_where_it_says():
     def make(batch, seq):
         return zoo.workload("gpt2", batch=batch, seq=seq, device="meta")
 
-    grid = sweep(make, device="v100", limit="16GB", batch=[8, 64], seq=[512, 1024])
+    grid = sweep(make, device="v100", limit="16GB", batch=[8, 64], seq=[1024])
     fits = {tuple(cell.point.values()): cell.saved_bytes <= grid.limit_bytes for cell in grid.cells}
-    assert fits[(8, 512)]
+    assert fits[(8, 1024)]
     assert not fits[(64, 1024)]

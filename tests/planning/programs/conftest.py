@@ -1,19 +1,36 @@
-"""A captured GPT-2 with its smallest program."""
+"""Programs that tests share: GPT-2's smallest, and three of a small model."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
-from lowtide import zoo
+from lowtide import Workload, zoo
 from lowtide.engines import graph
+from lowtide.planning.programs.offloading import with_offloaded
+from lowtide.planning.programs.program import Program
+from lowtide.planning.programs.strategies import plain, sqrt_without_cheap
+from lowtide.tracing.capture.loss import capture_joint
 
 from ...engines.counting import Planner
+from ...engines.planned import squares
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def smallest() -> Planner:
     """A captured GPT-2 with its program."""
     planner = Planner("smallest")
     work = zoo.small("gpt2")
     graph.planned_loss(work, planner)(work.batch)
     return planner
+
+
+@pytest.fixture(scope="package")
+def programs() -> list[Program]:
+    """A program that keeps everything, one that recomputes, and one that offloads."""
+    layers = [layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.1))]
+    joint = capture_joint(Workload(nn.Sequential(*layers), squares, torch.randn(32, 16)))
+    whole = plain(joint)
+    alone = [value for value in whole.kept if value in whole.bytes and not value.is_state]
+    return [whole, sqrt_without_cheap(joint), with_offloaded(whole, alone[:2])]

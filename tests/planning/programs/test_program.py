@@ -7,39 +7,19 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
-from torch import nn
 
-from lowtide import Workload
 from lowtide.errors import PlanError
 from lowtide.planning.programs.liveness import lives, lives_in_place, order_of, peak_bytes
-from lowtide.planning.programs.offloading import with_offloaded
 from lowtide.planning.programs.program import Kind, Program, Value, check_program, simulate
 from lowtide.planning.programs.strategies import (
     plain,
     sqrt_without_cheap,
     without_cheap,
 )
-from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.capture.loss import capture_joint
 
 from ...engines.counting import Planner
 from .test_strategies import STEPS
-
-
-@pytest.fixture(scope="module")
-def joint() -> Joint:
-    layers = [layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.1))]
-    return capture_joint(
-        Workload(nn.Sequential(*layers), lambda model, x: model(x).square().mean(), torch.randn(32, 16))
-    )
-
-
-@pytest.fixture(scope="module")
-def programs(joint: Joint) -> list[Program]:
-    whole = plain(joint)
-    alone = [value for value in whole.kept if value in whole.bytes and not value.is_state]
-    return [whole, sqrt_without_cheap(joint), with_offloaded(whole, alone[:2])]
 
 
 def test_a_program_that_lost_an_instruction_is_refused(programs: list[Program]) -> None:

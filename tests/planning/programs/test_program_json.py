@@ -6,31 +6,9 @@ import json
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from lowtide import Workload
-from lowtide.planning.programs.offloading import with_offloaded
 from lowtide.planning.programs.program import Kind, Program
 from lowtide.planning.programs.program_json import program_from_json, program_to_json
-from lowtide.planning.programs.strategies import plain, sqrt_without_cheap
-from lowtide.tracing.capture.joint import Joint
-from lowtide.tracing.capture.loss import capture_joint
-
-
-@pytest.fixture(scope="module")
-def joint() -> Joint:
-    layers = [layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.1))]
-    return capture_joint(
-        Workload(nn.Sequential(*layers), lambda model, x: model(x).square().mean(), torch.randn(32, 16))
-    )
-
-
-@pytest.fixture(scope="module")
-def programs(joint: Joint) -> list[Program]:
-    whole = plain(joint)
-    alone = [value for value in whole.kept if value in whole.bytes and not value.is_state]
-    return [whole, sqrt_without_cheap(joint), with_offloaded(whole, alone[:2])]
 
 
 def test_a_program_survives_json(programs: list[Program]) -> None:

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowtide.engines import apply, plan
 from lowtide.planning import predict_plan
@@ -16,9 +16,7 @@ from lowtide.profiling import profile
 from lowtide.tracing.capture.loss import capture_joint
 from lowtide.workload import Workload
 
-
-def squares(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
+from ...engines.planned import squares
 
 
 def test_batch_norms_take_what_the_plain_steps_take_though_a_capture_has_another_name_for_them() -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from lowtide import Workload
 from lowtide.chains import recursive
 from lowtide.engines.graph import planned_loss
 from lowtide.planning.programs.liveness import is_elementwise
@@ -24,7 +20,9 @@ from lowtide.planning.programs.writer import program_of
 from lowtide.tracing.capture.batchnorm import is_batch_norm
 from lowtide.tracing.capture.joint import Joint, is_item
 from lowtide.tracing.capture.loss import capture_joint
+from tests.engines.counting import results
 from tests.planning.orders import convolutions
+from tests.soak import in_soak
 
 from .test_strategies import STEPS
 
@@ -37,28 +35,17 @@ def recursive_without_cheap(joint: Joint) -> Program:
 @pytest.mark.parametrize(
     ("name", "planner"),
     [
-        *((name, planner) for name in ("mlp", "convolutions") for planner in (without_cheap, recursive_without_cheap)),
-        *((name, sqrt_without_cheap) for name in STEPS),
+        ("convolutions", without_cheap),
+        ("convolutions", recursive_without_cheap),
+        *((name, sqrt_without_cheap) for name in ("resnet", "dropout", *in_soak(["mlp", "convolutions", "lstm"]))),
     ],
 )
 def test_a_step_without_cheap_results_gives_the_plain_steps_bits(name: str, planner: Any) -> None:
     work = STEPS[name]()
-    expected = outcome(work, lambda batch: work.compute_loss(batch=batch))
+    expected = results(work, lambda batch: work.compute_loss(batch=batch))
     torch._dynamo.reset()
-    found = outcome(work, planned_loss(work, planner))
+    found = results(work, planned_loss(work, planner))
     assert all(map(torch.equal, found, expected))
-
-
-def outcome(work: Workload, loss: Callable[[Any], Tensor]) -> list[Tensor]:
-    start = copy.deepcopy(work.model.state_dict())
-    work.model.zero_grad()
-    torch.manual_seed(3)
-    value = loss(work.batch)
-    value.backward()
-    gradients = [p.grad for p in work.model.parameters() if p.grad is not None]
-    found = [value.detach(), *gradients, *(b.clone() for b in work.model.buffers()), torch.get_rng_state()]
-    work.model.load_state_dict(start)
-    return found
 
 
 def test_without_cheap_results_convolutions_alone_are_kept() -> None:

@@ -56,6 +56,6 @@ def test_bytes_of_an_mlp_by_hand() -> None:
 
 
 def test_segments_grow_slower_than_the_depth() -> None:
-    shallow, deep = usages_of("mlp", 8), usages_of("mlp", 32)
+    shallow, deep = usages_of("mlp", 6), usages_of("mlp", 24)
     assert deep[-1].bytes <= 2 * shallow[-1].bytes  # √4
     assert deep[3].bytes > 3.5 * shallow[3].bytes

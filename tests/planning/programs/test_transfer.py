@@ -24,10 +24,9 @@ def programs() -> list[Program]:
     return [solution.program for solution in solutions(Problem(capture_joint(awkward()), lambda node: 1.0))]
 
 
-@pytest.mark.parametrize("samples", [63, 2])
-def test_a_program_runs_on_a_smaller_batch_with_that_batchs_bytes(programs: list[Program], samples: int) -> None:
+def test_a_program_runs_on_a_smaller_batch_with_that_batchs_bytes(programs: list[Program]) -> None:
     work = awkward()
-    work = replace(work, batch=work.batch[:samples].clone())
+    work = replace(work, batch=work.batch[:63].clone())
     peaks: list[int] = []
 
     def planner(joint: Joint) -> Program:
