@@ -123,6 +123,7 @@ class _Head:
     features: int
     classes: int
     itemsize: int  # of the logits
+    product: int  # the op that computes the logits
     casts: bool  # whether the weight is copied to another dtype
     loss: int  # the op that has the losses of all rows
     storages: tuple[int, ...]  # the storages with the logits in any form, and their gradients
@@ -135,6 +136,8 @@ class _Head:
         for index in self.storages:
             storage = graph.storages[index]
             yield Interval(storage.bytes, storage.birth, storage.death, f"{storage.label} of {self.path}")
+        workspace = graph.ops[self.product].workspace_bytes
+        yield Interval(workspace, self.product, self.product + 1, f"the workspace of {self.path}")
         if self.input is not None:
             storage = graph.storages[self.input]
             if self.loss + 1 < storage.death:
@@ -142,10 +145,12 @@ class _Head:
 
     def added(self, graph: Graph, chunk: int) -> Iterator[Interval]:
         rows, wide = min(chunk, self.rows), max(self.itemsize, 4)
-        # The softmax widens 16 bits to 32 where it has no kernel for them.
-        widened = 4 if self.itemsize < 4 and graph.tensor_device == "cpu" else 0
         padding = kernels.padding(self.classes, graph.tensor_device)
-        size = rows * (self.classes + padding) * (self.itemsize + widened)
+        values = rows * (self.classes + padding)
+        # The softmax widens 16 bits to 32 where it has no kernel for them, once the product has freed its workspace.
+        widened = 4 * values if self.itemsize < 4 and graph.tensor_device == "cpu" else 0
+        workspace = math.ceil(graph.ops[self.product].workspace_bytes * rows / self.rows)
+        size = values * self.itemsize + max(widened, workspace)
         yield Interval(size, self.loss, self.loss + 1, f"a chunk of {self.path}")
         if padding and not self.casts:
             size = (self.classes + padding) * self.features * self.itemsize
@@ -215,6 +220,7 @@ def _head(graph: Graph, path: str, product: Op) -> _Head | None:
         features=matrices[0].shape[1],
         classes=logits.shape[1],
         itemsize=logits.bytes // max(math.prod(logits.shape), 1),
+        product=product.index,
         casts=graph.storages[matrices[1].storage].category == "activation",
         loss=loss.index,
         storages=(*sorted(storages | gradients),),
