@@ -1,4 +1,4 @@
-"""What every technique must hold, as one suite: subclass ``TechniqueContract`` and give the two fixtures.
+"""Promises of every technique, as one suite: subclass ``TechniqueContract`` and give the two fixtures.
 
 A technique's author writes, in a test file of their own package:
 
@@ -21,7 +21,6 @@ import copy
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -51,8 +50,8 @@ from .outcomes import (
 )
 from .workloads import DEVICES, moved, seeded, wide
 
-DRAWS = count(500, soak=2_000)
-POSITIONS = ("first", "middle", "last")  # of the options that are tried
+DRAWS = count(250, soak=2_000)
+POSITIONS = ("first", "last")  # of the options that are tried on one model; the middle one on each other model
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "odd": lambda t: t[:3],
     "single": lambda t: t[:1],
@@ -96,19 +95,18 @@ class TechniqueContract:
         if not options:
             pytest.skip(f"{technique.name} has nothing to offer here: it needs {technique.needs}")
         at = {"first": 0, "middle": len(options) // 2, "last": len(options) - 1}[position]
-        if options.index(options[at]) != at or (position != "first" and at == 0):
+        if position == "last" and at == 0:
             pytest.skip("there are fewer options")
         if technique.check(options[at]).fidelity > Fidelity.ROUNDOFF:
             without_dropout(work.model)  # they may draw numbers of their own, and so shift those of dropout
         return options[at]
 
-    def test_results_are_as_its_fidelity_promises(self, technique, work, option) -> None:
+    def test_results_are_as_its_fidelity_promises_and_leave_nothing_behind(self, technique, work, option) -> None:
+        before = snapshot(work.model)
         expected = run(work)
         with technique.apply(work, [option]) as applied:
             assert_agree(run(applied.work), expected, technique.check(option))
-
-    def test_price_and_check_declare_the_same_fidelity(self, technique, plain, option) -> None:
-        assert technique.price(option, plain).fidelity is technique.check(option).fidelity
+        assert_restored(work.model, before)
 
     def test_two_steps_in_a_row_are_as_promised(self, technique, work, option) -> None:
         check = technique.check(option)
@@ -149,8 +147,8 @@ class TechniqueContract:
         with technique.apply(work, [option]) as applied:
             assert_agree(run(applied.work), expected, technique.check(option))
             with torch.no_grad():
-                found = applied.work.loss(work.model, work.batch)
-            assert_agree({"loss": found}, {"loss": value}, technique.check(option))
+                evaluated = applied.work.loss(work.model, work.batch)
+            assert_agree({"loss": evaluated}, {"loss": value}, technique.check(option))
 
     def test_autocast_is_as_promised(self, technique, work, option) -> None:
         work = replace(work, autocast=torch.bfloat16)
@@ -209,12 +207,6 @@ class TechniqueContract:
         assert_restored(work.model, before)
         assert_agree(run(work), expected, Check.EXACT)
 
-    def test_undo_after_a_step_leaves_nothing_behind(self, technique, work, option) -> None:
-        before = snapshot(work.model)
-        with technique.apply(work, [option]) as applied:
-            run(applied.work)
-        assert_restored(work.model, before)
-
     def test_a_copy_and_a_pickle_run_on_their_own(self, technique, work, option) -> None:
         work = replace(work, optimizer=None)
         expected = run(work)
@@ -227,19 +219,22 @@ class TechniqueContract:
                     parameter.add_(1)  # a copy that still used the original's parameters would give itself away
             assert_agree(run(replace(applied.work, model=model)), expected, check)
 
-    def test_predicted_bytes_equal_measured_ones(self, technique, work, plain, option) -> None:
+    def test_predicted_bytes_equal_measured_ones_and_nothing_changes(self, technique, work, plain, option) -> None:
+        before = snapshot(work.model)
         predicted = predict(work, [option], plain)
         with technique.apply(work, [option]) as applied:
             measured = profile(applied.work)
+        assert_restored(work.model, before)
         assert predicted.storage_peak_bytes == measured.storage_peak_bytes
         assert predicted.saved_bytes == measured.saved_bytes
         bytes_inside = inside(predicted), inside(measured)
         assert bytes_inside[0] == pytest.approx(bytes_inside[1], rel=0.01), bytes_inside
 
-    def test_pricing_changes_nothing(self, technique, work, plain, option) -> None:
+    def test_a_price_has_the_fidelity_of_the_check_and_changes_nothing(self, technique, work, plain, option) -> None:
         before = snapshot(work.model)
         price = technique.price(option, plain)
         assert price == technique.price(option, plain)
+        assert price.fidelity is technique.check(option).fidelity
         assert_restored(work.model, before)
         last = len(plain.graph.ops)
         assert all(0 <= i.birth < i.death <= last and i.bytes >= 0 for i in (*price.added, *price.removed))
@@ -281,7 +276,7 @@ def assert_as_good(technique: Technique, work: Workload, option: Option) -> None
 
 
 class SeveralModels(TechniqueContract):
-    """The same on several models: three options on the first, one on each of the others; all in ``make soak``."""
+    """The same on several models: two options on the first, one on each of the others; more in ``make soak``."""
 
     models: dict[str, Callable[[], Workload]]
 
@@ -296,7 +291,8 @@ class SeveralModels(TechniqueContract):
 
 def cases(models: Iterable[str]) -> list[tuple[str, str]]:
     first, *others = models
-    return [*product([first], POSITIONS), *product(others, POSITIONS if SOAK else POSITIONS[:1])]
+    few = [(first, position) for position in POSITIONS] + [(model, "middle") for model in others]
+    return [(model, position) for model in models for position in ("middle", *POSITIONS)] if SOAK else few
 
 
 class StepContract(TechniqueContract):

@@ -19,6 +19,7 @@ from lowtide.techniques.fewbit import FewBitActivations, keep_few_bits, measure_
 from lowtide.workload import Workload
 from tests.contract.contract import SeveralModels
 from tests.contract.outcomes import run
+from tests.soak import SOAK
 
 
 def build(model, *shape):
@@ -68,7 +69,8 @@ def test_the_price_of_a_layer_is_its_bytes(name):
     work = make(name)
     plain = profile(work, fake=True)
     technique = FewBitActivations()
-    for option in technique.options(plain):
+    options = technique.options(plain)
+    for option in options if SOAK else (options[0], options[-3]):  # the exact ones alone, and 3 bits
         price = technique.price(option, plain)
         after = predict(work, [option], plain)
         codes = sum(i.bytes for i in price.added if i.why.startswith("codes"))
@@ -116,7 +118,7 @@ def test_fewer_bits_are_further_from_the_plain_gradients():
     work = make("smooth")
     expected = run(work)
     errors = []
-    for option in FewBitActivations().options(profile(work))[1:]:
+    for option in FewBitActivations().options(profile(work))[1::2]:
         with FewBitActivations().apply(work, [option]):
             found = run(work)
         assert torch.equal(found["loss 0"], expected["loss 0"])

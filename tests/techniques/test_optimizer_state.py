@@ -72,8 +72,7 @@ class Adapter(nn.Module):
         return self.layer(x) + self.up(self.down(x))
 
 
-@pytest.mark.parametrize("fake", [False, True])
-@pytest.mark.parametrize("listed", ["all", "trained"])
+@pytest.mark.parametrize(("fake", "listed"), [(False, "all"), (True, "trained")])
 def test_frozen_parameters_take_no_gradient_and_no_state(fake, listed):
     model = nn.Sequential(Adapter(nn.Linear(64, 96), 4), nn.ReLU(), Adapter(nn.Linear(96, 32), 4))
     trained = [p for p in model.parameters() if p.requires_grad]

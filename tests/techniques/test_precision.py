@@ -2,12 +2,10 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import nn
 
 import lowtide
-from lowtide.optim import LossScale
 from lowtide.profiling import profile
 from lowtide.techniques import Option, techniques
 from lowtide.techniques.precision import PrecisionConfig
@@ -38,9 +36,8 @@ def test_bfloat16_is_torchs_own_autocast_bit_for_bit():
         assert torch.equal(gradients(applied.work), expected)
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_float16_gradients_arrive_in_their_own_size(name):
-    work = WORKLOADS[name]()
+def test_float16_gradients_arrive_in_their_own_size():
+    work = WORKLOADS["transformer"]()
     work.model.eval()
     expected = gradients(work)
     with techniques()["precision"].apply(work, [FLOAT16]) as applied:
@@ -66,41 +63,6 @@ def test_scaling_keeps_gradients_that_float16_alone_would_lose():
     with techniques()["precision"].apply(lowtide.microbatch(work, size=4), [FLOAT16]) as applied:
         found = gradients(applied.work)  # of the first step, too
     assert (found - exact).norm() < 1e-2 * exact.norm()
-
-
-def test_gradients_accumulate_over_backwards_in_their_own_size():
-    model = nn.Linear(16, 4)
-    scale, x = LossScale(), torch.randn(8, 16)
-    model(x).square().mean().backward()
-    expected = 2 * model.weight.grad
-    model.zero_grad()
-    for factor in (1, 3):  # the scale may change in between
-        scale.value *= factor
-        scale.scale(model(x).square().mean(), model).backward()
-    torch.testing.assert_close(model.weight.grad, expected)
-    scale.remove()
-
-
-def test_a_step_that_overflows_is_left_out_and_the_scale_halved():
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scale = LossScale(initial=8.0, growth_interval=2)
-    before = model.weight.detach().clone()
-    with scale.guard(optimizer):
-        model.weight.grad = torch.tensor([[1.0, torch.inf, 0, 0]])
-        optimizer.step()
-        assert torch.equal(model.weight, before)
-        assert scale.value == 4
-        for expected in (4, 8):
-            optimizer.zero_grad()
-            scale.scale(model(torch.ones(1, 4)).sum(), model).backward()
-            optimizer.step()
-            assert scale.value == expected
-        assert not torch.equal(model.weight, before)
-    again = LossScale()
-    again.load_state_dict(scale.state_dict())
-    assert again.state_dict() == scale.state_dict()
-    scale.remove()
 
 
 def test_bfloat16_weights_halve_parameters_and_gradients_and_train():

@@ -23,7 +23,7 @@ from tests.techniques.compress.steps import gpt2
 class TestContract(TechniqueContract):
     """On convolutions: the model on which ``tests/contract`` runs three options has nothing to compress."""
 
-    @pytest.fixture(params=["middle", "last"])
+    @pytest.fixture(params=["last"])
     def position(self, request: pytest.FixtureRequest) -> str:
         return request.param
 
@@ -39,7 +39,7 @@ class TestContract(TechniqueContract):
 def test_prices_are_exact_where_temporaries_are_not_at_the_peak():
     work, technique = gpt2(), Compress()
     plain = profile(work)
-    for option in technique.options(plain)[1::2]:
+    for option in technique.options(plain)[1:2]:
         found = predict(work, [option], plain)
         price = technique.price(option, plain)
         assert price.fidelity is Fidelity.APPROXIMATE
@@ -95,14 +95,6 @@ def test_options_go_from_eight_bits_to_two_with_mixtures_between():
     assert rtols == sorted(rtols)
 
 
-def test_the_peak_falls_and_comes_back():
-    work, technique = gpt2(), Compress()
-    plain = profile(work)
-    with technique.apply(work, [technique.options(plain)[2]]):
-        assert profile(work).saved_bytes < 0.55 * plain.saved_bytes  # float masks of a CPU's dropout stay
-    assert profile(work).saved_bytes == plain.saved_bytes
-
-
 def test_bits_that_do_not_fit_the_sites_are_refused():
     with pytest.raises(PlanError, match="bits"):
         Option("compress", ("blocks.0",), CompressConfig((4, 4)))
@@ -123,7 +115,7 @@ def test_a_model_learns_as_well_in_four_bits():
         sites = tuple(str(i) for i in range(5))
         options = [Option("compress", sites, CompressConfig((bits,) * 5))] if bits else []
         with Compress().apply(work, options) as applied:
-            for _ in range(60):
+            for _ in range(40):
                 optimizer.zero_grad()
                 applied.work.compute_loss().backward()
                 optimizer.step()

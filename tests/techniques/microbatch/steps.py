@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lowtide import Workload
-from lowtide.techniques.microbatch.proof import Proof, prove
+from lowtide.techniques.microbatch.facts import Sizes
+from lowtide.techniques.microbatch.proof import Proof, _Analysis, prove
+from lowtide.tracing.capture.forward import capture_forward
 
 Outcome = dict[str, Tensor]
 
@@ -73,6 +76,10 @@ def normed(*layers: nn.Module, samples: int = 7) -> Workload:
     return Workload(model, cross_entropy, (x, torch.randint(5, (samples,))))
 
 
+def texts() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(6, 5, 4), torch.randint(4, (6, 5)), torch.ones(6, 5)
+
+
 IGNORED = torch.tensor([1, -100, -100, 2, 0, -100, 1, 2])
 
 
@@ -80,6 +87,25 @@ def images() -> tuple[Tensor, Tensor]:
     return torch.randn(6, 4), torch.randint(4, (6,))
 
 
-def proof(loss: Callable[[nn.Module, Any], Tensor], batch: Any, *layers: nn.Module) -> Proof:
+def proofs(losses: dict[str, Callable[[Any, Any], Tensor]], batch: Any, *layers: nn.Module) -> dict[str, Proof]:
+    """Proofs of many losses from one capture, of their sum: the terms are the operands of its last additions."""
+
+    def total(model: nn.Module, batch: Any) -> Tensor:
+        return reduce(torch.add, [loss(model, batch) for loss in losses.values()])
+
     torch.manual_seed(0)
-    return prove(Workload(nn.Sequential(nn.Linear(4, 4), *layers), loss, batch))
+    work = Workload(nn.Sequential(nn.Linear(4, 4), *layers), total, batch)
+    halves = replace(work, batch=pytree.tree_map_only(Tensor, lambda t: t[: len(t) // 2], batch))
+    samples = len(batch[0])
+    analysis = _Analysis(capture_forward(work), capture_forward(halves), Sizes(samples, samples // 2))
+    reduced: dict[str, Proof] = {}
+    node: Any = analysis.loss
+    for name in reversed(list(losses)):
+        rest, analysis.loss = node.args[:2] if name != next(iter(losses)) else (None, node)
+        reduced[name], node = analysis.result(), rest
+    return reduced
+
+
+def proof(loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Proof:
+    torch.manual_seed(0)
+    return prove(Workload(nn.Sequential(nn.Linear(4, 4)), loss, batch))

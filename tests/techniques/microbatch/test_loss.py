@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import Workload, zoo
 from lowtide.errors import LowtideError, WorkloadError
+from lowtide.optim import step_in_backward
 
 from .steps import assert_same, cross_entropy, in_float64, mlp, step, without_randomness
 
@@ -44,15 +45,8 @@ def test_gradients_add_up_over_steps_and_scale_with_the_loss() -> None:
 def test_an_optimizer_in_backward_steps_once() -> None:
     plain, pieces = mlp(), mlp()
     for work in (plain, pieces):
-        for parameter in work.model.parameters():
-            own = torch.optim.SGD([parameter], lr=0.1)
-
-            def update(_: Tensor, own: torch.optim.Optimizer = own) -> None:
-                own.step()
-                own.zero_grad()
-
-            parameter.register_post_accumulate_grad_hook(update)
-        (work if work is plain else lowtide.microbatch(work, 3)).compute_loss().backward()
+        with step_in_backward(torch.optim.SGD(work.model.parameters(), lr=0.1)):
+            (work if work is plain else lowtide.microbatch(work, 3)).compute_loss().backward()
     for new, old in zip(pieces.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(new, old, rtol=1e-12, atol=1e-15)
         assert new.grad is None
