@@ -214,6 +214,8 @@ def _head(graph: Graph, path: str, product: Op) -> _Head | None:
     if not ends:
         return None
     matrices = [value for value in product.inputs if len(value.shape) == 2]
+    given = matrices[0].storage
+    is_kept_alone = graph.savers.get(given) == {path} and graph.storages[given].category == "activation"
     return _Head(
         path=path,
         rows=logits.shape[0],
@@ -225,15 +227,10 @@ def _head(graph: Graph, path: str, product: Op) -> _Head | None:
         loss=loss.index,
         storages=(*sorted(storages | gradients),),
         others=(*others,),
-        input=_kept_alone(graph, path, matrices[0].storage),
+        input=given if is_kept_alone else None,
         back=ends[0].index,
         end=ends[-1].index + 1,
     )
-
-
-def _kept_alone(graph: Graph, path: str, storage: int) -> int | None:
-    """The storage, if nobody but the head keeps it for backward."""
-    return storage if graph.savers.get(storage) == {path} and graph.storages[storage].category == "activation" else None
 
 
 _PRODUCTS = ("mm", "addmm", "linear")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from torch import Tensor, nn
 
@@ -251,20 +252,8 @@ class _Inputs:
 
     def _groups(self, sites: set[str]) -> list[list[_Read]]:
         """Reads of the same tensor one after the other, which share a sketch."""
-        groups: list[list[_Read]] = []
-        for read in self._reads:
-            if read.path in sites:
-                last = groups[-1][0] if groups else None
-                shares = last is not None and (last.source, last.x.shape, last.x.dtype) == (
-                    read.source,
-                    read.x.shape,
-                    read.x.dtype,
-                )
-                if shares:
-                    groups[-1].append(read)
-                else:
-                    groups.append([read])
-        return groups
+        reads = [read for read in self._reads if read.path in sites]
+        return [list(group) for _, group in groupby(reads, lambda read: (read.source, read.x.shape, read.x.dtype))]
 
 
 _SEED_BYTES = 8

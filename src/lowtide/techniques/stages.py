@@ -56,7 +56,9 @@ class BlockStages:
             if not isinstance(node, int):
                 container = self.stages[next(leaves(node))].container
                 trees.setdefault(container, []).append(in_blocks(node, blocks))
-        return {container: tuple(sorted(nodes, key=_first)) for container, nodes in trees.items()}
+        return {
+            container: tuple(sorted(nodes, key=lambda node: next(leaves(node)))) for container, nodes in trees.items()
+        }
 
     def _stages(self) -> list[Stage]:
         """Blocks in the order in which they run, with a stage wherever other ops run between."""
@@ -188,7 +190,3 @@ def in_blocks(tree: Tree, stages: Sequence[tuple[int, ...]]) -> Tree:
     for node in tree:
         inside += stages[node] if isinstance(node, int) else (in_blocks(node, stages),)
     return tuple(inside)
-
-
-def _first(node: Tree) -> int:
-    return next(leaves(node))
