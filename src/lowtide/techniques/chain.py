@@ -40,6 +40,26 @@ class BlockChain:
     joined: bool  # the container itself is called, so that neighbours can share a segment
     blocks: tuple[Block, ...]
 
+    @property
+    def units(self) -> list[tuple[int, ...]]:
+        """Positions of blocks, each with the glued ones behind it; those are left out where blocks are called alone."""
+        return join_glued([(block.position, block.glued) for block in self.blocks], joined=self.joined)
+
+
+def join_glued(blocks: Sequence[tuple[int, bool]], *, joined: bool) -> list[tuple[int, ...]]:
+    """Positions of blocks, each with those behind it that cannot start a segment.
+
+    >>> join_glued([(0, False), (1, True), (2, False)], joined=True)
+    [(0, 1), (2,)]
+    """
+    units: list[tuple[int, ...]] = []
+    for position, glued in blocks:
+        if not glued:
+            units.append((position,))
+        elif joined and units:
+            units[-1] += (position,)
+    return units
+
 
 class Chains:
     """The chains of a profiled model in the order in which they run, and the storages that their blocks make.

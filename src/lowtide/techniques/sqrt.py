@@ -16,7 +16,7 @@ from lowtide.chains import Tree
 from lowtide.errors import LowtideError
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.chain import BlockChain, split
-from lowtide.techniques.segments import SegmentConfig, SegmentTechnique, apply_tree, chain_units, sequential_units
+from lowtide.techniques.segments import SegmentConfig, SegmentTechnique, apply_tree, sequential_units
 from lowtide.techniques.technique import Config, Option
 from lowtide.undo import Undo
 
@@ -72,8 +72,7 @@ class Sqrt(SegmentTechnique):
 
     def options(self, profile: Profile) -> list[Option]:
         """From one segment per chain to one per block, in one or two levels, the last few kept or not."""
-        links = [_Link.of(chain) for chain in self.chains(profile).chains]
-        links = [link for link in links if link.units]
+        links = [_link(chain) for chain in self.chains(profile).chains if chain.units]
         if not links:
             return []
         options: dict[tuple[tuple[str, Tree], ...], Option] = {}
@@ -99,15 +98,15 @@ class _Link:
     units: list[tuple[int, ...]]
     weights: list[int]
 
-    @classmethod
-    def of(cls, chain: BlockChain) -> _Link:
-        units = chain_units(chain)
-        saved = {block.position: block.saved_bytes for block in chain.blocks}
-        return cls(chain.container, chain.joined, units, [sum(saved[i] for i in unit) for unit in units])
-
     @property
     def least(self) -> int:
         return 1 if self.joined else len(self.units)
+
+
+def _link(chain: BlockChain) -> _Link:
+    saved = {block.position: block.saved_bytes for block in chain.blocks}
+    weights = [sum(saved[i] for i in unit) for unit in chain.units]
+    return _Link(chain.container, chain.joined, chain.units, weights)
 
 
 def _segments(units: list[tuple[int, ...]], weights: list[int], parts: int, levels: int) -> Tree:

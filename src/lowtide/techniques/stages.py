@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from lowtide.chains import Chain, Schedule, Tree, nested
 from lowtide.techniques.chain import BlockStorages, Chains, leaves, split
-from lowtide.techniques.segments import chain_units
 
 _MOST = 96  # stages of blocks: more are joined with their neighbours, since schedules take O(n³) to find
 
@@ -84,7 +83,7 @@ class BlockStages:
         for chain in self.chains.chains:
             number = {block.position: start + i for i, block in enumerate(chain.blocks)}
             start += len(chain.blocks)
-            units = chain_units(chain)
+            units = chain.units
             if chain.joined and share < 1 and units:
                 cuts = split([len(unit) for unit in units], max(1, round(len(units) * share)))
                 units = [tuple(i for unit in units[low:high] for i in unit) for low, high in cuts]
