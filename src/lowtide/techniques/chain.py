@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -32,7 +33,7 @@ class Block:
     glued: bool  # no segment can start with it: it writes into its input, or runs no op (nn.Flatten)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BlockChain:
     """Neighbouring blocks of one container."""
 
@@ -40,10 +41,21 @@ class BlockChain:
     joined: bool  # the container itself is called, so that neighbours can share a segment
     blocks: tuple[Block, ...]
 
-    @property
+    @cached_property
     def units(self) -> list[tuple[int, ...]]:
         """Positions of blocks, each with the glued ones behind it; those are left out where blocks are called alone."""
         return join_glued([(block.position, block.glued) for block in self.blocks], joined=self.joined)
+
+    @cached_property
+    def weights(self) -> list[int]:
+        """Saved bytes of each unit."""
+        saved = {block.position: block.saved_bytes for block in self.blocks}
+        return [sum(saved[i] for i in unit) for unit in self.units]
+
+    @property
+    def fewest(self) -> int:
+        """Segments of a chain that is recomputed in as few as can be."""
+        return 1 if self.joined else len(self.units)
 
 
 def join_glued(blocks: Sequence[tuple[int, bool]], *, joined: bool) -> list[tuple[int, ...]]:

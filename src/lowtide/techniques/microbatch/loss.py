@@ -215,8 +215,9 @@ class _PiecewiseRun:
                 if recording is not None:
                     recording.start_piece()
                 with ExitStack() as around:
-                    if number < len(pieces) - 1:  # the last one tells DDP to expect gradients
-                        self._enter_no_sync(around)
+                    for module in self.modules:
+                        if isinstance(module, DistributedDataParallel) and number < len(pieces) - 1:
+                            around.enter_context(module.no_sync())  # the last piece tells DDP to expect gradients
                     counting = Counting() if shares[number] is None else None
                     if counting is not None and sees:
                         around.enter_context(counting)
@@ -240,11 +241,6 @@ class _PiecewiseRun:
             if divisors and (loss.proved is None or loss.steps <= _COMPARED_STEPS):
                 loss.endings.compare(divisors, shares)
         return self._attach(values, shares)
-
-    def _enter_no_sync(self, around: ExitStack) -> None:
-        for module in self.modules:
-            if isinstance(module, DistributedDataParallel):
-                around.enter_context(module.no_sync())
 
     def _pieces(self) -> tuple[list[tuple[int, int]], list[Any]]:
         """The pieces in which something counts, and what each counts where that is known before it runs."""

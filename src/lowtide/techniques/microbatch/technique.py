@@ -18,7 +18,7 @@ from lowtide.techniques.microbatch.proof import Proof, prove
 from lowtide.techniques.microbatch.weights import REDUCTIONS, Proved
 from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, whole_step
 from lowtide.tracing.call_sites import short_name
-from lowtide.tracing.graph import Graph, Storage
+from lowtide.tracing.graph import Graph
 from lowtide.tracing.snapshot import unchanged
 from lowtide.undo import Applied
 from lowtide.workload import Workload
@@ -244,13 +244,10 @@ def _with_samples(graph: Graph, samples: int) -> set[int]:
             if storage.category not in ("activation", "temporary"):
                 continue
             from_batch.add(storage.id)
-            if _divides(storage, value.shape, samples) and not (op.phase == "backward" and storage.bytes in weights):
+            has_rows = storage.bytes > 0 and any(length and length % samples == 0 for length in value.shape)
+            if has_rows and not (op.phase == "backward" and storage.bytes in weights):
                 scaled.add(storage.id)
     return scaled
-
-
-def _divides(storage: Storage, shape: tuple[int, ...], samples: int) -> bool:
-    return storage.bytes > 0 and any(length and length % samples == 0 for length in shape)
 
 
 def _draws(graph: Graph) -> bool:
