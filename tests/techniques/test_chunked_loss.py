@@ -96,9 +96,9 @@ def test_any_use_of_the_logits_gives_what_the_plain_model_gives(name, autocast):
     net, use = model(), {**CHUNKED, **WHOLE}[name]
     expected, _ = gradients(net, use, autocast)
     with chunk_loss(net.head, 4):
-        found, chunked = gradients(net, use, autocast)
+        actual, chunked = gradients(net, use, autocast)
     assert chunked == (name in CHUNKED)
-    for mine, value in zip(found, expected, strict=True):
+    for mine, value in zip(actual, expected, strict=True):
         assert mine.dtype == value.dtype
         if autocast:  # both round gradients of logits to bf16, before and after they are divided by the count
             assert (mine - value).norm() <= 1e-2 * value.norm()
@@ -131,14 +131,14 @@ def gathered_then_zeroed(z):
 def test_copies_and_views_follow_writes_as_in_torch(use, dtype):
     net = model().to(dtype)
 
-    def found():
+    def actual():
         rows = use(net(ids))
         loss = F.cross_entropy(rows, ids.flatten()[: len(rows)])
         return [rows.detach(), loss.detach(), *torch.autograd.grad(loss, list(net.parameters()))]
 
-    expected = found()
+    expected = actual()
     with chunk_loss(net.head, 4):
-        for mine, value in zip(found(), expected, strict=True):
+        for mine, value in zip(actual(), expected, strict=True):
             assert torch.equal(mine, value)
 
 

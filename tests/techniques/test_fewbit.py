@@ -120,9 +120,9 @@ def test_fewer_bits_are_further_from_the_plain_gradients():
     errors = []
     for option in FewBitActivations().options(profile(work))[1::2]:
         with FewBitActivations().apply(work, [option]):
-            found = run(work)
-        assert torch.equal(found["loss 0"], expected["loss 0"])
-        difference = sum(float((found[n] - expected[n]).norm() ** 2) for n in expected if n.endswith(".grad"))
+            actual = run(work)
+        assert torch.equal(actual["loss 0"], expected["loss 0"])
+        difference = sum(float((actual[n] - expected[n]).norm() ** 2) for n in expected if n.endswith(".grad"))
         errors.append(math.sqrt(difference / sum(float(g.norm() ** 2) for n, g in expected.items() if "grad" in n)))
     assert errors == sorted(errors)
     assert errors[0] < 0.02
@@ -192,5 +192,5 @@ def test_a_number_changed_after_is_respected():
     with keep_few_bits(model):
         model[1].alpha = 0.3
         x = torch.randn(5, 4)
-        found = model(x)
-    assert torch.equal(found, model(x))
+        actual = model(x)
+    assert torch.equal(actual, model(x))

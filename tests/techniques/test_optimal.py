@@ -27,7 +27,7 @@ from ..contract.workloads import chain
 
 @st.composite
 def schedules(draw: st.DrawFn, most: int = 7) -> Schedule:
-    """Of chains with any sizes and seconds, at any budget."""
+    """Draw schedules of chains with any sizes and seconds, at any budget."""
     n = draw(st.integers(1, most))
     numbers = st.lists(st.integers(1, 9), min_size=n, max_size=n)
     values = [1, *draw(numbers)]

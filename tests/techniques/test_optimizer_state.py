@@ -49,11 +49,11 @@ def test_a_prediction_for_a_gpu_knows_states_on_the_host():
     plain = profile(work, fake=True, device="h200")
     technique = techniques()["optimizer_state"]
     option = next(o for o in technique.options(plain) if o.config.state == "cpu")
-    found = predict(work, [option], plain)
-    states = [s for s in found.graph.storages if s.category == "optimizer state" and s.bytes > 8]
+    actual = predict(work, [option], plain)
+    states = [s for s in actual.graph.storages if s.category == "optimizer state" and s.bytes > 8]
     assert states
     assert all(s.device == "cpu" for s in states)
-    assert found.static_bytes < plain.static_bytes
+    assert actual.static_bytes < plain.static_bytes
 
 
 @pytest.mark.parametrize(("fake", "listed"), [(False, "all"), (True, "trained")])
@@ -63,9 +63,9 @@ def test_frozen_parameters_take_no_gradient_and_no_state(fake, listed):
     optimizer = torch.optim.AdamW(model.parameters() if listed == "all" else trained)
     batch = torch.randn(8, 64)
     work = lowtide.Workload(model, lambda m, b: m(b).square().mean(), batch, optimizer)
-    found = profile(work, fake=fake)
+    actual = profile(work, fake=fake)
     size = dict.fromkeys(("parameter", "gradient", "optimizer state"), 0)
-    for storage in found.graph.storages:
+    for storage in actual.graph.storages:
         if storage.category in size:
             size[storage.category] += storage.bytes
     everything, free = (sum(4 * p.numel() for p in ps) for ps in (model.parameters(), trained))

@@ -41,8 +41,8 @@ def test_float16_gradients_arrive_in_their_own_size():
     work.model.eval()
     expected = gradients(work)
     with techniques()["precision"].apply(work, [FLOAT16]) as applied:
-        found = gradients(applied.work)
-    assert (found - expected).norm() < 5e-3 * expected.norm()
+        actual = gradients(applied.work)
+    assert (actual - expected).norm() < 5e-3 * expected.norm()
     assert all(not p._backward_hooks for p in work.model.parameters())
 
 
@@ -57,19 +57,19 @@ def test_scaling_keeps_gradients_that_float16_alone_would_lose():
     exact = gradients(work)
     lost = gradients(replace(work, autocast=torch.float16))
     with techniques()["precision"].apply(work, [FLOAT16]) as applied:
-        found = gradients(applied.work)
+        actual = gradients(applied.work)
     assert (lost - exact).norm() > 0.2 * exact.norm()
-    assert (found - exact).norm() < 1e-2 * exact.norm()
+    assert (actual - exact).norm() < 1e-2 * exact.norm()
     with techniques()["precision"].apply(lowtide.microbatch(work, size=4), [FLOAT16]) as applied:
-        found = gradients(applied.work)  # of the first step, too
-    assert (found - exact).norm() < 1e-2 * exact.norm()
+        actual = gradients(applied.work)  # of the first step, too
+    assert (actual - exact).norm() < 1e-2 * exact.norm()
 
 
 def test_bfloat16_weights_halve_parameters_and_gradients_and_train():
     work = WORKLOADS["convnet"]()
     plain = profile(work)
     with techniques()["precision"].apply(work, [WEIGHTS]) as applied:
-        found = profile(applied.work)
+        actual = profile(applied.work)
         matrices = [p for p in work.model.parameters() if p.ndim > 1]
         assert all(p.dtype == torch.bfloat16 for p in matrices)
         assert all(p.dtype == torch.float32 for p in work.model.parameters() if p.ndim == 1)
@@ -83,7 +83,7 @@ def test_bfloat16_weights_halve_parameters_and_gradients_and_train():
         assert losses[-1] < 0.7 * losses[0]
         assert all(b.dtype == torch.float32 for b in work.model.buffers() if b.is_floating_point())
     less = sum(p.numel() * 2 for p in matrices)
-    held = [sum(s.bytes for s in p.graph.storages if s.category == "parameter") for p in (plain, found)]
+    held = [sum(s.bytes for s in p.graph.storages if s.category == "parameter") for p in (plain, actual)]
     assert held[0] - held[1] == less
     assert all(p.dtype == torch.float32 for p in work.model.parameters())
 

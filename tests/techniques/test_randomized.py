@@ -102,8 +102,8 @@ def test_only_weights_of_the_site_have_random_gradients():
     work = work_of(model)
     plain = gradients(work)
     with randomize(model, ["2"], ratio=0.5, sketch="rows", block=None):
-        found = gradients(work)
-    assert {name for name in plain if not torch.equal(found[name], plain[name])} == {"2.weight"}
+        actual = gradients(work)
+    assert {name for name in plain if not torch.equal(actual[name], plain[name])} == {"2.weight"}
 
 
 def gradients(work):

@@ -28,15 +28,15 @@ def step(model: nn.Module, x: Tensor, *, levels: int) -> dict[str, Tensor]:
 
     loss = run(x).square().mean()
     loss.backward()
-    found = {"loss": loss.detach(), "rng": torch.get_rng_state()}
-    found |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return found | {n: b.clone() for n, b in model.named_buffers()}
+    actual = {"loss": loss.detach(), "rng": torch.get_rng_state()}
+    actual |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return actual | {n: b.clone() for n, b in model.named_buffers()}
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(actual[name], value), name
 
 
 class Moving(nn.Module):

@@ -99,6 +99,6 @@ import lowtide.techniques
 print(*lowtide.techniques.techniques())
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
-    found = done.stdout.split()
-    assert found[:3] == ["sqrt", "optimal", "batchnorm"]
-    assert len(found) == len(registry.BUILT_IN)
+    actual = done.stdout.split()
+    assert actual[:3] == ["sqrt", "optimal", "batchnorm"]
+    assert len(actual) == len(registry.BUILT_IN)

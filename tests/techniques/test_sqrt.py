@@ -80,9 +80,9 @@ def test_a_compiled_model_is_bitwise_too_and_runs_its_segments_eagerly() -> None
     expected = run(work)
     with checkpoint_segments(work.model, 2):
         compiled = torch.compile(work.model, backend="eager")
-        found = run(replace(work, loss=lambda m, x: work.loss(compiled, x)))
+        actual = run(replace(work, loss=lambda m, x: work.loss(compiled, x)))
     torch.compiler.reset()
-    assert_agree(found, expected, Check.EXACT)
+    assert_agree(actual, expected, Check.EXACT)
 
 
 # -- as a technique ------------------------------------------------------------------------------------

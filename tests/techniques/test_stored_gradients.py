@@ -32,10 +32,10 @@ class TestContract(StepContract):
 def test_what_waits_for_the_step_is_what_the_price_says(bits, device):
     work = lowtide.zoo.workload("gpt2", layers=1, width=64, heads=4, vocab=512, batch=2, seq=16, optimizer="adamw")
     plain = profile(work, fake=device is not None, device=device)
-    found = predict(work, [option(bits)], plain)
+    actual = predict(work, [option(bits)], plain)
     counts = [p.numel() for p in work.model.parameters()]
     waiting = sum(packed_bytes(count, bits) for count in counts)
-    assert _live_after_backward(plain) - _live_after_backward(found) == 4 * sum(counts) - waiting
+    assert _live_after_backward(plain) - _live_after_backward(actual) == 4 * sum(counts) - waiting
     price = techniques()[NAME].price(option(bits), plain)
     first = plain.graph.phase_starts()["optimizer"] - 1
     added = sum(i.bytes for i in price.added if i.birth <= first + 1 and i.death == len(plain.graph.ops))
@@ -43,12 +43,12 @@ def test_what_waits_for_the_step_is_what_the_price_says(bits, device):
     assert sum(i.bytes for i in price.removed) == 4 * sum(counts)
     assert price.fidelity is Fidelity.CHANGED
     largest = 4 * max(counts)
-    assert int(found.graph.live_bytes("gradient").max()) == largest  # the tied embedding's, while it is packed
+    assert int(actual.graph.live_bytes("gradient").max()) == largest  # the tied embedding's, while it is packed
 
 
-def _live_after_backward(found):
-    last = max(op.index for op in found.graph.ops if op.phase == "backward")
-    return sum(s.bytes for s in found.graph.on_device if s.birth <= last and s.death > last + 1)
+def _live_after_backward(actual):
+    last = max(op.index for op in actual.graph.ops if op.phase == "backward")
+    return sum(s.bytes for s in actual.graph.on_device if s.birth <= last and s.death > last + 1)
 
 
 @pytest.mark.parametrize("bits", ["8bit", *in_soak(["16bit"])])
@@ -78,10 +78,10 @@ def test_a_step_is_near_the_plain_one(bits, near):
     work = WORKLOADS["convnet"]()
     expected, start = run(work), {n: p.detach().clone() for n, p in work.model.named_parameters()}
     with techniques()[NAME].apply(work, [option(bits)]) as applied:
-        found = run(applied.work)
+        actual = run(applied.work)
     for key, before in start.items():
         moved = expected[f"{key}, trained"] - before
-        assert (found[f"{key}, trained"] - expected[f"{key}, trained"]).norm() <= near * moved.norm() + 1e-6
+        assert (actual[f"{key}, trained"] - expected[f"{key}, trained"]).norm() <= near * moved.norm() + 1e-6
 
 
 def test_a_batch_in_pieces_is_rounded_once():

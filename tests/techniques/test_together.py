@@ -98,12 +98,12 @@ def test_two_work_together_or_refuse_with_a_reason(first: str, second: str, plai
         assert all(name in str(refusal.value) for name in named)
     else:
         with apply_options(work, both) as applied:
-            found = run(applied.work)
+            actual = run(applied.work)
         if promised.fidelity is Fidelity.BITWISE:
-            assert_agree(found, expected, promised)
+            assert_agree(actual, expected, promised)
         elif promised.fidelity is Fidelity.ROUNDOFF:
-            assert_agree(untrained(found), untrained(expected), promised)
-        assert all(value.isfinite().all() for name, value in found.items() if name != "generator")
+            assert_agree(untrained(actual), untrained(expected), promised)
+        assert all(value.isfinite().all() for name, value in actual.items() if name != "generator")
     assert_restored(work.model, before)
     assert_agree(run(work), expected, Check.EXACT)
 

@@ -8,7 +8,7 @@ takes them chunk by chunk.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from lowtide.nn.chunked_loss import chunk_rows
 from lowtide.nn.lazy_logits import lazy_logits
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.replaced_forward import Forward, apply_at_sites, replace_forward
-from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, Technique
 from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.graph import Graph, Op
 from lowtide.undo import Applied, Undo
@@ -69,14 +69,13 @@ class ChunkedLossConfig(Config):
         self.require("rows", int, least=1)
 
 
-class ChunkedLoss:
+class ChunkedLoss(Technique):
     """Cross entropy in chunks for the heads whose logits go nowhere else."""
 
     name = "chunked_loss"
     kind: Kind = "module"
     config: type[Config] = ChunkedLossConfig
     needs = "a nn.Linear whose output goes to cross entropy alone"
-    conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """Each such head, in chunks as large as is efficient, and in smaller ones."""

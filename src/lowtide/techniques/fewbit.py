@@ -24,7 +24,7 @@ from lowtide.nn.fewbit_tables import Density, Normal, table_of
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.replaced_forward import Forward, apply_at_sites, replace_forward
-from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, Technique
 from lowtide.tracing.graph import Graph, Op
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
@@ -96,14 +96,13 @@ class FewBitConfig(Config):
             self.require("bound", float, least=0)
 
 
-class FewBitActivations:
+class FewBitActivations(Technique):
     """Codes in place of saved inputs, for the activations whose input or output nobody else keeps."""
 
     name = "fewbit"
     kind: Kind = "module"
     config: type[Config] = FewBitConfig
     needs = "an activation module (nn.GELU, nn.ReLU) that alone keeps what it saves; F.gelu(...) calls are out of reach"
-    conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """The exact ones with one bit; then all of them, with 8 bits to 1 for the curves."""

@@ -7,7 +7,7 @@ come on top, and is not offered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -21,7 +21,7 @@ from lowtide.nn.randomized import randomized_linear
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.replaced_forward import Forward, apply_at_sites, module_at, replace_forward
-from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, Technique
 from lowtide.tracing.graph import Graph, Op, TensorView
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
@@ -86,14 +86,13 @@ class RandomizedConfig(Config):
             self.refuse("ratio", "is more than all rows")
 
 
-class RandomizedLinears:
+class RandomizedLinears(Technique):
     """Linear layers that keep a random sketch of their input: ``ratio`` times its bytes, and an unbiased gradient."""
 
     name = "randomized"
     kind: Kind = "module"
     config: type[Config] = RandomizedConfig
     needs = "a nn.Linear whose input nobody else keeps for backward"
-    conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """All layers whose input would be freed, for each ratio."""
@@ -189,11 +188,11 @@ class _Inputs:
             savers.setdefault(saved.storage, set()).add((saved.needed_in, _is_product(saved.needed_by)))
         # A layer whose weight has no gradient keeps no input.
         self._reads = [r for r in reads if (r.path, True) in savers.get(r.x.storage, ())]
-        made = {s.id for s in graph.on_device if s.category == "activation"}
+        activations = {s.id for s in graph.on_device if s.category == "activation"}
         self._savers = {
             r.x.storage: {path for path, _ in savers[r.x.storage]}
             for r in self._reads
-            if r.x.storage in made and all(path in linears and product for path, product in savers[r.x.storage])
+            if r.x.storage in activations and all(path in linears and product for path, product in savers[r.x.storage])
         }
 
     def bytes(self, storage: int) -> int:

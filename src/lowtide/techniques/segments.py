@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from lowtide.profiling.profile import Profile
 from lowtide.techniques.chain import Chains, join_glued, leaves
 from lowtide.techniques.recompute import recompute
 from lowtide.techniques.replaced_forward import Forward, apply_at_sites, replace_forward
-from lowtide.techniques.technique import Check, Config, Fidelity, Kind, Option, Price
+from lowtide.techniques.technique import Check, Config, Fidelity, Kind, Option, Price, Technique
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
@@ -49,13 +49,12 @@ class SegmentConfig(Config):
         return f"segments {self.segments}, levels {self.levels}"
 
 
-class SegmentTechnique:
+class SegmentTechnique(Technique):
     """All that techniques share that recompute segments; they differ in their options."""
 
     kind: Kind = "hold"
     config: type[Config] = SegmentConfig
     needs = "a nn.Sequential or nn.ModuleList of two or more blocks, which draw only from torch's own generators"
-    conflicts: Mapping[str, str] = {}
 
     def __init__(self) -> None:
         self._last: Chains | None = None

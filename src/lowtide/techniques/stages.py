@@ -131,8 +131,8 @@ class BlockStages:
         stop = np.zeros(count, np.int64)
         np.maximum.at(stop, storages.maker[own], storages.written[own] + 1)
         stop[stop == 0] = graph.phase_starts().get("backward", len(graph.ops))
-        kept = np.zeros(len(storages.bytes), np.bool_)
-        running = np.array([storages.peak_while_running(i, i + 1, int(stop[i]), kept) for i in range(count)])
+        dropped = np.zeros(len(storages.bytes), np.bool_)  # none of them
+        running = np.array([storages.peak_while_running(i, i + 1, int(stop[i]), dropped) for i in range(count)])
         inside = np.array([op.workspace_bytes for op in graph.ops], np.int64)
         gradients = graph.live_bytes("gradient", "temporary") + inside + self._held(storages, handed | own)
         return Chain(

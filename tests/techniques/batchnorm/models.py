@@ -232,7 +232,7 @@ class Taps(nn.Module):
 
 
 class Switched(nn.Module):
-    """What it does depends on plain attributes and on the mode."""
+    """Behaviour that depends on plain attributes and on the mode."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -158,9 +158,9 @@ def test_a_residual_of_a_wider_type_makes_the_result_wider() -> None:
     convert(model)
     x = image().float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, wanted = model(x), plain(x)
-    assert found.dtype == wanted.dtype
-    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)  # a bfloat16 batch norm, rounded otherwise
+        actual, wanted = model(x), plain(x)
+    assert actual.dtype == wanted.dtype
+    torch.testing.assert_close(actual, wanted, rtol=0.05, atol=0.05)  # a bfloat16 batch norm, rounded otherwise
 
 
 def test_batch_norms_at_the_end_of_a_module() -> None:

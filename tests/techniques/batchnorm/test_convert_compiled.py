@@ -41,9 +41,9 @@ def assert_trains_alike(model: nn.Module, plain: nn.Module, x: Tensor) -> None:
         model.train(training)
         plain.train(training)
         for _ in range(2):
-            found, wanted = compiled(x), plain(x)
-            torch.testing.assert_close(found, wanted)
-            found.square().mean().backward()
+            actual, wanted = compiled(x), plain(x)
+            torch.testing.assert_close(actual, wanted)
+            actual.square().mean().backward()
             wanted.square().mean().backward()
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda text, name=name: f"{name}: {text}")

@@ -35,7 +35,7 @@ def synchronised(model: nn.Module, group: Any = None) -> Any:
 
 
 def all_converted() -> nn.Sequential:
-    """Of what is left, torch's own runs, and refuses a CPU: here nothing is."""
+    """A model of which nothing is left: torch's own layer would refuse a CPU."""
     return nn.Sequential(conv(), nn.BatchNorm2d(4), nn.PReLU(), ResNetBlock(), EndsElsewhere(), PreActivation())
 
 
@@ -147,9 +147,9 @@ def a_group_of_one_and_one_of_others_are_plain_batch_norms(rank: int) -> None:
         x = image()[rank:]
         wanted = results(plain, [x])
         with counted() as collectives:
-            found = results(model, [x])
+            actual = results(model, [x])
         assert not collectives
-        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(actual, wanted)
 
 
 def one_collective_for_each_layer_forward_and_backward(rank: int) -> None:
@@ -171,9 +171,9 @@ def evaluation_is_of_this_process_alone(rank: int) -> None:
         assert convert(model).changed
         x = torch.randn(UNEVEN[rank], 4, 3, 2, dtype=torch.float64)
         with counted() as collectives:
-            found = model(x)
+            actual = model(x)
         assert not collectives
-        same(found, plain(x))
+        same(actual, plain(x))
 
 
 def batch_norms_that_run_as_they_were_written_are_the_groups(rank: int) -> None:
@@ -185,8 +185,8 @@ def batch_norms_that_run_as_they_were_written_are_the_groups(rank: int) -> None:
     model = synchronised(copy.deepcopy(plain.double()))
     convert(model)
     with pytest.warns(UserWarning, match="plain batch norms: what follows bn"):
-        found = model(x, normal=False)
-    same(found, plain(whole, normal=False).split(UNEVEN)[rank])
+        actual = model(x, normal=False)
+    same(actual, plain(whole, normal=False).split(UNEVEN)[rank])
     same(model.bn.running_var, plain.bn.running_var)
 
     plain = Shifted(RESIDUALS["of another dtype"]).double()

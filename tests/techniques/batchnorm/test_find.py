@@ -1,4 +1,4 @@
-"""What cannot be converted is left as it was, with a reason."""
+"""Batch norms that cannot be converted: each is left as it was, with a reason."""
 
 from __future__ import annotations
 

@@ -61,9 +61,9 @@ class TestBatchNorm(SeveralModels):
 
     @pytest.fixture
     def technique(self) -> BatchNorm:
-        found = techniques()["batchnorm"]
-        assert isinstance(found, BatchNorm)
-        return found
+        actual = techniques()["batchnorm"]
+        assert isinstance(actual, BatchNorm)
+        return actual
 
 
 def test_it_offers_every_pair_that_saves_and_one_option_for_each_spacing_of_joins() -> None:
@@ -93,7 +93,7 @@ def test_the_estimate_from_the_price_is_near_the_traced_peak(name: str) -> None:
 
 
 def test_removed_bytes_are_the_outputs_that_are_no_longer_kept() -> None:
-    """Of each ReLU behind a batch norm one buffer; of each leaky ReLU, which keeps its input, two."""
+    """One buffer of each ReLU behind a batch norm; of each leaky ReLU, which keeps its input, two."""
     work = residual(depth=2)
     plain = profile(work, fake=True)
     one = BatchNorm().options(plain)[0]
@@ -130,9 +130,9 @@ def test_the_tolerance_holds_for_another_rounding(name: str) -> None:
     work = zoo.small(name)
     expected = run(work)
     with convert(work.model, "checkpoint_xhat"):
-        found = run(work)
-    assert any(not torch.equal(found[key], value) for key, value in expected.items())
-    assert_agree(found, expected, BatchNorm().check(Option("batchnorm", (), BatchNormConfig())))
+        actual = run(work)
+    assert any(not torch.equal(actual[key], value) for key, value in expected.items())
+    assert_agree(actual, expected, BatchNorm().check(Option("batchnorm", (), BatchNormConfig())))
 
 
 def test_the_spacing_of_joins_reaches_the_layers() -> None:

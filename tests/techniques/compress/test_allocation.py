@@ -34,14 +34,14 @@ def test_bits_are_those_that_trying_all_finds():
         most = sum(layer.kept_bytes for layer in layers)
         for share in (0.0, 0.05, 0.2, 0.5, 0.9, 1.0):
             budget = int(least + share * (most - least))
-            found = allocate_bits(layers, budget)
+            actual = allocate_bits(layers, budget)
             costs = {
                 bits: sum(layer.cost(b) for layer, b in zip(layers, bits, strict=True))
                 for bits in itertools.product(CHOICES, repeat=len(layers))
                 if sum(layer.bytes(b) for layer, b in zip(layers, bits, strict=True)) <= budget
             }
-            assert found in costs
-            assert costs[found] == pytest.approx(min(costs.values()), rel=1e-12)
+            assert actual in costs
+            assert costs[actual] == pytest.approx(min(costs.values()), rel=1e-12)
 
 
 def test_a_budget_below_two_bits_is_refused_and_many_layers_are_no_matter():
@@ -80,8 +80,8 @@ def test_measured_variance_is_that_of_the_gradients():
         errors = []
         for seed in range(200):
             torch.manual_seed(seed)
-            (found,) = torch.autograd.grad(applied.work.compute_loss(), model[1].weight)
-            errors.append((found - expected).double().square().sum())
+            (actual,) = torch.autograd.grad(applied.work.compute_loss(), model[1].weight)
+            errors.append((actual - expected).double().square().sum())
     assert float(torch.stack(errors).mean()) == pytest.approx(layer.cost(2), rel=0.1)
 
 

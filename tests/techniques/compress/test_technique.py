@@ -39,13 +39,13 @@ def test_prices_are_exact_where_temporaries_are_not_at_the_peak():
     work, technique = gpt2(), Compress()
     plain = profile(work)
     for option in technique.options(plain)[1:2]:
-        found = predict(work, [option], plain)
+        actual = predict(work, [option], plain)
         price = technique.price(option, plain)
         assert price.fidelity is Fidelity.APPROXIMATE
-        assert estimate_peak(plain.graph, [price]) == pytest.approx(found.peak_bytes, rel=0.05)
+        assert estimate_peak(plain.graph, [price]) == pytest.approx(actual.peak_bytes, rel=0.05)
         stored = sum(i.bytes for i in price.added if not i.why.startswith("temporaries"))
         removed = sum(i.bytes for i in price.removed)
-        assert found.saved_bytes == plain.saved_bytes - removed + stored
+        assert actual.saved_bytes == plain.saved_bytes - removed + stored
 
 
 class Sharp(nn.Module):
@@ -77,8 +77,8 @@ def test_what_attention_and_log_sums_read_is_priced_and_measured_as_kept():
         gc.collect()
         before = {id(each) for each in gc.get_objects() if type(each) is nn_compress._Record}
         loss = applied.work.compute_loss()
-        found = [each for each in gc.get_objects() if type(each) is nn_compress._Record and id(each) not in before]
-    assert stored == sum(record._codes.unpack().nbytes for record in found) > 0
+        actual = [each for each in gc.get_objects() if type(each) is nn_compress._Record and id(each) not in before]
+    assert stored == sum(record._codes.unpack().nbytes for record in actual) > 0
     del loss
 
 

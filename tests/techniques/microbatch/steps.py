@@ -31,27 +31,27 @@ def mlp(samples: int = 7, *, loss: Callable[[nn.Module, Any], Tensor] = cross_en
 
 
 def step(work: Workload) -> Outcome:
-    """What a step from a fixed seed leaves; buffers are put back."""
+    """Run a step from a fixed seed and return its results; restore buffers."""
     buffers = {name: value.clone() for name, value in work.model.named_buffers()}
     torch.manual_seed(1)
     work.model.zero_grad()
     loss = work.compute_loss()
     loss.backward()
-    found = {"loss": loss.detach()}
-    found |= {f"{name}.grad": p.grad.clone() for name, p in work.model.named_parameters() if p.grad is not None}
+    actual = {"loss": loss.detach()}
+    actual |= {f"{name}.grad": p.grad.clone() for name, p in work.model.named_parameters() if p.grad is not None}
     for name, value in work.model.named_buffers():
-        found[name] = value.clone()
+        actual[name] = value.clone()
         value.copy_(buffers[name])
     work.model.zero_grad()
-    return found
+    return actual
 
 
-def assert_same(found: Outcome, expected: Outcome, rtol: float = 1e-12) -> None:
+def assert_same(actual: Outcome, expected: Outcome, rtol: float = 1e-12) -> None:
     """In the norm of each tensor; what is 0 but for rounding is measured by the largest gradient."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     largest = max(float(value.double().norm()) for name, value in expected.items() if name.endswith(".grad"))
     for name, value in expected.items():
-        error = float((found[name].double() - value.double()).norm())
+        error = float((actual[name].double() - value.double()).norm())
         assert error <= rtol * max(float(value.double().norm()), largest * 1e-3), name
 
 

@@ -96,8 +96,8 @@ def test_hooks_around_the_whole_step_hide_no_count() -> None:
     work = replace(mlp(8), batch=(mlp(8).batch[0], IGNORED))
     pieces = lowtide.microbatch(work, 3)
     with save_on_cpu():
-        found = step(pieces)
-    assert_same(found, step(work))
+        actual = step(pieces)
+    assert_same(actual, step(work))
 
 
 def test_a_count_that_cannot_be_seen_is_asked_for() -> None:
@@ -138,6 +138,6 @@ def test_compiled_modules_run_compiled_while_counts_are_seen(leaves_python: bool
     model.compile(backend=backend)
     pieces = lowtide.microbatch(replace(plain, model=model), 4, reduction="mean")
     for _ in range(2):
-        found = {name.removeprefix("inner."): value for name, value in step(pieces).items()}
-        assert_same(found, expected)
+        actual = {name.removeprefix("inner."): value for name, value in step(pieces).items()}
+        assert_same(actual, expected)
     assert len(graphs) == (0 if leaves_python else 1)

@@ -80,8 +80,8 @@ def test_batches_are_any_pytree_and_what_is_no_tensor_passes_through() -> None:
     batch = {"pair": [(x, y)], "what": "train", "scale": scale}
     expected = step(replace(work, loss=nested, batch=batch))
     assert_same(step(lowtide.microbatch(replace(work, loss=nested, batch=batch), 4)), expected)
-    found = replace(work, loss=lambda m, b: cross_entropy(m, (b.ids, b.labels)), batch=Sentences(x, y))
-    assert_same(step(lowtide.microbatch(found, 4)), step(work))
+    actual = replace(work, loss=lambda m, b: cross_entropy(m, (b.ids, b.labels)), batch=Sentences(x, y))
+    assert_same(step(lowtide.microbatch(actual, 4)), step(work))
     alone = Workload(model, lambda m, x: m(x).square().mean(), x)
     assert_same(step(lowtide.microbatch(alone, 4)), step(alone))
 
@@ -124,12 +124,12 @@ def test_batches_are_any_mapping_too(kind: Any) -> None:
         return Encoding(items, ["a"]) if kind is Encoding else kind(items)
 
     batch = make({"ids": x, "labels": y, "name": "train", "more": [make({"mask": torch.ones(6)})]})
-    found = replace(work, loss=loss, batch=batch)
-    assert_same(step(lowtide.microbatch(found, 4, reduction="mean")), step(work))
+    actual = replace(work, loss=loss, batch=batch)
+    assert_same(step(lowtide.microbatch(actual, 4, reduction="mean")), step(work))
     assert seen == [4, 2]
     assert batch["ids"] is x
     assert len(batch["more"][0]["mask"]) == 6
-    assert_same(step(lowtide.microbatch(found, 4, split=("ids", "labels", "more"))), step(work))
+    assert_same(step(lowtide.microbatch(actual, 4, split=("ids", "labels", "more"))), step(work))
 
 
 def test_a_batch_whose_tensors_do_not_agree_is_refused_until_split_says_which() -> None:

@@ -103,8 +103,8 @@ def test_pieces_of_a_proved_loss_have_the_full_batch_s_gradients(name: str) -> N
     work = Workload(nn.Sequential(nn.Linear(4, 4)), loss, batch)
     expected = torch.autograd.grad(work.compute_loss(), list(work.model.parameters()))
     pieces = MicrobatchLoss(work, 4, proved=reduction)  # pyright: ignore[reportArgumentType]
-    found = torch.autograd.grad(pieces(work.model, batch), list(work.model.parameters()))
-    torch.testing.assert_close(found, expected)
+    actual = torch.autograd.grad(pieces(work.model, batch), list(work.model.parameters()))
+    torch.testing.assert_close(actual, expected)
 
 
 def mean_in_groups(m: nn.Module, b: Any) -> Tensor:

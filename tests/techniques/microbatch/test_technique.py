@@ -35,7 +35,7 @@ _proved: dict[tuple[str, str], Profile] = {}
 
 
 class TestContract(StepContract):
-    """Where nothing is random and no statistics are taken, pieces are the plain step but for roundoff."""
+    """Without random numbers and statistics of batches, pieces are the plain step but for roundoff."""
 
     name = "microbatch"
 
@@ -85,9 +85,9 @@ def test_a_checkpoint_inside_the_loss_moves_statistics_as_often_as_in_the_full_b
     work = normed(nn.BatchNorm2d(3))
     around = replace(work, loss=lambda m, b: checkpoint(cross_entropy, m, b, use_reentrant=False))
     with set_checkpoint_early_stop(False):  # or else a batch norm behind the last saved tensor runs but once
-        expected, found = step(around), step(lowtide.microbatch(around, 3))
+        expected, actual = step(around), step(lowtide.microbatch(around, 3))
     for name in ("0.running_mean", "0.running_var", "0.num_batches_tracked"):
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-12, atol=1e-14)
 
 
 def _ddp_reduces_once(rank: int) -> None:
@@ -97,10 +97,10 @@ def _ddp_reduces_once(rank: int) -> None:
     model = DistributedDataParallel(work.model)
     pieces = lowtide.microbatch(replace(work, model=model, batch=(x, y)), 3)
     for _ in range(2):
-        found = step(pieces)
+        actual = step(pieces)
         for name, value in expected.items():
             if name.endswith(".grad"):
-                torch.testing.assert_close(found[f"module.{name}"], value, rtol=1e-12, atol=1e-15)
+                torch.testing.assert_close(actual[f"module.{name}"], value, rtol=1e-12, atol=1e-15)
 
 
 test_on_two_ranks = on_two_ranks(_ddp_reduces_once)
@@ -190,8 +190,8 @@ def test_a_plan_for_an_unpadded_batch_is_verified_and_gives_a_padded_ones_gradie
     work.model.float()
     with lowtide.apply(plan, work) as planned:
         planned.loss((x, y)).backward()
-        found = {f"{name}.grad": p.grad for name, p in work.model.named_parameters()}
-    assert_same({"loss": expected["loss"], **found}, expected, rtol=1e-5)
+        actual = {f"{name}.grad": p.grad for name, p in work.model.named_parameters()}
+    assert_same({"loss": expected["loss"], **actual}, expected, rtol=1e-5)
 
 
 def test_a_price_counts_what_every_piece_repeats() -> None:
@@ -260,9 +260,9 @@ def test_a_plan_without_a_run_says_that_its_seconds_are_an_estimate(
 
     monkeypatch.setattr(technique_module, "best_seconds", full)
     only("microbatch")
-    found = lowtide.plan(mlp(64), "90%", engine="eager", allow="microbatch", fake=fake, tune=False)
-    assert found.options
-    assert "The seconds of microbatch are an estimate: it was not run." in found.notes
+    actual = lowtide.plan(mlp(64), "90%", engine="eager", allow="microbatch", fake=fake, tune=False)
+    assert actual.options
+    assert "The seconds of microbatch are an estimate: it was not run." in actual.notes
 
 
 def test_only_a_permitted_contender_is_measured(clock: list[tuple[int, int]], only: Callable[..., None]) -> None:
@@ -272,9 +272,9 @@ def test_only_a_permitted_contender_is_measured(clock: list[tuple[int, int]], on
         with contextlib.suppress(BudgetError):
             lowtide.plan(work, budget, engine="eager", allow=allow)
         assert not clock
-    found = lowtide.plan(work, "95%", engine="eager", allow="microbatch", tune=False)
+    actual = lowtide.plan(work, "95%", engine="eager", allow="microbatch", tune=False)
     assert clock == [(16, 0), (16, 8), (2, 1)]
-    assert not any("estimate" in note for note in found.notes)
+    assert not any("estimate" in note for note in actual.notes)
 
 
 def test_pieces_that_run_slowly_are_not_planned(monkeypatch: pytest.MonkeyPatch, only: Callable[..., None]) -> None:
@@ -330,12 +330,12 @@ def test_with_dropout_a_step_is_another_draw_of_the_same_distribution() -> None:
     x = torch.randn(samples, width, dtype=torch.float64)
     model = nn.Sequential(nn.Dropout(p), nn.Linear(width, 1, bias=False)).double()
     work = lowtide.microbatch(Workload(model, lambda m, x: m(x).mean(), x), 4)
-    found: list[Tensor] = []
+    actual: list[Tensor] = []
     for _ in range(draws):
         model.zero_grad()
         work.compute_loss().backward()
-        found.append(model[1].weight.grad[0])
-    drawn = torch.stack(found)
+        actual.append(model[1].weight.grad[0])
+    drawn = torch.stack(actual)
     variance = p / (1 - p) * x.square().sum(0) / samples**2
     error = (variance.sum() / draws).sqrt()
     assert (drawn.mean(0) - x.mean(0)).norm() <= 3 * error

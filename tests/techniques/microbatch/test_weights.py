@@ -145,10 +145,10 @@ def test_losses_that_cancel_are_told_apart(name: str, dtype: torch.dtype) -> Non
         return getattr((log - log.detach()).exp() * batch[1], name)()
 
     work = Workload(model, loss, (work.batch[0].to(dtype), advantages))
-    found, expected = step(lowtide.microbatch(work, 8)), step(work)
+    actual, expected = step(lowtide.microbatch(work, 8)), step(work)
     assert abs(expected.pop("loss")) < 1e-5
-    found.pop("loss")
-    assert_same(found, expected, rtol=1e-12 if dtype is torch.float64 else 1e-5)
+    actual.pop("loss")
+    assert_same(actual, expected, rtol=1e-12 if dtype is torch.float64 else 1e-5)
 
 
 def test_samples_that_count_nothing_do_not_hide_a_mean() -> None:
@@ -165,8 +165,8 @@ def test_trying_the_reduction_leaves_nothing_behind() -> None:
     model = nn.Sequential(nn.BatchNorm1d(5), *work.model, nn.Dropout(0.5)).double()
     work = replace(work, model=model)
     given, tried = (lowtide.microbatch(work, 4, reduction=r) for r in ("mean", "auto"))
-    expected, found = step(given), step(tried)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    expected, actual = step(given), step(tried)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
     assert model.training
     assert all(p.grad is None for p in model.parameters())
 

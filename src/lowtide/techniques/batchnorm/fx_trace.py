@@ -204,7 +204,7 @@ def _modes() -> tuple[Any, ...]:
 @contextmanager
 def _no_side_effects(module: nn.Module) -> Generator[None]:
     """Restore attributes and Python's random numbers; raise if they were changed."""
-    attributes = [(vars(part), content_of(vars(part))) for part in module.modules()]
+    attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
     containers = [
         (name, value, content_of(value))
         for held, _ in attributes
@@ -217,7 +217,7 @@ def _no_side_effects(module: nn.Module) -> Generator[None]:
         yield
     finally:
         for now, was in attributes:
-            changed += [name for name in {**was, **now} if now.get(name, ...) is not cast(Any, was).get(name, ...)]
+            changed += [name for name in {**was, **now} if now.get(name, ...) is not was.get(name, ...)]
             restore_content(now, was)
         for name, value, was in containers:
             changed += [] if has_content(value, was) else [name]

@@ -53,17 +53,19 @@ class Counting(TorchFunctionMode):
         An error where one of them has a count that nobody has seen.
         """
         nodes = list(nodes_behind(loss, lambda node: not _is_mean(node) and _is_small(node)))
-        return [Mean(node, *(getattr(node, "counted", None) or self._count(node))) for node in nodes if _is_mean(node)]
+        return [self._mean(node) for node in nodes if _is_mean(node)]
 
-    def _count(self, node: Any) -> tuple[Tensor, int]:
-        seen = self._seen.get(sequence_number(node))
+    def _mean(self, node: Any) -> Mean:
+        if (counted := getattr(node, "counted", None)) is not None:
+            return Mean(node, *counted)
         try:
-            return _saved(node)
+            return Mean(node, *_saved(node))
         except WorkloadError:
             self.needed = True
+            seen = self._seen.get(sequence_number(node))
             if seen is None:
                 raise
-            return seen
+            return Mean(node, *seen)
 
 
 # A mean is one number, and what is made of it on the way to the loss is small: behind large tensors there is none.

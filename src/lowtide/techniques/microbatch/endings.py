@@ -1,6 +1,6 @@
 """The last ops of a loss, looked at in every piece: another branch, or a divisor that is not the pieces' share.
 
-What a piece counts is found on the first batch, or proved for it. A later batch may take another branch of the loss, or
+The first batch tells what a piece counts, or a proof for it does. A later batch may take another branch of the loss, or
 show that the loss divides by a count of its own.
 """
 
