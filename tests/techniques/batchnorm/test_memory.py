@@ -95,22 +95,21 @@ def test_a_step_of_another_model_is_refused_and_nothing_is_changed() -> None:
     assert_plain(model)
 
 
-def test_a_step_that_cannot_be_predicted_is_refused_and_nothing_is_changed() -> None:
+def by_values(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).sum() * float(x.sum())
+
+
+def of_plain_layers(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if type(model.get_submodule("0")) is not nn.BatchNorm2d:
+        raise ValueError("not mine")
+    return model(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "match"), [(by_values, TraceError, "Leave out work="), (of_plain_layers, ValueError, "not mine")]
+)
+def test_a_step_that_cannot_be_predicted_or_converted_leaves_the_model_as_it_was(loss, error, match) -> None:
     work = chain()
-    by_values = Workload(work.model, lambda m, x: m(x).sum() * float(x.sum()), work.batch)
-    with pytest.raises(TraceError, match="Leave out work="):
-        convert(work.model, work=by_values)
-    assert_plain(work.model)
-
-
-def test_a_step_that_fails_once_converted_leaves_the_model_as_it_was() -> None:
-    work = chain()
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        if type(model.get_submodule("0")) is not nn.BatchNorm2d:
-            raise ValueError("not mine")
-        return work.loss(model, batch)
-
-    with pytest.raises(ValueError, match="not mine"):
+    with pytest.raises(error, match=match):
         convert(work.model, work=Workload(work.model, loss, work.batch))
     assert_plain(work.model)

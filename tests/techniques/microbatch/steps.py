@@ -24,10 +24,16 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def mlp(samples: int = 7, *, loss: Callable[[nn.Module, Any], Tensor] = cross_entropy) -> Workload:
+def mlp(
+    samples: int = 7,
+    *,
+    loss: Callable[[nn.Module, Any], Tensor] = cross_entropy,
+    targets: Tensor | None = None,
+) -> Workload:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    return Workload(model, loss, (torch.randn(samples, 5).double(), torch.randint(3, (samples,))))
+    drawn = torch.randn(samples, 5).double(), torch.randint(3, (samples,))
+    return Workload(model, loss, drawn if targets is None else (drawn[0], targets))
 
 
 def step(work: Workload) -> Outcome:
