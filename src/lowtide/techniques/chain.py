@@ -26,6 +26,7 @@ class Block:
 
     path: str
     position: int  # among its container's children
+    number: int  # among the blocks of all chains
     first: int  # its first op of the forward pass
     backward: int  # its first op of the backward pass
     end: int  # one past its last op
@@ -117,6 +118,7 @@ class Chains:
         return Block(
             path,
             position,
+            number,
             first=forward[0] if forward else len(graph.ops),
             backward=backward[0] if backward else len(graph.ops),
             end=ops[-1] + 1 if ops else 0,
@@ -127,12 +129,10 @@ class Chains:
     def spans(self, trees: dict[str, Tree]) -> list[Span]:
         """The segments of some containers' trees, outer ones before those inside."""
         spans: list[Span] = []
-        start = 0
         for chain in self.chains:
-            at = {block.position: start + i for i, block in enumerate(chain.blocks)}
+            at = {block.position: block.number for block in chain.blocks}
             for node in trees.get(chain.container, ()):
                 spans += _spans(node, at)
-            start += len(chain.blocks)
         return spans
 
     def recompute(self, spans: Sequence[Span]) -> tuple[list[Interval], list[Interval], float]:

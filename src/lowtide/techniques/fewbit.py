@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -64,16 +64,14 @@ def measure_inputs(model: nn.Module, run: Callable[[], object], *, limit: int = 
     """
     seen: dict[str, list[Tensor]] = {}
 
-    def watch(path: str) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> None:
-            flat = (inputs[0] if inputs else by_name["input"]).detach().flatten()
-            some = flat[:: max(1, -(-flat.numel() // limit))]
-            seen.setdefault(path, []).append(some.to("cpu", torch.float32, copy=True))
-
-        return hook
+    def note(path: str, _: nn.Module, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> None:
+        flat = (inputs[0] if inputs else by_name["input"]).detach().flatten()
+        some = flat[:: max(1, -(-flat.numel() // limit))]
+        seen.setdefault(path, []).append(some.to("cpu", torch.float32, copy=True))
 
     handles = [
-        module.register_forward_pre_hook(watch(path), with_kwargs=True) for path, module in _activations(model).items()
+        module.register_forward_pre_hook(partial(note, path), with_kwargs=True)
+        for path, module in _activations(model).items()
     ]
     try:
         run()

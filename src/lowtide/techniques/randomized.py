@@ -104,10 +104,11 @@ class RandomizedLinears(Technique):
         """Inputs are freed after the forward pass; sketches stay, one for all layers that read the same tensor."""
         inputs = _Inputs(profile.graph)
         sketch, sites = _sketch(option), set(option.site)
+        last_use, freed = inputs.graph.last_forward_use, [inputs.graph.storages[id] for id in inputs.freed(sites)]
         removed = [
-            Interval(inputs.bytes(storage), inputs.last_use[storage] + 1, inputs.death(storage), "sketched instead")
-            for storage in inputs.freed(sites)
-            if inputs.last_use[storage] + 1 < inputs.death(storage)
+            Interval(storage.bytes, last_use[storage.id] + 1, storage.death, "sketched instead")
+            for storage in freed
+            if last_use[storage.id] + 1 < storage.death
         ]
         return Price(
             Fidelity.UNBIASED,
@@ -167,7 +168,6 @@ class _Inputs:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.last_use = graph.last_forward_use
         self._products: dict[tuple[str, int], Op] = {}  # of the backward pass, by layer and storage of x
         linears = {path for path, kind in graph.modules if kind == "Linear"}
         casts: dict[tuple[str, int], int] = {}
@@ -195,12 +195,6 @@ class _Inputs:
             if r.x.storage in activations and all(path in linears and product for path, product in savers[r.x.storage])
         }
 
-    def bytes(self, storage: int) -> int:
-        return self.graph.storages[storage].bytes
-
-    def death(self, storage: int) -> int:
-        return self.graph.storages[storage].death
-
     def freed(self, sites: set[str]) -> list[int]:
         """The storages that only these layers keep."""
         return [storage for storage, keepers in self._savers.items() if keepers <= sites]
@@ -210,7 +204,7 @@ class _Inputs:
         freed = set(self.freed({path for path, _ in self.graph.modules}))
         paths: set[str] = set()
         for group in self._groups({r.path for r in self._reads}):
-            freed_bytes = sum(self.bytes(s) for s in {r.x.storage for r in group} & freed)
+            freed_bytes = sum(self.graph.storages[s].bytes for s in {r.x.storage for r in group} & freed)
             if freed_bytes > _bytes(group[0].x, sketch):
                 paths |= {r.path for r in group if r.x.storage in freed}
         return tuple(path for path, _ in self.graph.modules if path in paths)

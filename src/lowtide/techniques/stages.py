@@ -78,11 +78,10 @@ class BlockStages:
 
     def _units(self) -> list[Stage]:
         stages: list[Stage] = []
-        group = start = 0
+        group = 0
         share = _MOST / max(len(self.chains.blocks), _MOST)
         for chain in self.chains.chains:
-            number = {block.position: start + i for i, block in enumerate(chain.blocks)}
-            start += len(chain.blocks)
+            number = {block.position: block.number for block in chain.blocks}
             units = chain.units
             if chain.joined and share < 1 and units:
                 cuts = split([len(unit) for unit in units], max(1, round(len(units) * share)))
