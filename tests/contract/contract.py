@@ -180,18 +180,18 @@ class TechniqueContract:
                 expected |= statistics_of_layers(applied.work.model, once)
                 assert_agree(run(applied.work), expected, technique.check(option))
 
-    @pytest.mark.parametrize("change", ["odd", "single", "strided", "empty"])
-    def test_other_inputs_give_the_same_result_or_the_same_error(self, technique, work, option, change) -> None:
-        other = replace(work, batch=pytree.tree_map_only(Tensor, CHANGES[change], work.batch))
-        expected = run_or_error(other)
-        with technique.apply(other, [option]) as applied:
-            actual = run_or_error(applied.work)
-        if isinstance(expected, Exception):
-            assert type(actual) is type(expected)
-            assert str(actual) == str(expected)
-        else:
-            assert not isinstance(actual, Exception), actual
-            assert_agree(actual, expected, technique.check(option))
+    def test_other_inputs_give_the_same_result_or_the_same_error(self, technique, work, option) -> None:
+        for name, change in CHANGES.items():
+            other = replace(work, batch=pytree.tree_map_only(Tensor, change, work.batch))
+            expected = run_or_error(other)
+            with technique.apply(other, [option]) as applied:
+                actual = run_or_error(applied.work)
+            if isinstance(expected, Exception):
+                assert type(actual) is type(expected), name
+                assert str(actual) == str(expected), name
+            else:
+                assert not isinstance(actual, Exception), (name, actual)
+                assert_agree(actual, expected, technique.check(option))
 
     def test_gradient_accumulation_is_as_promised(self, technique, work, option) -> None:
         twice = replace(work, loss=lambda m, b: work.loss(m, b) + 0.5 * work.loss(m, b))

@@ -136,7 +136,7 @@ def test_the_smallest_options_are_smaller_than_those_of_segments_and_none_is_slo
 
 
 def test_a_larger_budget_is_never_predicted_slower() -> None:
-    work = chain(8, batch=64)
+    work = chain(6, batch=64)
     plain = profile(work, fake=True)
     smallest = min(priced(plain, Optimal()))[0]
     shares = torch.linspace(1.02 * smallest / plain.peak_bytes, 1, 5).tolist()
