@@ -1,4 +1,4 @@
-"""What steps leave behind, and whether two of them agree: results as a check promises, models bit for bit."""
+"""Results of steps, and whether two of them agree: tensors as a check promises, models bit for bit."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 def run(work: Workload, *, steps: int = 1) -> Outcome:
     """Training steps from a fixed seed, and what they left; the model and the optimizer are put back after."""
-    found: Outcome = {}
-    with kept(work), torch.random.fork_rng(devices=[]):
+    actual: Outcome = {}
+    with restored(work), torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         for i in range(steps):
             work.model.zero_grad()
             loss = work.compute_loss()
             loss.backward()
-            found[f"loss {i}"] = loss.detach()
-            found |= {f"{n}.grad": p.grad.clone() for n, p in work.model.named_parameters() if p.grad is not None}
+            actual[f"loss {i}"] = loss.detach()
+            actual |= {f"{n}.grad": p.grad.clone() for n, p in work.model.named_parameters() if p.grad is not None}
             if work.optimizer is not None:
                 work.optimizer.step()
-        found |= {f"{name}, trained": p.detach().clone() for name, p in work.model.named_parameters()}
-        found |= {name: buffer.clone() for name, buffer in work.model.named_buffers()}
+        actual |= {f"{name}, trained": p.detach().clone() for name, p in work.model.named_parameters()}
+        actual |= {name: buffer.clone() for name, buffer in work.model.named_buffers()}
         work.model.zero_grad()
         if work.device.type == "cuda":
-            found["generator of the GPU"] = torch.cuda.get_rng_state()
-        return found | {"generator": torch.get_rng_state()}
+            actual["generator of the GPU"] = torch.cuda.get_rng_state()
+        return actual | {"generator": torch.get_rng_state()}
 
 
 def gradients(work: Workload) -> Tensor:
@@ -48,10 +48,10 @@ def gradients(work: Workload) -> Tensor:
     return torch.cat([p.grad.flatten() for p in work.model.parameters() if p.grad is not None])
 
 
-def distance(found: Outcome, exact: Outcome) -> float:
+def distance(actual: Outcome, exact: Outcome) -> float:
     """The norm of the error of all gradients."""
     names = [name for name in exact if name.endswith(".grad")]
-    return float(torch.stack([(found[name].double() - exact[name]).norm() for name in names]).norm())
+    return float(torch.stack([(actual[name].double() - exact[name]).norm() for name in names]).norm())
 
 
 def statistics_of_layers(model: nn.Module, outcome: Outcome) -> Outcome:
@@ -92,23 +92,23 @@ def run_or_error(work: Workload) -> Outcome | Exception:
         return error
 
 
-def assert_agree(found: Outcome, expected: Outcome, check: Check) -> None:
+def assert_agree(actual: Outcome, expected: Outcome, check: Check) -> None:
     """Results as a check promises. Random ones only where they are exact: before the first gradient."""
     if not check.leaves_gradients:
         expected = {name: value for name, value in expected.items() if not name.endswith(".grad")}
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     exact = check.fidelity <= Fidelity.ROUNDOFF
     if check.fidelity is Fidelity.ROUNDOFF and not check.rtol:
         check = replace(check, rtol=1.3e-6, atol=1e-5)  # as torch.testing.assert_close has them for float32
     for name, value in expected.items():
         if name.startswith("generator") and not exact:
             continue
-        new, old = found[name].double(), value.double()
+        new, old = actual[name].double(), value.double()
         # An empty batch has a mean of nan, with and without.
         assert torch.equal(new.isnan(), old.isnan()), name
         if check.fidelity is Fidelity.CHANGED:
             continue
-        assert found[name].dtype == value.dtype, name
+        assert actual[name].dtype == value.dtype, name
         if check.fidelity is Fidelity.UNBIASED and name.endswith((".grad", ", trained")):
             continue
         new, old = new.nan_to_num(123.0), old.nan_to_num(123.0)
@@ -152,8 +152,8 @@ def assert_restored(model: nn.Module, before: Snapshot) -> None:
 
 
 @contextmanager
-def kept(work: Workload) -> Iterator[None]:
-    """Put parameters, buffers and the optimizer's state back."""
+def restored(work: Workload) -> Iterator[None]:
+    """Restore parameters, buffers and the optimizer's state."""
     before = {name: value.clone() for name, value in work.model.state_dict().items()}
     state = None if work.optimizer is None else copy.deepcopy(work.optimizer.state_dict())
     try:

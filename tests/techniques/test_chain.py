@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,12 @@ def chains(model: nn.Module, *shape: int) -> Chains:
     return Chains(profile(work, fake=True))
 
 
-def found(model: nn.Module, *shape: int) -> dict[str, list[int]]:
-    result: dict[str, list[int]] = {}
+def blocks_of(model: nn.Module, *shape: int) -> dict[str, list[int]]:
+    """Positions of the blocks in each container's chains."""
+    positions: dict[str, list[int]] = {}
     for chain in chains(model, *shape).chains:
-        result.setdefault(chain.container, []).extend(block.position for block in chain.blocks)
-    return result
+        positions.setdefault(chain.container, []).extend(block.position for block in chain.blocks)
+    return positions
 
 
 def block(width: int = 4) -> nn.Module:
@@ -79,39 +81,36 @@ def test_split_gives_as_many_parts_as_asked_none_empty(weights: list[int], data:
     assert all(low < high for low, high in spans)
 
 
-def test_the_blocks_of_a_sequential_model_are_its_chain() -> None:
-    assert found(nn.Sequential(*(block() for _ in range(5))), 2, 4) == {"": [0, 1, 2, 3, 4]}
+def stage(blocks: int) -> nn.Sequential:
+    return nn.Sequential(*(block() for _ in range(blocks)))
 
 
-def test_what_is_inside_a_block_is_not_another_chain() -> None:
-    model = nn.Sequential(block(), block())  # each has three layers inside, more than there are blocks
-    assert list(found(model, 2, 4)) == [""]
+def noisy(last: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), last)
 
 
-def test_nested_sequentials_give_a_chain_each() -> None:
-    def stage(blocks: int) -> nn.Sequential:
-        return nn.Sequential(*(block() for _ in range(blocks)))
-
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), stage(3), stage(2), nn.Linear(4, 1))
-    assert found(model, 2, 3) == {"": [0, 1, 4], "2": [0, 1, 2], "3": [0, 1]}
-
-
-def test_a_list_inside_a_short_wrapper_is_found() -> None:
-    model = nn.Sequential(Wrapper([block() for _ in range(4)]), nn.Linear(4, 1))
-    assert found(model, 2, 4) == {"0.layers": [0, 1, 2, 3], "": [1]}
-    joined = {chain.container: chain.joined for chain in chains(model, 2, 4).chains}
-    assert joined == {"0.layers": False, "": True}
-
-
-def test_children_with_names_are_counted_by_their_place() -> None:
-    model = nn.Sequential()
-    for name in ("one", "two", "three"):
-        model.add_module(name, block())
-    assert found(model, 2, 4) == {"": [0, 1, 2]}
-
-
-def test_a_model_without_a_chain_has_none() -> None:
-    assert found(nn.Linear(3, 3), 2, 3) == {}
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (stage(2), {"": [0, 1]}),  # each has three layers inside, more than there are blocks
+        (
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), stage(3), stage(2), nn.Linear(4, 1)),
+            {"": [0, 1, 4], "2": [0, 1, 2], "3": [0, 1]},
+        ),
+        (
+            nn.Sequential(Wrapper([block() for _ in range(4)]), nn.Linear(4, 1)),
+            {"0.layers": [0, 1, 2, 3], "": [1]},
+        ),
+        (nn.Sequential(OrderedDict((name, block()) for name in ("one", "two", "three"))), {"": [0, 1, 2]}),
+        (nn.Linear(4, 3), {}),
+        # A checkpoint would stop in the noise of a function.
+        (nn.Sequential(*map(noisy, (nn.RReLU(), FunctionalRReLU(), nn.RReLU()))), {"": [0, 2]}),
+    ],
+    ids=["blocks", "stages", "a list in a wrapper", "names", "no chain", "noise"],
+)
+def test_chains_are_the_blocks_of_containers(model: nn.Module, expected: dict[str, list[int]]) -> None:
+    assert blocks_of(model, 2, 4) == expected
+    assert all(chain.joined == (not chain.container.endswith("layers")) for chain in chains(model, 2, 4).chains)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +149,3 @@ def test_a_block_that_draws_from_pythons_or_numpys_generator_is_in_no_chain(draw
     drawing = Drawing(nn.Linear(4, 4), nn.Tanh())
     model = nn.Sequential(*plain[:3], drawing, *plain[3:])
     assert [[b.position for b in chain.blocks] for chain in chains(model, 3, 4).chains] == [[0, 1, 2], [4, 5]]
-
-
-def test_a_block_in_whose_noise_a_checkpoint_would_stop_is_in_no_chain() -> None:
-    blocks = [nn.Sequential(nn.Linear(4, 4), last) for last in (nn.RReLU(), FunctionalRReLU(), nn.RReLU())]
-    assert found(nn.Sequential(*blocks), 3, 4) == {"": [0, 2]}

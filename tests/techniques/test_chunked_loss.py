@@ -1,6 +1,5 @@
 """Chunked loss in models that know nothing of it: found, replaced, priced, and taken back."""
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,6 @@ from lowtide.planning.prediction import apply_options, estimate_peak, predict
 from lowtide.techniques import replace_forward, techniques
 from lowtide.techniques.chunked_loss import ChunkedLoss, chunk_loss
 from lowtide.techniques.segments import Again
-from lowtide.techniques.sqrt import checkpoint_segments
 
 VOCAB = 211
 ids = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -79,10 +77,8 @@ WHOLE = {
 
 
 def gradients(model, use, autocast=False):
-    seen = []
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         logits = model(ids)
-        seen.append(logits)
         loss = use(logits)
     assert type(loss) is torch.Tensor
     chunked = isinstance(logits, LazyLogits) and logits.lazy.source.whole is None
@@ -97,12 +93,12 @@ def model():
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", [*CHUNKED, *WHOLE])
 def test_any_use_of_the_logits_gives_what_the_plain_model_gives(name, autocast):
-    made, use = model(), {**CHUNKED, **WHOLE}[name]
-    expected, _ = gradients(made, use, autocast)
-    with chunk_loss(made.head, 4):
-        found, chunked = gradients(made, use, autocast)
+    net, use = model(), {**CHUNKED, **WHOLE}[name]
+    expected, _ = gradients(net, use, autocast)
+    with chunk_loss(net.head, 4):
+        actual, chunked = gradients(net, use, autocast)
     assert chunked == (name in CHUNKED)
-    for mine, value in zip(found, expected, strict=True):
+    for mine, value in zip(actual, expected, strict=True):
         assert mine.dtype == value.dtype
         if autocast:  # both round gradients of logits to bf16, before and after they are divided by the count
             assert (mine - value).norm() <= 1e-2 * value.norm()
@@ -116,24 +112,12 @@ def copied_then_zeroed(z):
     return kept.flatten(0, 1)
 
 
-def rows_then_zeroed(z):
-    kept = z[:, ::2].contiguous()
-    z.detach().mul_(0)
-    return kept.flatten(0, 1)
-
-
 def view_of_a_copy(z):
     kept = z.float()
     some = kept[:, 1:]
     z.mul_(0)
     kept.mul_(3)
     return some.flatten(0, 1)
-
-
-def copy_that_is_none(z):
-    kept = z.contiguous().flatten(0, 1)
-    z.mul_(3)
-    return kept
 
 
 def gathered_then_zeroed(z):
@@ -143,27 +127,25 @@ def gathered_then_zeroed(z):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "use", [copied_then_zeroed, rows_then_zeroed, view_of_a_copy, copy_that_is_none, gathered_then_zeroed]
-)
+@pytest.mark.parametrize("use", [copied_then_zeroed, view_of_a_copy, gathered_then_zeroed])
 def test_copies_and_views_follow_writes_as_in_torch(use, dtype):
-    made = model().to(dtype)
+    net = model().to(dtype)
 
-    def found():
-        rows = use(made(ids))
+    def actual():
+        rows = use(net(ids))
         loss = F.cross_entropy(rows, ids.flatten()[: len(rows)])
-        return [rows.detach(), loss.detach(), *torch.autograd.grad(loss, list(made.parameters()))]
+        return [rows.detach(), loss.detach(), *torch.autograd.grad(loss, list(net.parameters()))]
 
-    expected = found()
-    with chunk_loss(made.head, 4):
-        for mine, value in zip(found(), expected, strict=True):
+    expected = actual()
+    with chunk_loss(net.head, 4):
+        for mine, value in zip(actual(), expected, strict=True):
             assert torch.equal(mine, value)
 
 
 def test_what_is_taken_of_logits_under_no_grad_has_no_gradient():
-    made = model().bfloat16()
-    with chunk_loss(made.head):
-        z = made(ids)
+    net = model().bfloat16()
+    with chunk_loss(net.head):
+        z = net(ids)
         with torch.no_grad():
             kept = z.float()
         losses = [F.cross_entropy(rows.flatten(0, 1), ids.flatten()) for rows in (kept, z.float())]
@@ -174,59 +156,15 @@ def test_what_is_taken_of_logits_under_no_grad_has_no_gradient():
         assert (z + 0).requires_grad
 
 
-def test_logits_look_like_logits_without_being_there():
-    made = model()
-    with chunk_loss(made.head):
-        z = made(ids)
-        assert isinstance(z, torch.Tensor)
-        assert (z.shape, z.dtype, z.device, z.dim(), len(z)) == ((2, 9, VOCAB), torch.float32, ids.device, 3, 2)
-        assert z.requires_grad
-        assert z.lazy.source.whole is None
-        copied = copy.deepcopy(z.detach())
-    assert torch.equal(copied, made(ids))
-    assert torch.equal(z.argmax(-1), made(ids).argmax(-1))
-
-
-def test_without_gradients_logits_are_whole():
-    made = model()
-    with chunk_loss(made.head), torch.no_grad():
-        assert type(made(ids)) is torch.Tensor
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_logits_asked_for_after_their_weight_changed_are_refused(fused):
-    made = model()
-    optimizer = torch.optim.AdamW(made.parameters(), fused=fused)
-    with chunk_loss(made.head, path="head"):
-        z = made(ids)
-        F.cross_entropy(z.flatten(0, 1), ids.flatten()).backward()
-        before = made(ids).argmax(-1)
-        optimizer.step()
-        with pytest.raises(LowtideError, match=r"changed \(head\)"):
-            z.argmax(-1)
-    assert before.shape == ids.shape
-
-
-def test_a_compiled_loss_and_a_compiled_model_are_right():
-    torch._dynamo.reset()
-    made = model()
-    expected, _ = gradients(made, CHUNKED["flatten"])
-    with chunk_loss(made.head):
-        compiled = torch.compile(made, backend="eager")
-        found, _ = gradients(compiled, CHUNKED["flatten"])
-    for mine, value in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, value)
-
-
 def test_applying_it_twice_or_to_what_is_no_plain_linear_is_refused():
-    made = model()
-    with chunk_loss(made.head), pytest.raises(LowtideError, match="already"):
-        chunk_loss(made.head)
-    assert "forward" not in made.head.__dict__
-    with replace_forward(Again(made.head)), pytest.raises(LowtideError, match="Linear"):
-        chunk_loss(made.head)
+    net = model()
+    with chunk_loss(net.head), pytest.raises(LowtideError, match="already"):
+        chunk_loss(net.head)
+    assert "forward" not in net.head.__dict__
+    with replace_forward(Again(net.head)), pytest.raises(LowtideError, match="Linear"):
+        chunk_loss(net.head)
     with pytest.raises(LowtideError, match="Linear"):
-        chunk_loss(made.norm)  # pyright: ignore
+        chunk_loss(net.norm)  # pyright: ignore
 
 
 # -- found in a profile ------------------------------------------------------------------------------------
@@ -288,42 +226,19 @@ def test_the_logits_are_never_whole_in_a_gpus_step():
     assert not any("log_softmax" in name for name in names)
 
 
-@pytest.mark.parametrize("order", ["chunked first", "checkpoints first"])
-def test_it_goes_together_with_checkpoints(order):
-    work = small(layers=4)
-    blocks, head = work.model.get_submodule("blocks"), work.model.get_submodule("head")
-
-    def run():
-        torch.manual_seed(0)
-        work.model.zero_grad()
-        work.compute_loss().backward()
-        return {name: p.grad.clone() for name, p in work.model.named_parameters()}
-
-    expected = run()
-    plain = profile(work)
-    changes = [lambda: chunk_loss(head, 16), lambda: checkpoint_segments(blocks, 4)]
-    first, second = changes if order == "chunked first" else changes[::-1]
-    with first(), second():
-        found = run()
-        both = profile(work)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value)
-    assert both.peak_bytes < 0.7 * plain.peak_bytes
-    assert torch.equal(run()["tokens.weight"], expected["tokens.weight"])
-
-
-def test_a_head_inside_a_checkpointed_segment_is_right():
+def test_a_head_inside_recomputed_segments_is_right_and_saves():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 100))
-    batch = torch.randn(6, 8), torch.randint(100, (6,))
+    batch = torch.randn(64, 8), torch.randint(100, (64,))
     work = Workload(net, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch)
     plain = profile(work)
     expected = torch.autograd.grad(work.compute_loss(), list(net.parameters()))
-    options = [ChunkedLoss().options(plain)[0], techniques()["sqrt"].options(plain)[0]]
-    with apply_options(work, options) as applied:
-        found = torch.autograd.grad(applied.work.compute_loss(), list(net.parameters()))
-    for mine, value in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, value)
+    options = [ChunkedLoss().options(plain)[-1], techniques()["sqrt"].options(plain)[0]]
+    for both in (options, options[::-1]):
+        with apply_options(work, both) as applied:
+            gradients = torch.autograd.grad(applied.work.compute_loss(), list(net.parameters()))
+            assert profile(applied.work).peak_bytes < 0.8 * plain.peak_bytes
+        torch.testing.assert_close(gradients, expected)
 
 
 def test_a_loss_of_logits_whose_weight_was_stepped_since_is_refused():

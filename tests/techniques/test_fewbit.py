@@ -19,6 +19,7 @@ from lowtide.techniques.fewbit import FewBitActivations, keep_few_bits, measure_
 from lowtide.workload import Workload
 from tests.contract.contract import SeveralModels
 from tests.contract.outcomes import run
+from tests.soak import SOAK
 
 
 def build(model, *shape):
@@ -68,7 +69,8 @@ def test_the_price_of_a_layer_is_its_bytes(name):
     work = make(name)
     plain = profile(work, fake=True)
     technique = FewBitActivations()
-    for option in technique.options(plain):
+    options = technique.options(plain)
+    for option in options if SOAK else (options[0], options[-3]):  # the exact ones alone, and 3 bits
         price = technique.price(option, plain)
         after = predict(work, [option], plain)
         codes = sum(i.bytes for i in price.added if i.why.startswith("codes"))
@@ -88,15 +90,9 @@ def test_three_bits_keep_three_of_thirty_two():
     assert plain.saved_bytes - after.saved_bytes == 8 * 64 * 4 - 8 * 64 * 3 // 8
 
 
-def test_what_the_next_layer_keeps_anyway_is_not_offered():
-    relu = build(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 5)), 8, 16)
-    tanh = build(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 5)), 8, 16)
-    assert not FewBitActivations().options(profile(relu))
-    assert not FewBitActivations().options(profile(tanh))
-
-
-def test_what_keeps_few_bits_already_is_not_offered():
-    work = build(nn.Sequential(nn.Linear(16, 64), fewbit.GELU(), nn.Dropout(0.1), nn.Linear(64, 5)), 8, 16)
+@pytest.mark.parametrize("layers", [[nn.ReLU()], [nn.Tanh()], [fewbit.GELU(), nn.Dropout(0.1)]])
+def test_what_the_next_layer_keeps_anyway_or_is_in_few_bits_already_is_not_offered(layers):
+    work = build(nn.Sequential(nn.Linear(16, 64), *layers, nn.Linear(64, 5)), 8, 16)
     assert not FewBitActivations().options(profile(work))
 
 
@@ -116,11 +112,11 @@ def test_fewer_bits_are_further_from_the_plain_gradients():
     work = make("smooth")
     expected = run(work)
     errors = []
-    for option in FewBitActivations().options(profile(work))[1:]:
+    for option in FewBitActivations().options(profile(work))[1::2]:
         with FewBitActivations().apply(work, [option]):
-            found = run(work)
-        assert torch.equal(found["loss 0"], expected["loss 0"])
-        difference = sum(float((found[n] - expected[n]).norm() ** 2) for n in expected if n.endswith(".grad"))
+            actual = run(work)
+        assert torch.equal(actual["loss 0"], expected["loss 0"])
+        difference = sum(float((actual[n] - expected[n]).norm() ** 2) for n in expected if n.endswith(".grad"))
         errors.append(math.sqrt(difference / sum(float(g.norm() ** 2) for n, g in expected.items() if "grad" in n)))
     assert errors == sorted(errors)
     assert errors[0] < 0.02
@@ -148,17 +144,12 @@ def test_measured_inputs_make_better_slopes():
     seen = measure_inputs(model, lambda: model(x))
     assert torch.equal(seen["1"], model[0](x).detach().flatten()[:: 512 * 256 // len(seen["1"])])
 
+    (expected,) = torch.autograd.grad(model(x).square().sum(), model[0].weight)
+
     def error(density):
-        gradients = []
-        for bits in (None, 3):
-            model.zero_grad()
-            if bits is None:
-                model(x).square().sum().backward()
-            else:
-                with keep_few_bits(model, bits, density=density):
-                    model(x).square().sum().backward()
-            gradients.append(model[0].weight.grad.clone())
-        return float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
+        with keep_few_bits(model, 3, density=density):
+            (gradient,) = torch.autograd.grad(model(x).square().sum(), model[0].weight)
+        return float((gradient - expected).norm())
 
     assert error(seen) < 0.7 * error("normal")
 
@@ -190,5 +181,5 @@ def test_a_number_changed_after_is_respected():
     with keep_few_bits(model):
         model[1].alpha = 0.3
         x = torch.randn(5, 4)
-        found = model(x)
-    assert torch.equal(found, model(x))
+        actual = model(x)
+    assert torch.equal(actual, model(x))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from torch import nn
 
@@ -27,7 +29,11 @@ def test_forwards_stack_and_unstack() -> None:
     with pytest.raises(LowtideError, match="reverse order"):
         first()
     second()
-    assert "forward" in module.__dict__
+    twin = copy.deepcopy(module)
+    assert twin.forward.module is twin
+    del twin.forward
+    assert twin(1.0) == 1.0
+    assert module(1.0) == 2.0
 
 
 def test_a_forward_that_somebody_else_put_there_comes_back() -> None:

@@ -21,18 +21,20 @@ def test_the_chain_says_of_its_schedules_what_their_price_says() -> None:
     work = chain(8, batch=64)
     plain = profile(work, fake=True)
     stages = BlockStages(Chains(plain))
-    made = stages.chain
+    stage_chain = stages.chain
     assert [stage.positions for stage in stages.stages] == [*((i,) for i in range(8)), ()]
-    whole = simulate(made, keep_all(made)).peak_bytes
+    whole = simulate(stage_chain, keep_all(stage_chain)).peak_bytes
     for schedule in (
-        recursive(made, stages.segment_ends),
-        OptimalSchedules(made, 500, stages.segment_ends).schedule(whole // 2),
+        recursive(stage_chain, stages.segment_ends),
+        OptimalSchedules(stage_chain, 500, stages.segment_ends).schedule(whole // 2),
     ):
         option = Option("optimal", ("",), SegmentConfig(tuple(stages.trees(schedule).values())))
         price = Optimal().price(option, plain)
-        assert price.seconds == pytest.approx(schedule.forward_seconds(made) - sum(made.forward_seconds), rel=1e-6)
+        assert price.seconds == pytest.approx(
+            schedule.forward_seconds(stage_chain) - sum(stage_chain.forward_seconds), rel=1e-6
+        )
         saved = plain.peak_bytes - estimate_peak(plain.graph, [price])
-        assert saved == pytest.approx(whole - simulate(made, schedule).peak_bytes, rel=0.1)
+        assert saved == pytest.approx(whole - simulate(stage_chain, schedule).peak_bytes, rel=0.1)
 
 
 def test_several_chains_share_one_budget() -> None:

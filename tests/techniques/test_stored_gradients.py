@@ -15,6 +15,7 @@ from lowtide.techniques.stored_gradients import StoredGradientsConfig
 from tests.contract.contract import StepContract
 from tests.contract.outcomes import run
 from tests.contract.workloads import WORKLOADS, seeded, wide
+from tests.soak import in_soak
 
 NAME = "stored_gradients"
 
@@ -27,15 +28,14 @@ class TestContract(StepContract):
     name = NAME
 
 
-@pytest.mark.parametrize("bits", ["16bit", "8bit"])
-@pytest.mark.parametrize("device", [None, "h200"])
+@pytest.mark.parametrize(("bits", "device"), [("16bit", None), ("8bit", "h200")])
 def test_what_waits_for_the_step_is_what_the_price_says(bits, device):
-    work = lowtide.zoo.workload("gpt2", layers=2, width=64, heads=4, vocab=512, batch=2, seq=16, optimizer="adamw")
+    work = lowtide.zoo.workload("gpt2", layers=1, width=64, heads=4, vocab=512, batch=2, seq=16, optimizer="adamw")
     plain = profile(work, fake=device is not None, device=device)
-    found = predict(work, [option(bits)], plain)
+    actual = predict(work, [option(bits)], plain)
     counts = [p.numel() for p in work.model.parameters()]
     waiting = sum(packed_bytes(count, bits) for count in counts)
-    assert _live_after_backward(plain) - _live_after_backward(found) == 4 * sum(counts) - waiting
+    assert _live_after_backward(plain) - _live_after_backward(actual) == 4 * sum(counts) - waiting
     price = techniques()[NAME].price(option(bits), plain)
     first = plain.graph.phase_starts()["optimizer"] - 1
     added = sum(i.bytes for i in price.added if i.birth <= first + 1 and i.death == len(plain.graph.ops))
@@ -43,17 +43,17 @@ def test_what_waits_for_the_step_is_what_the_price_says(bits, device):
     assert sum(i.bytes for i in price.removed) == 4 * sum(counts)
     assert price.fidelity is Fidelity.CHANGED
     largest = 4 * max(counts)
-    assert int(found.graph.live_bytes("gradient").max()) == largest  # the tied embedding's, while it is packed
+    assert int(actual.graph.live_bytes("gradient").max()) == largest  # the tied embedding's, while it is packed
 
 
-def _live_after_backward(found):
-    last = max(op.index for op in found.graph.ops if op.phase == "backward")
-    return sum(s.bytes for s in found.graph.on_device if s.birth <= last and s.death > last + 1)
+def _live_after_backward(actual):
+    last = max(op.index for op in actual.graph.ops if op.phase == "backward")
+    return sum(s.bytes for s in actual.graph.on_device if s.birth <= last and s.death > last + 1)
 
 
-@pytest.mark.parametrize("bits", ["16bit", "8bit"])
+@pytest.mark.parametrize("bits", ["8bit", *in_soak(["16bit"])])
 def test_the_estimate_is_near_the_trace(bits):
-    work = lowtide.zoo.workload("gpt2", layers=4, width=256, heads=4, vocab=2000, batch=1, seq=32, optimizer="adamw")
+    work = lowtide.zoo.workload("gpt2", layers=2, width=256, heads=4, vocab=2000, batch=1, seq=16, optimizer="adamw")
     plain = profile(work)
     price = techniques()[NAME].price(option(bits), plain)
     exact = predict(work, [option(bits)], plain).peak_bytes
@@ -62,7 +62,7 @@ def test_the_estimate_is_near_the_trace(bits):
 
 
 def test_a_plan_uses_it_when_it_is_allowed_and_takes_it_back():
-    work = lowtide.zoo.workload("gpt2", layers=2, width=128, heads=4, vocab=2000, batch=1, seq=8, optimizer="adamw")
+    work = lowtide.zoo.workload("gpt2", layers=1, width=128, heads=4, vocab=2000, batch=1, seq=8, optimizer="adamw")
     plan = lowtide.plan(work, "95%", allow=NAME, engine="eager")
     assert [option.technique for option in plan.options] == [NAME]
     assert lowtide.verify(work, plan).ok
@@ -73,16 +73,15 @@ def test_a_plan_uses_it_when_it_is_allowed_and_takes_it_back():
     assert all(p.grad is not None for p in work.model.parameters())
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize(("bits", "near"), [("16bit", 0.01), ("8bit", 0.05)])
-def test_a_step_is_near_the_plain_one(name, bits, near):
-    work = WORKLOADS[name]()
+def test_a_step_is_near_the_plain_one(bits, near):
+    work = WORKLOADS["convnet"]()
     expected, start = run(work), {n: p.detach().clone() for n, p in work.model.named_parameters()}
     with techniques()[NAME].apply(work, [option(bits)]) as applied:
-        found = run(applied.work)
+        actual = run(applied.work)
     for key, before in start.items():
         moved = expected[f"{key}, trained"] - before
-        assert (found[f"{key}, trained"] - expected[f"{key}, trained"]).norm() <= near * moved.norm() + 1e-6
+        assert (actual[f"{key}, trained"] - expected[f"{key}, trained"]).norm() <= near * moved.norm() + 1e-6
 
 
 def test_a_batch_in_pieces_is_rounded_once():
@@ -95,14 +94,6 @@ def test_a_batch_in_pieces_is_rounded_once():
         work.optimizer.step()
 
 
-def test_a_step_in_backward_leaves_nothing_to_store():
-    work = seeded(wide)()
-    both = [option("8bit"), Option("optimizer_in_backward", ("",))]
-    for options in (both, both[::-1]):
-        with pytest.raises(PlanError, match="cannot be in one plan"):
-            apply_options(work, options)
-
-
 def test_16_bits_are_no_gain_for_16_bit_gradients():
     work = seeded(wide)()
     batch = work.batch[0].bfloat16()
@@ -113,17 +104,6 @@ def test_16_bits_are_no_gain_for_16_bit_gradients():
 def test_bits_that_no_gradient_is_stored_in_are_refused():
     with pytest.raises(PlanError, match="bits='4bit'"):
         option("4bit")
-
-
-def test_a_profile_changes_nothing():
-    work = seeded(wide)()
-    with techniques()[NAME].apply(work, [option("8bit")]) as applied:
-        profile(applied.work)
-        profile(applied.work, fake=True)
-        assert work.optimizer.param_groups[0]["gradient_roundings"] == 0
-    assert not work.optimizer.state
-    assert all(p.grad is None for p in work.model.parameters())
-    assert torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize("fake", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -25,6 +26,7 @@ class Block:
 
     path: str
     position: int  # among its container's children
+    number: int  # among the blocks of all chains
     first: int  # its first op of the forward pass
     backward: int  # its first op of the backward pass
     end: int  # one past its last op
@@ -32,13 +34,44 @@ class Block:
     glued: bool  # no segment can start with it: it writes into its input, or runs no op (nn.Flatten)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BlockChain:
     """Neighbouring blocks of one container."""
 
     container: str
     joined: bool  # the container itself is called, so that neighbours can share a segment
     blocks: tuple[Block, ...]
+
+    @cached_property
+    def units(self) -> list[tuple[int, ...]]:
+        """Positions of blocks, each with the glued ones behind it; those are left out where blocks are called alone."""
+        return join_glued([(block.position, block.glued) for block in self.blocks], joined=self.joined)
+
+    @cached_property
+    def weights(self) -> list[int]:
+        """Saved bytes of each unit."""
+        saved = {block.position: block.saved_bytes for block in self.blocks}
+        return [sum(saved[i] for i in unit) for unit in self.units]
+
+    @property
+    def fewest(self) -> int:
+        """Segments of a chain that is recomputed in as few as can be."""
+        return 1 if self.joined else len(self.units)
+
+
+def join_glued(blocks: Sequence[tuple[int, bool]], *, joined: bool) -> list[tuple[int, ...]]:
+    """Positions of blocks, each with those behind it that cannot start a segment.
+
+    >>> join_glued([(0, False), (1, True), (2, False)], joined=True)
+    [(0, 1), (2,)]
+    """
+    units: list[tuple[int, ...]] = []
+    for position, glued in blocks:
+        if not glued:
+            units.append((position,))
+        elif joined and units:
+            units[-1] += (position,)
+    return units
 
 
 class Chains:
@@ -85,6 +118,7 @@ class Chains:
         return Block(
             path,
             position,
+            number,
             first=forward[0] if forward else len(graph.ops),
             backward=backward[0] if backward else len(graph.ops),
             end=ops[-1] + 1 if ops else 0,
@@ -95,12 +129,10 @@ class Chains:
     def spans(self, trees: dict[str, Tree]) -> list[Span]:
         """The segments of some containers' trees, outer ones before those inside."""
         spans: list[Span] = []
-        start = 0
         for chain in self.chains:
-            at = {block.position: start + i for i, block in enumerate(chain.blocks)}
+            at = {block.position: block.number for block in chain.blocks}
             for node in trees.get(chain.container, ()):
                 spans += _spans(node, at)
-            start += len(chain.blocks)
         return spans
 
     def recompute(self, spans: Sequence[Span]) -> tuple[list[Interval], list[Interval], float]:

@@ -8,7 +8,7 @@ takes them chunk by chunk.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from lowtide.nn.chunked_loss import chunk_rows
 from lowtide.nn.lazy_logits import lazy_logits
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.replaced_forward import Forward, apply_at_sites, replace_forward
-from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, Technique
 from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.graph import Graph, Op
 from lowtide.undo import Applied, Undo
@@ -69,14 +69,13 @@ class ChunkedLossConfig(Config):
         self.require("rows", int, least=1)
 
 
-class ChunkedLoss:
+class ChunkedLoss(Technique):
     """Cross entropy in chunks for the heads whose logits go nowhere else."""
 
     name = "chunked_loss"
     kind: Kind = "module"
     config: type[Config] = ChunkedLossConfig
     needs = "a nn.Linear whose output goes to cross entropy alone"
-    conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """Each such head, in chunks as large as is efficient, and in smaller ones."""
@@ -123,6 +122,7 @@ class _Head:
     features: int
     classes: int
     itemsize: int  # of the logits
+    product: int  # the op that computes the logits
     casts: bool  # whether the weight is copied to another dtype
     loss: int  # the op that has the losses of all rows
     storages: tuple[int, ...]  # the storages with the logits in any form, and their gradients
@@ -135,6 +135,8 @@ class _Head:
         for index in self.storages:
             storage = graph.storages[index]
             yield Interval(storage.bytes, storage.birth, storage.death, f"{storage.label} of {self.path}")
+        workspace = graph.ops[self.product].workspace_bytes
+        yield Interval(workspace, self.product, self.product + 1, f"the workspace of {self.path}")
         if self.input is not None:
             storage = graph.storages[self.input]
             if self.loss + 1 < storage.death:
@@ -142,10 +144,12 @@ class _Head:
 
     def added(self, graph: Graph, chunk: int) -> Iterator[Interval]:
         rows, wide = min(chunk, self.rows), max(self.itemsize, 4)
-        # The softmax widens 16 bits to 32 where it has no kernel for them.
-        widened = 4 if self.itemsize < 4 and graph.tensor_device == "cpu" else 0
         padding = kernels.padding(self.classes, graph.tensor_device)
-        size = rows * (self.classes + padding) * (self.itemsize + widened)
+        values = rows * (self.classes + padding)
+        # The softmax widens 16 bits to 32 where it has no kernel for them, once the product has freed its workspace.
+        widened = 4 * values if self.itemsize < 4 and graph.tensor_device == "cpu" else 0
+        workspace = math.ceil(graph.ops[self.product].workspace_bytes * rows / self.rows)
+        size = values * self.itemsize + max(widened, workspace)
         yield Interval(size, self.loss, self.loss + 1, f"a chunk of {self.path}")
         if padding and not self.casts:
             size = (self.classes + padding) * self.features * self.itemsize
@@ -209,25 +213,23 @@ def _head(graph: Graph, path: str, product: Op) -> _Head | None:
     if not ends:
         return None
     matrices = [value for value in product.inputs if len(value.shape) == 2]
+    given = matrices[0].storage
+    is_kept_alone = graph.savers.get(given) == {path} and graph.storages[given].category == "activation"
     return _Head(
         path=path,
         rows=logits.shape[0],
         features=matrices[0].shape[1],
         classes=logits.shape[1],
         itemsize=logits.bytes // max(math.prod(logits.shape), 1),
+        product=product.index,
         casts=graph.storages[matrices[1].storage].category == "activation",
         loss=loss.index,
         storages=(*sorted(storages | gradients),),
         others=(*others,),
-        input=_kept_alone(graph, path, matrices[0].storage),
+        input=given if is_kept_alone else None,
         back=ends[0].index,
         end=ends[-1].index + 1,
     )
-
-
-def _kept_alone(graph: Graph, path: str, storage: int) -> int | None:
-    """The storage, if nobody but the head keeps it for backward."""
-    return storage if graph.savers.get(storage) == {path} and graph.storages[storage].category == "activation" else None
 
 
 _PRODUCTS = ("mm", "addmm", "linear")

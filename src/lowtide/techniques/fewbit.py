@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from lowtide.nn.fewbit_tables import Density, Normal, table_of
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.replaced_forward import Forward, apply_at_sites, replace_forward
-from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, Technique
 from lowtide.tracing.graph import Graph, Op
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
@@ -64,16 +64,14 @@ def measure_inputs(model: nn.Module, run: Callable[[], object], *, limit: int = 
     """
     seen: dict[str, list[Tensor]] = {}
 
-    def watch(path: str) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> None:
-            flat = (inputs[0] if inputs else by_name["input"]).detach().flatten()
-            some = flat[:: max(1, -(-flat.numel() // limit))]
-            seen.setdefault(path, []).append(some.to("cpu", torch.float32, copy=True))
-
-        return hook
+    def note(path: str, _: nn.Module, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> None:
+        flat = (inputs[0] if inputs else by_name["input"]).detach().flatten()
+        some = flat[:: max(1, -(-flat.numel() // limit))]
+        seen.setdefault(path, []).append(some.to("cpu", torch.float32, copy=True))
 
     handles = [
-        module.register_forward_pre_hook(watch(path), with_kwargs=True) for path, module in _activations(model).items()
+        module.register_forward_pre_hook(partial(note, path), with_kwargs=True)
+        for path, module in _activations(model).items()
     ]
     try:
         run()
@@ -96,14 +94,13 @@ class FewBitConfig(Config):
             self.require("bound", float, least=0)
 
 
-class FewBitActivations:
+class FewBitActivations(Technique):
     """Codes in place of saved inputs, for the activations whose input or output nobody else keeps."""
 
     name = "fewbit"
     kind: Kind = "module"
     config: type[Config] = FewBitConfig
     needs = "an activation module (nn.GELU, nn.ReLU) that alone keeps what it saves; F.gelu(...) calls are out of reach"
-    conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """The exact ones with one bit; then all of them, with 8 bits to 1 for the curves."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from lowtide.optim.in_backward import step_in_backward
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, whole_step
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, Technique, whole_step
 from lowtide.undo import Applied
 from lowtide.workload import Workload
 
 
-class OptimizerInBackward:
+class OptimizerInBackward(Technique):
     """Each parameter is stepped as soon as its gradient is complete.
 
     The parameters after a step are a plain step's, bit for bit. Yet there are no gradients to look at, to clip or to
@@ -22,7 +22,6 @@ class OptimizerInBackward:
     kind: Kind = "step"
     config: type[Config] = Config
     needs = "an optimizer, and two or more parameters that get a gradient"
-    conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """One, for the whole step."""

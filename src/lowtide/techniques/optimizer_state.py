@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 from lowtide.optim.adamw8bit import LEAST
 from lowtide.optim.state import KINDS, lower_state
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, whole_step
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, Technique, whole_step
 from lowtide.tracing.graph import Storage
 from lowtide.undo import Applied
 from lowtide.workload import Workload
@@ -29,7 +29,7 @@ class OptimizerStateConfig(Config):
         self.require_one_of("state", KINDS)
 
 
-class OptimizerState:
+class OptimizerState(Technique):
     """Moments in 8 or 4 bits, or any optimizer's state on the host.
 
     Adam's and AdamW's are lowtide's own in 8 bits and torchao's in 4, SGD's momentum is bitsandbytes' in 8.
@@ -39,7 +39,6 @@ class OptimizerState:
     kind: Kind = "step"
     config: type[Config] = OptimizerStateConfig
     needs = f"moments of Adam, AdamW or SGD of {LEAST} values or more, or an optimizer with a state on a GPU"
-    conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """One for each kind that would save something."""

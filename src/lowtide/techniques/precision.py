@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from lowtide.techniques.technique import (
     Kind,
     Option,
     Price,
+    Technique,
     loss_for_peaks,
     whole_step,
 )
@@ -51,7 +52,7 @@ class PrecisionConfig(Config):
         self.require_one_of("rounding", ("", *ROUNDINGS))
 
 
-class Precision:
+class Precision(Technique):
     """The step in 16 bits.
 
     float16 gradients are scaled on their way and right where they arrive (``lowtide.optim.LossScale``).
@@ -61,7 +62,6 @@ class Precision:
     kind: Kind = "step"
     config: type[Config] = PrecisionConfig
     needs = "matrix products or convolutions in float32"
-    conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """Autocast to both dtypes, and weights in bfloat16 rounded in both ways."""

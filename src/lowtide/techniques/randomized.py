@@ -7,8 +7,9 @@ come on top, and is not offered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from lowtide.nn.randomized import randomized_linear
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.replaced_forward import Forward, apply_at_sites, module_at, replace_forward
-from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, Technique
 from lowtide.tracing.graph import Graph, Op, TensorView
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
@@ -85,14 +86,13 @@ class RandomizedConfig(Config):
             self.refuse("ratio", "is more than all rows")
 
 
-class RandomizedLinears:
+class RandomizedLinears(Technique):
     """Linear layers that keep a random sketch of their input: ``ratio`` times its bytes, and an unbiased gradient."""
 
     name = "randomized"
     kind: Kind = "module"
     config: type[Config] = RandomizedConfig
     needs = "a nn.Linear whose input nobody else keeps for backward"
-    conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """All layers whose input would be freed, for each ratio."""
@@ -104,10 +104,11 @@ class RandomizedLinears:
         """Inputs are freed after the forward pass; sketches stay, one for all layers that read the same tensor."""
         inputs = _Inputs(profile.graph)
         sketch, sites = _sketch(option), set(option.site)
+        last_use, freed = inputs.graph.last_forward_use, [inputs.graph.storages[id] for id in inputs.freed(sites)]
         removed = [
-            Interval(inputs.bytes(storage), inputs.last_use[storage] + 1, inputs.death(storage), "sketched instead")
-            for storage in inputs.freed(sites)
-            if inputs.last_use[storage] + 1 < inputs.death(storage)
+            Interval(storage.bytes, last_use[storage.id] + 1, storage.death, "sketched instead")
+            for storage in freed
+            if last_use[storage.id] + 1 < storage.death
         ]
         return Price(
             Fidelity.UNBIASED,
@@ -167,7 +168,6 @@ class _Inputs:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.last_use = graph.last_forward_use
         self._products: dict[tuple[str, int], Op] = {}  # of the backward pass, by layer and storage of x
         linears = {path for path, kind in graph.modules if kind == "Linear"}
         casts: dict[tuple[str, int], int] = {}
@@ -188,18 +188,12 @@ class _Inputs:
             savers.setdefault(saved.storage, set()).add((saved.needed_in, _is_product(saved.needed_by)))
         # A layer whose weight has no gradient keeps no input.
         self._reads = [r for r in reads if (r.path, True) in savers.get(r.x.storage, ())]
-        made = {s.id for s in graph.on_device if s.category == "activation"}
+        activations = {s.id for s in graph.on_device if s.category == "activation"}
         self._savers = {
             r.x.storage: {path for path, _ in savers[r.x.storage]}
             for r in self._reads
-            if r.x.storage in made and all(path in linears and product for path, product in savers[r.x.storage])
+            if r.x.storage in activations and all(path in linears and product for path, product in savers[r.x.storage])
         }
-
-    def bytes(self, storage: int) -> int:
-        return self.graph.storages[storage].bytes
-
-    def death(self, storage: int) -> int:
-        return self.graph.storages[storage].death
 
     def freed(self, sites: set[str]) -> list[int]:
         """The storages that only these layers keep."""
@@ -210,7 +204,7 @@ class _Inputs:
         freed = set(self.freed({path for path, _ in self.graph.modules}))
         paths: set[str] = set()
         for group in self._groups({r.path for r in self._reads}):
-            freed_bytes = sum(self.bytes(s) for s in {r.x.storage for r in group} & freed)
+            freed_bytes = sum(self.graph.storages[s].bytes for s in {r.x.storage for r in group} & freed)
             if freed_bytes > _bytes(group[0].x, sketch):
                 paths |= {r.path for r in group if r.x.storage in freed}
         return tuple(path for path, _ in self.graph.modules if path in paths)
@@ -251,20 +245,8 @@ class _Inputs:
 
     def _groups(self, sites: set[str]) -> list[list[_Read]]:
         """Reads of the same tensor one after the other, which share a sketch."""
-        groups: list[list[_Read]] = []
-        for read in self._reads:
-            if read.path in sites:
-                last = groups[-1][0] if groups else None
-                shares = last is not None and (last.source, last.x.shape, last.x.dtype) == (
-                    read.source,
-                    read.x.shape,
-                    read.x.dtype,
-                )
-                if shares:
-                    groups[-1].append(read)
-                else:
-                    groups.append([read])
-        return groups
+        reads = [read for read in self._reads if read.path in sites]
+        return [list(group) for _, group in groupby(reads, lambda read: (read.source, read.x.shape, read.x.dtype))]
 
 
 _SEED_BYTES = 8

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -66,7 +67,7 @@ def recompute(
         run,
         *tensors,
         use_reentrant=False,
-        context_fn=lambda: (_First(state), _Again(state)),
+        context_fn=lambda: (_first_run(state), _Again(state)),
         # A checkpoint stops once it has all saved tensors, and this layer saves its noise before it is drawn.
         early_stop=not any(isinstance(module, nn.RReLU) for module in state.modules),
     )
@@ -92,44 +93,39 @@ class _State:
     parameters: list[_Versioned] = field(default_factory=list[_Versioned])
 
 
-class _First:
-    """The first run: remember the modes, and the buffers that it changes."""
-
-    def __init__(self, state: _State) -> None:
-        self.state = state
-        self.before: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
-
-    def __enter__(self) -> None:
-        self.state.contents = [(holder, content_of(holder)) for holder in self.state.holders]
-        self.state.training = [module.training for module in self.state.modules]
-        self.before = [
-            (module, name, buffer, version_of(buffer), buffer.clone())
-            for module in self.state.modules
-            if not _ignores_statistics(module)
-            for name, buffer in own_buffers(module).items()
-            if buffer is not None
-        ]
-        # Whoever steps in backward may do so before this: what is behind such a parameter is then differentiated.
-        self.state.parameters = [
-            (module, name, parameter, version_of(parameter))
-            for module in self.state.modules
-            for name, parameter in own_parameters(module).items()
-            if parameter is not None and not parameter.is_inference() and not gradient_hooks(parameter)
-        ]
-
-    def __exit__(self, *exception: object) -> None:
-        self.state.contents = [held for held in self.state.contents if not has_content(*held)]
-        self.state.holders = []
-        self.state.buffers = [
+@contextmanager
+def _first_run(state: _State) -> Generator[None]:
+    """Note the modes, and the buffers that the first run changes."""
+    state.contents = [(holder, content_of(holder)) for holder in state.holders]
+    state.training = [module.training for module in state.modules]
+    before = [
+        (module, name, buffer, version_of(buffer), buffer.clone())
+        for module in state.modules
+        if not _ignores_statistics(module)
+        for name, buffer in own_buffers(module).items()
+        if buffer is not None
+    ]
+    # Whoever steps in backward may do so before this: what is behind such a parameter is then differentiated.
+    state.parameters = [
+        (module, name, parameter, version_of(parameter))
+        for module in state.modules
+        for name, parameter in own_parameters(module).items()
+        if parameter is not None and not parameter.is_inference() and not gradient_hooks(parameter)
+    ]
+    try:
+        yield
+    finally:
+        state.contents = [held for held in state.contents if not has_content(*held)]
+        state.holders = []
+        state.buffers = [
             (module, name, was)
-            for module, name, buffer, version, was in self.before
+            for module, name, buffer, version, was in before
             if own_buffers(module).get(name) is not buffer
             or version_of(buffer) != version
             or isinstance(module, NormBase)  # kernels write statistics without counting versions
         ]
-        self.before = []
         # A module that writes into its own weights, as an embedding with max_norm, will do so again.
-        self.state.parameters = [held for held in self.state.parameters if version_of(held[2]) == held[3]]
+        state.parameters = [held for held in state.parameters if version_of(held[2]) == held[3]]
 
 
 class _Again:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,10 +12,10 @@ from lowtide.chains import Tree
 from lowtide.compat.modules import own_children
 from lowtide.errors import LowtideError, PlanError
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.chain import BlockChain, Chains, leaves
+from lowtide.techniques.chain import Chains, join_glued, leaves
 from lowtide.techniques.recompute import recompute
 from lowtide.techniques.replaced_forward import Forward, apply_at_sites, replace_forward
-from lowtide.techniques.technique import Check, Config, Fidelity, Kind, Option, Price
+from lowtide.techniques.technique import Check, Config, Fidelity, Kind, Option, Price, Technique
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
@@ -49,13 +49,12 @@ class SegmentConfig(Config):
         return f"segments {self.segments}, levels {self.levels}"
 
 
-class SegmentTechnique:
+class SegmentTechnique(Technique):
     """All that techniques share that recompute segments; they differ in their options."""
 
     kind: Kind = "hold"
     config: type[Config] = SegmentConfig
     needs = "a nn.Sequential or nn.ModuleList of two or more blocks, which draw only from torch's own generators"
-    conflicts: Mapping[str, str] = {}
 
     def __init__(self) -> None:
         self._last: Chains | None = None
@@ -184,15 +183,10 @@ def sequential_units(sequential: nn.Sequential) -> list[tuple[int, ...]]:
             f"A {type(sequential).__name__} with its own forward cannot be cut into segments",
             hint="Pass a nn.Sequential of blocks.",
         )
-    units = _units([(i, _starts_in_place(block)) for i, block in enumerate(sequential)], joined=True)
+    units = join_glued([(i, _starts_in_place(block)) for i, block in enumerate(sequential)], joined=True)
     if not units:
         raise LowtideError("There is no block to recompute in this nn.Sequential")
     return units
-
-
-def chain_units(chain: BlockChain) -> list[tuple[int, ...]]:
-    """The same of a profiled chain; without those that cannot start a segment where blocks are called one by one."""
-    return _units([(block.position, block.glued) for block in chain.blocks], joined=chain.joined)
 
 
 def _starts_in_place(block: nn.Module) -> bool:
@@ -201,16 +195,6 @@ def _starts_in_place(block: nn.Module) -> bool:
         if not any(True for _ in layer.children()):
             return bool(getattr(layer, "inplace", False))
     return False
-
-
-def _units(blocks: Sequence[tuple[int, bool]], *, joined: bool) -> list[tuple[int, ...]]:
-    units: list[tuple[int, ...]] = []
-    for position, glued in blocks:
-        if not glued:
-            units.append((position,))
-        elif joined and units:
-            units[-1] += (position,)
-    return units
 
 
 def _is_tree(tree: object) -> bool:

@@ -16,7 +16,7 @@ from lowtide.chains import Tree
 from lowtide.errors import LowtideError
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.chain import BlockChain, split
-from lowtide.techniques.segments import SegmentConfig, SegmentTechnique, apply_tree, chain_units, sequential_units
+from lowtide.techniques.segments import SegmentConfig, SegmentTechnique, apply_tree, sequential_units
 from lowtide.techniques.technique import Config, Option
 from lowtide.undo import Undo
 
@@ -72,15 +72,14 @@ class Sqrt(SegmentTechnique):
 
     def options(self, profile: Profile) -> list[Option]:
         """From one segment per chain to one per block, in one or two levels, the last few kept or not."""
-        links = [_Link.of(chain) for chain in self.chains(profile).chains]
-        links = [link for link in links if link.units]
-        if not links:
+        chains = [chain for chain in self.chains(profile).chains if chain.units]
+        if not chains:
             return []
         options: dict[tuple[tuple[str, Tree], ...], Option] = {}
-        for segments in _counts(sum(link.least for link in links), sum(len(link.units) for link in links)):
-            parts = _share(segments, links)
+        for segments in _counts(sum(chain.fewest for chain in chains), sum(len(chain.units) for chain in chains)):
+            parts = _share(segments, chains)
             for levels, kept in [*((1, kept) for kept in _counts(0, segments - 1)), (2, 0), (2, 1)]:
-                trees = _trees(links, parts, levels=levels, kept=kept)
+                trees = _trees(chains, parts, levels=levels, kept=kept)
                 if trees:
                     option = Option(self.name, tuple(trees), SqrtConfig(tuple(trees.values()), kept))
                     options.setdefault(tuple(trees.items()), option)
@@ -88,26 +87,6 @@ class Sqrt(SegmentTechnique):
 
 
 # -- where to cut ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Link:
-    """A chain as units: blocks, each with those behind it that cannot start a segment."""
-
-    container: str
-    joined: bool
-    units: list[tuple[int, ...]]
-    weights: list[int]
-
-    @classmethod
-    def of(cls, chain: BlockChain) -> _Link:
-        units = chain_units(chain)
-        saved = {block.position: block.saved_bytes for block in chain.blocks}
-        return cls(chain.container, chain.joined, units, [sum(saved[i] for i in unit) for unit in units])
-
-    @property
-    def least(self) -> int:
-        return 1 if self.joined else len(self.units)
 
 
 def _segments(units: list[tuple[int, ...]], weights: list[int], parts: int, levels: int) -> Tree:
@@ -122,21 +101,21 @@ def _segments(units: list[tuple[int, ...]], weights: list[int], parts: int, leve
     return tuple(tree)
 
 
-def _share(segments: int, links: list[_Link]) -> list[int]:
+def _share(segments: int, chains: list[BlockChain]) -> list[int]:
     """Segments for each chain: one after the other to the one whose segments are the heaviest."""
-    parts = [link.least for link in links]
+    parts = [chain.fewest for chain in chains]
     while sum(parts) < segments:
-        open_ = [i for i, link in enumerate(links) if parts[i] < len(link.units)]
-        parts[max(open_, key=lambda i: sum(links[i].weights) / parts[i])] += 1
+        open_ = [i for i, chain in enumerate(chains) if parts[i] < len(chain.units)]
+        parts[max(open_, key=lambda i: sum(chains[i].weights) / parts[i])] += 1
     return parts
 
 
-def _trees(links: list[_Link], parts: list[int], *, levels: int, kept: int) -> dict[str, Tree]:
+def _trees(chains: list[BlockChain], parts: list[int], *, levels: int, kept: int) -> dict[str, Tree]:
     """The tree of each container, without the last ``kept`` segments."""
     placed = [
-        (link.container, node)
-        for link, count in zip(links, parts, strict=True)
-        for node in _segments(link.units, link.weights, count, levels)
+        (chain.container, node)
+        for chain, count in zip(chains, parts, strict=True)
+        for node in _segments(chain.units, chain.weights, count, levels)
     ]
     trees: dict[str, Tree] = {}
     for container, node in placed[: len(placed) - kept]:

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from lowtide.chains import Chain, Schedule, Tree, nested
 from lowtide.techniques.chain import BlockStorages, Chains, leaves, split
-from lowtide.techniques.segments import chain_units
 
 _MOST = 96  # stages of blocks: more are joined with their neighbours, since schedules take O(n³) to find
 
@@ -56,7 +55,9 @@ class BlockStages:
             if not isinstance(node, int):
                 container = self.stages[next(leaves(node))].container
                 trees.setdefault(container, []).append(in_blocks(node, blocks))
-        return {container: tuple(sorted(nodes, key=_first)) for container, nodes in trees.items()}
+        return {
+            container: tuple(sorted(nodes, key=lambda node: next(leaves(node)))) for container, nodes in trees.items()
+        }
 
     def _stages(self) -> list[Stage]:
         """Blocks in the order in which they run, with a stage wherever other ops run between."""
@@ -77,12 +78,11 @@ class BlockStages:
 
     def _units(self) -> list[Stage]:
         stages: list[Stage] = []
-        group = start = 0
+        group = 0
         share = _MOST / max(len(self.chains.blocks), _MOST)
         for chain in self.chains.chains:
-            number = {block.position: start + i for i, block in enumerate(chain.blocks)}
-            start += len(chain.blocks)
-            units = chain_units(chain)
+            number = {block.position: block.number for block in chain.blocks}
+            units = chain.units
             if chain.joined and share < 1 and units:
                 cuts = split([len(unit) for unit in units], max(1, round(len(units) * share)))
                 units = [tuple(i for unit in units[low:high] for i in unit) for low, high in cuts]
@@ -130,8 +130,8 @@ class BlockStages:
         stop = np.zeros(count, np.int64)
         np.maximum.at(stop, storages.maker[own], storages.written[own] + 1)
         stop[stop == 0] = graph.phase_starts().get("backward", len(graph.ops))
-        kept = np.zeros(len(storages.bytes), np.bool_)
-        running = np.array([storages.peak_while_running(i, i + 1, int(stop[i]), kept) for i in range(count)])
+        dropped = np.zeros(len(storages.bytes), np.bool_)  # none of them
+        running = np.array([storages.peak_while_running(i, i + 1, int(stop[i]), dropped) for i in range(count)])
         inside = np.array([op.workspace_bytes for op in graph.ops], np.int64)
         gradients = graph.live_bytes("gradient", "temporary") + inside + self._held(storages, handed | own)
         return Chain(
@@ -188,7 +188,3 @@ def in_blocks(tree: Tree, stages: Sequence[tuple[int, ...]]) -> Tree:
     for node in tree:
         inside += stages[node] if isinstance(node, int) else (in_blocks(node, stages),)
     return tuple(inside)
-
-
-def _first(node: Tree) -> int:
-    return next(leaves(node))

@@ -36,7 +36,7 @@ class Technique(Protocol):
     name: str
     kind: Kind
     needs: str  # what a model must have for it, in words: "a nn.Sequential of two or more blocks"
-    conflicts: Mapping[str, str]  # names of techniques that cannot be in one plan with it, and why
+    conflicts: Mapping[str, str] = {}  # names of techniques that cannot be in one plan with it, and why
     config: type[Config]  # of its options; Config itself where they have no settings
 
     def options(self, profile: Profile) -> Sequence[Option]:

@@ -23,23 +23,25 @@ SHALLOW = [name for name in CNNS if "101" not in name and "152" not in name]
 def results(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
     """The outputs, the gradients and the buffers of a step in training mode, and the outputs of one in evaluation."""
     torch.manual_seed(0)
-    found: dict[str, Tensor] = {}
+    actual: dict[str, Tensor] = {}
     inputs = pytree.tree_map(lambda x: x.clone().requires_grad_(), list(inputs))
     model.train()
     model.zero_grad()
     outputs = model(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     torch.stack([(out * torch.sin(torch.arange(out.numel()).view_as(out))).sum() for out in outputs]).sum().backward()
-    found.update({f"output {i}": out for i, out in enumerate(outputs)})
-    found.update({f"input {i}": x.grad for i, x in enumerate(pytree.tree_leaves(inputs)) if x.grad is not None})
-    found.update({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    found.update(dict(model.named_buffers()))
+    actual.update({f"output {i}": out for i, out in enumerate(outputs)})
+    actual.update({f"input {i}": x.grad for i, x in enumerate(pytree.tree_leaves(inputs)) if x.grad is not None})
+    actual.update({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    actual.update(dict(model.named_buffers()))
     model.eval()
     with torch.no_grad():
         outputs = model(*inputs)
-    found.update({f"evaluated {i}": out for i, out in enumerate(outputs if isinstance(outputs, tuple) else (outputs,))})
+    actual.update(
+        {f"evaluated {i}": out for i, out in enumerate(outputs if isinstance(outputs, tuple) else (outputs,))}
+    )
     model.train()
-    return {name: tensor.detach().clone() for name, tensor in found.items()}
+    return {name: tensor.detach().clone() for name, tensor in actual.items()}
 
 
 def assert_converts(model: nn.Module, *inputs: Any, fused: int, left: int = 0, **options: Any) -> Conversion:
@@ -56,10 +58,10 @@ def assert_converts(model: nn.Module, *inputs: Any, fused: int, left: int = 0, *
     assert (len(conversion.changed), len(conversion.left)) == (fused, left), str(conversion)
     assert list(model.state_dict()) == keys
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    wanted, found = results(plain, inputs), results(model, inputs)
-    assert list(found) == list(wanted)
+    wanted, actual = results(plain, inputs), results(model, inputs)
+    assert list(actual) == list(wanted)
     for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name], msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(actual[name], wanted[name], msg=lambda text, name=name: f"{name}: {text}")
     forwards = [vars(module).get("forward") for module in model.modules()]
     learned = [getattr(f, name) for f in forwards if isinstance(f, Fused) for name in f._names.values()]
     assert None not in learned

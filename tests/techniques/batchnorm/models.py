@@ -20,11 +20,6 @@ def conv(wide_in: int = 4, wide_out: int = 4) -> nn.Conv2d:
     return nn.Conv2d(wide_in, wide_out, kernel_size=3, padding=1, bias=False)
 
 
-class Swish(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(x)
-
-
 class HardSwish(nn.Module):
     """As in many copies of MobileNet."""
 
@@ -43,18 +38,6 @@ class HardSigmoid(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.relu(x + 3) / 6
-
-
-class Applied(nn.Module):
-    """conv(function(bn(conv(x)))), the function given."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.conv1, self.bn, self.conv2 = conv(), nn.BatchNorm2d(4), conv()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv2(self.function(self.bn(self.conv1(x))))
 
 
 class ResNetBlock(nn.Module):
@@ -78,18 +61,6 @@ class ResNetBlock(nn.Module):
             identity = self.downsample(x)
         out += identity
         return self.relu(out)
-
-
-class Joined(nn.Module):
-    """relu of a sum, the sum given."""
-
-    def __init__(self, add: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.conv, self.bn, self.end = conv(), nn.BatchNorm2d(4), conv()
-        self.add = add
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.end(F.relu(self.add(self.bn(self.conv(x)), 2 * x)))
 
 
 class Shifted(nn.Module):
@@ -219,15 +190,6 @@ class Excited(nn.Module):
         return torch.relu(self.bn3(self.conv3(out)) + x)
 
 
-class Volume(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn, self.act = nn.Conv3d(4, 4, 3), nn.BatchNorm3d(4), nn.PReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.bn(self.conv(x)))
-
-
 class Decoder(nn.Module):
     """An optional skip, and a flag."""
 
@@ -270,7 +232,7 @@ class Taps(nn.Module):
 
 
 class Switched(nn.Module):
-    """What it does depends on plain attributes and on the mode."""
+    """Behaviour that depends on plain attributes and on the mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,6 +255,16 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(self, x)
+
+
+def applied(function: Callable[[Tensor], Tensor]) -> Block:
+    """conv(function(bn(conv(x))))."""
+    return Block(lambda self, x: self.end(function(self.bn(self.conv(x)))))
+
+
+def joined(add: Callable[[Tensor, Tensor], Tensor]) -> Block:
+    """conv(relu(bn(conv(x)) + 2 * x)), the sum given."""
+    return Block(lambda self, x: self.end(F.relu(add(self.bn(self.conv(x)), 2 * x))))
 
 
 def decides(self: Any, x: Tensor) -> Tensor:
@@ -323,10 +295,6 @@ def freezes(self: Any, x: Tensor) -> Tensor:
 
 def recomputes(self: Any, x: Tensor) -> Tensor:
     return checkpoint(lambda x: self.relu(self.bn(self.conv(x))), x, use_reentrant=False)
-
-
-def recomputes_reentrant(self: Any, x: Tensor) -> Tensor:
-    return checkpoint(lambda x: self.relu(self.bn(self.conv(x))), x, use_reentrant=True)
 
 
 def reads_twice(self: Any, x: Tensor) -> Tensor:

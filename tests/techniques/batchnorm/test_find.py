@@ -1,4 +1,4 @@
-"""What cannot be converted is left as it was, with a reason."""
+"""Batch norms that cannot be converted: each is left as it was, with a reason."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ SHARED = nn.BatchNorm2d(4)
         (lambda: nn.BatchNorm2d(4), "it is the model itself"),
         (lambda: torch.fx.symbolic_trace(PreActivation()), "GraphModule"),
         (lambda: nn.ModuleList([nn.BatchNorm2d(4)]), "no forward was seen to call it"),
+        (lambda: torch.jit.script(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU())), "it is compiled by torch.jit"),
     ],
 )
 def test_batch_norms_that_cannot_be_replaced_are_left(model: Callable[[], nn.Module], why: str) -> None:
@@ -47,12 +48,6 @@ def test_batch_norms_that_cannot_be_replaced_are_left(model: Callable[[], nn.Mod
     assert conversion.changed == ()
     assert why in conversion.left[0].why
     assert why in str(conversion)
-
-
-def test_scripted_modules_are_left() -> None:
-    scripted = torch.jit.script(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU()))
-    conversion = convert(nn.Sequential(conv(), scripted))
-    assert [(left.path, left.why) for left in conversion.left] == [("1.0", "it is compiled by torch.jit")]
 
 
 def test_a_strategy_that_an_activation_cannot_have_leaves_it() -> None:

@@ -25,7 +25,6 @@ from tests.techniques.batchnorm.models import (
     image,
     reads_twice,
     recomputes,
-    recomputes_reentrant,
     remembers,
     softens,
 )
@@ -37,7 +36,6 @@ REASONS: dict[Callable[[Any, Tensor], Tensor], str] = {
     remembers: "it changes the attribute seen",
     freezes: "grad mode",
     recomputes: "checkpoint",
-    recomputes_reentrant: "checkpoint",
     reads_twice: "its output is read by relu and add",
     calls_twice: "called 2 times",
     softens: "nothing to save",

@@ -10,7 +10,6 @@ from lowtide import zoo
 from lowtide.errors import TraceError, WorkloadError
 from lowtide.nn import BatchNormAct2d
 from lowtide.techniques.batchnorm import Memory, convert
-from lowtide.tracing import trace
 from lowtide.workload import Workload
 from tests.soak import in_soak
 from tests.tracing.allocator import allocated_peak, kept_bytes
@@ -36,28 +35,28 @@ def kept(work: Workload) -> int:
 
 
 def memory(work: Workload, joins: int = 1) -> Memory:
-    found = convert(work.model, joins=joins, work=work).memory
-    assert found is not None
-    return found
+    actual = convert(work.model, joins=joins, work=work).memory
+    assert actual is not None
+    return actual
 
 
-@pytest.mark.parametrize(("name", "joins"), [("resnet18", 4), ("wrn28-2", 1), *in_soak([("resnet18", 1), ("unet", 1)])])
+@pytest.mark.parametrize(("name", "joins"), [("wrn28-2", 2), *in_soak([("resnet18", 1), ("resnet18", 4), ("unet", 1)])])
 def test_saved_bytes_are_what_the_forward_pass_leaves_allocated(name: str, joins: int) -> None:
     work = zoo.small(name)
     plain = kept(work)
-    found = memory(work, joins)
-    assert found.saved_bytes_before == plain - LOSS_BYTES
-    assert found.saved_bytes_after == kept(work) - LOSS_BYTES - held_by_layers(work.model)
-    assert found.saved_bytes_after < found.saved_bytes_before
+    actual = memory(work, joins)
+    assert actual.saved_bytes_before == plain - LOSS_BYTES
+    assert actual.saved_bytes_after == kept(work) - LOSS_BYTES - held_by_layers(work.model)
+    assert actual.saved_bytes_after < actual.saved_bytes_before
 
 
 @pytest.mark.parametrize("side", [16, 48])  # a batch in one piece, and in several
 def test_the_peak_is_the_allocators(side: int) -> None:
     work = chain(side)
     plain = allocated_peak(work.model, work.loss, work.batch, work.optimizer)
-    found = memory(work)
+    actual = memory(work)
     converted = allocated_peak(work.model, work.loss, work.batch, work.optimizer)
-    assert (found.peak_bytes_before, found.peak_bytes_after) == (plain, converted)
+    assert (actual.peak_bytes_before, actual.peak_bytes_after) == (plain, converted)
     assert converted < plain
 
 
@@ -78,10 +77,10 @@ def test_a_part_of_the_steps_model_may_be_converted_alone() -> None:
     work = chain()
     whole = nn.Sequential(work.model, chain().model)
     step = Workload(whole, work.loss, work.batch)
-    found = convert(whole[1], work=step).memory
-    assert found is not None
+    actual = convert(whole[1], work=step).memory
+    assert actual is not None
     full = work.batch.nbytes
-    assert found.saved_bytes_before - found.saved_bytes_after == pytest.approx(6 * full, abs=held_by_layers(whole))
+    assert actual.saved_bytes_before - actual.saved_bytes_after == pytest.approx(6 * full, abs=held_by_layers(whole))
 
 
 def assert_plain(model: nn.Module) -> None:
@@ -96,33 +95,21 @@ def test_a_step_of_another_model_is_refused_and_nothing_is_changed() -> None:
     assert_plain(model)
 
 
-def test_a_step_that_cannot_be_predicted_is_refused_and_nothing_is_changed() -> None:
-    work = chain()
-    by_values = Workload(work.model, lambda m, x: m(x).sum() * float(x.sum()), work.batch)
-    with pytest.raises(TraceError, match="Leave out work="):
-        convert(work.model, work=by_values)
-    assert_plain(work.model)
+def by_values(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).sum() * float(x.sum())
 
 
-def test_a_step_that_fails_once_converted_leaves_the_model_as_it_was() -> None:
-    work = chain()
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        if type(model.get_submodule("0")) is not nn.BatchNorm2d:
-            raise ValueError("not mine")
-        return work.loss(model, batch)
-
-    with pytest.raises(ValueError, match="not mine"):
-        convert(work.model, work=Workload(work.model, loss, work.batch))
-    assert_plain(work.model)
+def of_plain_layers(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if type(model.get_submodule("0")) is not nn.BatchNorm2d:
+        raise ValueError("not mine")
+    return model(x).sum()
 
 
 @pytest.mark.parametrize(
-    "name", ["lenet", "resnet18-1d", "wrn28-2", "wide", *in_soak(["resnet18", "densenet121", "unet"])]
+    ("loss", "error", "match"), [(by_values, TraceError, "Leave out work="), (of_plain_layers, ValueError, "not mine")]
 )
-def test_a_fake_step_of_a_converted_model_is_the_real_one_to_the_byte(name: str) -> None:
-    work = chain(side=48) if name == "wide" else zoo.small(name)
-    with convert(work.model):
-        real, fake = trace(work), trace(work, fake=True)
-    assert fake.storage_peak_bytes == real.storage_peak_bytes
-    assert [op.name for op in fake.ops] == [op.name for op in real.ops]
+def test_a_step_that_cannot_be_predicted_or_converted_leaves_the_model_as_it_was(loss, error, match) -> None:
+    work = chain()
+    with pytest.raises(error, match=match):
+        convert(work.model, work=Workload(work.model, loss, work.batch))
+    assert_plain(work.model)

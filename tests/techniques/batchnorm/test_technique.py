@@ -12,7 +12,7 @@ from lowtide import zoo
 from lowtide.engines import plan, verify
 from lowtide.errors import PlanError
 from lowtide.nn import BatchNormAct2d
-from lowtide.planning import apply_options, estimate_peak, predict
+from lowtide.planning import estimate_peak, predict
 from lowtide.profiling import profile
 from lowtide.techniques import Fidelity, Option, techniques
 from lowtide.techniques.batchnorm import convert
@@ -61,9 +61,9 @@ class TestBatchNorm(SeveralModels):
 
     @pytest.fixture
     def technique(self) -> BatchNorm:
-        found = techniques()["batchnorm"]
-        assert isinstance(found, BatchNorm)
-        return found
+        actual = techniques()["batchnorm"]
+        assert isinstance(actual, BatchNorm)
+        return actual
 
 
 def test_it_offers_every_pair_that_saves_and_one_option_for_each_spacing_of_joins() -> None:
@@ -75,19 +75,14 @@ def test_it_offers_every_pair_that_saves_and_one_option_for_each_spacing_of_join
     assert [option.config.joins for option in (one, two, four)] == [1, 2, 4]
 
 
-def test_without_a_batch_norm_there_is_nothing_to_offer() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+@pytest.mark.parametrize("layer", [nn.ReLU(), nn.BatchNorm2d(4)])
+def test_without_a_batch_norm_that_saves_there_is_nothing_to_offer(layer: nn.Module) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.MaxPool2d(2))
     work = Workload(model, lambda m, x: m(x).sum(), torch.randn(2, 3, 8, 8))
     assert not BatchNorm().options(profile(work))
 
 
-def test_a_batch_norm_that_saves_nothing_is_not_offered() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.MaxPool2d(2))
-    work = Workload(model, lambda m, x: m(x).sum(), torch.randn(2, 3, 8, 8))
-    assert not BatchNorm().options(profile(work))
-
-
-@pytest.mark.parametrize("name", ["lenet", "densenet121", *in_soak(["resnet18", "unet", "wrn38"])])
+@pytest.mark.parametrize("name", ["lenet", *in_soak(["densenet121", "resnet18", "unet", "wrn38"])])
 def test_the_estimate_from_the_price_is_near_the_traced_peak(name: str) -> None:
     work = zoo.small(name)
     plain = profile(work, fake=True)
@@ -98,7 +93,7 @@ def test_the_estimate_from_the_price_is_near_the_traced_peak(name: str) -> None:
 
 
 def test_removed_bytes_are_the_outputs_that_are_no_longer_kept() -> None:
-    """Of each ReLU behind a batch norm one buffer; of each leaky ReLU, which keeps its input, two."""
+    """One buffer of each ReLU behind a batch norm; of each leaky ReLU, which keeps its input, two."""
     work = residual(depth=2)
     plain = profile(work, fake=True)
     one = BatchNorm().options(plain)[0]
@@ -112,53 +107,32 @@ def test_removed_bytes_are_the_outputs_that_are_no_longer_kept() -> None:
 
 def test_a_plan_may_choose_it_and_its_promise_holds(only) -> None:
     only("batchnorm")
-    work = zoo.small("densenet121")
-    found = plan(work, "80%", tune=False)
-    assert found.options[0].technique == "batchnorm"
-    assert found.fidelity is Fidelity.ROUNDOFF
-    assert found.peak_bytes <= found.budget_bytes
-    assert verify(work, found).ok
-
-
-@pytest.mark.parametrize("name", ["resnet18", "wrn28-2", *in_soak(["densenet121", "unet", "resnet18-1d"])])
-def test_a_gpus_step_is_predicted_without_one_and_needs_less(name: str) -> None:
-    work = zoo.small(name, device="meta")
-    plain = profile(work, device="h200")
-    with convert(work.model):
-        converted = profile(work, device="h200")
-    assert converted.storage_peak_bytes < plain.storage_peak_bytes
-    assert converted.saved_bytes < plain.saved_bytes
+    work = residual()
+    planned = plan(work, "80%", tune=False)
+    assert planned.options[0].technique == "batchnorm"
+    assert planned.fidelity is Fidelity.ROUNDOFF
+    assert planned.peak_bytes <= planned.budget_bytes
+    assert verify(work, planned).ok
 
 
 def test_a_plan_for_a_gpu_that_is_not_here_may_choose_it(only) -> None:
     only("batchnorm")
     work = zoo.workload("wrn28-2", batch=32, device="meta")
-    found = plan(work, "80%", device="h200", tune=False)
-    assert found.options[0].technique == "batchnorm"
-    assert not any("left out" in note for note in found.notes)
+    planned = plan(work, "80%", device="h200", tune=False)
+    assert planned.options[0].technique == "batchnorm"
+    assert planned.peak_bytes < planned.baseline.peak_bytes
+    assert not any("left out" in note for note in planned.notes)
 
 
-def test_it_works_inside_recomputed_segments() -> None:
-    work = residual()
-    plain = profile(work)
-    expected = run(work)
-    technique = BatchNorm()
-    converted = technique.options(plain)[0]
-    segments = techniques()["sqrt"].options(plain)[0]
-    for both in ([converted, segments], [segments, converted]):
-        with apply_options(work, both):
-            assert_agree(run(work), expected, technique.check(converted))
-
-
-@pytest.mark.parametrize("name", ["resnet18", "lenet"])
+@pytest.mark.parametrize("name", ["lenet", *in_soak(["resnet18"])])
 def test_the_tolerance_holds_for_another_rounding(name: str) -> None:
     """On a CPU "auto" runs torch's own kernels, bit for bit, which says nothing about a tolerance; x̂ kept does."""
     work = zoo.small(name)
     expected = run(work)
     with convert(work.model, "checkpoint_xhat"):
-        found = run(work)
-    assert any(not torch.equal(found[key], value) for key, value in expected.items())
-    assert_agree(found, expected, BatchNorm().check(Option("batchnorm", (), BatchNormConfig())))
+        actual = run(work)
+    assert any(not torch.equal(actual[key], value) for key, value in expected.items())
+    assert_agree(actual, expected, BatchNorm().check(Option("batchnorm", (), BatchNormConfig())))
 
 
 def test_the_spacing_of_joins_reaches_the_layers() -> None:

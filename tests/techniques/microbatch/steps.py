@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lowtide import Workload
-from lowtide.techniques.microbatch.proof import Proof, prove
+from lowtide.techniques.microbatch.facts import Sizes
+from lowtide.techniques.microbatch.proof import Proof, _Analysis, prove
+from lowtide.tracing.capture.forward import capture_forward
 
 Outcome = dict[str, Tensor]
 
@@ -21,34 +24,40 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def mlp(samples: int = 7, *, loss: Callable[[nn.Module, Any], Tensor] = cross_entropy) -> Workload:
+def mlp(
+    samples: int = 7,
+    *,
+    loss: Callable[[nn.Module, Any], Tensor] = cross_entropy,
+    targets: Tensor | None = None,
+) -> Workload:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    return Workload(model, loss, (torch.randn(samples, 5).double(), torch.randint(3, (samples,))))
+    drawn = torch.randn(samples, 5).double(), torch.randint(3, (samples,))
+    return Workload(model, loss, drawn if targets is None else (drawn[0], targets))
 
 
 def step(work: Workload) -> Outcome:
-    """What a step from a fixed seed leaves; buffers are put back."""
+    """Run a step from a fixed seed and return its results; restore buffers."""
     buffers = {name: value.clone() for name, value in work.model.named_buffers()}
     torch.manual_seed(1)
     work.model.zero_grad()
     loss = work.compute_loss()
     loss.backward()
-    found = {"loss": loss.detach()}
-    found |= {f"{name}.grad": p.grad.clone() for name, p in work.model.named_parameters() if p.grad is not None}
+    actual = {"loss": loss.detach()}
+    actual |= {f"{name}.grad": p.grad.clone() for name, p in work.model.named_parameters() if p.grad is not None}
     for name, value in work.model.named_buffers():
-        found[name] = value.clone()
+        actual[name] = value.clone()
         value.copy_(buffers[name])
     work.model.zero_grad()
-    return found
+    return actual
 
 
-def assert_same(found: Outcome, expected: Outcome, rtol: float = 1e-12) -> None:
+def assert_same(actual: Outcome, expected: Outcome, rtol: float = 1e-12) -> None:
     """In the norm of each tensor; what is 0 but for rounding is measured by the largest gradient."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     largest = max(float(value.double().norm()) for name, value in expected.items() if name.endswith(".grad"))
     for name, value in expected.items():
-        error = float((found[name].double() - value.double()).norm())
+        error = float((actual[name].double() - value.double()).norm())
         assert error <= rtol * max(float(value.double().norm()), largest * 1e-3), name
 
 
@@ -73,6 +82,10 @@ def normed(*layers: nn.Module, samples: int = 7) -> Workload:
     return Workload(model, cross_entropy, (x, torch.randint(5, (samples,))))
 
 
+def texts() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(6, 5, 4), torch.randint(4, (6, 5)), torch.ones(6, 5)
+
+
 IGNORED = torch.tensor([1, -100, -100, 2, 0, -100, 1, 2])
 
 
@@ -80,6 +93,25 @@ def images() -> tuple[Tensor, Tensor]:
     return torch.randn(6, 4), torch.randint(4, (6,))
 
 
-def proof(loss: Callable[[nn.Module, Any], Tensor], batch: Any, *layers: nn.Module) -> Proof:
+def proofs(losses: dict[str, Callable[[Any, Any], Tensor]], batch: Any, *layers: nn.Module) -> dict[str, Proof]:
+    """Proofs of many losses from one capture, of their sum: the terms are the operands of its last additions."""
+
+    def total(model: nn.Module, batch: Any) -> Tensor:
+        return reduce(torch.add, [loss(model, batch) for loss in losses.values()])
+
     torch.manual_seed(0)
-    return prove(Workload(nn.Sequential(nn.Linear(4, 4), *layers), loss, batch))
+    work = Workload(nn.Sequential(nn.Linear(4, 4), *layers), total, batch)
+    halves = replace(work, batch=pytree.tree_map_only(Tensor, lambda t: t[: len(t) // 2], batch))
+    samples = len(batch[0])
+    analysis = _Analysis(capture_forward(work), capture_forward(halves), Sizes(samples, samples // 2))
+    reduced: dict[str, Proof] = {}
+    node: Any = analysis.loss
+    for name in reversed(list(losses)):
+        rest, analysis.loss = node.args[:2] if name != next(iter(losses)) else (None, node)
+        reduced[name], node = analysis.result(), rest
+    return reduced
+
+
+def proof(loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Proof:
+    torch.manual_seed(0)
+    return prove(Workload(nn.Sequential(nn.Linear(4, 4)), loss, batch))

@@ -32,8 +32,7 @@ def test_a_cross_entropy_in_chunks_counts_as_torchs(size: int, smoothing: float)
         x = model[:-1](batch[0])
         return linear_cross_entropy(x, last.weight, batch[1], last.bias, label_smoothing=smoothing, chunk=2)
 
-    work = mlp(8, loss=loss)
-    work = replace(work, batch=(work.batch[0], IGNORED))
+    work = mlp(8, loss=loss, targets=IGNORED)
     plain = replace(work, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1], label_smoothing=smoothing))
     assert_same(step(lowtide.microbatch(work, size)), step(plain))
 
@@ -93,11 +92,11 @@ def test_what_a_cross_entropy_counts_is_known_wherever_it_is(name: str) -> None:
 
 
 def test_hooks_around_the_whole_step_hide_no_count() -> None:
-    work = replace(mlp(8), batch=(mlp(8).batch[0], IGNORED))
+    work = mlp(8, targets=IGNORED)
     pieces = lowtide.microbatch(work, 3)
     with save_on_cpu():
-        found = step(pieces)
-    assert_same(found, step(work))
+        actual = step(pieces)
+    assert_same(actual, step(work))
 
 
 def test_a_count_that_cannot_be_seen_is_asked_for() -> None:
@@ -131,13 +130,12 @@ def test_compiled_modules_run_compiled_while_counts_are_seen(leaves_python: bool
         graphs.append(graph)
         return graph
 
-    plain = mlp(8, loss=under(save_on_cpu))
-    plain = replace(plain, batch=(plain.batch[0], IGNORED))
+    plain = mlp(8, loss=under(save_on_cpu), targets=IGNORED)
     expected = step(plain)
     model = plain.model if leaves_python else Around(plain.model)  # torch compiles no nn.Sequential by itself
     model.compile(backend=backend)
     pieces = lowtide.microbatch(replace(plain, model=model), 4, reduction="mean")
     for _ in range(2):
-        found = {name.removeprefix("inner."): value for name, value in step(pieces).items()}
-        assert_same(found, expected)
+        actual = {name.removeprefix("inner."): value for name, value in step(pieces).items()}
+        assert_same(actual, expected)
     assert len(graphs) == (0 if leaves_python else 1)

@@ -57,13 +57,6 @@ def test_means_and_sums_and_counted_targets_are_not_warned_about(size: int) -> N
                 pieces.compute_loss(batch=(work.batch[0], ignored))
 
 
-def test_weights_of_the_caller_s_own_are_believed() -> None:
-    work = work_with_mask()
-    pieces = lowtide.microbatch(work, 2, weight=lambda batch: batch[2].sum())
-    batch = (*work.batch[:2], torch.tensor([1, 1, 1, 0, 0, 1, 1, 1.0]).double())
-    torch.testing.assert_close(pieces.compute_loss(batch=batch), work.compute_loss(batch=batch))
-
-
 def by_flag(model: nn.Module, batch: Any) -> Tensor:
     each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
     return each.sum() if batch["flag"] else each.mean()
@@ -93,21 +86,6 @@ def test_a_cross_entropy_that_was_not_planned_is_warned_about(proved: Any) -> No
     work = mlp(8, loss=(lambda m, b: m(b[0]).square().mean()) if proved == "counted" else mlp().loss)
     with pytest.warns(RuntimeWarning, match="targets to count"):
         MicrobatchLoss(work, 4, proved=proved)(work.model, work.batch)
-
-
-def test_a_penalty_beside_a_counted_mean_is_right_where_it_is_proved() -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1]) + sum(p.square().sum() for p in model.parameters())
-
-    work = mlp(8, loss=loss)
-    labels = work.batch[1].clone()
-    labels[1:4] = -100
-    batch = work.batch[0], labels
-    work.compute_loss(batch=batch).backward()
-    expected = [p.grad.clone() for p in work.model.parameters() if p.grad is not None]
-    work.model.zero_grad()
-    MicrobatchLoss(work, 2, proved="counted")(work.model, batch).backward()
-    torch.testing.assert_close([p.grad for p in work.model.parameters()], expected)
 
 
 # -- batch norm ----------------------------------------------------------------------------------------

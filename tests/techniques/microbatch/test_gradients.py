@@ -24,8 +24,8 @@ def test_hooks_run_once_with_the_gradient_of_the_whole() -> None:
     after: list[Tensor] = []
     parameter.register_post_accumulate_grad_hook(lambda p: after.append(p.grad.clone()))
     expected = step(work)
-    found = step(lowtide.microbatch(work, 2))
-    assert_same(found, expected)
+    actual = step(lowtide.microbatch(work, 2))
+    assert_same(actual, expected)
     assert len(seen) == len(after) == 2
     assert len(parameter._backward_hooks) == 1
     assert not any(p._backward_hooks for p in work.model[2].parameters())
@@ -52,10 +52,10 @@ class Awkward(nn.Module):
 def test_tied_frozen_unused_and_shared_gradients_are_as_plain() -> None:
     torch.manual_seed(0)
     work = replace(mlp(), model=Awkward().double())
-    found = step(lowtide.microbatch(work, 2))
-    assert_same(found, step(work))
-    assert "unused.weight.grad" not in found
-    assert "frozen.weight.grad" not in found
+    actual = step(lowtide.microbatch(work, 2))
+    assert_same(actual, step(work))
+    assert "unused.weight.grad" not in actual
+    assert "frozen.weight.grad" not in actual
     work.model.a.grad = work.model.b.grad = None
     lowtide.microbatch(work, 2).compute_loss().backward()
     assert work.model.a.grad.data_ptr() != work.model.b.grad.data_ptr()
@@ -92,9 +92,9 @@ def test_sparse_gradients_stay_sparse() -> None:
     expected = model[0].weight.grad
     model.zero_grad()
     lowtide.microbatch(work, 3).compute_loss().backward()
-    found = model[0].weight.grad
-    assert found.is_sparse
-    torch.testing.assert_close(found.to_dense(), expected.to_dense(), rtol=1e-12, atol=1e-15)
+    actual = model[0].weight.grad
+    assert actual.is_sparse
+    torch.testing.assert_close(actual.to_dense(), expected.to_dense(), rtol=1e-12, atol=1e-15)
 
 
 def test_backward_runs_once_and_gives_no_gradients_of_gradients() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 
-from tests.techniques.microbatch.steps import images, proof
+from tests.techniques.microbatch.steps import images, proofs
 
 KEEP: dict[str, Callable[[Tensor], Tensor]] = {
     "transpose": lambda y: y.transpose(0, 1).transpose(0, 1),
@@ -37,11 +36,8 @@ MIX: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def test_samples_that_stay_apart_are_followed() -> None:
-    proved = proof(lambda m, b: sum(keep(m(b[0])).square().mean() for keep in KEEP.values()), images())  # type: ignore
-    assert proved.reduction == "mean", proved.why
-
-
-@pytest.mark.parametrize("name", MIX)
-def test_samples_that_meet_or_fall_away_are_not(name: str) -> None:
-    assert proof(lambda m, b: MIX[name](m(b[0])).square().mean(), images()).reduction is None
+def test_samples_are_followed_where_they_stay_apart_and_not_where_they_meet_or_fall_away() -> None:
+    moves = {**{f"keep {name}": move for name, move in KEEP.items()}, **{f"mix {name}": m for name, m in MIX.items()}}
+    losses = {name: lambda m, b, move=move: move(m(b[0])).square().mean() for name, move in moves.items()}
+    reductions = {name: each.reduction for name, each in proofs(losses, images()).items()}
+    assert reductions == {name: "mean" if name.startswith("keep") else None for name in moves}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import Workload, zoo
 from lowtide.errors import LowtideError, WorkloadError
+from lowtide.optim import step_in_backward
 
 from .steps import assert_same, cross_entropy, in_float64, mlp, step, without_randomness
 
@@ -36,23 +37,16 @@ def test_gradients_add_up_over_steps_and_scale_with_the_loss() -> None:
             (factor * each.compute_loss()).backward()
         if each is work:
             expected = [p.grad.clone() for p in work.model.parameters() if p.grad is not None]
-    found = [p.grad for p in work.model.parameters()]
-    for new, old in zip(found, expected, strict=True):
+    actual = [p.grad for p in work.model.parameters()]
+    for new, old in zip(actual, expected, strict=True):
         torch.testing.assert_close(new, old, rtol=1e-12, atol=1e-15)
 
 
 def test_an_optimizer_in_backward_steps_once() -> None:
     plain, pieces = mlp(), mlp()
     for work in (plain, pieces):
-        for parameter in work.model.parameters():
-            own = torch.optim.SGD([parameter], lr=0.1)
-
-            def update(_: Tensor, own: torch.optim.Optimizer = own) -> None:
-                own.step()
-                own.zero_grad()
-
-            parameter.register_post_accumulate_grad_hook(update)
-        (work if work is plain else lowtide.microbatch(work, 3)).compute_loss().backward()
+        with step_in_backward(torch.optim.SGD(work.model.parameters(), lr=0.1)):
+            (work if work is plain else lowtide.microbatch(work, 3)).compute_loss().backward()
     for new, old in zip(pieces.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(new, old, rtol=1e-12, atol=1e-15)
         assert new.grad is None
@@ -73,8 +67,8 @@ def test_a_loss_that_takes_gradients_itself_is_as_plain() -> None:
 def test_small_batches_and_no_grad_run_as_they_are() -> None:
     work = mlp(4)
     pieces = lowtide.microbatch(work, 4)
-    expected, found = step(work), step(pieces)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    expected, actual = step(work), step(pieces)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
     with torch.no_grad():
         value = lowtide.microbatch(work, 2).loss(work.model, work.batch)
         assert torch.equal(value, work.loss(work.model, work.batch))
@@ -136,9 +130,9 @@ def test_autocast_rounds_as_plain_does() -> None:
     without_randomness(work)
     exact = step(in_float64(replace(work, autocast=None)))
     work.model.float()
-    plain, found = step(work), step(lowtide.microbatch(work, 2))
+    plain, actual = step(work), step(lowtide.microbatch(work, 2))
     errors = [
         sum(float((each[name].double() - value).norm() ** 2) for name, value in exact.items() if "grad" in name)
-        for each in (plain, found)
+        for each in (plain, actual)
     ]
     assert errors[1] <= 1.5**2 * errors[0]

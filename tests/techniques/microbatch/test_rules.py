@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 from lowtide import Workload
 from lowtide.techniques.microbatch.proof import prove
-from tests.techniques.microbatch.steps import images, proof
+from tests.techniques.microbatch.steps import images, proofs
+
+MIXING = [
+    nn.BatchNorm1d(4),
+    nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),  # a batch without a time dimension is one text
+]
+PROVED = [
+    nn.BatchNorm1d(4).eval(),
+    nn.LayerNorm(4),
+    nn.GroupNorm(2, 4),
+    nn.Dropout(0.5),
+    nn.Sequential(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, affine=True)),
+    nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 3, 1), nn.AdaptiveAvgPool1d(1)),
+]
 
 
-@pytest.mark.parametrize(
-    ("layer", "is_proved"),
-    [
-        (nn.BatchNorm1d(4), False),
-        (nn.BatchNorm1d(4).eval(), True),
-        (nn.LayerNorm(4), True),
-        (nn.GroupNorm(2, 4), True),
-        (nn.Dropout(0.5), True),
-        (nn.Sequential(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, affine=True)), True),
-        (nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 3, 1), nn.AdaptiveAvgPool1d(1)), True),
-        (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), False),  # a batch without a time dimension is one text
-    ],
-)
-def test_layers_are_followed_by_what_they_do(layer: nn.Module, is_proved: bool) -> None:
-    found = proof(lambda m, b: m(b[0]).square().mean(), images(), layer)
-    assert found.reduction == ("mean" if is_proved else None), found
+def test_layers_are_followed_by_what_they_do() -> None:
+    layers = [*MIXING, *PROVED]
+    losses = {str(i): lambda m, b, i=i: m[1 + i](m[0](b[0])).square().mean() for i in range(len(layers))}
+    reductions = [each.reduction for _, each in sorted(proofs(losses, images(), *layers).items())]
+    assert reductions == [None] * len(MIXING) + ["mean"] * len(PROVED)
 
 
 def test_gradients_scaled_by_frequency_are_not_proved() -> None:

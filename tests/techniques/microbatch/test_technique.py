@@ -25,6 +25,7 @@ from lowtide.techniques.sqrt import checkpoint_segments
 from ...contract.contract import StepContract
 from ...contract.outcomes import assert_restored, snapshot
 from ...ranks import on_two_ranks
+from ...soak import count
 from .steps import Outcome, assert_same, cross_entropy, in_float64, mlp, normed, step, without_randomness
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model has batch norms in training:UserWarning")
@@ -34,7 +35,7 @@ _proved: dict[tuple[str, str], Profile] = {}
 
 
 class TestContract(StepContract):
-    """Where nothing is random and no statistics are taken, pieces are the plain step but for roundoff."""
+    """Without random numbers and statistics of batches, pieces are the plain step but for roundoff."""
 
     name = "microbatch"
 
@@ -55,7 +56,7 @@ class TestContract(StepContract):
 
 def test_converted_batch_norms_give_what_plain_ones_give_in_pieces() -> None:
     """As a loop that accumulates gives it, by plain PyTorch."""
-    work = in_float64(zoo.small("resnet50", batch=6))
+    work = in_float64(zoo.small("resnet18", batch=6))
     x, y = work.batch
     by_hand: Outcome = {}
     for i in (0, 3):
@@ -71,12 +72,11 @@ def test_converted_batch_norms_give_what_plain_ones_give_in_pieces() -> None:
 
 
 def test_recomputed_segments_inside_pieces_change_nothing() -> None:
-    work = in_float64(zoo.small("wrn28-2", batch=6))
+    work = mlp(6)
     expected = step(lowtide.microbatch(work, 2))
-    with checkpoint_segments(work.model.stages[0]):
-        found = step(lowtide.microbatch(work, 2))
-        assert lowtide.profile(lowtide.microbatch(work, 2)).peak_bytes < lowtide.profile(work).peak_bytes
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    with checkpoint_segments(work.model):
+        recomputed = step(lowtide.microbatch(work, 2))
+    assert all(torch.equal(recomputed[name], value) for name, value in expected.items())
 
 
 def test_a_checkpoint_inside_the_loss_moves_statistics_as_often_as_in_the_full_batch() -> None:
@@ -85,9 +85,9 @@ def test_a_checkpoint_inside_the_loss_moves_statistics_as_often_as_in_the_full_b
     work = normed(nn.BatchNorm2d(3))
     around = replace(work, loss=lambda m, b: checkpoint(cross_entropy, m, b, use_reentrant=False))
     with set_checkpoint_early_stop(False):  # or else a batch norm behind the last saved tensor runs but once
-        expected, found = step(around), step(lowtide.microbatch(around, 3))
+        expected, actual = step(around), step(lowtide.microbatch(around, 3))
     for name in ("0.running_mean", "0.running_var", "0.num_batches_tracked"):
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-12, atol=1e-14)
 
 
 def _ddp_reduces_once(rank: int) -> None:
@@ -97,10 +97,10 @@ def _ddp_reduces_once(rank: int) -> None:
     model = DistributedDataParallel(work.model)
     pieces = lowtide.microbatch(replace(work, model=model, batch=(x, y)), 3)
     for _ in range(2):
-        found = step(pieces)
+        actual = step(pieces)
         for name, value in expected.items():
             if name.endswith(".grad"):
-                torch.testing.assert_close(found[f"module.{name}"], value, rtol=1e-12, atol=1e-15)
+                torch.testing.assert_close(actual[f"module.{name}"], value, rtol=1e-12, atol=1e-15)
 
 
 test_on_two_ranks = on_two_ranks(_ddp_reduces_once)
@@ -117,9 +117,9 @@ def spectral() -> Workload:
 @pytest.mark.parametrize(
     ("make", "fidelity"),
     [
-        (lambda: zoo.small("gpt2", batch=4), Fidelity.UNBIASED),
-        (lambda: without_randomness(zoo.small("gpt2", batch=4)), Fidelity.ROUNDOFF),
-        (lambda: zoo.small("wrn28-2", batch=4), Fidelity.CHANGED),
+        (lambda: normed(nn.Dropout(), samples=4), Fidelity.UNBIASED),
+        (lambda: mlp(4), Fidelity.ROUNDOFF),
+        (lambda: normed(nn.BatchNorm2d(3), samples=4), Fidelity.CHANGED),
         (spectral, Fidelity.CHANGED),  # its forward pass moves its vectors, in each piece again
     ],
 )
@@ -156,20 +156,15 @@ def tokens(loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor], *more: Tenso
     return Workload(nn.Sequential(*layers), loss, batch)
 
 
-def test_a_masked_mean_is_changed_and_not_taken_by_default() -> None:
+def test_a_masked_mean_is_changed_where_it_is_allowed_and_warns_when_a_padded_batch_comes() -> None:
     """Its planned batch has no padding: only the ops show that a later one may."""
     work = tokens(masked_mean, torch.ones(8, 16))
     plain = lowtide.profile(work)
     with pytest.raises(BudgetError, match=r"Allow microbatch \(changed\)"):
         lowtide.plan(work, "60%", profile=plain, engine="eager")
-    found = lowtide.plan(work, "60%", profile=plain, engine="eager", allow="microbatch")
-    assert found.fidelity is Fidelity.CHANGED
-    assert "div mixes samples, or is not known not to" in str(found.options[0])
-
-
-def test_an_allowed_masked_mean_warns_when_a_padded_batch_comes() -> None:
-    work = tokens(masked_mean, torch.ones(8, 16))
-    plan = lowtide.plan(work, "60%", engine="eager", allow="microbatch")
+    plan = lowtide.plan(work, "60%", profile=plain, engine="eager", allow="microbatch")
+    assert plan.fidelity is Fidelity.CHANGED
+    assert "div mixes samples, or is not known not to" in str(plan.options[0])
     padded = torch.ones(8, 16)
     padded[:2, 4:] = 0
     with lowtide.apply(plan, work) as planned:
@@ -182,9 +177,10 @@ def ignoring(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=-100)
 
 
-def test_a_plan_for_an_unpadded_batch_gives_a_padded_ones_gradients() -> None:
+def test_a_plan_for_an_unpadded_batch_is_verified_and_gives_a_padded_ones_gradients() -> None:
     work = tokens(ignoring)
     plan = lowtide.plan(work, "60%", engine="eager")
+    assert lowtide.verify(work, plan).ok
     assert [option.technique for option in plan.options] == ["microbatch"]
     assert plan.fidelity is Fidelity.ROUNDOFF
     x, y = work.batch
@@ -194,8 +190,8 @@ def test_a_plan_for_an_unpadded_batch_gives_a_padded_ones_gradients() -> None:
     work.model.float()
     with lowtide.apply(plan, work) as planned:
         planned.loss((x, y)).backward()
-        found = {f"{name}.grad": p.grad for name, p in work.model.named_parameters()}
-    assert_same({"loss": expected["loss"], **found}, expected, rtol=1e-5)
+        actual = {f"{name}.grad": p.grad for name, p in work.model.named_parameters()}
+    assert_same({"loss": expected["loss"], **actual}, expected, rtol=1e-5)
 
 
 def test_a_price_counts_what_every_piece_repeats() -> None:
@@ -264,9 +260,9 @@ def test_a_plan_without_a_run_says_that_its_seconds_are_an_estimate(
 
     monkeypatch.setattr(technique_module, "best_seconds", full)
     only("microbatch")
-    found = lowtide.plan(mlp(64), "90%", engine="eager", allow="microbatch", fake=fake, tune=False)
-    assert found.options
-    assert "The seconds of microbatch are an estimate: it was not run." in found.notes
+    actual = lowtide.plan(mlp(64), "90%", engine="eager", allow="microbatch", fake=fake, tune=False)
+    assert actual.options
+    assert "The seconds of microbatch are an estimate: it was not run." in actual.notes
 
 
 def test_only_a_permitted_contender_is_measured(clock: list[tuple[int, int]], only: Callable[..., None]) -> None:
@@ -276,9 +272,9 @@ def test_only_a_permitted_contender_is_measured(clock: list[tuple[int, int]], on
         with contextlib.suppress(BudgetError):
             lowtide.plan(work, budget, engine="eager", allow=allow)
         assert not clock
-    found = lowtide.plan(work, "95%", engine="eager", allow="microbatch", tune=False)
+    actual = lowtide.plan(work, "95%", engine="eager", allow="microbatch", tune=False)
     assert clock == [(16, 0), (16, 8), (2, 1)]
-    assert not any("estimate" in note for note in found.notes)
+    assert not any("estimate" in note for note in actual.notes)
 
 
 def test_pieces_that_run_slowly_are_not_planned(monkeypatch: pytest.MonkeyPatch, only: Callable[..., None]) -> None:
@@ -295,7 +291,7 @@ def test_pieces_that_run_slowly_are_not_planned(monkeypatch: pytest.MonkeyPatch,
 
 def test_estimates_are_near_what_a_trace_gives() -> None:
     technique = techniques()["microbatch"]
-    work = without_randomness(zoo.small("gpt2", batch=8, layers=4, width=128, seq=64))
+    work = without_randomness(zoo.small("gpt2", batch=8, layers=2, width=64, seq=64))
     plain = lowtide.profile(work)
     for option in technique.options(plain)[:2]:
         estimate = estimate_peak(plain.graph, [technique.price(option, plain)])
@@ -306,10 +302,9 @@ def test_estimates_are_near_what_a_trace_gives() -> None:
 @pytest.mark.parametrize(
     ("make", "is_shorter"),
     [
-        (lambda: zoo.small("gpt2", batch=7), True),
         (lambda: mlp(12), True),
-        (lambda: zoo.small("lstm", batch=8), True),
-        (lambda: zoo.small("wrn28-2", batch=5), False),  # of each piece, statistics are kept
+        (lambda: zoo.small("lstm", batch=7), True),
+        (lambda: normed(nn.BatchNorm2d(3), samples=5), False),  # of each piece, statistics are kept
     ],
 )
 def test_peaks_alone_are_predicted_by_few_pieces_to_the_byte(make: Callable[[], Workload], is_shorter: bool) -> None:
@@ -321,24 +316,8 @@ def test_peaks_alone_are_predicted_by_few_pieces_to_the_byte(make: Callable[[], 
     assert (len(short.graph.ops) < len(whole.graph.ops)) is is_shorter
 
 
-def test_the_planner_takes_it_where_it_is_the_fastest_that_fits(only: Callable[..., None]) -> None:
-    only("microbatch")
-    work = without_randomness(zoo.small("gpt2", batch=8, layers=2, width=128, seq=64, optimizer="sgd"))
-    plan = lowtide.plan(work, "75%", engine="eager")
-    assert plan.options[0].technique == "microbatch"
-    assert plan.fidelity is Fidelity.ROUNDOFF
-    found = lowtide.verify(work, plan)
-    assert found.results_agree, found
-    assert found.peak_bytes <= plan.budget_bytes
-    with lowtide.apply(plan, work) as planned:
-        first = planned(work.batch)
-        assert first.isfinite()
-        work.model.zero_grad()
-        assert planned.loss(work.batch).requires_grad
-
-
 def test_a_predicted_step_on_a_gpu_that_is_not_here_has_pieces_too() -> None:
-    work = without_randomness(zoo.small("gpt2", batch=8, device="meta"))
+    work = without_randomness(zoo.small("gpt2", batch=8, layers=1, device="meta"))
     plain = lowtide.profile(work, device="h200")
     pieces = lowtide.profile(lowtide.microbatch(work, 2), device="h200")
     assert pieces.storage_peak_bytes < plain.storage_peak_bytes
@@ -347,16 +326,16 @@ def test_a_predicted_step_on_a_gpu_that_is_not_here_has_pieces_too() -> None:
 def test_with_dropout_a_step_is_another_draw_of_the_same_distribution() -> None:
     """The gradient of a linear layer behind dropout: its mean and its variance over the draws are known."""
     torch.manual_seed(0)
-    samples, width, p, draws = 6, 64, 0.5, 2000
+    samples, width, p, draws = 6, 64, 0.5, count(500, soak=2000)
     x = torch.randn(samples, width, dtype=torch.float64)
     model = nn.Sequential(nn.Dropout(p), nn.Linear(width, 1, bias=False)).double()
     work = lowtide.microbatch(Workload(model, lambda m, x: m(x).mean(), x), 4)
-    found: list[Tensor] = []
+    actual: list[Tensor] = []
     for _ in range(draws):
         model.zero_grad()
         work.compute_loss().backward()
-        found.append(model[1].weight.grad[0])
-    drawn = torch.stack(found)
+        actual.append(model[1].weight.grad[0])
+    drawn = torch.stack(actual)
     variance = p / (1 - p) * x.square().sum(0) / samples**2
     error = (variance.sum() / draws).sqrt()
     assert (drawn.mean(0) - x.mean(0)).norm() <= 3 * error

@@ -104,22 +104,15 @@ class Change:
         return f"{'residual, ' if self.join else ''}{self.activation} ({self.strategy})"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Conversion:
     """Result of ``convert``. Call ``undo()`` to restore the model, or use it as a context manager."""
 
-    def __init__(
-        self,
-        changed: tuple[Change, ...],
-        left: tuple[Left, ...],
-        pools: tuple[str, ...],
-        memory: Memory | None,
-        undo: Undo,
-    ) -> None:
-        self.changed = changed
-        self.left = left
-        self.pools = pools  # the paths of max poolings
-        self.memory = memory  # None where no step was given
-        self._undo = undo
+    changed: tuple[Change, ...]
+    left: tuple[Left, ...]
+    pools: tuple[str, ...]  # the paths of max poolings
+    memory: Memory | None  # None where no step was given
+    _undo: Undo
 
     def undo(self) -> None:
         """Give the original modules and forwards back, with the parameters and statistics of now; once."""

@@ -32,13 +32,9 @@ class Pair:
     starts: bool = False  # a join that is rebuilt without the one before: its residual is a layer's too
 
     @property
-    def at_the_end(self) -> bool:
-        """Whether the batch norm is the last thing in a module that the owner calls."""
-        return self.path != below(self.owner, self.call)
-
-    def is_like(self, other: Pair) -> bool:
-        """Whether it is the same place in another mode."""
-        return (self.owner, self.call) == (other.owner, other.call) and self.behind.signature == other.behind.signature
+    def place(self) -> tuple[object, ...]:
+        """Key that is equal for the same place in another mode."""
+        return self.owner, self.call, self.behind.signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +93,6 @@ def is_chain(module: nn.Module) -> bool:
     return type(module).forward is nn.Sequential.forward
 
 
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(hooks_of(module))
-
-
 class _Modules:
     """The modules of a model, and where each is registered."""
 
@@ -142,7 +134,7 @@ class _Modules:
             return f"{type(norm).__name__} has a forward of its own"
         if "forward" in vars(norm):
             return "its forward was replaced"
-        if _is_hooked(norm):
+        if hooks_of(norm):
             return "it has hooks, which would see the activation too"
         if len(places) > 1:
             return f"it is in the model twice: {', '.join(places)}"
@@ -190,7 +182,8 @@ class _Forwards:
             if gone.op == "call_module" and (why := _why_not_gone(root.get_submodule(str(gone.target)))):
                 return why
         pair = Pair(path, owner, str(node.target), reader)
-        if reader.addition is not None and not pair.at_the_end and may_be_written(root, node, reader.addition):
+        is_direct = path == below(owner, pair.call)  # not the last thing in a module that the owner calls
+        if reader.addition is not None and is_direct and may_be_written(root, node, reader.addition):
             return "its input may be written to before the residual is added"
         if is_chain(root) and reader.kind == "activation":
             places = self.modules.places[root.get_submodule(reader.label)]
@@ -203,7 +196,7 @@ class _Forwards:
         if pair.behind.kind == "kept" or not self.calls.get(pair.path):
             return ""
         here = self.follow(pair.path)
-        if isinstance(here, Pair) and here.is_like(pair):
+        if isinstance(here, Pair) and here.place == pair.place:
             return ""
         mode = "training" if self.training else "evaluation"
         return f"in {mode} mode {'something else follows' if isinstance(here, Pair) else here}"
@@ -251,7 +244,7 @@ class _Forwards:
         return (
             len(self.calls.get(path, [])) == 1
             and len(self.modules.places[module]) == 1
-            and not _is_hooked(module)
+            and not hooks_of(module)
             and [parameter.kind for parameter in parameters_of(module)] == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
         )
 
@@ -267,7 +260,7 @@ class _Forwards:
 def _why_not_gone(module: nn.Module) -> str:
     """Why a module must go on being called; not for ``behind``, as a profiler's hooks come and go."""
     name = type(module).__name__
-    if _is_hooked(module):
+    if hooks_of(module):
         return f"{name}, which follows, has hooks"
     return f"the forward of {name}, which follows, was replaced" if "forward" in vars(module) else ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 import operator
@@ -24,6 +23,7 @@ from lowtide.compat import pytree
 from lowtide.compat.autograd import top_saved_hooks
 from lowtide.compat.dispatch import TorchDispatchMode
 from lowtide.compat.frames import frame_at
+from lowtide.tracing.snapshot import content_of, has_content, restore_content
 
 
 class Untraceable(Exception):
@@ -204,19 +204,24 @@ def _modes() -> tuple[Any, ...]:
 @contextmanager
 def _no_side_effects(module: nn.Module) -> Generator[None]:
     """Restore attributes and Python's random numbers; raise if they were changed."""
-    before = [(part, dict(vars(part)), {k: _copied(v) for k, v in vars(part).items()}) for part in module.modules()]
+    attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
+    containers = [
+        (name, value, content_of(value))
+        for held, _ in attributes
+        for name, value in held.items()
+        if isinstance(value, list | dict | set)
+    ]
     state, numpy_state = random.getstate(), _numpy_state()
     changed: list[str] = []
     try:
         yield
     finally:
-        for part, attributes, contents in before:
-            now = dict(vars(part))
-            others = [name for name in {**attributes, **now} if now.get(name, ...) is not attributes.get(name, ...)]
-            if others:
-                vars(part).clear()
-                vars(part).update(attributes)
-            changed += others + [name for name, value in attributes.items() if _restore(value, contents[name])]
+        for now, was in attributes:
+            changed += [name for name in {**was, **now} if now.get(name, ...) is not was.get(name, ...)]
+            restore_content(now, was)
+        for name, value, was in containers:
+            changed += [] if has_content(value, was) else [name]
+            restore_content(value, was)
         drawn = random.getstate() != state or _numpy_state()[2:] != numpy_state[2:]  # how many were drawn
         random.setstate(state)
         np.random.set_state(numpy_state)
@@ -228,25 +233,6 @@ def _no_side_effects(module: nn.Module) -> Generator[None]:
 
 def _numpy_state() -> tuple[Any, ...]:
     return cast(tuple[Any, ...], np.random.get_state())
-
-
-def _copied(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, list | dict | set) else value
-
-
-def _ids(value: Any) -> list[int]:
-    if isinstance(value, dict):
-        return [id(part) for item in cast(dict[Any, Any], value).items() for part in item]
-    return [id(part) for part in cast(list[Any], value)] if isinstance(value, list | set) else []
-
-
-def _restore(value: Any, was: Any) -> bool:
-    """Restore a container's content; return whether it had changed."""
-    if _ids(value) == _ids(was):
-        return False
-    value.clear()
-    value.extend(was) if isinstance(value, list) else value.update(was)
-    return True
 
 
 def _reason(error: Exception) -> str:

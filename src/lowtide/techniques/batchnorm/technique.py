@@ -6,13 +6,13 @@ keep y between the two as well. The pair as one layer needs one of them: y and z
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lowtide.errors import PlanError
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.batchnorm.convert import convert
-from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, Technique
 from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.graph import Graph, Op
 from lowtide.undo import Applied
@@ -29,14 +29,13 @@ class BatchNormConfig(Config):
         self.require("joins", int, least=1)
 
 
-class BatchNorm:
+class BatchNorm(Technique):
     """Batch norm and what follows it as one layer, with one buffer kept instead of two or three."""
 
     name = "batchnorm"
     kind: Kind = "module"
     config: type[Config] = BatchNormConfig
     needs = "a batch norm followed by an activation"
-    conflicts: Mapping[str, str] = {}
 
     def options(self, profile: Profile) -> list[Option]:
         """All batch norms that would save something; once more for each spacing of the joins that are kept."""

@@ -80,7 +80,7 @@ class Compress:
 
     def layers(self, profile: Profile) -> list[Layer]:
         """The modules that save something to compress, and its bytes; all values are taken to matter the same."""
-        return [made.layer() for made in _Saves(profile).by_site.values()]
+        return [_layer(path, parts) for path, parts in _Saves(profile).parts.items()]
 
     def option(self, layers: Sequence[Layer], budget_bytes: int) -> Option:
         """The best bits for layers, measured or not, under a budget; a layer that is kept is no site."""
@@ -181,18 +181,13 @@ class _Saved:
         return self.sites <= bits.keys()
 
 
-@dataclass(slots=True)
-class _SavingModule:
-    """A module that saves."""
+def _layer(path: str, parts: Sequence[_Part]) -> Layer:
+    two, four, eight = (sum(buffer_bytes(numel, bits, GROUP, dtype) for numel, dtype in parts) for bits in BITS)
+    whole = sum(numel * dtype.itemsize for numel, dtype in parts)
+    return Layer(path, whole, (two, four, eight), float(sum(numel for numel, _ in parts)))
 
-    path: str
-    kept_bytes: int = 0
-    stored_bytes: list[int] = field(default_factory=lambda: [0] * len(BITS))
-    numel: int = 0
 
-    def layer(self) -> Layer:
-        two, four, eight = self.stored_bytes
-        return Layer(self.path, self.kept_bytes, (two, four, eight), float(self.numel))
+_Part = tuple[int, torch.dtype]  # the values of a storage that are stored, and their dtype
 
 
 class _Saves:
@@ -210,7 +205,7 @@ class _Saves:
         for op in graph.ops:
             self._visit(op)
         self.storages: dict[int, _Saved] = {}
-        self.by_site: dict[str, _SavingModule] = {}
+        self.parts: dict[str, list[_Part]] = {}  # by site
         self._collect()
 
     def _visit(self, op: Op) -> None:
@@ -259,16 +254,11 @@ class _Saves:
             covered[saved.storage] = after
             known.site = known.site or site
             known.saves += 1
-            self.by_site.setdefault(site, _SavingModule(site))
+            self.parts.setdefault(site, [])
             known.numel = after // known.dtype.itemsize
             if after > before:
-                module = self.by_site.setdefault(known.site, _SavingModule(known.site))
-                module.kept_bytes += after - before
-                module.numel += (after - before) // known.dtype.itemsize
-                for i, bits in enumerate(BITS):
-                    module.stored_bytes[i] += buffer_bytes(
-                        (after - before) // known.dtype.itemsize, bits, GROUP, known.dtype
-                    )
+                part = (after - before) // known.dtype.itemsize, known.dtype
+                self.parts.setdefault(known.site, []).append(part)
 
     def _site(self, path: str) -> str:
         """The block that a module is in; itself where it is in none; "" where blocks are in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -51,29 +52,20 @@ class Counting(TorchFunctionMode):
 
         An error where one of them has a count that nobody has seen.
         """
-        means: list[Mean] = []
-        near: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
-        known = set(near)
-        for node in near:
-            if (counted := getattr(node, "counted", None)) is not None:
-                means.append(Mean(node, *counted))
-            elif node.name().startswith("NllLoss") and saved_value(node, "reduction") == 1:
-                means.append(Mean(node, *self._count(node)))
-            elif min((math.prod(each.shape) for each in input_metadata(node)), default=0) <= _FEW:
-                behind = [edge for edge, _ in node.next_functions if edge is not None and edge not in known]
-                known.update(behind)
-                near += behind
-        return means
+        nodes = list(nodes_behind(loss, lambda node: not _is_mean(node) and _is_small(node)))
+        return [self._mean(node) for node in nodes if _is_mean(node)]
 
-    def _count(self, node: Any) -> tuple[Tensor, int]:
-        seen = self._seen.get(sequence_number(node))
+    def _mean(self, node: Any) -> Mean:
+        if (counted := getattr(node, "counted", None)) is not None:
+            return Mean(node, *counted)
         try:
-            return _saved(node)
+            return Mean(node, *_saved(node))
         except WorkloadError:
             self.needed = True
+            seen = self._seen.get(sequence_number(node))
             if seen is None:
                 raise
-            return seen
+            return Mean(node, *seen)
 
 
 # A mean is one number, and what is made of it on the way to the loss is small: behind large tensors there is none.
@@ -81,6 +73,27 @@ _FEW = 1024
 
 _CROSS_ENTROPIES = frozenset({F.cross_entropy, F.nll_loss})
 _NLL_LOSSES = frozenset({torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default})
+
+
+def nodes_behind(loss: Tensor, goes_on: Callable[[Any], bool] = lambda _: True) -> Iterator[Any]:
+    """Nodes of a loss's graph, the nearest first, as far back as ``goes_on`` says."""
+    nodes: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    known = set(nodes)
+    for node in nodes:
+        yield node
+        for edge, _ in node.next_functions if goes_on(node) else ():
+            if edge is not None and edge not in known:
+                known.add(edge)
+                nodes.append(edge)
+
+
+def _is_mean(node: Any) -> bool:
+    is_torchs = node.name().startswith("NllLoss") and saved_value(node, "reduction") == 1
+    return is_torchs or getattr(node, "counted", None) is not None
+
+
+def _is_small(node: Any) -> bool:
+    return min((math.prod(each.shape) for each in input_metadata(node)), default=0) <= _FEW
 
 
 class _Totals(TorchDispatchMode):
@@ -108,17 +121,8 @@ def is_mixed(loss: Tensor, means: list[Mean]) -> bool:
     if len(means) != 1:
         return len(means) > 1
     behind = [edge for edge, _ in means[0].node.next_functions if edge is not None]
-    seen = {means[0].node, *(node for node in behind if node.name().startswith("LogSoftmax"))}
-    stack = [loss.grad_fn]
-    while stack:
-        node: Any = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            return True
-        stack += [edge for edge, _ in node.next_functions]
-    return False
+    ends = {means[0].node, *(node for node in behind if node.name().startswith("LogSoftmax"))}
+    return any(hasattr(node, "variable") for node in nodes_behind(loss, lambda node: node not in ends))
 
 
 def _saved(node: Any) -> tuple[Tensor, int]:

@@ -1,6 +1,6 @@
 """The last ops of a loss, looked at in every piece: another branch, or a divisor that is not the pieces' share.
 
-What a piece counts is found on the first batch, or proved for it. A later batch may take another branch of the loss, or
+The first batch tells what a piece counts, or a proof for it does. A later batch may take another branch of the loss, or
 show that the loss divides by a count of its own.
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.compat.autograd import input_metadata
-from lowtide.techniques.microbatch.counts import saved_tensors
+from lowtide.techniques.microbatch.counts import nodes_behind, saved_tensors
 
 _MOST_NODES = 64
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -71,16 +72,11 @@ class Endings:
 
 def _last_nodes(loss: Tensor) -> list[Any]:
     """The nodes of autograd's graph that make numbers, from the loss back to what has dimensions."""
-    near: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
-    known = set(near)
-    for node in near:
-        if len(near) >= _MOST_NODES:
-            break
-        for edge, _ in node.next_functions:
-            if edge is not None and edge not in known and not any(each.shape for each in input_metadata(edge)):
-                known.add(edge)
-                near.append(edge)
-    return near
+
+    def is_number(node: Any) -> bool:
+        return node is loss.grad_fn or not any(each.shape for each in input_metadata(node))
+
+    return list(islice(filter(is_number, nodes_behind(loss, is_number)), _MOST_NODES))
 
 
 def _divisor(node: Any) -> list[Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -137,14 +138,14 @@ class _Sum:
         return self.sum
 
 
+@dataclass
 class _Held:
     """State that the node of the whole loss keeps."""
 
-    def __init__(self, loss: Tensor, factor: Tensor | None, gradients: list[Tensor], tell: Any) -> None:
-        self.loss: Tensor | None = loss
-        self.tell = tell
-        self.factor = factor
-        self.gradients: list[Tensor] | None = gradients
+    loss: Tensor | None
+    factor: Tensor | None
+    gradients: list[Tensor] | None
+    tell: Callable[[Tensor], None] | None
 
 
 class _Whole(torch.autograd.Function):

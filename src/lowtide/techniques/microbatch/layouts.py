@@ -192,8 +192,8 @@ def indexed(call: PairedCall) -> Fact | None:
     """A constant at the places that samples say, samples at constant places, or each sample at its own places."""
     indices: list[Any] = list(call.whole["indices"])
     used = [(dim, node) for dim, node in enumerate(indices) if node is not None]
-    found = [call.facts.get(node) for _, node in used]
-    fact, facts = call.of("self"), [each for each in found if each is not None]
+    fact, known = call.of("self"), [call.facts.get(node) for _, node in used]
+    facts = [each for each in known if each is not None]
     if fact is None or len(facts) < len(used) or fact.power or fact.kind not in ("fixed", "rows"):
         return None
     if any(node.meta["val"].dtype is torch.bool for _, node in used):

@@ -19,7 +19,7 @@ from lowtide.compat.dispatch import count_modes
 from lowtide.compat.dynamo import disable_dynamo
 from lowtide.compat.modules import own_parameters
 from lowtide.errors import LowtideError, WorkloadError
-from lowtide.techniques.microbatch.counts import Counting, is_mixed
+from lowtide.techniques.microbatch.counts import Counting, is_mixed, nodes_behind
 from lowtide.techniques.microbatch.endings import Endings
 from lowtide.techniques.microbatch.gradients import Gradients
 from lowtide.techniques.microbatch.pieces import Batch, Split
@@ -215,8 +215,9 @@ class _PiecewiseRun:
                 if recording is not None:
                     recording.start_piece()
                 with ExitStack() as around:
-                    if number < len(pieces) - 1:  # the last one tells DDP to expect gradients
-                        self._enter_no_sync(around)
+                    for module in self.modules:
+                        if isinstance(module, DistributedDataParallel) and number < len(pieces) - 1:
+                            around.enter_context(module.no_sync())  # the last piece tells DDP to expect gradients
                     counting = Counting() if shares[number] is None else None
                     if counting is not None and sees:
                         around.enter_context(counting)
@@ -240,11 +241,6 @@ class _PiecewiseRun:
             if divisors and (loss.proved is None or loss.steps <= _COMPARED_STEPS):
                 loss.endings.compare(divisors, shares)
         return self._attach(values, shares)
-
-    def _enter_no_sync(self, around: ExitStack) -> None:
-        for module in self.modules:
-            if isinstance(module, DistributedDataParallel):
-                around.enter_context(module.no_sync())
 
     def _pieces(self) -> tuple[list[tuple[int, int]], list[Any]]:
         """The pieces in which something counts, and what each counts where that is known before it runs."""
@@ -301,7 +297,8 @@ class _PiecewiseRun:
 
     def _look_for_strangers(self, loss: Tensor) -> None:
         """Find what the loss trains that is in no module and no optimizer: in the graphs of two pieces alike."""
-        leaves = dict.fromkeys(leaf for leaf in _leaves(loss) if leaf not in self.gradients)
+        trained = (getattr(node, "variable", None) for node in nodes_behind(loss))
+        leaves = dict.fromkeys(leaf for leaf in trained if leaf is not None and leaf not in self.gradients)
         if self.strangers is None:
             self.strangers = leaves
             for leaf in leaves:
@@ -336,20 +333,6 @@ class _PiecewiseRun:
             self.loss.__wrapped__(self.model, self.batch.piece(0, self.batch.samples))
         recording.finish()
         return recording
-
-
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """The leaves of a loss's graph."""
-    seen = {loss.grad_fn}
-    stack = [loss.grad_fn]
-    while stack:
-        node: Any = stack.pop()
-        if (variable := getattr(node, "variable", None)) is not None:
-            yield variable
-        for edge, _ in node.next_functions:
-            if edge is not None and edge not in seen:
-                seen.add(edge)
-                stack.append(edge)
 
 
 def _uses_half(parameters: Iterable[Tensor]) -> bool:

@@ -200,13 +200,13 @@ def product(*labels: str) -> Rule:
         a, b = (call.of(name) for name in names)
         if a is None or b is None:
             return None
-        made = _contracted(a, b, *labels)
-        if made is None or "beta" not in call.whole:
-            return made
+        contracted = _contracted(a, b, *labels)
+        if contracted is None or "beta" not in call.whole:
+            return contracted
         bias = call.of("self")
         if bias is None or not call.is_same():
             return None
-        return added(bias, made, broadcast([bias, made], [call.shape("self"), call.shapes[0]]))
+        return added(bias, contracted, broadcast([bias, contracted], [call.shape("self"), call.shapes[0]]))
 
     return rule
 

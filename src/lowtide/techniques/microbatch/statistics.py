@@ -250,8 +250,8 @@ class WholeStatistics:
             self._undo.add(layer.open())
         for layer in self._layers:
             name = "_run" if isinstance(layer.norm, _BatchNormAct) else "forward"
-            made = _RunByWhole(layer) if name == "_run" else _ForwardByWhole(layer)
-            vars(layer.norm)[name] = made
+            by_whole = _ByWhole(layer)
+            vars(layer.norm)[name] = by_whole.run if name == "_run" else by_whole.forward
             self._undo.add(partial(vars(layer.norm).pop, name))
 
     def __exit__(self, *exception: object) -> None:
@@ -271,10 +271,11 @@ def _check(norm: NormBase) -> None:
 
 
 class _ByWhole:
+    """Forwards of a layer by the statistics of the whole batch."""
+
     def __init__(self, layer: _Layer) -> None:
         self.norm: Any = layer.norm
-        self.calls = layer.pieces[0]
-        self.whole = [_biased(moments) for moments in self.calls]
+        self.whole = [(call.mean, call.var * ((call.count - 1) / call.count)) for call in layer.pieces[0]]  # biased
         self.next = 0
 
     def statistics(self) -> tuple[Tensor, Tensor]:
@@ -288,19 +289,13 @@ class _ByWhole:
         self.next += 1
         return moments
 
-
-class _ForwardByWhole(_ByWhole):
-    """The forward of torch's batch norms."""
-
-    def __call__(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        """Run one of torch's batch norms."""
         check_input(self.norm, input)
         return _Normalize.apply(input, self.norm.weight, self.norm.bias, *self.statistics(), self.norm.eps)
 
-
-class _RunByWhole(_ByWhole):
-    """The forward of lowtide's batch norms, with the activation."""
-
-    def __call__(self, input: Tensor, residual: Tensor | None, activation: Any, strategy: Any) -> Tensor:
+    def run(self, input: Tensor, residual: Tensor | None, activation: Any, strategy: Any) -> Tensor:
+        """Run one of lowtide's batch norms, with the activation."""
         norm = self.norm
         return batch_norm_act(
             input,
@@ -314,10 +309,6 @@ class _RunByWhole(_ByWhole):
             statistics=Statistics(*self.statistics(), of_input=False),
             layer=norm,
         )
-
-
-def _biased(moments: _Moments) -> tuple[Tensor, Tensor]:
-    return moments.mean, moments.var * ((moments.count - 1) / moments.count)
 
 
 class _Normalize(torch.autograd.Function):

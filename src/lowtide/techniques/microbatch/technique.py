@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,9 +16,9 @@ from lowtide.techniques.microbatch.loss import MicrobatchLoss
 from lowtide.techniques.microbatch.pieces import Batch
 from lowtide.techniques.microbatch.proof import Proof, prove
 from lowtide.techniques.microbatch.weights import REDUCTIONS, Proved
-from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, whole_step
+from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, Technique, whole_step
 from lowtide.tracing.call_sites import short_name
-from lowtide.tracing.graph import Graph, Storage
+from lowtide.tracing.graph import Graph
 from lowtide.tracing.snapshot import unchanged
 from lowtide.undo import Applied
 from lowtide.workload import Workload
@@ -53,14 +53,13 @@ class MicrobatchFindings:
     piece: _Piece | None = None  # None where pieces were not measured, or did not run
 
 
-class Microbatch:
+class Microbatch(Technique):
     """The whole step over pieces of its batch."""
 
     name = "microbatch"
     kind: Kind = "step"
     config: type[Config] = MicrobatchConfig
     needs = "a batch of two or more samples, the first dimension of all its tensors"
-    conflicts: Mapping[str, str] = {}
 
     def study(self, work: Workload, profile: Profile) -> MicrobatchFindings:
         """Capture the loss of a profiled step and prove its reduction, once. Without this nothing is proved."""
@@ -244,13 +243,10 @@ def _with_samples(graph: Graph, samples: int) -> set[int]:
             if storage.category not in ("activation", "temporary"):
                 continue
             from_batch.add(storage.id)
-            if _divides(storage, value.shape, samples) and not (op.phase == "backward" and storage.bytes in weights):
+            has_rows = storage.bytes > 0 and any(length and length % samples == 0 for length in value.shape)
+            if has_rows and not (op.phase == "backward" and storage.bytes in weights):
                 scaled.add(storage.id)
     return scaled
-
-
-def _divides(storage: Storage, shape: tuple[int, ...], samples: int) -> bool:
-    return storage.bytes > 0 and any(length and length % samples == 0 for length in shape)
 
 
 def _draws(graph: Graph) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -36,112 +37,111 @@ def find_reduction(
 
     An error where it is neither, and where its values tell nothing.
     """
+    trial = _Trial(loss, model, batch)
     try:
         with _quiet(modules, lambda _: True):
-            return _try(loss, model, batch, size)
+            return trial.on_pieces(size)
     except (WorkloadError, torch.OutOfMemoryError):
         raise
     except Exception:  # some models return something else in evaluation mode
-        with _quiet(modules, _is_random):
-            return _try(loss, model, batch, size)
+        with _quiet(modules, lambda module: isinstance(module, (DropoutBase, NormBase))):
+            return trial.on_pieces(size)
 
 
-def _try(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Batch, size: int) -> Literal["mean", "sum"]:
-    tried = _spread(0, batch.samples, 2 * min(size, _MOST_TRIED))
-    parts = [tried[::2], tried[1::2]]
-    seen = [_seen(loss, model, batch, part) for part in parts]
-    if not all(weight for _, weight in seen):  # where nothing counts, any function of a mean is a mean
-        samples = _spread(0, batch.samples, 2 * _MOST_TRIED)
-        counting = [sample for sample in samples if _seen(loss, model, batch, [sample])[1]][: len(tried)]
-        if len(counting) < 2:
+@dataclass(frozen=True)
+class _Trial:
+    """A loss that is tried on samples of a batch."""
+
+    loss: Callable[[nn.Module, Any], Tensor]
+    model: nn.Module
+    batch: Batch
+
+    def on_pieces(self, size: int) -> Literal["mean", "sum"]:
+        tried = _spread(self.batch.samples, 2 * min(size, _MOST_TRIED))
+        parts = [tried[::2], tried[1::2]]
+        seen = [self._seen(part) for part in parts]
+        if not all(weight for _, weight in seen):  # where nothing counts, any function of a mean is a mean
+            samples = _spread(self.batch.samples, 2 * _MOST_TRIED)
+            counting = [sample for sample in samples if self._seen([sample])[1]][: len(tried)]
+            if len(counting) < 2:
+                raise WorkloadError(
+                    "Of the samples that were tried, all but one have only targets that are ignored, which tells no "
+                    "mean from a sum",
+                    hint="Say reduction='mean' or reduction='sum', or try with another first batch.",
+                )
+            parts = [counting[::2], counting[1::2]]
+            seen = [self._seen(part) for part in parts]
+        before = _generators(self.batch)
+        whole = self._value(parts[0] + parts[1])
+        if not all(torch.equal(was, now) for was, now in zip(before, _generators(self.batch), strict=True)):
             raise WorkloadError(
-                "Of the samples that were tried, all but one have only targets that are ignored, which tells no mean "
-                "from a sum",
-                hint="Say reduction='mean' or reduction='sum', or try with another first batch.",
+                "The loss draws random numbers in evaluation mode too, so its reduction cannot be found by trying",
+                hint="Say reduction='mean' or reduction='sum'.",
             )
-        parts = [counting[::2], counting[1::2]]
-        seen = [_seen(loss, model, batch, part) for part in parts]
-    before = _generators(batch)
-    whole = _without_graph(loss, model, batch.chosen(parts[0] + parts[1]))
-    if not all(torch.equal(was, now) for was, now in zip(before, _generators(batch), strict=True)):
+        values, weights = [float(value) for value, _ in seen], [weight for _, weight in seen]
+        close = _closeness(seen[0][0])
+        whole = float(whole)
+        mean = sum(v * w for v, w in zip(values, weights, strict=True) if w) / max(sum(weights), 1e-30)
+        total = sum(values)
+        apart = close * max([1e-3, *(abs(v) for v in values if math.isfinite(v))])  # the parts may cancel
+        is_mean, is_sum = (math.isclose(each, whole, rel_tol=close, abs_tol=apart) for each in (mean, total))
+        if (is_mean and is_sum) or not math.isfinite(whole):
+            return self._on_one_twice(close)
+        if is_mean or is_sum:
+            return "mean" if is_mean else "sum"
         raise WorkloadError(
-            "The loss draws random numbers in evaluation mode too, so its reduction cannot be found by trying",
+            f"The loss of {sum(map(len, parts))} samples is {whole:.6g}; of the same samples in two pieces, the mean "
+            f"is {mean:.6g} and the sum {total:.6g}: it is neither of them",
+            hint="If it is a mean over what the samples have (tokens that are not padding), pass weight=, a function "
+            "that counts them in a batch. If samples see each other, the batch cannot be split.",
+        )
+
+    def _seen(self, part: list[int]) -> tuple[Tensor, float]:
+        """The loss of some samples, and what it is a mean over, if it is one."""
+        with Counting() as counting:
+            value = self.loss(self.model, self.batch.chosen(part))
+        means = counting.means(value)
+        weight = float(len(part)) if not means or is_mixed(value, means) else float(means[0].total)
+        return value.detach(), weight
+
+    def _on_one_twice(self, close: float) -> Literal["mean", "sum"]:
+        """Try one sample given twice: a sum doubles, whatever the other samples add."""
+        for sample in _spread(self.batch.samples, 2 * _MOST_TRIED):
+            once = float(self._value([sample]))
+            if once == 0 or not math.isfinite(once):
+                continue
+            twice = float(self._value([sample, sample]))
+            if math.isclose(once, twice, rel_tol=close):
+                return "mean"
+            if math.isclose(2 * once, twice, rel_tol=close):
+                return "sum"
+        raise WorkloadError(
+            "The loss is 0, not finite or rounding alone where it was tried, which tells no mean from a sum",
             hint="Say reduction='mean' or reduction='sum'.",
         )
-    values, weights = [float(value) for value, _ in seen], [weight for _, weight in seen]
-    close = _closeness(seen[0][0])
-    whole = float(whole)
-    mean = sum(v * w for v, w in zip(values, weights, strict=True) if w) / max(sum(weights), 1e-30)
-    total = sum(values)
-    apart = close * max([1e-3, *(abs(v) for v in values if math.isfinite(v))])  # the parts may cancel
-    is_mean, is_sum = (math.isclose(each, whole, rel_tol=close, abs_tol=apart) for each in (mean, total))
-    if (is_mean and is_sum) or not math.isfinite(whole):
-        return _try_twice(loss, model, batch, close)
-    if is_mean or is_sum:
-        return "mean" if is_mean else "sum"
-    raise WorkloadError(
-        f"The loss of {sum(map(len, parts))} samples is {whole:.6g}; of the same samples in two pieces, the mean is "
-        f"{mean:.6g} and the sum {total:.6g}: it is neither of them",
-        hint="If it is a mean over what the samples have (tokens that are not padding), pass weight=, a function "
-        "that counts them in a batch. If samples see each other, the batch cannot be split.",
-    )
+
+    def _value(self, samples: list[int]) -> Tensor:
+        """The loss of some samples, without a graph unless it takes gradients itself."""
+        batch = self.batch.chosen(samples)
+        try:
+            with torch.no_grad():
+                return self.loss(self.model, batch)
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            return self.loss(self.model, batch).detach()
 
 
-def _seen(
-    loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Batch, part: list[int]
-) -> tuple[Tensor, float]:
-    """The loss of some samples, and what it is a mean over, if it is one."""
-    with Counting() as counting:
-        value = loss(model, batch.chosen(part))
-    means = counting.means(value)
-    weight = float(len(part)) if not means or is_mixed(value, means) else float(means[0].total)
-    return value.detach(), weight
-
-
-def _try_twice(
-    loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Batch, close: float
-) -> Literal["mean", "sum"]:
-    """Try one sample given twice: a sum doubles, whatever the other samples add."""
-    for sample in _spread(0, batch.samples, 2 * _MOST_TRIED):
-        once = float(_without_graph(loss, model, batch.chosen([sample])))
-        if once == 0 or not math.isfinite(once):
-            continue
-        twice = float(_without_graph(loss, model, batch.chosen([sample, sample])))
-        if math.isclose(once, twice, rel_tol=close):
-            return "mean"
-        if math.isclose(2 * once, twice, rel_tol=close):
-            return "sum"
-    raise WorkloadError(
-        "The loss is 0, not finite or rounding alone where it was tried, which tells no mean from a sum",
-        hint="Say reduction='mean' or reduction='sum'.",
-    )
-
-
-def _spread(start: int, end: int, count: int) -> list[int]:
+def _spread(samples: int, count: int) -> list[int]:
     """At most so many samples, over all of the batch: what is padded may lie at its end."""
-    count = min(count, end - start)
-    return [start + i * (end - start) // count for i in range(count)]
-
-
-def _without_graph(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
-    """A loss that takes gradients itself needs one."""
-    try:
-        with torch.no_grad():
-            return loss(model, batch)
-    except RuntimeError as error:
-        if "does not require grad" not in str(error):
-            raise
-        return loss(model, batch).detach()
+    count = min(count, samples)
+    return [i * samples // count for i in range(count)]
 
 
 def _closeness(loss: Tensor) -> float:
     if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
         return _CLOSE_IN_16_BITS
     return _CLOSE.get(loss.dtype, _CLOSE_IN_16_BITS)
-
-
-def _is_random(module: nn.Module) -> bool:
-    return isinstance(module, (DropoutBase, NormBase))
 
 
 def _generators(batch: Batch) -> list[Tensor]:
