@@ -17,7 +17,7 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lowtide.nn import BatchNormAct2d, BatchRenormAct2d
+from lowtide.nn import BatchNormAct2d
 from tests.nn.plain import ACTIVATIONS, ONE_BUFFER, Plain, pair
 from tests.soak import in_soak
 
@@ -216,14 +216,6 @@ def error(model, exact):
     return sum(((p.grad - true.grad).norm() / true.grad.norm()) ** 2 for p, true in pairs) ** 0.5
 
 
-def test_batch_renormalization_compiles():
-    def layer():
-        return BatchRenormAct2d(CHANNELS, "relu")
-
-    model, eager = Net(layer), Net(layer)
-    assert_same_steps(model, eager, torch.compile(model, fullgraph=True, backend="aot_eager"))
-
-
 def test_plain_torch_keeps_more_and_a_frozen_layer_one():
     model, plain = nets("relu")
     assert len(Graphs().step(plain).retained) >= 4
@@ -254,10 +246,6 @@ def test_a_join_whose_output_is_kept_does_not_keep_its_residual():
     graphs = Graphs()
     torch.compile(step, fullgraph=True, backend=graphs.backend)(x).square().sum().backward()
     assert len(graphs.retained) == 2
-
-
-def test_plain_joins_keep_four_buffers_when_compiled():
-    assert len(Graphs().step(nets("relu", joined=True)[1]).retained) == 4
 
 
 def save_convolutions(context, op, *args, **kwargs):
@@ -395,15 +383,6 @@ def test_tracing_in_eval_mode_agrees(strategy):
     traced = torch.jit.trace(model, torch.randn(2, 4, 5, 5))
     x = torch.randn(3, 4, 6, 6)
     torch.testing.assert_close(traced(x), nn.Sequential(model[0], plain.eval(), model[2])(x))
-
-
-@pytest.mark.parametrize("strategy", ONE_BUFFER)
-def test_exporting_in_eval_mode_agrees(strategy):
-    layer, plain = pair(strategy)
-    model = nn.Sequential(nn.Conv2d(4, 4, 1), layer).eval()
-    x = torch.randn(2, 4, 5, 5)
-    exported = torch.export.export(model, (x,)).module()
-    torch.testing.assert_close(exported(x), nn.Sequential(model[0], plain.eval())(x))
 
 
 @pytest.mark.skipif(

@@ -344,13 +344,6 @@ POSSIBLE = [
 POSSIBLE = [(s, name) for s, name in POSSIBLE if "inplace" not in s or name.split()[0] not in FOLDING]
 
 
-@pytest.mark.parametrize("activation", KEPT)
-def test_plain_torch_keeps_two_or_three_buffers_per_layer(activation):
-    act, count = KEPT[activation]
-    x = torch.randn(LARGE)
-    assert kept_by_profile(network(act), x) == kept_by_allocator(network(act), x) == count
-
-
 @pytest.mark.parametrize(("strategy", "activation"), POSSIBLE)
 def test_a_layer_keeps_one_buffer(strategy, activation):
     model, x = network(KEPT[activation][0], strategy), torch.randn(LARGE)

@@ -241,19 +241,6 @@ def test_models_in_a_row_give_torchs_gradients():
     assert_same(run, ours, plain)
 
 
-def test_a_layer_of_a_plain_function_needs_no_scope():
-    layer, plain = pair("checkpoint")
-    weight = torch.randn(4, 4, 1, 1, dtype=torch.float64)
-
-    def run(norm):
-        leaf = weight.clone().requires_grad_()
-        z = norm(nn.functional.conv2d(batch(), leaf))
-        nn.functional.conv2d(z, leaf).square().sum().backward()
-        return leaf.grad
-
-    assert_same(run, layer.double(), plain.double())
-
-
 # -- threads and checkpoints -----------------------------------------------------------------------------
 
 
