@@ -20,6 +20,19 @@ class Of(nn.Module):
         return self.function(*self.inputs, *batch)
 
 
+class Call(nn.Module):
+    """A model from a function over a few modules."""
+
+    def __init__(self, function, **modules):
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
 class On(nn.Module):
     """A layer on an input that needs a gradient."""
 
@@ -119,6 +132,10 @@ def loss(model, batch):
             if part is not None and part.requires_grad:
                 total = total + (part.abs() if part.is_complex() else part).float().sum()
     return total
+
+
+def mean_loss(model, batch):
+    return model(batch).float().mean()
 
 
 transposed = Then(lambda x: x.transpose(1, 2))
