@@ -120,15 +120,6 @@ def test_8bit_states_keep_their_dtypes_through_an_undo():
     train(model, optimizer, BATCHES[:1])
 
 
-def test_8bit_states_can_be_taken_back_while_updates_are_rounded():
-    model, optimizer = started(dtype=torch.bfloat16)
-    with lo.round_updates(optimizer):
-        with lo.lower_state(optimizer, "8bit"):
-            train(model, optimizer, BATCHES[:1])
-        train(model, optimizer, BATCHES[:1])
-        assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.float32
-
-
 @pytest.mark.parametrize("how", ["stochastic", "kahan"])
 def test_a_state_that_was_saved_without_rounding_is_loaded(how):
     def plain():

@@ -286,36 +286,6 @@ def test_the_scale_is_loaded_with_states_by_bitsandbytes_too():
     assert torch.equal(other.state[twin]["state1"], optimizer.state[weight]["state1"])
 
 
-def test_a_float16_run_of_the_technique_resumes_bit_for_bit():
-    def start():
-        model = make()
-        work = Workload(
-            model, lambda m, x: m(x).float().square().mean(), BATCHES[0], torch.optim.AdamW(model.parameters())
-        )
-        option = Option("precision", ("",), PrecisionConfig("float16"))
-        return model, techniques()["precision"].apply(work, [option]).work
-
-    def steps(work, batches):
-        for x in batches:
-            work.optimizer.zero_grad()
-            work.compute_loss(batch=x).backward()
-            work.optimizer.step()
-        return [p.detach().clone() for p in work.model.parameters()]
-
-    model, work = start()
-    work.loss.scale.growth_interval = 3
-    steps(work, [BATCHES[0], BATCHES[1] * 1e8, *BATCHES[2:4]])  # one of them overflows
-    saved = copy.deepcopy((model.state_dict(), work.optimizer.state_dict()))
-    assert work.loss.scale.state_dict() == {"value": 2.0**15, "good_steps": 2}
-    expected, scale = steps(work, BATCHES[4:8]), work.loss.scale.state_dict()
-    model, work = start()
-    work.loss.scale.growth_interval = 3
-    model.load_state_dict(saved[0])
-    work.optimizer.load_state_dict(saved[1])
-    assert equal(steps(work, BATCHES[4:8]), expected)
-    assert work.loss.scale.state_dict() == scale
-
-
 WAYS = {
     "8bit": lambda optimizer: lower_state(optimizer, "8bit"),
     "cpu": lambda optimizer: lower_state(optimizer, "cpu"),
