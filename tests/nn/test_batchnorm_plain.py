@@ -1,6 +1,5 @@
 """Torch's own ops where nothing of lowtide's can run: compiled, exported, traced and under ``torch.func``."""
 
-import copy
 import importlib.util
 from functools import partial
 
@@ -18,7 +17,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lowtide.nn import BatchNormAct2d
-from tests.nn.plain import ACTIVATIONS, ONE_BUFFER, Plain, pair
+from tests.nn.plain import ACTIVATIONS, ONE_BUFFER, Plain, batch, networks, pair
 from tests.soak import in_soak
 
 # Dynamo looks at .grad of what it compiles, and its own warning must not stop it.
@@ -198,24 +197,6 @@ def test_inductor_and_cuda_graphs_train_as_plain_torch_does(mode):
             torch.testing.assert_close(ours, theirs)
 
 
-def test_bfloat16_with_float32_parameters_is_as_exact_as_plain_torch():
-    model, plain = (net.float() for net in nets("relu"))
-    exact = nets("relu")[1]
-    x = torch.randn(BATCH)
-    for net in (torch.compile(model, fullgraph=True, backend="aot_eager"), plain):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = net(x)
-        out.float().square().sum().backward()
-    exact(x.double()).square().sum().backward()
-    assert error(model, exact) <= 1.5 * error(plain, exact)
-
-
-def error(model, exact):
-    """That of all gradients together, each relative to its own size."""
-    pairs = zip(parameters(model), parameters(exact), strict=True)
-    return sum(((p.grad - true.grad).norm() / true.grad.norm()) ** 2 for p, true in pairs) ** 0.5
-
-
 def test_plain_torch_keeps_more_and_a_frozen_layer_one():
     model, plain = nets("relu")
     assert len(Graphs().step(plain).retained) >= 4
@@ -284,14 +265,6 @@ def test_export_gives_plain_ops(training):
     torch.testing.assert_close(exported.module()(x), plain.train(training)(x))
 
 
-def test_statistics_move_without_gradients():
-    model, plain = nets("relu")
-    x = torch.randn(BATCH, dtype=torch.float64)
-    with torch.no_grad():
-        torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), plain(x))
-    torch.testing.assert_close(model.second.running_var, plain.second.norm.running_var)
-
-
 def test_a_compiled_part_of_an_eager_model_trains_as_plain_torch_does():
     (part, plain_part), (rest, plain_rest) = nets("relu"), nets("silu")
     model, plain = nn.Sequential(part, rest), nn.Sequential(plain_part, plain_rest)
@@ -317,20 +290,6 @@ def test_compiled_calls_see_no_saved_tensor_hooks_of_ours():
 
 
 # -- torch.func ----------------------------------------------------------------------------------------
-
-
-SHAPE = (5, 4, 6, 6)
-
-
-def batch(seed=3):
-    return torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def networks(strategy, activation="leaky_relu", **options):
-    """conv-bn-act-conv with a layer of lowtide's, and with torch's."""
-    layer, plain = pair(strategy, activation, **options)
-    first, last = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-    return [nn.Sequential(copy.deepcopy(first), m, copy.deepcopy(last)).double() for m in (layer, plain)]
 
 
 @pytest.mark.parametrize("strategy", ONE_BUFFER)
@@ -359,17 +318,6 @@ def test_gradients_per_sample_by_vmap_are_torchs(strategy):
             return functional_call(net, values, (x[None],)).square().sum()
 
         actual.append([g for _, g in sorted(vmap(grad(loss), (None, 0))(values, batch()).items())])
-    torch.testing.assert_close(*actual)
-
-
-@pytest.mark.parametrize("strategy", ONE_BUFFER)
-def test_functional_call_gives_torchs_gradients_of_the_values_given(strategy):
-    layer, plain = pair(strategy, "prelu" if strategy.startswith("checkpoint") else "leaky_relu")
-    actual = []
-    for net in (layer.double(), plain.double()):
-        values = {n: (p.detach() * 1.5).requires_grad_() for n, p in net.named_parameters()}
-        functional_call(net, values, (batch(),)).square().sum().backward()
-        actual.append([values[n].grad for n in values])
     torch.testing.assert_close(*actual)
 
 

@@ -247,15 +247,6 @@ def test_nothing_as_large_as_the_logits_is_ever_there():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_gradients_of_many_rows_do_not_overflow(device, dtype):
-    x = torch.full((128, 8), 4.0, dtype=dtype, device=device).requires_grad_()
-    w = torch.zeros(10, 8, dtype=dtype, device=device).requires_grad_()
-    target = torch.zeros(128, dtype=torch.int64, device=device)
-    torch.testing.assert_close(*(outcome(f, x, w, None, target) for f in (linear_cross_entropy, plain)))
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("heavy", [1.0, 300.0])
 def test_float16_gradients_fit_whatever_weights_there_are(device, heavy):
     torch.manual_seed(0)
