@@ -109,17 +109,6 @@ def test_an_undo_without_a_step_gives_states_back_bit_for_bit():
     assert not empty.state
 
 
-def test_8bit_states_keep_their_dtypes_through_an_undo():
-    model = make(torch.bfloat16)
-    optimizer = OPTIMIZERS["AdamW8bit"](model.parameters())
-    with lo.round_updates(optimizer):
-        train(model, optimizer, BATCHES[:2])
-    held = optimizer.state[model[0].weight]
-    assert (held["exp_avg"].dtype, held["exp_avg_scale"].dtype) == (torch.int8, torch.float32)
-    assert optimizer.state[model[0].bias]["exp_avg"].dtype == torch.float32
-    train(model, optimizer, BATCHES[:1])
-
-
 @pytest.mark.parametrize("how", ["stochastic", "kahan"])
 def test_a_state_that_was_saved_without_rounding_is_loaded(how):
     def plain():

@@ -12,9 +12,7 @@ from torch import nn
 from lowtide import Workload, microbatch
 from lowtide.errors import LowtideError
 from lowtide.optim import LossScale, lower_state, scale_rates, step_in_backward, store_gradients
-from lowtide.techniques import Option, techniques
-from lowtide.techniques.precision import PrecisionConfig
-from tests.optim.training import BATCHES, equal, make
+from tests.optim.training import equal
 
 
 def built(optimizer=torch.optim.SGD):

@@ -8,15 +8,15 @@ from torch import nn
 from lowtide import Workload
 from lowtide.tracing import trace
 from tests.tracing.allocator import allocated_peak
-from tests.tracing.layers import Of, On, Recomputed, integers, loss, mask, transposed
+from tests.tracing.layers import Of, On, integers, loss, mask, recomputed, transposed
 
 ROWS = integers(64, below=40)
 PICKS = integers(30, 40, below=40)
 
 
-def linear(*, recomputed=False):
+def linear(*, again=False):
     layer = nn.Sequential(transposed, nn.Linear(8, 400))
-    return On(Recomputed(layer) if recomputed else layer, 16, 8, 8)
+    return On(recomputed(layer) if again else layer, 16, 8, 8)
 
 
 def attention(q, k, v, mask):
@@ -33,7 +33,7 @@ def scaled(x, target):
 
 STEPS = {
     "bias of a linear layer on a transposed input": (linear, []),
-    "bias of a recomputed linear layer": (lambda: linear(recomputed=True), []),
+    "bias of a recomputed linear layer": (lambda: linear(again=True), []),
     "mask of an attention": (lambda: Of(attention, *[(2, 4, 16, 8)] * 3), [torch.zeros(16, 16)]),
     "x[rows]": (lambda: Of(lambda x, i: x[i], (40, 30)), [ROWS]),
     "index_select": (lambda: Of(lambda x, i: x.index_select(0, i), (40, 30)), [ROWS]),

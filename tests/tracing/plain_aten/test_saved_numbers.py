@@ -10,7 +10,7 @@ from lowtide.tracing import trace
 from tests.engines.planned import smallest_budget
 from tests.soak import in_soak
 from tests.tracing.allocator import allocated_peak
-from tests.tracing.layers import Of, Recomputed, Then, loss
+from tests.tracing.layers import Of, Then, loss, recomputed
 
 STEPS = {
     "0.5 * x": lambda x: 0.5 * x,
@@ -37,7 +37,7 @@ def test_numbers_kept_by_a_recomputed_forward_die_with_it():
     def blocks():
         return nn.Sequential(nn.Linear(16, 16), Then(lambda x: (0.5 * x.tanh()) * 2), nn.Linear(16, 16))
 
-    work = Workload(nn.Sequential(*(Recomputed(blocks()) for _ in range(4))), mean, torch.randn(20, 16))
+    work = Workload(nn.Sequential(*(recomputed(blocks()) for _ in range(4))), mean, torch.randn(20, 16))
     assert trace(work).peak_bytes == allocated_peak(work.model, mean, work.batch, None)
 
 
