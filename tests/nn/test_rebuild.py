@@ -107,8 +107,13 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("strategy", ONE_BUFFER)
+READS = [
+    *(("checkpoint", use) for use in USES),
+    *((strategy, use) for strategy in ONE_BUFFER[1:] for use in ("twice", "sliced", *in_soak(USES))),
+]
+
+
+@pytest.mark.parametrize(("strategy", "use"), READS)
 def test_any_way_to_read_z_gives_torchs_gradients(strategy, use):
     if use == "never":
         ours, _ = networks(strategy, USES[use])
