@@ -221,8 +221,8 @@ def measure(
     last = ROWS // BM  # the block that may not be full
     full = (last - part + PARTS - 1) // PARTS  # blocks of this part that are
     rows = part * BM + lanes
-    at, mask = _cells(rows, channels, known, C, ROWS, L, NHWC, WIDE)
-    x = _load(x_ptr, at, mask)
+    first, mask = _cells(rows, channels, known, C, ROWS, L, NHWC, WIDE)
+    x = _load(x_ptr, first, mask)
     origin = (tl.sum(x, 0) / tl.minimum(ROWS - part * BM, BM))[None, :]
     sums = tl.zeros([BM, BC], tl.float32)
     squares = tl.zeros([BM, BC], tl.float32)
@@ -234,8 +234,8 @@ def measure(
     count = full * BM
     if last % PARTS == part:
         rows = last * BM + lanes
-        at, mask = _cells(rows, channels, known, C, ROWS, L, NHWC, WIDE)
-        x = _load(x_ptr, at, mask)
+        ends, mask = _cells(rows, channels, known, C, ROWS, L, NHWC, WIDE)
+        x = _load(x_ptr, ends, mask)
         apart = tl.where(mask, x - origin, 0.0)
         sums += apart
         squares += apart * apart
@@ -283,21 +283,21 @@ def normalize(
 
 @triton.jit
 def _gradients(
-    dz_ptr, kept_ptr, at, mask, mean, invstd, gamma, beta, a, b, unit, residual_ptr,
+    dz_ptr, saved_ptr, at, mask, mean, invstd, gamma, beta, a, b, unit, residual_ptr,
     ACT: tl.constexpr, KEEPS: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """dy, x̂ and, for a PReLU's slope, dz·y where y < 0."""
     dz = _load(dz_ptr, at, mask)
-    kept = _load(kept_ptr, at, mask)
+    saved = _load(saved_ptr, at, mask)
     if KEEPS == 0:
-        apart = kept - mean[None, :]
+        apart = saved - mean[None, :]
         xhat = apart * invstd[None, :]
         y = apart * (gamma * invstd)[None, :] + beta[None, :]
     elif KEEPS == 1:
-        xhat = kept
-        y = kept * gamma[None, :] + beta[None, :]
+        xhat = saved
+        y = saved * gamma[None, :] + beta[None, :]
     else:
-        y = inverse(kept, a, b, unit, ACT)
+        y = inverse(saved, a, b, unit, ACT)
         xhat = (y - beta[None, :]) * (1.0 / gamma)[None, :]
     if RESIDUAL == 1:
         y += _load(residual_ptr, at, mask)
@@ -320,7 +320,7 @@ def _put_dx(
 
 @triton.jit
 def backward_whole(
-    dz_ptr, kept_ptr, residual_ptr, dx_ptr, dy_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr,
+    dz_ptr, saved_ptr, residual_ptr, dx_ptr, dy_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr,
     dbias_ptr, dweight_ptr, dslopes_ptr,
     C, ROWS, a, b, unit,
     L: tl.constexpr, NHWC: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr,
@@ -336,7 +336,7 @@ def backward_whole(
         mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr, a, channels, known, ACT, AFFINE, BIAS, ONE_SLOPE
     )
     dy, xhat, dslope = _gradients(
-        dz_ptr, kept_ptr, at, mask, mean, invstd, gamma, beta, a, b, unit, residual_ptr, ACT, KEEPS, RESIDUAL
+        dz_ptr, saved_ptr, at, mask, mean, invstd, gamma, beta, a, b, unit, residual_ptr, ACT, KEEPS, RESIDUAL
     )
     sum_dy = tl.sum(dy, 0)
     sum_dy_xhat = tl.sum(dy * xhat, 0)
@@ -349,7 +349,7 @@ def backward_whole(
 
 @triton.jit
 def reduce(
-    dz_ptr, kept_ptr, residual_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr,
+    dz_ptr, saved_ptr, residual_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr,
     dbias_ptr, dweight_ptr, dslopes_ptr, partial, counters,
     C, ROWS, PARTS, a, b, unit,
     L: tl.constexpr, NHWC: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
@@ -371,7 +371,7 @@ def reduce(
         rows = first + tl.arange(0, BM)
         at, mask = _cells(rows, channels, known, C, ROWS, L, NHWC, WIDE)
         dy, xhat, dslope = _gradients(
-            dz_ptr, kept_ptr, at, mask, mean, invstd, gamma, beta, a, b, unit, residual_ptr, ACT, KEEPS, RESIDUAL
+            dz_ptr, saved_ptr, at, mask, mean, invstd, gamma, beta, a, b, unit, residual_ptr, ACT, KEEPS, RESIDUAL
         )
         sum_dy += dy
         sum_dy_xhat += dy * xhat
@@ -395,7 +395,7 @@ def reduce(
 
 @triton.jit
 def apply(
-    dz_ptr, kept_ptr, residual_ptr, dx_ptr, dy_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr,
+    dz_ptr, saved_ptr, residual_ptr, dx_ptr, dy_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr,
     mean_dy_ptr, mean_dy_xhat_ptr,
     C, ROWS, TILES, count, a, b, unit,
     L: tl.constexpr, NHWC: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr,
@@ -412,7 +412,7 @@ def apply(
         mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr, a, channels, known, ACT, AFFINE, BIAS, ONE_SLOPE
     )
     dy, xhat, _ = _gradients(
-        dz_ptr, kept_ptr, at, mask, mean, invstd, gamma, beta, a, b, unit, residual_ptr, ACT, KEEPS, RESIDUAL
+        dz_ptr, saved_ptr, at, mask, mean, invstd, gamma, beta, a, b, unit, residual_ptr, ACT, KEEPS, RESIDUAL
     )
     mean_dy = _per_channel(mean_dy_ptr, channels, known, 0.0, TRAINING) / count
     mean_dy_xhat = _per_channel(mean_dy_xhat_ptr, channels, known, 0.0, TRAINING) / count
