@@ -138,25 +138,12 @@ def test_the_bytes_are_counted_exactly(bits, dtype, per_group):
         assert chosen.buffer_bytes(numel, bits, 256, dtype) == stored.nbytes
 
 
-def test_nothing_is_stored_as_nothing():
-    empty = torch.empty(0, device=DEVICE)
-    assert chosen.compress(empty, Draws(0), bits=4).nbytes == 0
-    assert torch.equal(there_and_back(empty, 4), empty)
-
-
 def test_the_same_seed_rounds_the_same_way_and_another_call_another_way():
     x = values("normal", 5000)
     assert torch.equal(there_and_back(x, 2, seed=3), there_and_back(x, 2, seed=3))
     assert not torch.equal(there_and_back(x, 2, seed=3), there_and_back(x, 2, seed=4))
     draws = Draws(3)
     assert not torch.equal(chosen.compress(x, draws, bits=2), chosen.compress(x, draws, bits=2))
-
-
-def test_the_global_generators_are_left_alone():
-    x = values("normal", 5000)
-    before = torch.get_rng_state()
-    there_and_back(x, 4)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(("bits", "group"), [(3, 256), (4, 100), (4, 32), (16, 256)])
@@ -191,37 +178,26 @@ def kernels():
 
 
 STORED = [
-    *((size, torch.float32, 4) for size in SIZES),
-    *(("odd", dtype, bits) for dtype, bits in zip(DTYPES, (8, 2, 4), strict=True)),
-    *in_soak(product(SIZES, DTYPES, BITS)),
+    *((size, torch.float32, 4, 256) for size in SIZES),
+    *(("odd", dtype, bits, 256) for dtype, bits in zip(DTYPES, (8, 2, 4), strict=True)),
+    *(("odd", torch.float32, 4, group) for group in (64, 4096)),
+    *in_soak(product(SIZES, DTYPES, BITS, (64, 256, 512))),
 ]
 
 
-@pytest.mark.parametrize(("size", "dtype", "bits"), STORED, ids=str)
-def test_the_kernel_stores_and_reads_what_the_formulas_do(kernels, size, dtype, bits):
+@pytest.mark.parametrize(("size", "dtype", "bits", "group"), STORED, ids=str)
+def test_the_kernel_stores_and_reads_what_the_formulas_do(kernels, size, dtype, bits, group):
     numel = SIZES[size]
     for kind in ("normal", "relu", "mask"):
         x = values(kind, numel, dtype)
         seed = torch.tensor(SEED, device=DEVICE)
-        stored = kernels.compress(x, bits, 256, seed, 7)
-        expected = reference.compress(x, bits, 256, philox_noise(7, 256))
-        for mine, wanted in zip(
-            *(reference.split(b, numel, bits, 256, dtype) for b in (stored, expected)), strict=True
-        ):
+        stored = kernels.compress(x, bits, group, seed, 7)
+        expected = reference.compress(x, bits, group, philox_noise(7, group))
+        parts = [reference.split(buffer, numel, bits, group, dtype) for buffer in (stored, expected)]
+        for mine, wanted in zip(*parts, strict=True):
             assert torch.equal(mine.view(torch.uint8), wanted.view(torch.uint8))
-        back = kernels.decompress(stored, numel, dtype, bits, 256)
-        torch.testing.assert_close(back, reference.decompress(expected, numel, dtype, bits, 256))
-
-
-@pytest.mark.parametrize("group", [64, 512, 4096])
-def test_the_kernel_knows_other_groups(kernels, group):
-    x = values("normal", 9001)
-    stored = kernels.compress(x, 4, group, torch.tensor(SEED, device=DEVICE), 1)
-    expected = reference.compress(x, 4, group, philox_noise(1, group))
-    low, step, codes = reference.split(stored, 9001, 4, group, x.dtype)
-    for actual, wanted in zip((low, step, codes), reference.split(expected, 9001, 4, group, x.dtype), strict=True):
-        assert torch.equal(actual, wanted)
-    assert bool(((kernels.decompress(stored, 9001, x.dtype, 4, group) - x).abs() <= bound(x, 4, group)).all())
+        back = kernels.decompress(stored, numel, dtype, bits, group)
+        torch.testing.assert_close(back, reference.decompress(expected, numel, dtype, bits, group))
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, of the interpreter

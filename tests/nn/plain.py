@@ -77,6 +77,18 @@ def pair(strategy, activation="leaky_relu", *, dims=2, channels=4, seed=0, **opt
     return layer, Plain(norm, act)
 
 
+def networks(strategy, activation="leaky_relu", **options):
+    """conv-bn-act-conv with a layer of lowtide's, and with torch's."""
+    first, last = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+    layers = pair(strategy, activation, **options)
+    return [nn.Sequential(copy.deepcopy(first), m, copy.deepcopy(last)).double() for m in layers]
+
+
+def batch(seed=3):
+    """An input for ``networks``."""
+    return torch.randn(5, 4, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
 def step(model, x, gradient, *others):
     """The output, then the gradients of the inputs and of the parameters."""
     inputs = [t.detach().requires_grad_() for t in (x, *others)]

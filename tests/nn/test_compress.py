@@ -1,6 +1,5 @@
 """``nn.compressed``: what it stores, what it leaves alone, and that the memory is really gone."""
 
-import copy
 import gc
 import weakref
 from contextlib import nullcontext
@@ -17,7 +16,7 @@ from lowtide.kernels.compress import buffer_bytes
 from lowtide.nn import compress as module
 from lowtide.nn import compressed
 from tests.nn.compressing import Saved, activation
-from tests.soak import count
+from tests.soak import count, in_soak
 
 
 def test_the_forward_pass_is_as_without_and_gradients_are_near():
@@ -39,7 +38,7 @@ def test_the_gradient_of_a_linear_layer_is_right_on_average():
     layer, x, dy = nn.Linear(16, 4, bias=False), activation(32, 16), torch.randn(32, 4)
     wide = dy.double().T @ x.detach().double()
     draws = []
-    for seed in range(count(500, soak=2000)):
+    for seed in range(count(300, soak=2000)):
         torch.manual_seed(seed)
         with compressed(2):
             y = layer(x)
@@ -201,56 +200,6 @@ def test_a_relu_lets_exactly_its_own_gradients_through():
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], (x > 0).float())
 
 
-def test_the_same_seed_gives_the_same_gradients():
-    x = activation(32, 256)
-
-    def run(seed):
-        with compressed(2, seed=seed):
-            y = x.square().sum()
-        return torch.autograd.grad(y, x)[0]
-
-    assert torch.equal(run(1), run(1))
-    assert not torch.equal(run(1), run(2))
-
-
-def training(steps, model, optimizer, first=0):
-    """Steps of a model without dropout, which draws nothing itself, each on other data."""
-    gradients = []
-    for step in range(first, first + steps):
-        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
-        with compressed(2):
-            loss = model(x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    return gradients
-
-
-def learner():
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
-    return model, torch.optim.AdamW(model.parameters())
-
-
-def test_torchs_seed_repeats_a_run_and_one_that_is_resumed():
-    torch.manual_seed(5)
-    model, optimizer = learner()
-    whole = training(4, model, optimizer)
-    torch.manual_seed(5)
-    model, optimizer = learner()
-    halves = training(2, model, optimizer)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
-    torch.manual_seed(6)
-    model, optimizer = learner()
-    training(3, model, optimizer)
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    torch.set_rng_state(saved[2])
-    halves += training(2, model, optimizer, first=2)
-    for one, other in zip(whole, halves, strict=True):
-        assert all(map(torch.equal, one, other))
-
-
 def test_other_seeds_and_other_values_are_rounded_otherwise():
     x = activation(32, 256)
 
@@ -297,20 +246,6 @@ def test_kept_tensors_are_still_guarded_against_writes():
     h.detach().add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
-
-
-def test_a_compiled_function_is_right():
-    x = activation(64, 256).detach().requires_grad_()
-
-    @torch.compile(backend="aot_eager")
-    def run(tensor):
-        return F.gelu(tensor).square().sum()
-
-    with compressed(8):
-        y = run(x)
-    (actual,) = torch.autograd.grad(y, x)
-    (expected,) = torch.autograd.grad(F.gelu(x).square().sum(), x)
-    assert float((actual - expected).norm() / expected.norm()) < 0.02
 
 
 def test_an_empty_batch_passes():
@@ -378,7 +313,7 @@ def test_every_view_of_an_activation_is_stored(view):
     y.sum().backward()
 
 
-@pytest.mark.parametrize("bits", [2, 8])
+@pytest.mark.parametrize("bits", [2, *in_soak([8])])
 @pytest.mark.parametrize("how", ["fused", "masked", "packed", "math"])
 @pytest.mark.parametrize(("scale", "copies"), [(1.0, False), (3.0, False), (2.0, True)])
 def test_attention_stays_within_the_bound_however_sharp_it_is(bits, how, scale, copies):

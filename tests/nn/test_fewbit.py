@@ -68,7 +68,7 @@ def test_forward_is_torchs_and_the_bytes_are_few(cls, dtype):
 @pytest.mark.parametrize("cls", SMOOTH, ids=lambda cls: cls.__name__)
 def test_gradients_have_the_tables_error(cls, bits):
     torch.manual_seed(0)
-    x = torch.randn(200_000)
+    x = torch.randn(100_000)
     module, plain = pair(cls, bits=bits)
     ones = torch.ones_like(x)
     error = gradient(module, x, ones) - gradient(plain, x, ones)
@@ -84,21 +84,13 @@ def test_straight_ones_have_torchs_gradient(cls, inplace, dtype):
         pytest.skip("torch has none in place")
     if inplace:
         module.inplace = plain.inplace = True
-    ends = torch.tensor([0.0, -0.0, 1, -1, 3, -3, 6, 0.5, -0.5, 0.3, -0.3, 0.7, math.inf, -math.inf])
+    ends = torch.tensor([0.0, -0.0, 1, -1, 3, -3, 6, 0.5, -0.5, 0.3, -0.3, 0.7, math.inf, -math.inf, math.nan])
     x = torch.cat([torch.randn(120), ends]).to(dtype)
     dy = torch.randn(x.shape).to(dtype)
     dy[::40], dy[1::40] = math.inf, math.nan
     actual, expected = gradient(module, x, dy), gradient(plain, x, dy)
     assert torch.equal(actual.isnan(), expected.isnan())
     assert torch.equal(actual.nan_to_num(7), expected.nan_to_num(7))
-
-
-@pytest.mark.parametrize("cls", STRAIGHT, ids=lambda cls: cls.__name__)
-def test_straight_ones_pass_nan_on_as_torch_does(cls):
-    module, plain = pair(cls)
-    x, dy = torch.full((3,), math.nan), torch.randn(3)
-    assert torch.equal(gradient(module, x, dy), gradient(plain, x, dy))
-    assert module(x).isnan().equal(plain(x).isnan())
 
 
 @pytest.mark.parametrize("cls", [c for c in NAMED if hasattr(pair(c)[1], "inplace")], ids=lambda cls: cls.__name__)
@@ -252,12 +244,6 @@ def test_batched_gradients_are_those_one_by_one(name, layout):
         )
 
 
-def test_gradcheck_of_the_straight_ones():
-    x = (torch.rand(40, dtype=torch.float64) * 8 - 4).requires_grad_()
-    for name in GATES:
-        assert torch.autograd.gradcheck(lambda t, name=name: few_bit(t, book_for(name)), x)
-
-
 def test_checkpoints_autocast_and_hooks_around_it():
     model = nn.Sequential(nn.Linear(8, 8), fewbit.GELU(), nn.Linear(8, 8), fewbit.Softplus())
     x, dy = torch.randn(4, 8), torch.randn(4, 8)
@@ -290,20 +276,3 @@ def test_transforms_and_forward_mode_run_torchs_ops():
     assert torch.equal(torch.func.grad(lambda t: module(t).sum())(x), torch.func.grad(lambda t: F.gelu(t).sum())(x))
     actual = torch.func.jvp(module, (x,), (torch.ones(5),))[1]
     assert torch.equal(actual, torch.func.jvp(F.gelu, (x,), (torch.ones(5),))[1])
-
-
-def test_training_goes_on_as_without():
-    def train(kind):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(10, 64), kind(), nn.Linear(64, 64), kind(), nn.Linear(64, 1))
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        x = torch.randn(256, 10)
-        y = (x[:, :3].sum(1, keepdim=True)).sin()
-        for _ in range(150):
-            loss = F.mse_loss(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        return float(loss.detach())
-
-    assert train(fewbit.GELU) < 1.5 * train(nn.GELU) + 1e-3

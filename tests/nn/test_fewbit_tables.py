@@ -11,6 +11,7 @@ import torch
 from lowtide.errors import LowtideError
 from lowtide.kernels.activations import CURVES, Activation
 from lowtide.nn.fewbit_tables import BITS, DATA, Normal, Samples, Uniform, find_table, find_tables, table_of
+from tests.soak import in_soak
 
 
 def density(x):
@@ -31,7 +32,7 @@ def test_gelu_is_as_near_as_can_be(bits, rmse):
 @pytest.mark.parametrize("name", CURVES)
 def test_shipped_tables_are_those_that_the_program_makes(name):
     stored = json.loads(DATA.read_text())
-    for bits, built in zip((1, 3, 5), find_tables(Activation.pointwise(name), (1, 3, 5), Normal()), strict=True):
+    for bits, built in zip((1, 3), find_tables(Activation.pointwise(name), (1, 3), Normal()), strict=True):
         entry = stored[f"{name}/{bits}"]
         assert entry["rmse"] == pytest.approx(built.rmse, rel=1e-5)
         np.testing.assert_allclose(entry["levels"], built.levels, atol=1e-4)
@@ -44,7 +45,7 @@ def test_every_bit_more_is_nearer(name):
     assert all(after < 0.62 * before for before, after in itertools.pairwise(errors))
 
 
-@pytest.mark.parametrize("name", ["gelu", "hardswish", "selu", "tanhshrink"])
+@pytest.mark.parametrize("name", ["gelu", "selu", *in_soak(["hardswish", "tanhshrink"])])
 def test_no_other_boundaries_are_better(name):
     """Against scipy's own search from the table, and from places around it."""
     from scipy.optimize import minimize
@@ -64,7 +65,7 @@ def test_no_other_boundaries_are_better(name):
         return total
 
     rng = np.random.default_rng(0)
-    for _ in range(6):
+    for _ in range(3):
         start = np.asarray(table.boundaries) + rng.normal(size=3) * 0.7
         actual = minimize(error, start, method="Nelder-Mead")
         assert math.sqrt(actual.fun) >= table.rmse * (1 - 2e-3)

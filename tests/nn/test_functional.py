@@ -159,23 +159,12 @@ def test_a_chain_of_blocks_is_torchs(strategy, joins):
     x = torch.randn(SMALL, dtype=torch.float64)
 
     def run(model):
-        for _ in range(2):
-            model(x).square().sum().backward()
-        return [*(p.grad for p in model.parameters()), *model.buffers()]
-
-    assert_same(run, chain(strategy, JOINS[joins], width=4).double(), chain(None, width=4).double())
-
-
-def test_a_chain_of_blocks_gives_torchs_gradients_twice():
-    x = torch.randn(SMALL, dtype=torch.float64)
-
-    def run(model):
         loss = model(x).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()
-        return [p.grad for p in model.parameters()]
+        return [*(p.grad for p in model.parameters()), *model.buffers()]
 
-    assert_same(run, chain("checkpoint", width=4).double(), chain(None, width=4).double())
+    assert_same(run, chain(strategy, JOINS[joins], width=4).double(), chain(None, width=4).double())
 
 
 @pytest.mark.parametrize(
@@ -186,10 +175,6 @@ def test_a_join_keeps_one_buffer_and_one_more_where_its_z_is_kept(joins, count):
     """Each block keeps the inputs of its two batch norms; the first convolution's output is the first residual."""
     model, x = chain("checkpoint", JOINS[joins]), torch.randn(LARGE)
     assert kept_by_allocator(model, x) == kept_by_profile(model, x) == count
-
-
-def test_plain_joins_keep_four_buffers():
-    assert kept_by_allocator(chain(None), torch.randn(LARGE)) == 1 + 4 * 4
 
 
 def test_a_chain_saves_at_its_peak_what_is_not_rebuilt_at_once():
@@ -224,15 +209,12 @@ def test_a_broadcast_residual_of_a_large_input(shape):
 # -- random layers -------------------------------------------------------------------------------------
 
 
-EXAMPLES = count(150, soak=600)
+EXAMPLES = count(40, soak=600)
 
 
 shapes = st.tuples(st.integers(1, 5), st.integers(1, 5)).flatmap(
     lambda start: st.lists(st.integers(1, 4), max_size=3).map(lambda spatial: (*start, *spatial))
 )
-
-
-READS = ("conv", "sine", "flat", "slice", "turned", "square", "detached")
 
 
 weights = st.sampled_from([1.0, -1.0, 0.0, 0.3, -2.5, 1e-3, -1e-8, 30.0])
@@ -313,41 +295,3 @@ def expected_slope(norm, x, eps):
     var = x.transpose(0, 1).flatten(1).var(1, correction=0)
     weight = 1.0 if norm.weight is None else norm.weight.detach().abs()
     return (weight / torch.sqrt(var + eps)).max()
-
-
-@settings(max_examples=EXAMPLES // 2, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
-@given(
-    strategy=st.sampled_from(ONE_BUFFER),
-    reads=st.lists(st.sampled_from(READS), min_size=1, max_size=4),
-    of_input=layouts,
-    seed=st.integers(0, 3),
-)
-def test_random_readers_of_z_give_torchs_gradients(strategy, reads, of_input, seed):
-    class Readers(nn.Module):
-        def __init__(self, norm):
-            super().__init__()
-            torch.manual_seed(seed)
-            self.first, self.norm, self.last = nn.Conv2d(3, 4, 1), norm, nn.Conv2d(4, 4, 1)
-
-        def forward(self, x):
-            z = self.norm(self.first(x))
-            built = {
-                "conv": lambda: self.last(z),
-                "sine": lambda: z.sin(),
-                "flat": lambda: z.flatten(1).exp(),
-                "slice": lambda: z[1:, 1:-1, :, 1:].sigmoid(),
-                "turned": lambda: self.last(z.transpose(2, 3)),
-                "square": lambda: z * z,
-                "detached": lambda: self.last(z.detach()) * 2,
-            }
-            return sum(built[read]().square().mean() for read in reads)
-
-    torch.manual_seed(seed)
-    x = laid_out(torch.randn(3, 3, 4, 5, dtype=torch.float64), of_input)
-
-    def run(norm):
-        model = Readers(norm).double()
-        model(x).backward()
-        return [p.grad for p in model.parameters()]
-
-    assert_same(run, LAYERS[2](4, "leaky_relu", strategy), Plain(nn.BatchNorm2d(4), nn.LeakyReLU()))

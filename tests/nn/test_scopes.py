@@ -15,24 +15,11 @@ from lowtide.compat.autograd import top_saved_hooks
 from lowtide.compat.modules import GLOBAL_HOOKS
 from lowtide.nn import BatchNormAct2d, keep_one_buffer
 from lowtide.nn.rebuild import scope
-from tests.nn.plain import ONE_BUFFER, assert_same, pair
-
-SHAPE = (5, 4, 6, 6)
+from tests.nn.plain import ONE_BUFFER, assert_same, batch, networks, pair
 
 
 def hooks_now():
     return top_saved_hooks(True)
-
-
-def batch(seed=3):
-    return torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def networks(strategy, activation="leaky_relu", **options):
-    """conv-bn-act-conv with a layer of lowtide's, and with torch's."""
-    first, last = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-    layers = pair(strategy, activation, **options)
-    return [nn.Sequential(copy.deepcopy(first), m, copy.deepcopy(last)).double() for m in layers]
 
 
 def gradients(net, x, call=lambda net, x: net(x)):
@@ -79,9 +66,9 @@ def test_models_without_such_a_layer_see_no_hooks():
     layer, seen = BatchNormAct2d(4), []
     other = nn.Sequential(nn.Conv2d(4, 4, 1))
     other[0].register_forward_hook(lambda *args: seen.append(hooks_now()))
-    other(torch.randn(SHAPE))
+    other(batch().float())
     other.append(layer)
-    other(torch.randn(SHAPE))
+    other(batch().float())
     assert seen[0] is None
     assert seen[1] is not None, "a layer that joins a model later is seen"
 
@@ -170,26 +157,6 @@ def test_a_forward_that_is_interrupted_leaves_the_next_one_right(strategy, error
     assert not scope.is_open
 
 
-def test_between_an_interrupted_forward_and_the_next_other_steps_are_right():
-    ours, _ = networks("checkpoint")
-    interrupted(ours)
-    weight = torch.randn(4, 4, requires_grad=True)  # no module is called, so no scope is closed
-    (weight @ weight).sum().backward()
-    torch.testing.assert_close(weight.grad, weight.detach().sum(1).expand(4, 4) + weight.detach().sum(0)[:, None])
-    ours(batch())
-    assert hooks_now() is None
-    assert not scope.is_open
-
-
-def test_a_checkpoint_after_an_interruption_leaves_later_steps_right():
-    ours, plain = networks("checkpoint")
-    interrupted(ours)
-    expected = gradients(plain, batch())
-    for call in (partial(checkpoint, use_reentrant=False), nn.Module.__call__, nn.Module.__call__):
-        torch.testing.assert_close(gradients(ours, batch(), call), expected)
-    assert hooks_now() is None
-
-
 def test_the_step_after_an_interruption_keeps_one_buffer():
     ours, _ = networks("checkpoint")
     interrupted(ours)
@@ -239,19 +206,6 @@ def test_models_in_a_row_give_torchs_gradients():
         return gradients(nn.Sequential(models[0][:2], models[1]), batch(), lambda net, x: net[1](net[0](x)))
 
     assert_same(run, ours, plain)
-
-
-def test_a_layer_of_a_plain_function_needs_no_scope():
-    layer, plain = pair("checkpoint")
-    weight = torch.randn(4, 4, 1, 1, dtype=torch.float64)
-
-    def run(norm):
-        leaf = weight.clone().requires_grad_()
-        z = norm(nn.functional.conv2d(batch(), leaf))
-        nn.functional.conv2d(z, leaf).square().sum().backward()
-        return leaf.grad
-
-    assert_same(run, layer.double(), plain.double())
 
 
 # -- threads and checkpoints -----------------------------------------------------------------------------

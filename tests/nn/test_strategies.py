@@ -7,8 +7,7 @@ from lowtide import LowtideError
 from lowtide.kernels.activations import Activation
 from lowtide.nn import BatchNormAct1d, BatchNormAct2d
 from lowtide.nn.strategies import InverseGuard, resolve
-from tests.nn.plain import ACTIVATIONS, FOLDING, IN_PLACE, ONE_BUFFER, POSSIBLE, assert_same_step, pair
-from tests.soak import in_soak
+from tests.nn.plain import ACTIVATIONS, FOLDING, IN_PLACE, POSSIBLE, assert_same_step, pair
 
 AFFINE = {
     "one γ is 0": ([1.0, 0.0, 1.0, 1.0], [0.5, 0.5, 0.0, -0.5]),
@@ -55,17 +54,6 @@ def test_any_parameters_give_torchs_step_in_training_and_when_frozen(strategy, a
             model.train(training)
             model.zero_grad()
         assert_same_step(layer, plain, x, gradient)
-
-
-@pytest.mark.parametrize("strategy", ["inplace", *in_soak(ONE_BUFFER)])
-@pytest.mark.parametrize("activation", ["elu", "celu", "tanh", "sigmoid", "softplus"])
-@pytest.mark.parametrize("weight", [8.0, 40.0])
-def test_a_saturated_activation_gives_torchs_step(strategy, activation, weight):
-    """With γ = 40, z tells nothing of most y: exp(-40) is far below what can be told from 1."""
-    layer, plain = pair(strategy, activation)
-    set_affine([weight] * 4, [-2.0, 0.0, 2.0, 4.0], layer, plain.norm)
-    x, gradient = torch.randn(2, 6, 4, 5, 3)
-    assert_same_step(layer, plain, x, gradient)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -116,15 +116,6 @@ def one_value_per_rank_is_enough(rank: int) -> None:
     same(layer.running_var, norm.running_var)
 
 
-def large_means_do_not_cancel(rank: int) -> None:
-    """A mean of 1e4 with unit variance, as far apart as uneven batches can be."""
-    layer, norm = BatchNormAct1d(4, "leaky_relu", process_group="world"), nn.BatchNorm1d(4, dtype=torch.float64)
-    whole = torch.randn(8, 4) + 1e4
-    z = layer(whole.split(UNEVEN)[rank])
-    expected = F.leaky_relu(norm(whole.double())).split(UNEVEN)[rank]
-    torch.testing.assert_close(z.double(), expected, rtol=0, atol=2e-3)  # float32 has x to 5e-4
-
-
 def renormalization_over_the_group(rank: int) -> None:
     for sizes in (UNEVEN, (0, 8)):
         layer = BatchRenormAct2d(4, "elu", "inplace", process_group="world", rmax=1.5, dmax=0.5, dtype=torch.float64)
@@ -307,7 +298,6 @@ test_on_two_ranks = on_two_ranks(
     empty_batches_on_all_ranks_leave_the_running_statistics,
     large_means_are_as_exact_as_in_one_process,
     one_value_per_rank_is_enough,
-    large_means_do_not_cancel,
     renormalization_over_the_group,
     one_collective_forward_and_one_backward,
     eval_needs_no_group_and_no_collective,

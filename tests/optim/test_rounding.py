@@ -109,26 +109,6 @@ def test_an_undo_without_a_step_gives_states_back_bit_for_bit():
     assert not empty.state
 
 
-def test_8bit_states_keep_their_dtypes_through_an_undo():
-    model = make(torch.bfloat16)
-    optimizer = OPTIMIZERS["AdamW8bit"](model.parameters())
-    with lo.round_updates(optimizer):
-        train(model, optimizer, BATCHES[:2])
-    held = optimizer.state[model[0].weight]
-    assert (held["exp_avg"].dtype, held["exp_avg_scale"].dtype) == (torch.int8, torch.float32)
-    assert optimizer.state[model[0].bias]["exp_avg"].dtype == torch.float32
-    train(model, optimizer, BATCHES[:1])
-
-
-def test_8bit_states_can_be_taken_back_while_updates_are_rounded():
-    model, optimizer = started(dtype=torch.bfloat16)
-    with lo.round_updates(optimizer):
-        with lo.lower_state(optimizer, "8bit"):
-            train(model, optimizer, BATCHES[:1])
-        train(model, optimizer, BATCHES[:1])
-        assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.float32
-
-
 @pytest.mark.parametrize("how", ["stochastic", "kahan"])
 def test_a_state_that_was_saved_without_rounding_is_loaded(how):
     def plain():

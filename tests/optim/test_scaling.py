@@ -12,9 +12,7 @@ from torch import nn
 from lowtide import Workload, microbatch
 from lowtide.errors import LowtideError
 from lowtide.optim import LossScale, lower_state, scale_rates, step_in_backward, store_gradients
-from lowtide.techniques import Option, techniques
-from lowtide.techniques.precision import PrecisionConfig
-from tests.optim.training import BATCHES, equal, make
+from tests.optim.training import equal
 
 
 def built(optimizer=torch.optim.SGD):
@@ -284,36 +282,6 @@ def test_the_scale_is_loaded_with_states_by_bitsandbytes_too():
     assert again.state_dict() == scale.state_dict() == {"value": 2.0**15, "good_steps": 0}
     assert "loss_scale" not in other.param_groups[0]
     assert torch.equal(other.state[twin]["state1"], optimizer.state[weight]["state1"])
-
-
-def test_a_float16_run_of_the_technique_resumes_bit_for_bit():
-    def start():
-        model = make()
-        work = Workload(
-            model, lambda m, x: m(x).float().square().mean(), BATCHES[0], torch.optim.AdamW(model.parameters())
-        )
-        option = Option("precision", ("",), PrecisionConfig("float16"))
-        return model, techniques()["precision"].apply(work, [option]).work
-
-    def steps(work, batches):
-        for x in batches:
-            work.optimizer.zero_grad()
-            work.compute_loss(batch=x).backward()
-            work.optimizer.step()
-        return [p.detach().clone() for p in work.model.parameters()]
-
-    model, work = start()
-    work.loss.scale.growth_interval = 3
-    steps(work, [BATCHES[0], BATCHES[1] * 1e8, *BATCHES[2:4]])  # one of them overflows
-    saved = copy.deepcopy((model.state_dict(), work.optimizer.state_dict()))
-    assert work.loss.scale.state_dict() == {"value": 2.0**15, "good_steps": 2}
-    expected, scale = steps(work, BATCHES[4:8]), work.loss.scale.state_dict()
-    model, work = start()
-    work.loss.scale.growth_interval = 3
-    model.load_state_dict(saved[0])
-    work.optimizer.load_state_dict(saved[1])
-    assert equal(steps(work, BATCHES[4:8]), expected)
-    assert work.loss.scale.state_dict() == scale
 
 
 WAYS = {

@@ -74,15 +74,6 @@ def test_what_cannot_be_lowered_says_so():
         optimizer.step(lambda: weight.sum())
 
 
-def test_a_closure_is_refused_while_states_are_in_8_bits():
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
-    undo = lo.lower_state(optimizer, "8bit")
-    with pytest.raises(LowtideError, match="closure"):
-        optimizer.step(lambda: 0.0)
-    undo()
-    optimizer.step(lambda: 0.0)
-
-
 def test_4bit_states_name_the_extra_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     optimizer = OPTIMIZERS["AdamW"](make().parameters())
@@ -113,25 +104,6 @@ def test_4bit_states_are_on_the_host_in_neither_order():
         with lo.lower_state(optimizer, first), pytest.raises(LowtideError, match="on the host"):
             lo.lower_state(optimizer, second)
         assert type(optimizer) is torch.optim.AdamW
-
-
-def test_states_that_are_there_are_put_into_4_bits():
-    pytest.importorskip("torchao")
-    model, optimizer = started()
-    train(model, optimizer, BATCHES[:1])
-    plain = copy.deepcopy(optimizer.state_dict()["state"])
-    with lo.lower_state(optimizer, "4bit"):
-        for number, p in enumerate(model.parameters()):
-            for key, farthest in (("exp_avg", 0.1126), ("exp_avg_sq", 0.0626)):  # to the nearest of torchao's levels
-                lowered, expected = optimizer.state[p][key], plain[number][key]
-                if type(lowered) is torch.Tensor:
-                    assert torch.equal(lowered, expected)
-                    continue
-                largest = expected.reshape(-1, 128).abs().amax(1, keepdim=True)
-                error = (lowered.dequantize() - expected).reshape(-1, 128).abs()
-                assert (error <= farthest * largest).all()
-        train(model, optimizer, BATCHES[1:3])
-        assert optimizer.state[model[0].weight]["step"] == 3
 
 
 def test_a_prediction_leaves_torchaos_tables_to_real_steps():

@@ -1,5 +1,7 @@
 """Small steps around one layer or function each: what real and fake traces are compared on."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +20,19 @@ class Of(nn.Module):
 
     def forward(self, *batch):
         return self.function(*self.inputs, *batch)
+
+
+class Call(nn.Module):
+    """A model from a function over a few modules."""
+
+    def __init__(self, function, **modules):
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, x):
+        return self.function(self, x)
 
 
 class On(nn.Module):
@@ -57,33 +72,13 @@ class Then(nn.Module):
         return self.function(x)
 
 
-class Twice(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x, x)
-
-
-class Beside(nn.Module):
+def beside(layer):
     """A layer's output and its input in one image: the gradient of each is a window on the image's."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return torch.cat([self.layer(x), x], -1).sin()
+    return Call(lambda m, x: torch.cat([m.a(x), x], -1).sin(), a=layer)
 
 
-class Recomputed(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return checkpoint(self.layer, x, use_reentrant=False)
+def recomputed(layer):
+    return Call(lambda m, x: checkpoint(m.a, x, use_reentrant=False), a=layer)
 
 
 class Attention(nn.Module):
@@ -121,8 +116,27 @@ def loss(model, batch):
     return total
 
 
+def mean_loss(model, batch):
+    return model(batch).float().mean()
+
+
 transposed = Then(lambda x: x.transpose(1, 2))
 channels_last = Then(lambda x: x.contiguous(memory_format=CHANNELS_LAST))
+
+
+def on(shape, make, *arguments, **options):
+    """How to make a layer on an input of this shape."""
+    return lambda: On(make(*arguments, **options), *shape)
+
+
+def of(function, *shapes):
+    """How to make a function of parameters with these shapes."""
+    return lambda: Of(function, *shapes)
+
+
+def of_image(function):
+    """A loss of a channels-last image."""
+    return of(lambda x, target: function(x.contiguous(memory_format=CHANNELS_LAST), target), (2, 4, 3, 3))
 
 
 def images(*layers):
@@ -157,23 +171,32 @@ def set_items(x, y):
     return x
 
 
+CONVOLUTIONS = {
+    "": {},
+    " strided": {"stride": 2, "padding": 1, "bias": False},
+    " grouped": {"groups": 2},
+    " depthwise": {"groups": 4, "out_channels": 8},
+    " dilated": {"dilation": 2, "kernel_size": 2},
+}
+
+
 def convolutions():
     for dims, size in ((1, (9,)), (2, (9, 8)), (3, (5, 6, 7))):
         for name in (f"Conv{dims}d", f"ConvTranspose{dims}d"):
-            make = getattr(nn, name)
-            yield name, lambda make=make, size=size: On(make(4, 6, 3), 2, 4, *size)
-            yield (
-                f"{name} strided",
-                lambda make=make, size=size: On(make(4, 6, 3, stride=2, padding=1, bias=False), 2, 4, *size),
-            )
-            yield f"{name} grouped", lambda make=make, size=size: On(make(4, 6, 3, groups=2), 2, 4, *size)
-            yield f"{name} depthwise", lambda make=make, size=size: On(make(4, 8, 3, groups=4), 2, 4, *size)
-            yield f"{name} dilated", lambda make=make, size=size: On(make(4, 6, 2, dilation=2), 2, 4, *size)
-            yield f"{name} alone", lambda make=make, size=size: On(make(4, 6, 3), 4, *size)
+            for what, options in CONVOLUTIONS.items():
+                settings = {"in_channels": 4, "out_channels": 6, "kernel_size": 3, **options}
+                yield f"{name}{what}", on((2, 4, *size), getattr(nn, name), **settings)
+            yield f"{name} alone", on((4, *size), getattr(nn, name), 4, 6, 3)
     for mode in ("reflect", "replicate", "circular"):
         yield f"Conv2d {mode}", lambda mode=mode: On(nn.Conv2d(4, 6, 3, padding=1, padding_mode=mode), 2, 4, 9, 8)
         yield f"Conv2d {mode} cl", lambda mode=mode: images(nn.Conv2d(4, 6, 3, padding=1, padding_mode=mode))
     yield "Conv2d cl", lambda: images(nn.Conv2d(4, 6, 3).to(memory_format=CHANNELS_LAST), nn.BatchNorm2d(6), nn.ReLU())
+
+
+def with_mixed(name, shape, make, *arguments, **options):
+    """A norm, and a float32 norm in a model that may be in bfloat16."""
+    yield name, on(shape, make, *arguments, **options)
+    yield f"{name} mixed", lambda: On(Float32(make(*arguments, **options)), *shape)
 
 
 def norms():
@@ -181,26 +204,15 @@ def norms():
         make = getattr(nn, f"BatchNorm{dims}d")
         name = f"BatchNorm{dims}d{list(size)}"
         for option in ({}, {"affine": False}, {"track_running_stats": False}):
-            yield f"{name} {option}", lambda make=make, size=size, o=option: On(make(6, **o), 5, 6, *size)
-            yield (
-                f"{name} {option} mixed",
-                lambda make=make, size=size, o=option: On(Float32(make(6, **o)), 5, 6, *size),
-            )
-        yield f"{name} eval", lambda make=make, size=size: On(make(6).eval(), 5, 6, *size)
-        yield f"{name} eval mixed", lambda make=make, size=size: On(Float32(make(6).eval()), 5, 6, *size)
+            yield from with_mixed(f"{name} {option}", (5, 6, *size), make, 6, **option)
+        yield from with_mixed(f"{name} eval", (5, 6, *size), lambda make=make: make(6).eval())
     for shape in (8, (4, 8)):
         for option in ({}, {"elementwise_affine": False}, {"bias": False}):
-            yield f"LayerNorm {shape} {option}", lambda s=shape, o=option: On(nn.LayerNorm(s, **o), 3, 4, 8)
-            yield (
-                f"LayerNorm {shape} {option} mixed",
-                lambda s=shape, o=option: On(Float32(nn.LayerNorm(s, **o)), 3, 4, 8),
-            )
-        yield f"RMSNorm {shape}", lambda s=shape: On(nn.RMSNorm(s), 3, 4, 8)
-        yield f"RMSNorm {shape} mixed", lambda s=shape: On(Float32(nn.RMSNorm(s)), 3, 4, 8)
+            yield from with_mixed(f"LayerNorm {shape} {option}", (3, 4, 8), nn.LayerNorm, shape, **option)
+        yield from with_mixed(f"RMSNorm {shape}", (3, 4, 8), nn.RMSNorm, shape)
     for size in ((), (4,), (4, 3)):
-        for affine in (True, False):
-            yield f"GroupNorm {size} {affine}", lambda s=size, a=affine: On(nn.GroupNorm(4, 8, affine=a), 2, 8, *s)
-        yield f"GroupNorm {size} mixed", lambda s=size: On(Float32(nn.GroupNorm(4, 8)), 2, 8, *s)
+        yield from with_mixed(f"GroupNorm {size}", (2, 8, *size), nn.GroupNorm, 4, 8)
+        yield f"GroupNorm {size} plain", on((2, 8, *size), nn.GroupNorm, 4, 8, affine=False)
     yield "InstanceNorm2d", lambda: On(nn.InstanceNorm2d(6), 3, 6, 4, 5)
     yield "InstanceNorm2d tracked", lambda: On(nn.InstanceNorm2d(6, affine=True, track_running_stats=True), 3, 6, 4, 5)
     yield "LocalResponseNorm", lambda: On(nn.LocalResponseNorm(3), 2, 6, 4, 4)
@@ -209,7 +221,7 @@ def norms():
     yield "BatchNorm1d of a transposed", lambda: tokens(nn.BatchNorm1d(8), nn.ReLU(), transposed, nn.Linear(8, 2))
     yield "LayerNorm of a transposed", lambda: tokens(nn.LayerNorm(4), transposed, nn.Linear(8, 2))
     yield "GroupNorm of a transposed", lambda: tokens(nn.GroupNorm(2, 8), transposed, nn.Linear(8, 2))
-    yield "GroupNorm beside its input", lambda: On(Beside(nn.GroupNorm(2, 4)), 2, 4, 5, 6)
+    yield "GroupNorm beside its input", lambda: On(beside(nn.GroupNorm(2, 4)), 2, 4, 5, 6)
     yield "GroupNorm cl", lambda: images(nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 1))
     yield "GroupNorm cl mixed", lambda: images(Float32(nn.GroupNorm(2, 4)), nn.Conv2d(4, 4, 1))
 
@@ -246,11 +258,7 @@ def pooling():
             ("MaxPool", (2,)), ("MaxPool", (3, 2, 1)), ("AvgPool", (3, 2, 1)), ("AdaptiveAvgPool", (3,)),
             ("AdaptiveAvgPool", (1,)), ("AdaptiveMaxPool", (3,)), ("LPPool", (2, 2)),
         ):  # fmt: skip
-            make = getattr(nn, f"{name}{dims}d")
-            yield (
-                f"{name}{dims}d {arguments}",
-                lambda make=make, size=size, arguments=arguments: On(make(*arguments), 2, 3, *size),
-            )
+            yield f"{name}{dims}d {arguments}", on((2, 3, *size), getattr(nn, f"{name}{dims}d"), *arguments)
     for layer in (nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(3), nn.AdaptiveMaxPool2d(3)):
         yield f"{layer} cl", lambda layer=layer: images(layer, nn.Conv2d(4, 2, 1))
     yield "FractionalMaxPool2d", lambda: On(nn.FractionalMaxPool2d(2, output_size=4), 2, 3, 9, 9)
@@ -265,21 +273,14 @@ def embeddings():
     yield "Embedding padded", lambda: nn.Embedding(9, 5, padding_idx=0), integers(3, 4)
     yield "Embedding by frequency", lambda: nn.Embedding(9, 5, scale_grad_by_freq=True), integers(3, 4)
     yield "Embedding sparse", lambda: nn.Embedding(9, 5, sparse=True), integers(3, 4)
-    yield (
-        "Embedding sparse below",
-        lambda: nn.Sequential(nn.Embedding(9, 5, sparse=True), nn.Linear(5, 3)),
-        integers(3, 4),
-    )
+    sparse = partial(nn.Embedding, 9, 5, sparse=True)
+    yield "Embedding sparse below", lambda: nn.Sequential(sparse(), nn.Linear(5, 3)), integers(3, 4)
     for mode in ("sum", "mean", "max"):
-        yield f"EmbeddingBag {mode}", lambda m=mode: nn.EmbeddingBag(9, 5, mode=m), integers(3, 4)
-        yield f"EmbeddingBag {mode} padded", lambda m=mode: nn.EmbeddingBag(9, 5, mode=m, padding_idx=0), integers(3, 4)
-        yield (
-            f"EmbeddingBag {mode} by offsets",
-            lambda m=mode: nn.EmbeddingBag(9, 5, mode=m, include_last_offset=True),
-            integers(7),
-            torch.tensor([0, 3, 7]),
-        )
-        yield f"EmbeddingBag {mode} frozen", lambda m=mode: Frozen(nn.EmbeddingBag(9, 5, mode=m), 5), integers(3, 4)
+        bag, offsets = partial(nn.EmbeddingBag, 9, 5, mode=mode), torch.tensor([0, 3, 7])
+        yield f"EmbeddingBag {mode}", bag, integers(3, 4)
+        yield f"EmbeddingBag {mode} padded", partial(bag, padding_idx=0), integers(3, 4)
+        yield f"EmbeddingBag {mode} by offsets", partial(bag, include_last_offset=True), integers(7), offsets
+        yield f"EmbeddingBag {mode} frozen", lambda bag=bag: Frozen(bag(), 5), integers(3, 4)
     yield "EmbeddingBag sparse sum", lambda: nn.EmbeddingBag(9, 5, mode="sum", sparse=True), integers(3, 4)
     yield "EmbeddingBag sparse mean", lambda: nn.EmbeddingBag(9, 5, mode="mean", sparse=True), integers(3, 4)
 
@@ -293,7 +294,7 @@ def recurrent():
     yield "LSTM alone", lambda: On(nn.LSTM(5, 6), 4, 5)
     yield "LSTM last state", lambda: On(nn.Sequential(nn.LSTM(5, 6), Then(lambda out: out[1])), 4, 3, 5)
     yield "LSTM frozen", lambda: Frozen(nn.LSTM(5, 6), 6), torch.ones(4, 3, 5)
-    yield "LSTM recomputed", lambda: On(Recomputed(nn.LSTM(5, 6)), 4, 3, 5)
+    yield "LSTM recomputed", lambda: On(recomputed(nn.LSTM(5, 6)), 4, 3, 5)
     yield "LSTM projected", lambda: On(nn.LSTM(5, 6, proj_size=3), 4, 3, 5)
     for make in (nn.GRU, nn.RNN):
         yield make.__name__, lambda make=make: On(make(5, 6), 3, 2, 5)
@@ -316,7 +317,10 @@ def attention():
     yield "sdpa cross", lambda: Of(attend(), (2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8))
     yield "sdpa grouped", lambda: Of(attend(enable_gqa=True), (2, 4, 5, 8), (2, 2, 5, 8), (2, 2, 5, 8))
     yield "encoder layer", lambda: On(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, 5, 8)
-    yield "decoder layer", lambda: On(Twice(nn.TransformerDecoderLayer(8, 2, 16, norm_first=True)), 5, 2, 8)
+    yield (
+        "decoder layer",
+        lambda: On(Call(lambda m, x: m.a(x, x), a=nn.TransformerDecoderLayer(8, 2, 16, norm_first=True)), 5, 2, 8),
+    )
 
 
 def losses():
@@ -327,29 +331,14 @@ def losses():
             "binary_cross_entropy", "binary_cross_entropy_with_logits", "hinge_embedding_loss",
             "multilabel_soft_margin_loss",
         ):  # fmt: skip
-            f = getattr(F, name)
-            yield f"{name} {reduction}", lambda f=f, r=reduction: Of(lambda x, t: f(x, t, reduction=r), (3, 5)), targets
-            yield (
-                f"{name} {reduction} cl",
-                lambda f=f, r=reduction: Of(
-                    lambda x, t: f(x.contiguous(memory_format=CHANNELS_LAST), t, reduction=r), (2, 4, 3, 3)
-                ),
-                torch.ones(2, 4, 3, 3),
-            )
+            function = partial(getattr(F, name), reduction=reduction)
+            yield f"{name} {reduction}", of(function, (3, 5)), targets
+            yield f"{name} {reduction} cl", of_image(function), torch.ones(2, 4, 3, 3)
         for smoothing in (0.0, 0.1):
             options = {"reduction": reduction, "label_smoothing": smoothing}
-            yield (
-                f"cross_entropy {options}",
-                lambda o=options: Of(lambda x, t: F.cross_entropy(x, t, **o), (3, 5)),
-                integers(3),
-            )
-            yield (
-                f"cross_entropy {options} cl",
-                lambda o=options: Of(
-                    lambda x, t: F.cross_entropy(x.contiguous(memory_format=CHANNELS_LAST), t, **o), (2, 4, 3, 3)
-                ),
-                integers(2, 3, 3),
-            )
+            function = partial(F.cross_entropy, **options)
+            yield f"cross_entropy {options}", of(function, (3, 5)), integers(3)
+            yield f"cross_entropy {options} cl", of_image(function), integers(2, 3, 3)
     yield "kl_div", lambda: Of(lambda x, t: F.kl_div(x.log_softmax(1), t, reduction="batchmean"), (3, 5)), targets
     yield "mse_loss broadcast", lambda: Of(lambda x, t: F.mse_loss(x, t.expand(3, 5)), (3, 5)), torch.ones(3, 1)
     yield "triplet_margin_loss", lambda: Of(F.triplet_margin_loss, (3, 5), (3, 5), (3, 5))
@@ -361,15 +350,10 @@ def images_and_signals():
         ("nearest", (2, 3, 5)), ("linear", (2, 3, 5)), ("nearest", (2, 3, 5, 4)), ("bilinear", (2, 3, 5, 4)),
         ("bicubic", (2, 3, 5, 4)), ("area", (2, 3, 5, 4)), ("trilinear", (2, 3, 5, 4, 3)),
     ):  # fmt: skip
-        yield (
-            f"interpolate {mode} {shape}",
-            lambda m=mode, s=shape: Of(lambda x: F.interpolate(x, scale_factor=2, mode=m), s),
-        )
+        yield f"interpolate {mode} {shape}", of(partial(F.interpolate, scale_factor=2, mode=mode), shape)
     for mode in ("bilinear", "nearest", "bicubic"):
-        yield (
-            f"grid_sample {mode}",
-            lambda m=mode: Of(lambda x, g: F.grid_sample(x, g, m, align_corners=False), (2, 3, 5, 5), (2, 4, 4, 2)),
-        )
+        function = partial(F.grid_sample, mode=mode, align_corners=False)
+        yield f"grid_sample {mode}", of(function, (2, 3, 5, 5), (2, 4, 4, 2))
     for mode in ("constant", "reflect", "replicate", "circular"):
         yield f"pad {mode} 1", lambda m=mode: Of(lambda x: F.pad(x, (1, 2), m), (2, 3, 5))
         yield f"pad {mode} 2", lambda m=mode: images(Then(lambda x: F.pad(x, (1, 2, 1, 1), m)), nn.Conv2d(4, 2, 1))
@@ -415,11 +399,7 @@ def indexing():
     yield "gather", lambda: Of(lambda x, i: x.gather(1, i), (3, 5)), integers(3, 2)
     yield "scatter", lambda: Of(lambda x, y, i: x.scatter(1, i, y), (3, 5), (3, 2)), integers(3, 2)
     yield "scatter_add", lambda: Of(lambda x, y, i: x.scatter_add(1, i, y), (3, 5), (3, 2)), integers(3, 2)
-    yield (
-        "scatter_reduce",
-        lambda: Of(lambda x, y, i: x.scatter_reduce(1, i, y, "amax"), (3, 5), (3, 2)),
-        integers(3, 2),
-    )
+    yield "scatter_reduce", of(lambda x, y, i: x.scatter_reduce(1, i, y, "amax"), (3, 5), (3, 2)), integers(3, 2)
     yield "index", lambda: Of(lambda x, i: x[i], (5, 4)), integers(3)
     yield "index of the second", lambda: Of(lambda x, i: x[:, i], (5, 4, 3)), integers(3)
     yield "index_put", lambda: Of(lambda x, y, i: x.index_put((i,), y, accumulate=True), (5, 4), (3, 4)), integers(3)

@@ -7,13 +7,10 @@ from torch import nn
 from lowtide import Workload
 from lowtide.tracing import trace
 from tests.tracing.allocator import allocated_peak
+from tests.tracing.layers import mean_loss
 
 # Dynamo looks at .grad of what it compiles, and its own warning must not stop it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-
-
-def loss(model, batch):
-    return model(batch).mean()
 
 
 class Block(nn.Module):
@@ -40,15 +37,15 @@ def test_a_compiled_block_is_one_op_each_way_and_its_memory_is_measured(how):
     else:
         model[1] = torch.compile(block)
     batch = torch.randn(128, 64)
-    graph = trace(Workload(model, loss, batch))
+    graph = trace(Workload(model, mean_loss, batch))
     compiled = [op for op in graph.ops if op.name.startswith("inductor.")]
     assert [op.phase for op in compiled] == ["forward", "backward"]
     assert not [op for op in graph.ops if "gelu" in op.name]  # not run eagerly behind our back
-    assert graph.peak_bytes == pytest.approx(allocated_peak(model, loss, batch, None), rel=0.01)
+    assert graph.peak_bytes == pytest.approx(allocated_peak(model, mean_loss, batch, None), rel=0.01)
 
 
 def test_a_fake_trace_says_that_it_takes_compiled_modules_for_eager_ones():
     block, model = blocks()
     model[1] = torch.compile(block)
-    graph = trace(Workload(model, loss, torch.randn(8, 64)), fake=True)
+    graph = trace(Workload(model, mean_loss, torch.randn(8, 64)), fake=True)
     assert any("eager" in note for note in graph.notes)

@@ -7,18 +7,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 from lowtide import Workload
 from lowtide.tracing import trace
 from lowtide.tracing.dense_parts import address, flatten, leaves, parts
-
-
-class Loss:
-    """A loss for any model: the mean of what comes out."""
-
-    def __call__(self, model, batch):
-        return model(batch).float().mean()
+from tests.tracing.layers import mean_loss
 
 
 def test_sparse_gradients_are_counted_by_their_parts():
     model = nn.Sequential(nn.Embedding(1000, 16, sparse=True), nn.Flatten(0), nn.Linear(64, 1))
-    work = Workload(model, Loss(), torch.randint(1000, (4,)), torch.optim.SGD(model.parameters(), lr=0.1))
+    work = Workload(model, mean_loss, torch.randint(1000, (4,)), torch.optim.SGD(model.parameters(), lr=0.1))
     graph = trace(work)
     gradients = [s for s in graph.storages if s.label == "0.weight.grad"]
     assert sum(s.bytes for s in gradients) == 4 * 8 + 4 * 16 * 4  # indices and values, not 1000 rows

@@ -12,10 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from lowtide import Workload
 from lowtide.tracing import trace
 from lowtide.tracing.generators import has_own_generator
-
-
-def mean(model, x):
-    return model(x).mean()
+from tests.tracing.layers import mean_loss
 
 
 class Noise(nn.Module):
@@ -41,7 +38,7 @@ DRAWS = {
 @pytest.mark.parametrize("name", DRAWS)
 def test_ops_of_a_module_that_draws_from_another_generator_are_marked(name):
     model = nn.Sequential(nn.Linear(4, 4), Noise(DRAWS[name]), nn.Linear(4, 4))
-    graph = trace(Workload(model, mean, torch.randn(3, 4)))
+    graph = trace(Workload(model, mean_loss, torch.randn(3, 4)))
     marked = {op.module for op in graph.ops if op.own_generator}
     assert marked == (set() if name == "torch" else {"1"} if name == "its own" else {"1", "2"})
 

@@ -9,26 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from lowtide import Workload
 from lowtide.tracing import trace
 from tests.tracing.allocator import allocated_peak
-
-
-class Loss:
-    """A loss for any model: the mean of what comes out."""
-
-    def __call__(self, model, batch):
-        return model(batch).float().mean()
-
-
-class Call(nn.Module):
-    """A model from a function over a few parameters."""
-
-    def __init__(self, function, **modules):
-        super().__init__()
-        self.function = function
-        for name, module in modules.items():
-            setattr(self, name, module)
-
-    def forward(self, x):
-        return self.function(self, x)
+from tests.tracing.layers import Call, mean_loss
 
 
 class Cube(torch.autograd.Function):
@@ -111,7 +92,7 @@ def test_fake_equals_real_and_real_equals_the_allocator(name):
     model = MODELS[name]
     batch = torch.randn(96, 64)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3, momentum=0.9)
-    work = Workload(model, Loss(), batch, optimizer)
+    work = Workload(model, mean_loss, batch, optimizer)
     real, fake = trace(work), trace(work, fake=True)
     assert fake.storage_peak_bytes == real.storage_peak_bytes
     assert real.peak_bytes == pytest.approx(allocated_peak(model, work.loss, batch, optimizer), rel=0.01)
@@ -119,7 +100,7 @@ def test_fake_equals_real_and_real_equals_the_allocator(name):
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(64), nn.GroupNorm(4, 64), nn.LayerNorm(64)])
 def test_a_norm_of_the_input_itself_makes_no_gradient_of_it(norm):
-    work = Workload(norm, Loss(), torch.randn(96, 64))
+    work = Workload(norm, mean_loss, torch.randn(96, 64))
     assert trace(work).storage_peak_bytes == trace(work, fake=True).storage_peak_bytes
 
 
@@ -134,7 +115,7 @@ def test_shared_storages_count_once():
 
 def test_autocast_keeps_one_cast_of_a_weight_that_is_used_twice():
     model = Call(lambda m, x: m.a(m.a(x)), a=nn.Linear(64, 64, bias=False))
-    graph = trace(Workload(model, Loss(), torch.randn(8, 64), autocast=torch.bfloat16))
+    graph = trace(Workload(model, mean_loss, torch.randn(8, 64), autocast=torch.bfloat16))
     casts = [s for s in graph.storages if s.bytes == 64 * 64 * 2 and s.label.startswith("_to_copy")]
     assert len(casts) == 1
 
@@ -145,7 +126,7 @@ def test_a_resized_storage_starts_a_new_life():
         scratch.resize_(1000)
         return m.a(x) + scratch.zero_()[:64]
 
-    work = Workload(Call(grow, a=nn.Linear(64, 64)), Loss(), torch.randn(8, 64))
+    work = Workload(Call(grow, a=nn.Linear(64, 64)), mean_loss, torch.randn(8, 64))
     real, fake = trace(work), trace(work, fake=True)
     assert 4000 in {s.bytes for s in real.storages}
     assert real.storage_peak_bytes == fake.storage_peak_bytes

@@ -7,10 +7,7 @@ from torch import nn
 from lowtide import Workload, zoo
 from lowtide.tracing import trace
 from tests.tracing.comparing import assert_same, snapshot
-
-
-def mean_loss(model, batch):
-    return model(batch).float().mean()
+from tests.tracing.layers import mean_loss
 
 
 @pytest.mark.parametrize("device", ["cpu", "h200"])

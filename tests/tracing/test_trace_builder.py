@@ -6,32 +6,13 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide import Workload
 from lowtide.tracing import trace
-
-
-class Loss:
-    """A loss for any model: the mean of what comes out."""
-
-    def __call__(self, model, batch):
-        return model(batch).float().mean()
-
-
-class Call(nn.Module):
-    """A model from a function over a few parameters."""
-
-    def __init__(self, function, **modules):
-        super().__init__()
-        self.function = function
-        for name, module in modules.items():
-            setattr(self, name, module)
-
-    def forward(self, x):
-        return self.function(self, x)
+from tests.tracing.layers import Call, mean_loss
 
 
 def test_recomputed_ops_are_marked_and_counted_as_activations_while_they_live():
     block = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     model = Call(lambda m, x: checkpoint(m.a, x, use_reentrant=False), a=block)
-    graph = trace(Workload(model, Loss(), torch.randn(96, 64)))
+    graph = trace(Workload(model, mean_loss, torch.randn(96, 64)))
     again = [op for op in graph.ops if op.recompute]
     assert [(op.name, op.module) for op in again] == [("aten.addmm.default", "a.0"), ("aten.tanh.default", "a.1")]
     made = {value.storage for op in again for value in op.outputs}

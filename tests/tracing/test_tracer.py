@@ -8,10 +8,7 @@ from lowtide import Workload, zoo
 from lowtide.errors import TraceError, WorkloadError
 from lowtide.tracing import trace
 from tests.tracing.comparing import assert_same, snapshot
-
-
-def mean_loss(model, batch):
-    return model(batch).float().mean()
+from tests.tracing.layers import mean_loss
 
 
 def trained(name, **changes):
@@ -33,18 +30,6 @@ def test_tracing_changes_nothing(name, fake):
     assert_same(before, snapshot(work))
 
 
-def test_training_goes_on_as_if_never_traced():
-    plain, traced = trained("resnet18", seed=3), trained("resnet18", seed=3)
-    trace(traced)
-    for work in (plain, traced):
-        torch.manual_seed(0)
-        work.model.zero_grad()
-        work.compute_loss().backward()
-        work.optimizer.step()
-    for left, right in zip(plain.model.state_dict().values(), traced.model.state_dict().values(), strict=True):
-        assert torch.equal(left, right)
-
-
 def test_a_graph_built_before_the_trace_still_runs_backward():
     """In-place restores would otherwise trip autograd's version check."""
     work = trained("lenet")
@@ -61,15 +46,6 @@ def test_an_error_in_the_step_leaves_everything_as_it_was():
         with pytest.raises(TypeError):
             trace(broken, fake=fake)
         assert_same(before, snapshot(work))
-
-
-def test_a_fake_step_that_reads_values_says_so():
-    work = Workload(
-        nn.Linear(2, 2), lambda model, batch: model(batch).mean() * model(batch).sum().item(), torch.randn(3, 2)
-    )
-    with pytest.raises(TraceError, match=r"values.*leave out fake"):
-        trace(work, fake=True)
-    assert trace(work).storage_peak_bytes > 0
 
 
 def test_a_real_step_is_not_of_another_device():

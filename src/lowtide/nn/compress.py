@@ -119,7 +119,7 @@ class Hooks:
             place = _Place.of(tensor)
             if place is not None:
                 record = _records.get(place.key)
-                if record is None or not record.is_of(tensor):
+                if record is None or not record.is_valid:
                     record = self._record(tensor, place)
                 if record is not None:
                     return _Stored(record, place, tensor)
@@ -184,8 +184,9 @@ class _Record:
         self._storage = weakref.ref(tensor.untyped_storage())
         self._codes, self._numel, self._bits, self._group, self._dtype = codes, numel, bits, group, tensor.dtype
 
-    def is_of(self, tensor: Tensor) -> bool:
-        """Whether the storage still is the one that was compressed, and not another at its address."""
+    @property
+    def is_valid(self) -> bool:
+        """Whether the compressed storage lives: another one may have its address by now."""
         return self._storage() is not None
 
     def give(self) -> Tensor:

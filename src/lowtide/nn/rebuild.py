@@ -18,11 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.compat.autograd import (
-    pop_saved_hooks,
-    push_saved_hooks,
-    top_saved_hooks,
-)
+from lowtide.compat.autograd import pop_saved_hooks, push_saved_hooks, top_saved_hooks
 from lowtide.compat.tensors import storage_id, version_of
 from lowtide.nn.hidden_writes import CheckedCalls, read
 
@@ -54,11 +50,10 @@ class Rebuildable:
 
     def covers(self, tensor: Tensor) -> bool:
         """Whether a tensor shows this one's values: the same storage, not written since."""
-        alive = self._storage() is not None
-        as_it_is = version_of(tensor) == self._version and tensor.dtype == self._dtype
-        return (
-            alive and as_it_is and not tensor.is_neg() and not tensor.is_conj() and not self._has_hidden_write(tensor)
-        )
+        is_same = version_of(tensor) == self._version and tensor.dtype == self._dtype
+        if self._storage() is None or not is_same or tensor.is_neg() or tensor.is_conj():
+            return False
+        return not self._has_hidden_write(tensor)
 
     def _has_hidden_write(self, tensor: Tensor) -> bool:
         """Whether the values differ from the layer's. Waiting readers then get current values, as in a plain step."""
@@ -175,9 +170,8 @@ def save_as_is(tensor: Tensor, outer: tuple[Any, Any] | None) -> SavedTensor | C
     """Save a tensor as it is, or as the hooks around save it."""
     if outer is not None:
         return Chained(outer[1], outer[0](tensor))
-    return SavedTensor(
-        tensor.detach(), version_of(tensor)
-    )  # an op's own output would keep its node alive, and the node it
+    # An op's own output would keep its node alive, and the node it.
+    return SavedTensor(tensor.detach(), version_of(tensor))
 
 
 class Scope(threading.local):

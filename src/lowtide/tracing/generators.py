@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowtide.compat.tensors import generator_id
-from lowtide.tracing.trace_builder import LiveOp
+from lowtide.tracing.graph import Op
 
 
 def has_own_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -28,7 +29,7 @@ def has_own_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 class HostDraws:
     """Marks forward ops of modules that draw from Python's or numpy's generator."""
 
-    def __init__(self, ops: list[LiveOp]) -> None:
+    def __init__(self, ops: list[Op]) -> None:
         self._ops = ops
         self._module: str | None = None  # of the last forward op
         self._states = _host_states()
@@ -50,10 +51,10 @@ class HostDraws:
         before, self._states = self._states, _host_states()
         if self._states == before:
             return False
-        for op in reversed(self._ops):
+        for index, op in reversed(list(enumerate(self._ops))):
             if op.phase != "forward" or op.module != self._module:
                 break
-            op.own_generator = True
+            self._ops[index] = replace(op, own_generator=True)
         return True
 
 

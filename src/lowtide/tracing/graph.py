@@ -6,28 +6,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 Phase = Literal["forward", "backward", "optimizer"]
+# An activation is made in the forward pass, or by recomputation, and kept for the backward pass. A workspace is
+# allocated inside kernels, and never part of the storage peak. Anything else that an op returns is temporary.
 Category = Literal[
     "parameter", "gradient", "optimizer state", "buffer", "input", "activation", "temporary", "workspace"
 ]
 
-PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
-CATEGORIES: tuple[Category, ...] = (
-    "parameter",
-    "gradient",
-    "optimizer state",
-    "buffer",
-    "input",
-    "activation",  # made in the forward pass (or by recomputation) and kept for the backward pass
-    "temporary",  # everything else that an op returned
-    "workspace",  # allocated inside kernels; never part of the storage peak
-)
+PHASES: tuple[Phase, ...] = get_args(Phase)
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 STATIC: frozenset[Category] = frozenset({"parameter", "optimizer state", "buffer", "input"})
 
 

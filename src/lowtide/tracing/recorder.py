@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, MutableMapping
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from lowtide.errors import TraceError
 from lowtide.tracing.call_sites import source_line
 from lowtide.tracing.dense_parts import dtype_name, flatten, leaves, parts
 from lowtide.tracing.generators import HostDraws, has_own_generator
-from lowtide.tracing.graph import Category, Graph, Phase, TensorView, signature
+from lowtide.tracing.graph import Category, Graph, Op, Phase, TensorView, signature
 from lowtide.tracing.live_storages import LiveStorages
 from lowtide.tracing.meter import Meter
 from lowtide.tracing.op_calls import Call, draws, trains
@@ -41,7 +42,7 @@ from lowtide.tracing.plain_aten.gradient_accumulation import (
 )
 from lowtide.tracing.plain_aten.in_place import DIFFERING, form_after_product, form_in_formula
 from lowtide.tracing.plain_aten.saved_numbers import KeptNumbers
-from lowtide.tracing.trace_builder import LiveOp, Place, Record, Save
+from lowtide.tracing.trace_builder import Place, Record, Save
 
 _PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor, int, float, bool, list, tuple, str, type(None)})
 _DEVICE = torch.ops.prim.device.default
@@ -204,8 +205,8 @@ class Recorder(TorchDispatchMode):
         inputs = tuple(map(self._value, tensors))
         with self.meter.op(_kind(func, inputs, arguments)):
             out = func(*args, **kwargs)
-        op = self._finish(str(func), inputs, leaves(out), arguments, own_generator=has_own_generator(args, kwargs))
-        op.is_random, op.is_training = draws(func, args, kwargs), trains(func, args, kwargs)
+        marks = (has_own_generator(args, kwargs), draws(func, args, kwargs), trains(func, args, kwargs))
+        self._finish(str(func), inputs, leaves(out), arguments, *marks)
         self._numbers.note(args, out)
         if func in PRODUCTS and not self._fake and bool((args[0] == 0).any()):
             self._with_zeros.add(next_sequence_number() - 1)
@@ -236,22 +237,22 @@ class Recorder(TorchDispatchMode):
         inputs: tuple[TensorView, ...],
         results: list[Tensor],
         arguments: str,
-        *,
         own_generator: bool = False,
-    ) -> LiveOp:
+        is_random: bool = False,
+        is_training: bool = False,
+    ) -> None:
         place, recompute = self._place(name)
         if self.phase == "forward":
             own_generator |= self._host_draws.enter(place.module)
-        known = len(self._record.storages)
+        known, index = len(self._record.storages), len(self._record.ops)
         outputs = tuple(self._value(tensor, place) for tensor in results)
-        op = LiveOp(
-            place.op, self.phase, place.module, place.source, inputs, outputs, arguments, recompute, own_generator
-        )
-        self._record.ops.append(op)
+        called = (place.op, self.phase, place.module, place.source)
+        measured = (math.nan, 0)  # until the step has run
+        marks = (own_generator, is_random, is_training)
+        self._record.ops.append(Op(index, *called, inputs, outputs, arguments, recompute, *measured, *marks))
         if recompute:
             for storage in self._record.storages[known:]:
                 storage.recomputed = True
-        return op
 
     def _place(self, name: str) -> tuple[Place, bool]:
         """Return the call site of an op (in backward: of its forward op), and whether it is recomputed.
@@ -289,16 +290,9 @@ class Recorder(TorchDispatchMode):
             storage = self._record.storages[index]
             if storage.category == "temporary" and self.phase == "forward":
                 storage.category = "activation"
-            self._record.saves.append(
-                Save(
-                    index,
-                    tuple(part.shape),
-                    dtype_name(part),
-                    part.numel() * part.element_size(),
-                    next_sequence_number() - 1,
-                    source_line(),
-                )
-            )
+            size, sequence = part.numel() * part.element_size(), next_sequence_number() - 1
+            save = Save(index, tuple(part.shape), dtype_name(part), size, sequence, source_line())
+            self._record.saves.append(save)
         # An op's own output, packed as it is, would keep its node alive, and the node it.
         return self._outer_hooks[0](tensor) if self._outer_hooks else tensor.detach()
 

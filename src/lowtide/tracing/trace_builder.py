@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from lowtide.tracing.graph import Category, Graph, Op, Phase, Saved, Storage, TensorView
+from lowtide.tracing.graph import Category, Graph, Op, Saved, Storage, TensorView
 from lowtide.tracing.meter import Meter
 
 
@@ -58,62 +58,34 @@ class Save:
 
 
 @dataclass(slots=True)
-class LiveOp:
-    name: str
-    phase: Phase
-    module: str
-    source: str
-    inputs: tuple[TensorView, ...]
-    outputs: tuple[TensorView, ...]
-    arguments: str
-    recompute: bool
-    own_generator: bool
-    is_random: bool = False
-    is_training: bool = False
-
-
-@dataclass(slots=True)
 class Record:
     """Recorded ops, storages and saved values of a step."""
 
-    ops: list[LiveOp] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
     storages: list[LiveStorage] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     places: dict[int, Place] = field(default_factory=dict)  # autograd sequence number -> the forward call
 
     def graph(
-        self,
-        meter: Meter,
-        modules: dict[str, str],
-        *,
-        device: str,
-        fake: bool,
-        notes: tuple[str, ...] = (),
+        self, meter: Meter, modules: dict[str, str], *, device: str, fake: bool, notes: tuple[str, ...] = ()
     ) -> Graph:
         """Freeze the step as a graph, with what a meter read of its ops."""
         self._own_what_stays()
         end = len(self.ops)
         storages: list[Storage] = []
-        kept: dict[int, int] = {}
+        numbers: dict[int, int] = {}  # index here -> index in the graph
         for index, s in enumerate(self.storages):
             death = end if s.death < 0 else s.death
             category: Category = s.category
             if category == "temporary" and s.recomputed and self._outlives_recompute(s, death):
                 category = "activation"
             if death > s.birth:
-                kept[index] = len(storages)
-                storages.append(_frozen_storage(s, len(storages), category, death))
-        saved = [self._frozen_save(s, kept) for s in self.saves if s.storage in kept]
-        graph = Graph(
-            (),
-            tuple(storages),
-            tuple(saved),
-            tuple(modules.items()),
-            device,
-            fake,
-            meter.granularity,
-            notes,
-        )
+                numbers[index] = len(storages)
+                owner = (s.label, s.module, s.source, s.shape, s.made_by, s.state_key)
+                storages.append(Storage(len(storages), s.bytes, s.device, s.dtype, category, s.birth, death, *owner))
+        saved = tuple(self._frozen_save(s, numbers) for s in self.saves if s.storage in numbers)
+        named = tuple(modules.items())
+        graph = Graph((), tuple(storages), saved, named, device, fake, meter.granularity, notes)
         requested = replace(graph, granularity=1).static_bytes
         readings = meter.readings(graph.live_bytes(allocated=True, ops=end), graph.static_bytes, requested)
         if readings.held_bytes:
@@ -121,12 +93,10 @@ class Record:
             where = graph.tensor_device
             held = Storage(len(storages), readings.held_bytes, where, "uint8", "workspace", 0, end, label, "", "")
             graph = replace(graph, storages=(*storages, held))
-        ops = [
-            self._frozen(i, op, seconds, workspace, kept)
-            for i, (op, seconds, workspace) in enumerate(
-                zip(self.ops, readings.seconds, readings.workspace_bytes, strict=True)
-            )
-        ]
+        ops: list[Op] = []
+        for op, seconds, workspace_bytes in zip(self.ops, readings.seconds, readings.workspace_bytes, strict=True):
+            views = {"inputs": _renumber(op.inputs, numbers), "outputs": _renumber(op.outputs, numbers)}
+            ops.append(replace(op, seconds=seconds, workspace_bytes=workspace_bytes, **views))
         return replace(graph, ops=tuple(ops), other_bytes=readings.other_bytes)
 
     def _own_what_stays(self) -> None:
@@ -139,60 +109,16 @@ class Record:
     def _outlives_recompute(self, storage: LiveStorage, death: int) -> bool:
         return any(not op.recompute for op in self.ops[storage.birth + 1 : death])
 
-    def _frozen(self, index: int, op: LiveOp, seconds: float, workspace_bytes: int, kept: dict[int, int]) -> Op:
-        return Op(
-            index,
-            op.name,
-            op.phase,
-            op.module,
-            op.source,
-            _renumber(op.inputs, kept),
-            _renumber(op.outputs, kept),
-            op.arguments,
-            op.recompute,
-            seconds,
-            workspace_bytes,
-            op.own_generator,
-            op.is_random,
-            op.is_training,
-        )
-
-    def _frozen_save(self, save: Save, kept: dict[int, int]) -> Saved:
+    def _frozen_save(self, save: Save, numbers: dict[int, int]) -> Saved:
         storage = self.storages[save.storage]
         needed = self.places.get(save.sequence, Place("", "", ""))
-        return Saved(
-            kept[save.storage],
-            save.shape,
-            save.dtype,
-            save.bytes,
-            storage.category,
-            storage.made_by,
-            storage.module,
-            needed.op,
-            needed.module,
-            save.source or needed.source,
-        )
+        origin = (storage.category, storage.made_by, storage.module)
+        source = save.source or needed.source
+        number = numbers[save.storage]
+        return Saved(number, save.shape, save.dtype, save.bytes, *origin, needed.op, needed.module, source)
 
 
-def _renumber(values: tuple[TensorView, ...], kept: dict[int, int]) -> tuple[TensorView, ...]:
-    if all(kept.get(v.storage) == v.storage for v in values):
+def _renumber(values: tuple[TensorView, ...], numbers: dict[int, int]) -> tuple[TensorView, ...]:
+    if all(numbers.get(v.storage) == v.storage for v in values):
         return values
-    return tuple(TensorView(kept[v.storage], v.shape, v.stride, v.dtype) for v in values if v.storage in kept)
-
-
-def _frozen_storage(s: LiveStorage, index: int, category: Category, death: int) -> Storage:
-    return Storage(
-        index,
-        s.bytes,
-        s.device,
-        s.dtype,
-        category,
-        s.birth,
-        death,
-        s.label,
-        s.module,
-        s.source,
-        s.shape,
-        s.made_by,
-        s.state_key,
-    )
+    return tuple(replace(v, storage=numbers[v.storage]) for v in values if v.storage in numbers)

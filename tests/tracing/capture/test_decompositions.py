@@ -14,6 +14,7 @@ from lowtide.engines import graph
 from lowtide.tracing.capture.decompositions import plain_composites
 
 from ...engines.counting import Planner, results
+from ...soak import in_soak
 
 _LABELS = torch.arange(8)
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -48,7 +49,7 @@ class Op(nn.Module):
         return (made * torch.linspace(0.3, 1.7, made.numel()).view(made.shape)).sum()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_soak([torch.float32])])
 @pytest.mark.parametrize("name", OPS)
 def test_a_captured_op_gives_the_plain_steps_bits_and_random_numbers(name: str, dtype: torch.dtype) -> None:
     work = Workload(Op(name, dtype), lambda model, x: model(x), torch.ones((), dtype=dtype))

@@ -15,6 +15,7 @@ from lowtide.errors import TraceError
 from lowtide.tracing import trace
 from lowtide.tracing.fake.kernel_dispatch import FakeKernels
 from lowtide.tracing.fake.kernels import FIXES, SUBSTITUTES, lstm_workspace_bytes
+from tests.soak import count, in_soak
 from tests.tracing import layers
 from tests.tracing.comparing import assert_fake_is_real
 from tests.tracing.layers import FLOAT32, Of, integers, loss, mask
@@ -24,6 +25,14 @@ STEPS = layers.steps(*layers.GROUPS)
 MIXED = {name for name in STEPS if name.endswith("mixed")}  # float32 norms in a bfloat16 model
 IN_BFLOAT16 = layers.steps(layers.norms, layers.activations, layers.embeddings, layers.losses).keys() - FLOAT32
 UNDER_AUTOCAST = layers.steps(layers.norms, layers.recurrent, layers.attention).keys() - MIXED
+
+
+def some(names):
+    """Every fourth, and all of them under ``make soak``. The fixes themselves are all tested below."""
+    names = sorted(names)
+    return names[::4] + in_soak(names)
+
+
 ONEDNN_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -35,19 +44,19 @@ def work_of(name, *, dtype=torch.float32, autocast=None):
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about kernels that it does not take
-@pytest.mark.parametrize("name", sorted(STEPS.keys() - MIXED))
+@pytest.mark.parametrize("name", some(STEPS.keys() - MIXED))
 def test_a_fake_step_is_the_real_one_op_by_op(name):
     assert_fake_is_real(work_of(name))
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", sorted(IN_BFLOAT16))
+@pytest.mark.parametrize("name", some(IN_BFLOAT16))
 def test_a_fake_step_in_bfloat16_is_the_real_one_op_by_op(name):
     assert_fake_is_real(work_of(name, dtype=torch.bfloat16))
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", sorted(UNDER_AUTOCAST))
+@pytest.mark.parametrize("name", some(UNDER_AUTOCAST))
 def test_a_fake_step_under_autocast_is_the_real_one_op_by_op(name):
     if name.startswith("LSTM") and not ONEDNN_BFLOAT16:
         pytest.skip("this CPU runs no LSTM under autocast")
@@ -375,7 +384,7 @@ def test_every_substitute_is_tested():
     assert FAILING_CALLS.keys() == SUBSTITUTES.keys()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=count(30, soak=200), deadline=None)
 @given(
     steps=st.integers(1, 40),
     batch=st.integers(1, 20) | st.just(130),

@@ -7,6 +7,7 @@ from torch import nn
 from lowtide import Workload
 from lowtide.compat.fake import FakeTensor, FakeTensorMode
 from lowtide.tracing.fake.workload import fake_workload
+from tests.soak import in_soak
 from tests.tracing.comparing import assert_fake_is_real
 from tests.tracing.layers import loss
 
@@ -36,13 +37,13 @@ def optimized(name, options, *, steps=0):
     return Workload(model, loss, batch, optimizer)
 
 
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("foreach", [True, *in_soak([False])])
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
 def test_a_fake_optimizer_steps_like_the_real_one(name, options, foreach):
     assert_fake_is_real(optimized(name, {**options, "foreach": foreach}))
 
 
-@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+@pytest.mark.parametrize(("name", "options"), [*OPTIMIZERS[2::3], *in_soak(OPTIMIZERS)])
 def test_a_fake_optimizer_goes_on_from_the_real_step_count(name, options):
     assert_fake_is_real(optimized(name, options, steps=7))
 
@@ -52,7 +53,7 @@ def test_a_fake_fused_optimizer_steps_like_the_real_one(name):
     assert_fake_is_real(optimized(name, {"lr": 0.1, "fused": True}))
 
 
-@pytest.mark.parametrize("steps", [0, 7])
+@pytest.mark.parametrize("steps", [7, *in_soak([0])])
 @pytest.mark.parametrize("name", ["NAdam", "ASGD", "Adafactor"])
 def test_optimizers_that_compute_with_scalars_differ_in_those_alone(name, steps):
     assert_fake_is_real(optimized(name, {}, steps=steps), arguments=False)

@@ -100,8 +100,8 @@ def _power(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _grid(x: Tensor, streams: int | None = None) -> LaunchGrid:
-    return grid_of(x.shape, is_nhwc(x), x.dtype, x.device, streams)
+def _grid(x: Tensor) -> LaunchGrid:
+    return grid_of(x.shape, is_nhwc(x), x.dtype, x.device)
 
 
 _forward_whole_launch = Launcher(programs.forward_whole)
@@ -208,9 +208,9 @@ def forward(
     return z, mean, invstd, xhat
 
 
-def measure(x: Tensor, running: Running, *, eps: float, streams: int | None = None) -> tuple[Tensor, Tensor]:
+def measure(x: Tensor, running: Running, *, eps: float) -> tuple[Tensor, Tensor]:
     """The mean and 1/σ of each channel; the running statistics follow."""
-    grid = _grid(x, streams)
+    grid = _grid(x)
     mean, invstd = _per_channel(grid, x), _per_channel(grid, x)
     scratch = _scratch(grid, x)
     held, var, momentum, batches = running
@@ -234,10 +234,9 @@ def normalize(
     residual: Tensor | None = None,
     *,
     keep_xhat: bool = False,
-    streams: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The output z from x or x̂ with the statistics given, and x̂ if wanted."""
-    grid = _grid(saved, streams)
+    grid = _grid(saved)
     z = torch.empty_like(saved)
     xhat = torch.empty_like(saved) if keep_xhat else None
     code, a, b = _numbers(activation)
@@ -264,14 +263,13 @@ def backward(
     training: bool,
     joined: Tensor | None = None,
     sums: Sums | None = None,
-    streams: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """dx, dγ, dβ, the gradient of a PReLU's slopes, and dy, which is written only for a residual.
 
     ``joined`` is the z of a join whose residual was not saved: its sign is that of y. ``sums`` turns this process's
     Σ dy and Σ dy·x̂ into the means over all.
     """
-    grid = _grid(saved, streams)
+    grid = _grid(saved)
     code, a, b = _numbers(activation)
     mean, invstd, weight, bias = affine
     dbias, dweight = _per_channel(grid, saved), _per_channel(grid, saved)

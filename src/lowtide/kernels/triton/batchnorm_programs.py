@@ -27,6 +27,17 @@ def _offsets(rows, channels, C, L: tl.constexpr, NHWC: tl.constexpr, WIDE: tl.co
 
 
 @triton.jit
+def _cells(rows, channels, known, C, ROWS, L: tl.constexpr, NHWC: tl.constexpr, WIDE: tl.constexpr):
+    """Offsets of a block, and which of them exist."""
+    return _offsets(rows, channels, C, L, NHWC, WIDE), (rows < ROWS)[:, None] & known[None, :]
+
+
+@triton.jit
+def _load(pointer, at, mask):
+    return tl.load(pointer + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _per_channel(pointer, channels, known, default, HAS: tl.constexpr):
     if HAS:
         return tl.load(pointer + channels, mask=known, other=default).to(tl.float32)
@@ -44,6 +55,19 @@ def _learned(slopes_ptr, a, channels, known, ACT: tl.constexpr, ONE_SLOPE: tl.co
             return tl.load(slopes_ptr + channels, mask=known, other=0.0).to(tl.float32)[None, :]
     else:
         return a
+
+
+@triton.jit
+def _vectors(
+    mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr, a, channels, known,
+    ACT: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, ONE_SLOPE: tl.constexpr,
+):  # fmt: skip
+    """μ, 1/σ, γ, β and the activation's first number."""
+    mean = _per_channel(mean_ptr, channels, known, 0.0, True)
+    invstd = _per_channel(invstd_ptr, channels, known, 1.0, True)
+    gamma = _per_channel(weight_ptr, channels, known, 1.0, AFFINE)
+    beta = _per_channel(bias_ptr, channels, known, 0.0, BIAS)
+    return mean, invstd, gamma, beta, _learned(slopes_ptr, a, channels, known, ACT, ONE_SLOPE)
 
 
 @triton.jit
@@ -141,7 +165,7 @@ def _activated(
     else:
         y = (x - mean[None, :]) * (gamma * invstd)[None, :] + beta[None, :]
     if RESIDUAL:
-        y += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        y += _load(residual_ptr, at, mask)
     tl.store(z_ptr + at, phi(y, a, b, ACT).to(z_ptr.dtype.element_ty), mask=mask)
 
 
@@ -157,9 +181,8 @@ def forward_whole(
     channels = tl.program_id(0) * BC + tl.arange(0, BC)
     known = channels < C
     rows = tl.arange(0, BM)
-    mask = (rows < ROWS)[:, None] & known[None, :]
-    at = _offsets(rows, channels, C, L, NHWC, WIDE)
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    at, mask = _cells(rows, channels, known, C, ROWS, L, NHWC, WIDE)
+    x = _load(x_ptr, at, mask)
     mean = tl.sum(x, 0) / ROWS
     # A sum of x is rounded to the size of x, that of the differences is not: a mean far from 0 gains digits.
     mean += tl.sum(tl.where(mask, x - mean[None, :], 0.0), 0) / ROWS
@@ -198,8 +221,8 @@ def measure(
     last = ROWS // BM  # the block that may not be full
     full = (last - part + PARTS - 1) // PARTS  # blocks of this part that are
     rows = part * BM + lanes
-    mask = (rows < ROWS)[:, None] & known[None, :]
-    x = tl.load(x_ptr + _offsets(rows, channels, C, L, NHWC, WIDE), mask=mask, other=0.0).to(tl.float32)
+    first, mask = _cells(rows, channels, known, C, ROWS, L, NHWC, WIDE)
+    x = _load(x_ptr, first, mask)
     origin = (tl.sum(x, 0) / tl.minimum(ROWS - part * BM, BM))[None, :]
     sums = tl.zeros([BM, BC], tl.float32)
     squares = tl.zeros([BM, BC], tl.float32)
@@ -211,8 +234,8 @@ def measure(
     count = full * BM
     if last % PARTS == part:
         rows = last * BM + lanes
-        mask = (rows < ROWS)[:, None] & known[None, :]
-        x = tl.load(x_ptr + _offsets(rows, channels, C, L, NHWC, WIDE), mask=mask, other=0.0).to(tl.float32)
+        ends, mask = _cells(rows, channels, known, C, ROWS, L, NHWC, WIDE)
+        x = _load(x_ptr, ends, mask)
         apart = tl.where(mask, x - origin, 0.0)
         sums += apart
         squares += apart * apart
@@ -245,14 +268,11 @@ def normalize(
     channels = tile * BC + tl.arange(0, BC)
     known = channels < C
     rows = first + tl.arange(0, BM)
-    mask = (rows < ROWS)[:, None] & known[None, :]
-    at = _offsets(rows, channels, C, L, NHWC, WIDE)
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    mean = _per_channel(mean_ptr, channels, known, 0.0, True)
-    invstd = _per_channel(invstd_ptr, channels, known, 1.0, True)
-    gamma = _per_channel(weight_ptr, channels, known, 1.0, AFFINE)
-    beta = _per_channel(bias_ptr, channels, known, 0.0, BIAS)
-    a = _learned(slopes_ptr, a, channels, known, ACT, ONE_SLOPE)
+    at, mask = _cells(rows, channels, known, C, ROWS, L, NHWC, WIDE)
+    x = _load(x_ptr, at, mask)
+    mean, invstd, gamma, beta, a = _vectors(
+        mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr, a, channels, known, ACT, AFFINE, BIAS, ONE_SLOPE
+    )
     _activated(
         x, at, mask, mean, invstd, gamma, beta, a, b, z_ptr, xhat_ptr, residual_ptr, ACT, KEEP_XHAT, FROM_XHAT, RESIDUAL
     )
@@ -263,24 +283,26 @@ def normalize(
 
 @triton.jit
 def _gradients(
-    dz, kept, at, mask, mean, invstd, gamma, beta, a, b, unit, residual_ptr,
+    dz_ptr, saved_ptr, at, mask, mean, invstd, gamma, beta, a, b, unit, residual_ptr,
     ACT: tl.constexpr, KEEPS: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """dy, x̂ and, for a PReLU's slope, dz·y where y < 0."""
+    dz = _load(dz_ptr, at, mask)
+    saved = _load(saved_ptr, at, mask)
     if KEEPS == 0:
-        apart = kept - mean[None, :]
+        apart = saved - mean[None, :]
         xhat = apart * invstd[None, :]
         y = apart * (gamma * invstd)[None, :] + beta[None, :]
     elif KEEPS == 1:
-        xhat = kept
-        y = kept * gamma[None, :] + beta[None, :]
+        xhat = saved
+        y = saved * gamma[None, :] + beta[None, :]
     else:
-        y = inverse(kept, a, b, unit, ACT)
+        y = inverse(saved, a, b, unit, ACT)
         xhat = (y - beta[None, :]) * (1.0 / gamma)[None, :]
     if RESIDUAL == 1:
-        y += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        y += _load(residual_ptr, at, mask)
     elif RESIDUAL == 2:  # z stands for y, which has its sign
-        y = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        y = _load(residual_ptr, at, mask)
     dy = dz * slope(y, a, b, ACT)
     return dy, xhat, tl.where(y > 0.0, 0.0, dz * y)
 
@@ -298,7 +320,7 @@ def _put_dx(
 
 @triton.jit
 def backward_whole(
-    dz_ptr, kept_ptr, residual_ptr, dx_ptr, dy_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr,
+    dz_ptr, saved_ptr, residual_ptr, dx_ptr, dy_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr,
     dbias_ptr, dweight_ptr, dslopes_ptr,
     C, ROWS, a, b, unit,
     L: tl.constexpr, NHWC: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr,
@@ -309,17 +331,12 @@ def backward_whole(
     channels = tl.program_id(0) * BC + tl.arange(0, BC)
     known = channels < C
     rows = tl.arange(0, BM)
-    mask = (rows < ROWS)[:, None] & known[None, :]
-    at = _offsets(rows, channels, C, L, NHWC, WIDE)
-    dz = tl.load(dz_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    kept = tl.load(kept_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    mean = _per_channel(mean_ptr, channels, known, 0.0, True)
-    invstd = _per_channel(invstd_ptr, channels, known, 1.0, True)
-    gamma = _per_channel(weight_ptr, channels, known, 1.0, AFFINE)
-    beta = _per_channel(bias_ptr, channels, known, 0.0, BIAS)
-    a = _learned(slopes_ptr, a, channels, known, ACT, ONE_SLOPE)
+    at, mask = _cells(rows, channels, known, C, ROWS, L, NHWC, WIDE)
+    mean, invstd, gamma, beta, a = _vectors(
+        mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr, a, channels, known, ACT, AFFINE, BIAS, ONE_SLOPE
+    )
     dy, xhat, dslope = _gradients(
-        dz, kept, at, mask, mean, invstd, gamma, beta, a, b, unit, residual_ptr, ACT, KEEPS, RESIDUAL
+        dz_ptr, saved_ptr, at, mask, mean, invstd, gamma, beta, a, b, unit, residual_ptr, ACT, KEEPS, RESIDUAL
     )
     sum_dy = tl.sum(dy, 0)
     sum_dy_xhat = tl.sum(dy * xhat, 0)
@@ -332,7 +349,7 @@ def backward_whole(
 
 @triton.jit
 def reduce(
-    dz_ptr, kept_ptr, residual_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr,
+    dz_ptr, saved_ptr, residual_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr,
     dbias_ptr, dweight_ptr, dslopes_ptr, partial, counters,
     C, ROWS, PARTS, a, b, unit,
     L: tl.constexpr, NHWC: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
@@ -344,22 +361,17 @@ def reduce(
     part = tl.program_id(0) % PARTS
     channels = tile * BC + tl.arange(0, BC)
     known = channels < C
-    mean = _per_channel(mean_ptr, channels, known, 0.0, True)
-    invstd = _per_channel(invstd_ptr, channels, known, 1.0, True)
-    gamma = _per_channel(weight_ptr, channels, known, 1.0, AFFINE)
-    beta = _per_channel(bias_ptr, channels, known, 0.0, BIAS)
-    a = _learned(slopes_ptr, a, channels, known, ACT, ONE_SLOPE)
+    mean, invstd, gamma, beta, a = _vectors(
+        mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr, a, channels, known, ACT, AFFINE, BIAS, ONE_SLOPE
+    )
     sum_dy = tl.zeros([BM, BC], tl.float32)
     sum_dy_xhat = tl.zeros([BM, BC], tl.float32)
     sum_slope = tl.zeros([BM, BC], tl.float32)
     for first in tl.range(part * BM, ROWS, PARTS * BM, num_stages=STAGES):
         rows = first + tl.arange(0, BM)
-        mask = (rows < ROWS)[:, None] & known[None, :]
-        at = _offsets(rows, channels, C, L, NHWC, WIDE)
-        dz = tl.load(dz_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        kept = tl.load(kept_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        at, mask = _cells(rows, channels, known, C, ROWS, L, NHWC, WIDE)
         dy, xhat, dslope = _gradients(
-            dz, kept, at, mask, mean, invstd, gamma, beta, a, b, unit, residual_ptr, ACT, KEEPS, RESIDUAL
+            dz_ptr, saved_ptr, at, mask, mean, invstd, gamma, beta, a, b, unit, residual_ptr, ACT, KEEPS, RESIDUAL
         )
         sum_dy += dy
         sum_dy_xhat += dy * xhat
@@ -383,7 +395,7 @@ def reduce(
 
 @triton.jit
 def apply(
-    dz_ptr, kept_ptr, residual_ptr, dx_ptr, dy_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr,
+    dz_ptr, saved_ptr, residual_ptr, dx_ptr, dy_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr,
     mean_dy_ptr, mean_dy_xhat_ptr,
     C, ROWS, TILES, count, a, b, unit,
     L: tl.constexpr, NHWC: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr,
@@ -395,17 +407,12 @@ def apply(
     channels = tile * BC + tl.arange(0, BC)
     known = channels < C
     rows = first + tl.arange(0, BM)
-    mask = (rows < ROWS)[:, None] & known[None, :]
-    at = _offsets(rows, channels, C, L, NHWC, WIDE)
-    dz = tl.load(dz_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    kept = tl.load(kept_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    mean = _per_channel(mean_ptr, channels, known, 0.0, True)
-    invstd = _per_channel(invstd_ptr, channels, known, 1.0, True)
-    gamma = _per_channel(weight_ptr, channels, known, 1.0, AFFINE)
-    beta = _per_channel(bias_ptr, channels, known, 0.0, BIAS)
-    a = _learned(slopes_ptr, a, channels, known, ACT, ONE_SLOPE)
+    at, mask = _cells(rows, channels, known, C, ROWS, L, NHWC, WIDE)
+    mean, invstd, gamma, beta, a = _vectors(
+        mean_ptr, invstd_ptr, weight_ptr, bias_ptr, slopes_ptr, a, channels, known, ACT, AFFINE, BIAS, ONE_SLOPE
+    )
     dy, xhat, _ = _gradients(
-        dz, kept, at, mask, mean, invstd, gamma, beta, a, b, unit, residual_ptr, ACT, KEEPS, RESIDUAL
+        dz_ptr, saved_ptr, at, mask, mean, invstd, gamma, beta, a, b, unit, residual_ptr, ACT, KEEPS, RESIDUAL
     )
     mean_dy = _per_channel(mean_dy_ptr, channels, known, 0.0, TRAINING) / count
     mean_dy_xhat = _per_channel(mean_dy_xhat_ptr, channels, known, 0.0, TRAINING) / count

@@ -40,10 +40,9 @@ class FakeKernels(UncompiledMode):
 
 
 class _Replaced(threading.local):
-    """Replacements for this thread's fake kernels; None for torch's own."""
+    """Substitutes and fixes of this thread's fake kernels. Dynamo makes the modes, so no argument can carry them."""
 
-    substitutes: dict[Any, Kernel] | None = None
-    fixes: dict[Any, Kernel] | None = None
+    kernels: tuple[dict[Any, Kernel], dict[Any, Kernel]] = ({}, {})
     running: tuple[Any, ...] = ()  # ops whose substitute runs now: where it calls the op itself, torch's kernel runs
 
 
@@ -56,27 +55,27 @@ def replaced_kernels(substitutes: dict[Any, Kernel], fixes: dict[Any, Kernel]) -
 
     No mode can be put above those, so their own dispatch is replaced for the time; other threads keep theirs.
     """
-    before = _replaced.substitutes, _replaced.fixes
+    before = _replaced.kernels
     with _OWN_DISPATCH:
-        _replaced.substitutes, _replaced.fixes = substitutes, fixes
+        _replaced.kernels = substitutes, fixes
         try:
             yield
         finally:
-            _replaced.substitutes, _replaced.fixes = before
+            _replaced.kernels = before
 
 
 def _dispatch(
     mode: FakeTensorMode, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
     kwargs = kwargs or {}
-    kernel = None if _replaced.substitutes is None or func in _replaced.running else _replaced.substitutes.get(func)
-    fix = None if _replaced.fixes is None or func in _replaced.running else _replaced.fixes.get(func)
-    if kernel is None:
+    substitutes, fixes = ({}, {}) if func in _replaced.running else _replaced.kernels
+    fix = fixes.get(func)
+    if func not in substitutes:
         out = fake_dispatch(mode, func, types, args, kwargs)
     else:
         _replaced.running = (*_replaced.running, func)
         try:
-            out = kernel(*args, **kwargs)
+            out = substitutes[func](*args, **kwargs)
         finally:
             _replaced.running = _replaced.running[:-1]
     return out if fix is None else fix(out, *args, **kwargs)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -295,22 +295,29 @@ SUBSTITUTES: dict[Any, Callable[..., Any]] = {
 }
 
 _WINDOWS = ("bartlett", "blackman", "hamming", "hann", "kaiser")
+_SCATTERS = ("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter")
+_SCALAR_LOSSES = ("mse_loss", "smooth_l1_loss", "soft_margin_loss")
+_ACTIVATIONS = ("gelu", "hardsigmoid", "hardswish", "hardtanh", "logit", "mish", "sigmoid", "silu", "softplus", "tanh")
+_ARITHMETIC = ("add", "sub", "mul", "div", "copysign", "xlogy")
+_PADDINGS = ("reflection", "replication")
+_CONTIGUOUS = (
+    "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "nll_loss2d_forward",
+    "_log_softmax_backward_data", "native_layer_norm_backward", "glu_backward", "rrelu_with_noise",
+)  # fmt: skip
+
+
+def _named(names: Iterable[str], fix: Fix) -> dict[Any, Fix]:
+    return {getattr(aten, name).default: fix for name in names}
+
 
 # Called with what fake kernels return.
 FIXES: dict[Any, Fix] = {
     # Results in a storage larger than they are.
-    aten.copy.default: _whole,
-    aten.slice_scatter.default: _whole,
-    aten.select_scatter.default: _whole,
-    aten.diagonal_scatter.default: _whole,
-    aten.as_strided_scatter.default: _whole,
+    **_named(("copy", *_SCATTERS), _whole),
     **{getattr(aten, f"{kind}_window").default: _window for kind in _WINDOWS},
     **{getattr(aten, f"{kind}_window").periodic: _window for kind in _WINDOWS},
-    aten.im2col.default: _resized,
-    aten.col2im.default: _resized,
-    aten.mse_loss.default: _loss,
-    aten.smooth_l1_loss.default: _loss,
-    aten.soft_margin_loss.default: _loss,
+    **_named(("im2col", "col2im"), _resized),
+    **_named(_SCALAR_LOSSES, _loss),
     aten.binary_cross_entropy.default: _binary_cross_entropy,
     # Kept for backward.
     aten.mkldnn_rnn_layer.default: _lstm_layer,
@@ -319,13 +326,6 @@ FIXES: dict[Any, Fix] = {
     aten._embedding_bag_forward_only.default: _on_cpu(partial(_embedding_bag, trains=False)),
     aten._embedding_bag_backward.default: _embedding_bag_backward,
     aten.clone.default: _clone,
-    # Losses.
-    aten.binary_cross_entropy_backward.default: _like(1),
-    aten.mse_loss_backward.default: _contiguous,
-    aten.smooth_l1_loss_backward.default: _contiguous,
-    aten.huber_loss_backward.default: _contiguous,
-    aten.nll_loss2d_forward.default: _contiguous,
-    aten._log_softmax_backward_data.default: _contiguous,
     # Norms.
     aten.native_batch_norm.default: _on_cpu(_norm(1, 4, suggested=True)),
     aten._native_batch_norm_legit_functional.default: _on_cpu(_norm(1, 4, suggested=True)),
@@ -334,42 +334,21 @@ FIXES: dict[Any, Fix] = {
     aten.native_group_norm.default: _on_cpu(_norm(1, 2)),
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_group_norm_backward.default: _norm_backward,
-    aten.native_layer_norm_backward.default: _contiguous,
-    # Activations.
-    aten.glu_backward.default: _contiguous,
-    aten.log_sigmoid_forward.default: _on_cpu(_contiguous),
-    aten.log_sigmoid_backward.default: _like(0),
-    aten.rrelu_with_noise.default: _contiguous,
-    aten.rrelu_with_noise_backward.default: _pointwise(2, 0),
-    aten.elu_backward.default: _pointwise(0, 5),
-    aten.gelu_backward.default: _pointwise(),
-    aten.hardsigmoid_backward.default: _pointwise(),
-    aten.hardswish_backward.default: _pointwise(),
-    aten.hardtanh_backward.default: _pointwise(),
-    aten.logit_backward.default: _pointwise(),
-    aten.mish_backward.default: _pointwise(),
-    aten.sigmoid_backward.default: _pointwise(),
-    aten.silu_backward.default: _pointwise(),
-    aten.softplus_backward.default: _pointwise(),
-    aten.tanh_backward.default: _pointwise(),
-    aten.native_dropout_backward.default: _on_cpu(_pointwise()),
-    # Arithmetic.
-    aten.add.Tensor: _pointwise(),
-    aten.sub.Tensor: _pointwise(),
-    aten.mul.Tensor: _pointwise(),
-    aten.div.Tensor: _pointwise(),
-    aten.div.Tensor_mode: _pointwise(),
-    aten.copysign.Tensor: _pointwise(),
-    aten.xlogy.Tensor: _pointwise(),
+    # Layouts of losses, activations and arithmetic.
+    **_named(_CONTIGUOUS, _contiguous),
     aten.pow.Scalar: _contiguous,
     aten.normal.Tensor_Tensor: _contiguous,
-    # Images.
-    aten.reflection_pad2d_backward.default: _on_cpu(_suggested(1)),
-    aten.replication_pad2d_backward.default: _on_cpu(_suggested(1)),
-    aten.reflection_pad3d.default: _on_cpu(_suggested(0)),
-    aten.replication_pad3d.default: _on_cpu(_suggested(0)),
-    aten.reflection_pad3d_backward.default: _on_cpu(_suggested(1)),
-    aten.replication_pad3d_backward.default: _on_cpu(_suggested(1)),
-    aten.max_unpool2d.default: _on_cpu(_suggested(0)),
-    aten.channel_shuffle.default: _on_cpu(_suggested(0)),
+    aten.log_sigmoid_forward.default: _on_cpu(_contiguous),
+    aten.log_sigmoid_backward.default: _like(0),
+    aten.binary_cross_entropy_backward.default: _like(1),
+    aten.rrelu_with_noise_backward.default: _pointwise(2, 0),
+    aten.elu_backward.default: _pointwise(0, 5),
+    **_named((f"{name}_backward" for name in _ACTIVATIONS), _pointwise()),
+    aten.native_dropout_backward.default: _on_cpu(_pointwise()),
+    **{getattr(aten, name).Tensor: _pointwise() for name in _ARITHMETIC},
+    aten.div.Tensor_mode: _pointwise(),
+    # Layouts of images.
+    **_named((f"{kind}_pad{dims}d_backward" for kind in _PADDINGS for dims in (2, 3)), _on_cpu(_suggested(1))),
+    **_named((f"{kind}_pad3d" for kind in _PADDINGS), _on_cpu(_suggested(0))),
+    **_named(("max_unpool2d", "channel_shuffle"), _on_cpu(_suggested(0))),
 }
