@@ -58,11 +58,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-# Depths of the models that pages show. ``make soak`` runs them as they are; a shallower one runs the same code.
+# Depths and budgets of pages. ``make soak`` runs pages as they are; a shallower model runs the same code.
 SHALLOWER = {
     "range(12)": "range(2)",
-    "depth: int = 8": "depth: int = 3",
-    "num_layers=6": "num_layers=3",
+    "depth: int = 8": "depth: int = 2",
+    "--budget 60% --steps": "--budget 80% --engine graph --steps",
+    "60%": "80%",
+    'depth=2), limit="2MB"': 'depth=1), limit="0.7MB"',
+    "num_layers=6": "num_layers=2",
+    "torch.randn(32, 32, 64)": "torch.randn(8, 32, 64)",
     "zoo:gpt2 --device": "zoo:gpt2 --arg layers=2 --device",
 }
 TECHNIQUES = sorted(f"docs/techniques/{page.name}" for page in (ROOT / "docs" / "techniques").glob("*.md"))
