@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -132,6 +133,14 @@ def skip(reason: str) -> NoReturn:
     """End a benchmark that cannot run here, without failing those after it."""
     print(f"skipped: {reason}")
     raise SystemExit(0)
+
+
+def torchvision_models() -> Any:
+    """Import ``torchvision.models``, or end the benchmark."""
+    try:
+        return importlib.import_module("torchvision.models")
+    except (ImportError, RuntimeError) as error:  # a RuntimeError: it was built for another torch
+        skip(f"torchvision: {error}")
 
 
 def arguments(doc: str | None, *shared: str, **own: dict[str, Any]) -> dict[str, Any]:
