@@ -148,7 +148,7 @@ def _accuracy(images: Tensor, labels: Tensor, bits: int, seed: int, epochs: int)
 
 
 def _error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Of all gradients together, in their norm."""
+    """Relative error of all gradients as one vector."""
     names = [name for name in expected if name.endswith(".grad")]
     return relative_error((found[name] for name in names), (expected[name] for name in names))
 

@@ -68,7 +68,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Figures:
-    """What one step needs."""
+    """Bytes, operations and seconds of one step."""
 
     peak_bytes: int
     static_bytes: int
@@ -232,7 +232,7 @@ def figures(method: Method, work: Workload, plain: Workload, repeats: int) -> Fi
 
 
 def _bytes_of(work: Workload) -> int:
-    """Of a step that has not run: parameters, buffers and the batch, as the allocator rounds them."""
+    """Bytes of parameters, buffers and the batch before a step, as the allocator rounds them."""
     tensors = [*work.model.parameters(), *work.model.buffers(), *work.batch]
     return sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors)
 

@@ -70,7 +70,7 @@ def main(*, data: str | None = None, repeats: int = 5, results: Path = RESULTS) 
 
 
 def by_hand(work: Workload, size: int) -> Tensor:
-    """What people write without lowtide."""
+    """Accumulate gradients as people do without lowtide."""
     assert work.optimizer is not None
     work.optimizer.zero_grad(set_to_none=True)
     x, y = work.batch
@@ -124,7 +124,7 @@ def measure(
 
 
 def gradients(work: Workload, run: Callable[[], object]) -> list[Tensor]:
-    """Those of one step, which is taken back."""
+    """Copy the gradients of one step, then restore the state before it."""
     with unchanged(work):
         run()
         return [p.grad.detach().clone() for p in work.model.parameters() if p.grad is not None]

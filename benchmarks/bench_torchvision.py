@@ -143,7 +143,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Results:
-    """What a step gives, by name."""
+    """Results of a step, by name."""
 
     output: dict[str, Tensor]
     gradient: dict[str, Tensor]
@@ -160,7 +160,7 @@ class Results:
 
 
 def _errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> list[float]:
-    """Of each tensor, but for those that are 0 or nearly: a bias before a batch norm has no gradient but rounding."""
+    """Errors of the tensors that are not nearly 0: a bias before a batch norm has no gradient but rounding."""
     norms = {name: float(tensor.double().norm()) for name, tensor in exact.items()}
     least = 1e-4 * max(norms.values())
     return [float((found[name].double() - exact[name]).norm()) / norm for name, norm in norms.items() if norm > least]
