@@ -29,6 +29,7 @@ from lowtide.errors import BudgetError
 from lowtide.planning.baseline import baseline_profile
 from lowtide.planning.budget import plans
 from lowtide.planning.plan import Plan
+from lowtide.zoo.batches import classification_loss
 
 STEPS, ROUNDS = 2, 9
 SHARES = {"cpu": ("60%", "40%"), "cuda": ("60%",)}
@@ -133,10 +134,6 @@ def _images(samples: int, size: int) -> Callable[[], dict[str, Any]]:
     return lambda: {"pixel_values": torch.randn(samples, 3, size, size), "labels": torch.randint(0, 10, (samples,))}
 
 
-def _classification(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
 def _torchvision(name: str, samples: int) -> Callable[[str], Workload]:
     def make(device: str) -> Workload:
         import torchvision
@@ -145,7 +142,7 @@ def _torchvision(name: str, samples: int) -> Callable[[str], Workload]:
         model = getattr(torchvision.models, name)().to(device)
         batch = torch.randn(samples, 3, 224, 224, device=device), torch.randint(0, 1000, (samples,), device=device)
         optimizer = torch.optim.AdamW(model.parameters(), fused=device == "cuda")
-        return Workload(model, _classification, batch, optimizer, torch.bfloat16)
+        return Workload(model, classification_loss, batch, optimizer, torch.bfloat16)
 
     return make
 

@@ -58,7 +58,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Run:
-    """What one training run gave."""
+    """Results of one training run."""
 
     epoch_seconds: float
     peak_bytes: float | None  # above the data set; None where the device does not count

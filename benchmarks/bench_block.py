@@ -131,7 +131,7 @@ def agree(blocks: dict[str, Block]) -> None:
 
 
 class Memory(NamedTuple):
-    """What a forward and a backward pass took, above what was there before."""
+    """Bytes of a forward and a backward pass, above the bytes allocated before."""
 
     kept_bytes: int  # after the forward pass, but for its output
     peak_bytes: int  # over both
@@ -173,7 +173,7 @@ def _events() -> torch.profiler.profile:
 
 
 def _sizes(found: torch.profiler.profile) -> list[int]:
-    """What was allocated (positive) and freed (negative), in order."""
+    """Bytes allocated (positive) and freed (negative), in order."""
     profiler: Any = found.profiler
     events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]

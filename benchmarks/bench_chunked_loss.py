@@ -130,7 +130,7 @@ def errors(case: str, work: Workload, ways: dict[str, Way]) -> list[Row]:
 
 
 def gradients(work: Workload) -> tuple[Tensor, ...]:
-    """Of the features and of the weight, in a forward and a backward pass."""
+    """Compute the gradients of the features and of the weight."""
     return torch.autograd.grad(work.compute_loss(), list(work.model.parameters()))
 
 
@@ -207,7 +207,7 @@ def step_gradients(work: Workload) -> Tensor:
 
 
 def peak_above_static(work: Workload) -> float:
-    """Of the second of two steps."""
+    """Measure the second of two steps."""
     if work.device.type != "cuda":
         found = profile(work)
         return found.peak_bytes - found.static_bytes

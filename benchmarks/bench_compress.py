@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.gpu_time import copy_bandwidth, replayed, timed
 from benchmarks.harness import RESULTS, Row, arguments, compare, default_device, record
-from benchmarks.steps import Way, outcome, plain_step, under
+from benchmarks.steps import Way, outcome, plain_step, relative_error, under
 from lowtide import Workload, profile, zoo
 from lowtide.kernels.compress import Draws, compress, decompress
 from lowtide.nn import compressed
@@ -148,10 +148,9 @@ def _accuracy(images: Tensor, labels: Tensor, bits: int, seed: int, epochs: int)
 
 
 def _error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Of all gradients together, in their norm."""
+    """Relative error of all gradients as one vector."""
     names = [name for name in expected if name.endswith(".grad")]
-    error = sum(float((found[name] - expected[name]).double().square().sum()) for name in names)
-    return (error / sum(float(expected[name].double().square().sum()) for name in names)) ** 0.5
+    return relative_error((found[name] for name in names), (expected[name] for name in names))
 
 
 def _bits(option: Any) -> tuple[int, ...]:

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks import bench_convert_compiled
-from benchmarks.gpu_time import timed
+from benchmarks.bench_convert_compiled import Step
+from benchmarks.gpu_time import captured, timed
 from benchmarks.harness import RESULTS, Row, arguments, record, skip
 from lowtide import zoo
 from lowtide.techniques.batchnorm import convert
@@ -56,7 +56,7 @@ def main(*, only: str = "", variants: str = "", results: Path = RESULTS) -> None
         for variant, change in VARIANTS.items():
             if variants not in variant:
                 continue
-            step = Step(name, batch, dtype, layout, change)
+            step = Step(partial(zoo.model, name), "cuda", batch, 224, change, dtype=dtype, layout=layout)
             losses = [float(step()) for _ in range(3)]
             expected = expected or losses
             if abs(losses[0] - expected[0]) > 2e-2 * abs(expected[0]):
@@ -64,55 +64,12 @@ def main(*, only: str = "", variants: str = "", results: Path = RESULTS) -> None
             rows = [
                 Row.of(title, variant, "peak above static", [step.peak_bytes()], "B"),
                 Row.of(title, variant, "step", timed(step, calls=5, rounds=5), "s"),
-                Row.of(title, variant, "step, GPU time", timed(step.captured(), calls=1, rounds=7), "s"),
+                Row.of(title, variant, "step, GPU time", timed(captured(step), calls=1, rounds=7), "s"),
             ]
             record("convert", rows, device="cuda", results=results)
             del step
             gc.collect()
             torch.cuda.empty_cache()
-
-
-class Step:
-    """A training step: forward under autocast, backward, SGD with momentum."""
-
-    def __init__(self, name: str, batch: int, dtype: Any, layout: Any, change: Callable[[nn.Module], object]) -> None:
-        torch.manual_seed(0)
-        self.model = zoo.model(name).cuda().to(memory_format=layout).train()
-        self.change = change(self.model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
-        self.images = torch.randn(batch, 3, 224, 224, device="cuda").to(memory_format=layout)
-        self.labels = torch.randint(1000, (batch,), device="cuda")
-        self.dtype = dtype
-
-    def __call__(self) -> Tensor:
-        self.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", dtype=self.dtype, enabled=self.dtype is not None):
-            loss = F.cross_entropy(self.model(self.images), self.labels)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-    def peak_bytes(self) -> int:
-        self.optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        static = torch.cuda.memory_allocated()
-        self()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - static
-
-    def captured(self) -> Callable[[], object]:
-        """The step as a CUDA graph: replayed, it takes the GPU's time alone."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            self()
-        return graph.replay
 
 
 if __name__ == "__main__":

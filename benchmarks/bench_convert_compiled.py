@@ -14,8 +14,6 @@ network with one block a stage and SiLU for ReLU. In bf16, the gradients of untr
 from __future__ import annotations
 
 import gc
-import importlib
-import math
 import statistics
 import time
 from collections.abc import Callable, Generator
@@ -28,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from benchmarks.harness import RESULTS, Row, arguments, record, skip
+from benchmarks.harness import RESULTS, Row, arguments, record, skip, torchvision_models
+from benchmarks.steps import cuda_peak, relative_error
 from lowtide import convert
 
 CASE = "torchvision resnext101_32x8d, bf16, batch 64, NHWC"
@@ -40,11 +39,7 @@ PLAIN = "PyTorch eager"
 def main(*, variants: str = "", results: Path = RESULTS) -> None:
     if not torch.cuda.is_available():
         skip("it trains on a GPU")
-    try:
-        models: Any = importlib.import_module("torchvision.models")
-    except (ImportError, RuntimeError) as error:  # a RuntimeError: it was built for another torch
-        skip(f"torchvision: {error}")
-    resnet = models.resnet
+    resnet = torchvision_models().resnet
 
     def build(*blocks: int) -> nn.Module:
         return resnet.ResNet(resnet.Bottleneck, list(blocks), groups=32, width_per_group=8)
@@ -69,7 +64,7 @@ def check(case: str, build: Callable[[], nn.Module], device: str, *, variants: s
             step = prepare(lambda change, **how: Step(build, device, 8, 64, change, dtype=None, **how))
             found = step.gradients()
             exact = exact or found
-            error = distance(found, exact)
+            error = relative_error(found, exact)
             print(f"{name}: float32 gradients differ by {error:.1e}", flush=True)
             if not error <= LARGEST_ERROR:
                 raise SystemExit(f"{case}, {name}: gradients differ from plain eager's by {error:.1e}")
@@ -180,12 +175,6 @@ def times(case: str, steps: dict[str, Step]) -> list[Row]:
     return rows
 
 
-def distance(found: list[Tensor], exact: list[Tensor]) -> float:
-    """Norm of the difference over the norm, of all gradients as one vector."""
-    off = sum(float((a.double() - b).square().sum()) for a, b in zip(found, exact, strict=True))
-    return math.sqrt(off / sum(float(b.double().square().sum()) for b in exact))
-
-
 def kernel_seconds(step: Step) -> float:
     """The sum over the GPU kernels of one step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as trace:
@@ -206,26 +195,29 @@ class Step:
         change: Callable[[nn.Module], object] = lambda model: None,
         *,
         dtype: torch.dtype | None = torch.bfloat16,
+        layout: torch.memory_format = torch.channels_last,
         compiled: dict[str, Any] | None = None,
     ) -> None:
         torch.manual_seed(0)
         self.device, self.dtype = device, dtype
-        self.model = build().to(device).to(memory_format=torch.channels_last).train()
-        self.change = change(self.model)  # kept: it may hold the way back
+        self.model = build().to(device).to(memory_format=layout).train()
+        self.change = change(self.model)  # held: it may hold the undo
         self.call: Any = self.model if compiled is None else torch.compile(self.model, **compiled)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
-        self.images = torch.randn(batch, 3, side, side, device=device).to(memory_format=torch.channels_last)
+        self.images = torch.randn(batch, 3, side, side, device=device).to(memory_format=layout)
         self.labels = torch.randint(1000, (batch,), device=device)
 
-    def __call__(self) -> None:
+    def __call__(self) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        self.backward()
+        loss = self.backward()
         self.optimizer.step()
+        return loss
 
-    def backward(self) -> None:
+    def backward(self) -> Tensor:
         with torch.autocast(self.device, dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None):
             loss = F.cross_entropy(self.call(self.images), self.labels)
         loss.backward()
+        return loss.detach()
 
     def gradients(self) -> list[Tensor]:
         """Gradients at the current parameters, copied."""
@@ -237,12 +229,8 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         if self.device != "cuda":
             return 0
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
         static = torch.cuda.memory_allocated()
-        self()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - static
+        return cuda_peak(self) - static
 
     def wait(self) -> None:
         if self.device == "cuda":

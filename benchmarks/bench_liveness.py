@@ -177,7 +177,7 @@ def draw_curves(rows: Path, path: Path) -> Path:
 
 
 def _law(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Where √n segments would be if they grew with the root of the depth alone."""
+    """Points of √n segments if they grew with the root of the depth alone."""
     own = sorted((p for p in points if p["strategy"] == "+ √n segments"), key=lambda point: point["depth"])
     first = own[0]
     name = list(COLORS)[-1]

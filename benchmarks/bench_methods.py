@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import gc
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.harness import RESULTS, Row, arguments, default_device, record
-from benchmarks.steps import plain_step
+from benchmarks.steps import cuda_peak, plain_step, seconds_of
 from lowtide import LowtideError, Workload, apply, plan, profile, zoo
 from lowtide.planning.prediction import apply_options, estimate_peak
 from lowtide.profiling import Profile
@@ -68,7 +68,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Figures:
-    """What one step needs."""
+    """Bytes, operations and seconds of one step."""
 
     peak_bytes: int
     static_bytes: int
@@ -214,15 +214,11 @@ def figures(method: Method, work: Workload, plain: Workload, repeats: int) -> Fi
             peak, static = traced.peak_bytes, traced.static_bytes
         else:
             traced = profile(applied.work, fake=True) if repeats else None  # nobody asks for its operations
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            plain_step(applied.work)
-            torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated() - others
+            peak = cuda_peak(partial(plain_step, applied.work)) - others
             applied.work.optimizer.zero_grad()  # pyright: ignore[reportOptionalMemberAccess]: the zoo gives one
             static = torch.cuda.memory_allocated() - others
         # One more, not counted: what has not run for a while is slow once.
-        pairs = [(_seconds(plain), _seconds(applied.work)) for _ in range(repeats + 1 if repeats else 0)][1:]
+        pairs = [(seconds_of(plain, 1), seconds_of(applied.work, 1)) for _ in range(repeats + 1 if repeats else 0)][1:]
         plain.optimizer.zero_grad()  # pyright: ignore[reportOptionalMemberAccess]
     del work, applied
     gc.collect()
@@ -236,7 +232,7 @@ def figures(method: Method, work: Workload, plain: Workload, repeats: int) -> Fi
 
 
 def _bytes_of(work: Workload) -> int:
-    """Of a step that has not run: parameters, buffers and the batch, as the allocator rounds them."""
+    """Bytes of parameters, buffers and the batch before a step, as the allocator rounds them."""
     tensors = [*work.model.parameters(), *work.model.buffers(), *work.batch]
     return sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors)
 
@@ -257,17 +253,6 @@ def flops(op: Op) -> int:
         products = 5 if "backward" in name else 2  # the backward makes the scores again
         return products * 2 * math.prod(query) * key[-2]
     return 0
-
-
-def _seconds(work: Workload) -> float:
-    on_gpu = work.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    plain_step(work)
-    if on_gpu:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.data import mnist
 from benchmarks.harness import RESULTS, Row, arguments, compare, default_device, record
-from benchmarks.steps import plain_step
+from benchmarks.steps import cuda_peak, plain_step, relative_error
 from lowtide import Workload, microbatch, profile, zoo
 from lowtide.errors import LowtideError
 from lowtide.tracing.snapshot import unchanged
+from lowtide.zoo.batches import classification_loss
 
 # The model, the sizes of a piece, and how far from the loop's gradients lowtide's may be.
 Case = tuple[dict[str, Any], tuple[int, ...], float]
@@ -70,7 +70,7 @@ def main(*, data: str | None = None, repeats: int = 5, results: Path = RESULTS) 
 
 
 def by_hand(work: Workload, size: int) -> Tensor:
-    """What people write without lowtide."""
+    """Accumulate gradients as people do without lowtide."""
     assert work.optimizer is not None
     work.optimizer.zero_grad(set_to_none=True)
     x, y = work.batch
@@ -103,14 +103,15 @@ def measure(
     rows: list[Row] = []
     for subject, run in ways.items():
         found = gradients(work, run)
-        error = distance(found, expected)
+        error = relative_error(found, expected)
         loop = ways.get(subject.replace("lowtide", "a loop"))
         if loop is not None and subject.startswith("lowtide"):
             reference = gradients(work, loop) if normed else expected
-            if distance(found, reference) > tolerance:
-                raise SystemExit(f"{case}, {subject}: gradients are off by {distance(found, reference):.1e}")
+            if relative_error(found, reference) > tolerance:
+                raise SystemExit(f"{case}, {subject}: gradients are off by {relative_error(found, reference):.1e}")
         if device == "cuda":
             with unchanged(work):  # the next ones' gradients are of the same weights
+                run()
                 peak = cuda_peak(run)
         elif subject in traced:
             peak = profile(traced[subject]).peak_bytes
@@ -122,26 +123,11 @@ def measure(
     return rows + compare(case, ways, check=lambda: None, repeats=repeats, warmup=1, device=device)
 
 
-def cuda_peak(run: Callable[[], object]) -> int:
-    run()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
-
-
 def gradients(work: Workload, run: Callable[[], object]) -> list[Tensor]:
-    """Those of one step, which is taken back."""
+    """Copy the gradients of one step, then restore the state before it."""
     with unchanged(work):
         run()
         return [p.grad.detach().clone() for p in work.model.parameters() if p.grad is not None]
-
-
-def distance(found: list[Tensor], expected: list[Tensor]) -> float:
-    """The relative error of all gradients as one vector."""
-    error = torch.stack([(a - b).double().norm() for a, b in zip(found, expected, strict=True)]).norm()
-    return float(error / torch.stack([b.double().norm() for b in expected]).norm())
 
 
 # -- quality ---------------------------------------------------------------------------------------------
@@ -167,7 +153,7 @@ def accuracy(way: Callable[[Workload], Workload], train: Any, test: Any, seed: i
     model = zoo.model("lenet").to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     images, labels = train.inputs[:IMAGES].to(device), train.labels[:IMAGES].to(device)
-    work = way(Workload(model, _loss, (images[:BATCH], labels[:BATCH]), optimizer))
+    work = way(Workload(model, classification_loss, (images[:BATCH], labels[:BATCH]), optimizer))
     for _ in range(EPOCHS):
         for chosen in torch.randperm(IMAGES).split(BATCH)[:-1]:
             plain_step(replace(work, batch=(images[chosen], labels[chosen])))
@@ -175,10 +161,6 @@ def accuracy(way: Callable[[Workload], Workload], train: Any, test: Any, seed: i
     with torch.no_grad():
         found = torch.cat([model(part.to(device)).argmax(1) for part in test.inputs.split(1000)])
     return float((found.cpu() == test.labels).float().mean())
-
-
-def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 if __name__ == "__main__":

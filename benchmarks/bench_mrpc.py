@@ -153,7 +153,7 @@ Encoded = list[tuple[list[int], int]]
 
 @dataclass(frozen=True)
 class Score:
-    """What a training run came to, in per cent, and how long it took."""
+    """Scores of a training run in per cent, and its seconds."""
 
     f1: float
     accuracy: float

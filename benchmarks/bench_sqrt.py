@@ -37,7 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 class Peer(Forward):
-    """What people write without lowtide."""
+    """Checkpoint a chain as people do without lowtide."""
 
     def __init__(self, module: nn.Module, segments: int) -> None:
         super().__init__(module)

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.bench_block import memory
-from benchmarks.harness import RESULTS, Row, arguments, record, skip
+from benchmarks.harness import RESULTS, Row, arguments, record, skip, torchvision_models
+from benchmarks.steps import relative_error
 from lowtide import Workload, convert
 
 # The shape of the batch, and what is not the builder's default.
@@ -42,10 +41,7 @@ PLAIN, OURS = "PyTorch eager", "lowtide.convert"
 def main(*, only: str = "", results: Path = RESULTS) -> None:
     if not torch.cuda.is_available():
         skip("it measures a GPU's memory")
-    try:
-        models: Any = importlib.import_module("torchvision.models")
-    except (ImportError, RuntimeError) as error:  # a RuntimeError: it was built for another torch
-        skip(f"torchvision: {error}")
+    models = torchvision_models()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     failed: list[str] = []
@@ -147,7 +143,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Results:
-    """What a step gives, by name."""
+    """Results of a step, by name."""
 
     output: dict[str, Tensor]
     gradient: dict[str, Tensor]
@@ -157,23 +153,17 @@ class Results:
         """Norms of differences over norms."""
         return {
             "output error": max(_errors(self.output, exact.output)),
-            "gradient error": _joint_error(self.gradient, exact.gradient),
+            "gradient error": relative_error(self.gradient.values(), exact.gradient.values()),
             "worst gradient's error": max(_errors(self.gradient, exact.gradient)),
             "worst statistic's error": max(_errors(self.statistics, exact.statistics)),
         }
 
 
 def _errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> list[float]:
-    """Of each tensor, but for those that are 0 or nearly: a bias before a batch norm has no gradient but rounding."""
+    """Errors of the tensors that are not nearly 0: a bias before a batch norm has no gradient but rounding."""
     norms = {name: float(tensor.double().norm()) for name, tensor in exact.items()}
     least = 1e-4 * max(norms.values())
     return [float((found[name].double() - exact[name]).norm()) / norm for name, norm in norms.items() if norm > least]
-
-
-def _joint_error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    """Of all tensors as one vector."""
-    off = sum(float((found[name].double() - tensor).square().sum()) for name, tensor in exact.items())
-    return math.sqrt(off / sum(float(tensor.square().sum()) for tensor in exact.values()))
 
 
 def logits(model: nn.Module, images: Tensor) -> Tensor:

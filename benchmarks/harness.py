@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -134,8 +135,16 @@ def skip(reason: str) -> NoReturn:
     raise SystemExit(0)
 
 
+def torchvision_models() -> Any:
+    """Import ``torchvision.models``, or end the benchmark."""
+    try:
+        return importlib.import_module("torchvision.models")
+    except (ImportError, RuntimeError) as error:  # a RuntimeError: it was built for another torch
+        skip(f"torchvision: {error}")
+
+
 def arguments(doc: str | None, *shared: str, **own: dict[str, Any]) -> dict[str, Any]:
-    """What the command line asks of a benchmark, by the names of its ``main``'s arguments.
+    """Read the command line of a benchmark, by the names of its ``main``'s arguments.
 
     ``shared`` are options that mean the same in all of them. Its ``own`` are as ``add_argument`` takes them, or say
     what is other in a shared one.
@@ -152,7 +161,7 @@ def default_device() -> str:
 
 
 def results_of(results: Path | None, *, quick: bool) -> Path:
-    """Where rows go if nothing else is said: those of a quick try to a temporary folder."""
+    """Choose the folder of the rows: a temporary one for a quick try, unless one is given."""
     return results or (Path(tempfile.gettempdir()) / "lowtide-quick" if quick else RESULTS)
 
 
@@ -177,7 +186,7 @@ def record(name: str, rows: Iterable[Row], *, device: str = "cpu", results: Path
 
 
 def environment(device: str = "cpu") -> dict[str, str]:
-    """What a row must say of where and with what it was measured."""
+    """Date, hardware and versions, for each row."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": torch.cuda.get_device_name() if device == "cuda" else cpu_name(),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 import torch
@@ -16,7 +17,7 @@ Way = Callable[[], AbstractContextManager[object]]
 
 
 def plain_step(work: Workload) -> Tensor:
-    """The loss, backward, the optimizer; gradients of the step before are let go first."""
+    """The loss, backward, the optimizer; gradients of the step before are freed first."""
     assert work.optimizer is not None
     work.optimizer.zero_grad(set_to_none=True)
     loss = work.compute_loss()
@@ -29,17 +30,29 @@ def peak_of(work: Workload) -> int:
     """The allocated peak of one step on a GPU, after others; 0 on a CPU, where nothing counts it."""
     for _ in range(3):
         plain_step(work)
-    if work.device.type == "cpu":
-        return 0
+    return 0 if work.device.type == "cpu" else cuda_peak(lambda: plain_step(work))
+
+
+def cuda_peak(run: Callable[[], object]) -> int:
+    """The most bytes that torch's allocator gives out during a call."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    plain_step(work)
+    run()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated()
 
 
+def relative_error(tensors: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
+    """Norm of the difference over the norm, of all tensors as one vector."""
+    squares = [
+        (float((a.double() - b.double()).square().sum()), float(b.double().square().sum()))
+        for a, b in zip(tensors, exact, strict=True)
+    ]
+    return math.sqrt(sum(off for off, _ in squares) / sum(whole for _, whole in squares))
+
+
 def seconds_of(work: Workload, steps: int = 3) -> float:
-    """What a step takes, by the clock, one after another."""
+    """Seconds of a step by the clock, one after another."""
     wait = torch.cuda.synchronize if work.device.type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
@@ -50,7 +63,7 @@ def seconds_of(work: Workload, steps: int = 3) -> float:
 
 
 def under(way: Way, run: Callable[[], object]) -> Callable[[], object]:
-    """The same call with a technique put on before and taken off after."""
+    """Wrap a call in a technique."""
 
     def wrapped() -> object:
         with way():
@@ -60,12 +73,12 @@ def under(way: Way, run: Callable[[], object]) -> Callable[[], object]:
 
 
 def outcome(work: Workload) -> dict[str, Tensor]:
-    """Everything that a step leaves, copied; the step itself is taken back."""
+    """Copy all results of a step, then restore the state before it."""
     with unchanged(work):
         torch.manual_seed(0)
         loss = plain_step(work)
         model = work.model
-        found = {"loss": loss, "generator": torch.get_rng_state()}
-        found |= {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
-        found |= dict(model.named_buffers())
-        return {name: value.detach().clone() for name, value in found.items()}
+        results = {"loss": loss, "generator": torch.get_rng_state()}
+        results |= {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results |= dict(model.named_buffers())
+        return {name: value.detach().clone() for name, value in results.items()}

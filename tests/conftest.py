@@ -1,4 +1,4 @@
-"""What all tests share: GPU tests where there is a GPU, and a kernel cache of their own."""
+"""Fixtures of all tests: GPU tests run if there is a GPU, and each test has its own kernel cache."""
 
 import gc
 import os

@@ -24,9 +24,9 @@ def test_the_demo_trains_equally_within_three_budgets_and_writes_a_report(
         monkeypatch.setattr(demo, "DEPTH", 10)
         monkeypatch.setattr(demo, "BUDGETS", ("95%", "85%", "75%"))
     shown = io.StringIO()
-    found = demo.run(tmp_path / "out", Console(file=shown, width=80), steps=3)
-    assert found.ok
-    plain, *planned = found.runs
+    outcome = demo.run(tmp_path / "out", Console(file=shown, width=80), steps=3)
+    assert outcome.ok
+    plain, *planned = outcome.runs
     assert [run.name for run in planned] == list(demo.BUDGETS)
     assert plain.losses[0] > plain.losses[2]
     budgets = [run.budget_bytes for run in planned]
@@ -43,7 +43,7 @@ def test_the_demo_trains_equally_within_three_budgets_and_writes_a_report(
     assert "…" not in shown.getvalue().partition("4. The result")[2]  # the table fits a narrow terminal
 
     for broken in (replace(planned[0], equal=False), replace(planned[0], budget_bytes=1)):
-        wrong = replace(found, runs=[plain, broken, *planned[1:]])
+        wrong = replace(outcome, runs=[plain, broken, *planned[1:]])
         assert not wrong.ok
         demo._show(wrong, Console(file=shown, width=120))
     assert "NOT EQUAL" in shown.getvalue()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lowtide.errors import BudgetError, LowtideError, MissingExtra, PlanError, TraceError, WorkloadError
+from lowtide.errors import BudgetError, LowtideError, PlanError, TraceError, WorkloadError
 
 
 def test_an_error_says_what_where_and_what_to_try():
@@ -19,7 +19,3 @@ def test_an_error_is_caught_as_pythons_own_kind(kind, base):
     with pytest.raises(base):
         raise kind("no")
     assert issubclass(kind, LowtideError)
-
-
-def test_a_missing_extra_names_what_to_install():
-    assert 'pip install "lowtide[cli]"' in str(MissingExtra("rich", extra="cli"))

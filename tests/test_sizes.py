@@ -41,4 +41,5 @@ def test_a_printed_size_reads_back_within_its_digits(size):
 
 
 def test_a_duration_has_three_digits_and_its_unit():
-    assert [format_seconds(s) for s in (0, 123.4, 0.0456, 7.89e-6)] == ["0 s", "123 s", "45.6 ms", "7.89 µs"]
+    seconds = (0, 123.4, 0.25, 0.0456, -0.002, 7.89e-6)
+    assert [format_seconds(s) for s in seconds] == ["0 s", "123 s", "250 ms", "45.6 ms", "-2.00 ms", "7.89 µs"]

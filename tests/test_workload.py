@@ -1,4 +1,4 @@
-"""What a workload cannot be is said in words; what a trace may not touch is left alone."""
+"""Wrong workloads are refused in words, and a trace leaves all state alone."""
 
 from __future__ import annotations
 

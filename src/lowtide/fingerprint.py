@@ -30,9 +30,10 @@ class Fingerprint:
     @classmethod
     def of(cls, work: Workload) -> Fingerprint:
         """The fingerprint of a step."""
+        named = (*work.model.named_parameters(), *work.model.named_buffers())
         return cls(
-            model=_model_hash(work.model),
-            modules=_modules_hash(work.model),
+            model=_digest(f"{name} {list(t.shape)} {t.dtype} {t.requires_grad}" for name, t in named),
+            modules=_digest(f"{name} {_type(module)}" for name, module in work.model.named_modules()),
             batch=batch_shapes(work.batch),
             optimizer="none" if work.optimizer is None else _optimizer(work.optimizer),
             autocast="none" if work.autocast is None else _dtype(work.autocast),
@@ -60,15 +61,6 @@ def batch_shapes(batch: Any) -> str:
     'float32[2, 3], int64[2]'
     """
     return ", ".join(f"{_dtype(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors(batch))
-
-
-def _model_hash(model: nn.Module) -> str:
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return _digest(f"{name} {list(t.shape)} {t.dtype} {t.requires_grad}" for name, t in named)
-
-
-def _modules_hash(model: nn.Module) -> str:
-    return _digest(f"{name} {_type(module)}" for name, module in model.named_modules())
 
 
 def _type(module: nn.Module) -> str:

@@ -21,22 +21,19 @@ def parse_size(size: float | str) -> int:
     >>> parse_size("6GiB"), parse_size("800 MB"), parse_size(1024), parse_size(1.5e9)
     (6442450944, 800000000, 1024, 1500000000)
     """
-    if not isinstance(size, str):
-        if not isinstance(size, Real) or isinstance(size, bool) or not -math.inf < size < math.inf:
-            raise LowtideError(f"Not a size: {size!r}", hint="Write for example 6GiB, 800MB or a number of bytes.")
-        if size < 0:
-            raise LowtideError(f"A size cannot be negative: {size}")
-        return _checked(size)
-    match = _SIZE.fullmatch(size)
-    if match is None or match[2].lower() not in _UNITS:
-        raise LowtideError(f"Not a size: {size!r}", hint="Write for example 6GiB, 800MB or a number of bytes.")
-    return _checked(float(match[1]) * _UNITS[match[2].lower()])
-
-
-def _checked(size: float) -> int:
-    if size >= _LARGEST:
-        raise LowtideError("A size is less than 2⁶³ bytes", hint="Write for example 6GiB, 800MB or a number of bytes.")
-    return int(size)
+    hint = "Write for example 6GiB, 800MB or a number of bytes."
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        number = float(match[1]) * _UNITS[match[2].lower()] if match and match[2].lower() in _UNITS else math.nan
+    else:
+        number = size if isinstance(size, Real) and not isinstance(size, bool) else math.nan
+    if math.isnan(number) or (number in (math.inf, -math.inf) and not isinstance(size, str)):
+        raise LowtideError(f"Not a size: {size!r}", hint=hint)
+    if number < 0:
+        raise LowtideError(f"A size cannot be negative: {size}")
+    if number >= _LARGEST:
+        raise LowtideError("A size is less than 2⁶³ bytes", hint=hint)
+    return int(number)
 
 
 def format_size(size: float) -> str:
@@ -48,9 +45,7 @@ def format_size(size: float) -> str:
     sign, size = ("-", -size) if size < 0 else ("", size)
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= scale:
-            number = size / scale
-            digits = 2 if number < 10 else 1 if number < 100 else 0
-            return f"{sign}{number:.{digits}f} {unit}"
+            return f"{sign}{_three_digits(size / scale)} {unit}"
     return f"{sign}{size:.0f} B"
 
 
@@ -66,5 +61,8 @@ def format_seconds(seconds: float) -> str:
         return "0 s"
     sign, seconds = ("-", -seconds) if seconds < 0 else ("", seconds)
     unit, scale = next((each for each in (("s", 1.0), ("ms", 1e-3)) if seconds >= each[1]), ("µs", 1e-6))
-    number = seconds / scale
-    return f"{sign}{number:.{2 if number < 10 else 1 if number < 100 else 0}f} {unit}"
+    return f"{sign}{_three_digits(seconds / scale)} {unit}"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f}"

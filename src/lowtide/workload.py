@@ -72,10 +72,10 @@ class Workload:
                     f"The model's {name} has no shape yet: its module is lazy",
                     hint="Run one forward first: model(x), then Workload(model, ...).",
                 )
-        devices = {tensor.device for tensor in self.tensors()} - {self.device}
+        devices = {str(tensor.device) for tensor in self.tensors()} - {str(self.device)}
         if devices:
             raise WorkloadError(
-                f"The batch is on {_names(devices)} and the model on {self.device}",
+                f"The batch is on {', '.join(sorted(devices))} and the model on {self.device}",
                 hint=f"Move the batch: batch.to({str(self.device)!r}).",
             )
 
@@ -108,10 +108,10 @@ class Workload:
             raise WorkloadError(
                 f"The batch's tensor of shape {list(frozen[0].shape)} was made under torch.inference_mode(), "
                 "and can be neither saved for backward nor written to",
-                where=_place(self.loss),
+                where=place_of(self.loss),
                 hint="Make the batch outside of it, or pass batch.clone().",
             ) from error
-        return check_loss(loss, where=_place(self.loss))
+        return check_loss(loss, where=place_of(self.loss))
 
 
 def check_workload(work: object, *, call: str) -> Workload:
@@ -183,10 +183,7 @@ def _unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer
     return _unwrapped(inner)
 
 
-def _names(devices: set[torch.device]) -> str:
-    return ", ".join(sorted(str(device) for device in devices))
-
-
-def _place(function: object) -> str:
+def place_of(function: object) -> str:
+    """File and line of a function; "" for a callable object."""
     code = getattr(function, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else ""

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import csv
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
+from benchmarks import harness
+
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import harness
-
-    return harness
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -26,7 +19,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_nothing_is_timed_where_the_answers_differ(harness: ModuleType) -> None:
+def test_nothing_is_timed_where_the_answers_differ() -> None:
     calls: list[str] = []
 
     def check() -> None:
@@ -37,7 +30,7 @@ def test_nothing_is_timed_where_the_answers_differ(harness: ModuleType) -> None:
     assert calls == []
 
 
-def test_contenders_take_turns_after_the_check(harness: ModuleType) -> None:
+def test_contenders_take_turns_after_the_check() -> None:
     calls: list[str] = []
     contenders = {"plain": lambda: calls.append("plain"), "ours": lambda: calls.append("ours")}
     rows = harness.compare("case", contenders, check=lambda: calls.append("check"), repeats=3, warmup=1)
@@ -52,12 +45,12 @@ def test_contenders_take_turns_after_the_check(harness: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("samples", [[2.0], [5.0, 1.0], [3.0, 1.0, 2.0], [4.0, 9.0, 1.0, 7.0, 3.0, 3.0]])
-def test_quartiles_are_those_of_torch(harness: ModuleType, samples: list[float]) -> None:
+def test_quartiles_are_those_of_torch(samples: list[float]) -> None:
     wanted = torch.quantile(torch.tensor(samples, dtype=torch.float64), torch.tensor([0.25, 0.5, 0.75]).double())
     assert harness.quartiles(samples) == pytest.approx(wanted.tolist())
 
 
-def test_rows_are_appended_with_hardware_and_versions(harness: ModuleType, tmp_path: Path) -> None:
+def test_rows_are_appended_with_hardware_and_versions(tmp_path: Path) -> None:
     row = harness.Row.of("case, with a comma", "ours", "time", [0.01, 0.02, 0.03], "s")
     harness.record("demo", [row], results=tmp_path)
     path = harness.record("demo", [row, row], results=tmp_path)
@@ -70,14 +63,14 @@ def test_rows_are_appended_with_hardware_and_versions(harness: ModuleType, tmp_p
     assert {"date", "python", "cuda", "triton", "lowtide"} <= entries[0].keys()
 
 
-def test_rows_of_another_shape_are_not_mixed_in(harness: ModuleType, tmp_path: Path) -> None:
+def test_rows_of_another_shape_are_not_mixed_in(tmp_path: Path) -> None:
     (tmp_path / "demo.csv").write_text("case,seconds\nold,1\n")
     with pytest.raises(ValueError, match="other columns"):
         harness.record("demo", [harness.Row.of("c", "s", "time", [1.0], "s")], results=tmp_path)
     assert (tmp_path / "demo.csv").read_text() == "case,seconds\nold,1\n"
 
 
-def test_a_table_shows_the_latest_row_of_each_key(harness: ModuleType, tmp_path: Path) -> None:
+def test_a_table_shows_the_latest_row_of_each_key(tmp_path: Path) -> None:
     def record(case: str, subject: str, time: float) -> None:
         harness.record("demo", [harness.Row.of(case, subject, "time", [time], "s")], results=tmp_path)
 
@@ -98,7 +91,7 @@ def test_a_table_shows_the_latest_row_of_each_key(harness: ModuleType, tmp_path:
     assert torch.__version__ in table
 
 
-def test_documents_get_their_tables_between_the_markers_and_nothing_else(harness: ModuleType, tmp_path: Path) -> None:
+def test_documents_get_their_tables_between_the_markers_and_nothing_else(tmp_path: Path) -> None:
     harness.record("demo", [harness.Row.of("case", "ours", "time", [0.5], "s")], results=tmp_path)
     page = tmp_path / "docs" / "deep" / "page.md"
     page.parent.mkdir(parents=True)
@@ -112,31 +105,15 @@ def test_documents_get_their_tables_between_the_markers_and_nothing_else(harness
     assert harness.fill_documents(tmp_path, results=tmp_path) == []
 
 
-def test_a_marker_without_an_end_or_without_rows_is_an_error(harness: ModuleType, tmp_path: Path) -> None:
+def test_a_marker_without_an_end_or_without_rows_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no line <!-- end -->"):
         harness.fill("<!-- table: demo -->\ntext\n", results=tmp_path)
     with pytest.raises(FileNotFoundError, match="lowtide bench demo"):
         harness.fill("<!-- table: demo -->\n<!-- end -->\n", results=tmp_path)
 
 
-def test_every_benchmark_says_its_question_and_has_a_main(harness: ModuleType) -> None:
-    import ast
-
+def test_every_benchmark_says_its_question_and_has_a_main() -> None:
     for path in (ROOT / "benchmarks").glob("bench_*.py"):
         tree = ast.parse(path.read_text())
         assert "?" in (ast.get_docstring(tree) or "").splitlines()[0], f"{path.name} asks no question"
         assert any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body), path.name
-
-
-def test_the_harness_needs_torch_numpy_and_scipy_alone(harness: ModuleType) -> None:
-    import subprocess
-
-    code = (
-        "import sys, torch, numpy, scipy; before = set(sys.modules); import benchmarks.harness;"
-        "new = {name.partition('.')[0] for name in set(sys.modules) - before};"
-        "print(*sorted(new - sys.stdlib_module_names))"
-    )
-    done = subprocess.check_output(
-        [sys.executable, "-c", code], env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}, text=True
-    )
-    assert set(done.split()) <= {"benchmarks", "lowtide", "numpy", "torch", "scipy"}

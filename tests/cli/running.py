@@ -30,7 +30,7 @@ class Block(nn.Module):
 def loss(model, batch):
     return model(batch).square().mean()
 
-def workload(depth: int = 8, batch: int = 512, optimizer: bool = True):
+def workload(depth: int = 4, batch: int = 512, optimizer: bool = True):
     torch.manual_seed(0)
     print("building")
     model = nn.Sequential(*(Block() for _ in range(depth)))

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide import Workload
 from lowtide.loading import load, make_loader
 
 from .errors import fails
@@ -62,6 +61,7 @@ def test_a_function_in_a_file_is_called_with_arguments_converted_as_it_annotates
     assert work.model.seen == (6, 2.0, False, None)
     assert work.batch.shape == (3, 6)
     assert work.name == "train.py:workload"
+    fails("train.py:workload", "takes no 'seq'", "width, scale", "def workload(", seq=4)
 
 
 def test_a_loader_builds_the_same_target_in_other_sizes(write: Any) -> None:
@@ -89,11 +89,14 @@ def test_a_file_imports_its_neighbours_and_the_path_stays_as_it_was(write: Any) 
 
         def workload():
             from late_neighbour_of_train import late
-            return Workload(torch.nn.Linear(WIDTH, late()), lambda m, x: m(x).mean(), torch.ones(1, WIDTH))
+            model = torch.nn.Linear(WIDTH, late())
+            return Workload(model, lambda m, x: m(x).mean(), torch.ones(1, WIDTH), name="mine")
         """
     )
     before = list(sys.path)
-    assert load("train.py:workload").model.weight.shape == (3, 9)
+    work = load("train.py:workload")
+    assert work.model.weight.shape == (3, 9)
+    assert work.name == "mine"
     assert sys.path == before
 
 
@@ -147,11 +150,6 @@ def test_a_wrong_target_says_what_to_write(write: Any, target: str, words: tuple
     fails(target, *words)
 
 
-def test_a_wrong_argument_says_what_the_function_takes(write: Any) -> None:
-    write(TRAIN)
-    fails("train.py:workload", "takes no 'seq'", "width, scale", "def workload(", seq=4)
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -174,17 +172,3 @@ def test_the_zoo_takes_sizes_and_options() -> None:
     make = make_loader("zoo:lenet", device="meta", optimizer="none")
     assert make(batch=7).batch[0].shape[0] == 7
     assert make().optimizer is None
-
-
-def test_a_workload_keeps_the_name_it_was_given(write: Any) -> None:
-    write(
-        """
-        import torch
-        from lowtide import Workload
-
-        def workload():
-            return Workload(torch.nn.Linear(2, 2), lambda m, x: m(x).mean(), torch.ones(1, 2), name="mine")
-        """
-    )
-    assert isinstance(load("train.py:workload"), Workload)
-    assert load("train.py:workload").name == "mine"

@@ -33,12 +33,7 @@ class Tape:
     def run(
         self, name: str, phase: Phase, module: str, inputs: list[TensorView], outputs: list[TensorView], **extra: object
     ) -> None:
-        fields: dict[str, object] = {
-            "arguments": "",
-            "recompute": False,
-            "seconds": math.nan,
-            "workspace_bytes": 0,
-        }
+        fields = {"arguments": "", "recompute": False, "seconds": math.nan, "workspace_bytes": 0}
         self.ops.append(
             Op(
                 index=len(self.ops), name=name, phase=phase, module=module, source="/home/me/net/model.py:42",
@@ -86,11 +81,8 @@ def build_profile(
         tape.modules.append((root, "Sequential"))
     weights = []
     for i in range(blocks):
-        tape.modules += [
-            (f"{prefix}{i}", "Block"),
-            (f"{prefix}{i}.conv", "Conv2d"),
-            (f"{prefix}{i}.relu", "ReLU"),
-        ]
+        paths = {"": "Block", ".conv": "Conv2d", ".relu": "ReLU"}
+        tape.modules += [(f"{prefix}{i}{path}", kind) for path, kind in paths.items()]
         weights.append(tape.make(8 * MIB, "parameter", f"{prefix}{i}.conv.weight", f"{prefix}{i}.conv", birth=0))
         tape.make(16 * MIB, "optimizer state", f"{prefix}{i}.conv.weight exp_avg", f"{prefix}{i}.conv", birth=0)
     x = first = tape.make(4 * MIB, "input", "batch", "", birth=0)

@@ -43,6 +43,10 @@ def test_the_page_opens_with_the_peaks(tmp_path, profile):
         ("Time of all ops", "20.0 ms"),
     ]
     assert "<code>convolution_backward</code> in <code>3.conv</code>" in text
+    assert text.count("<circle") == sum(size > 0 for size in profile.by_category.values())
+    assert COLORS["activation"] in text
+    assert any(attributes.get("data-action") == "axis" for _, attributes in Document(text).elements)
+    assert "own scale" in text  # of the optimizer
 
 
 def test_names_are_never_markup(tmp_path, make_profile):
@@ -52,12 +56,6 @@ def test_names_are_never_markup(tmp_path, make_profile):
     document = Document(text)
     assert sum(tag == "script" for tag, _ in document.elements) == 3
     assert any(EVIL in name for name in document.data["profiles"][0]["strings"])
-
-
-def test_the_pie_and_the_palette(tmp_path, profile):
-    text = report(profile, tmp_path / "page.html").read_text()
-    assert text.count("<circle") == sum(size > 0 for size in profile.by_category.values())
-    assert COLORS["activation"] in text
 
 
 def test_outside_pytorch_is_explained(tmp_path, subjects, profile):
@@ -80,11 +78,8 @@ def test_a_sweep_marks_cells_above_the_limit(tmp_path, sweep):
     assert "5 of 6" in text
 
 
-def test_an_empty_step_has_a_page(tmp_path, make_profile):
+def test_an_empty_step_has_a_page_and_an_unknown_subject_none(tmp_path, make_profile):
     assert report(make_profile(blocks=0), tmp_path / "page.html").exists()
-
-
-def test_an_unknown_subject_is_refused(tmp_path):
     with pytest.raises(LowtideError, match="no report for a list"):
         report([], tmp_path / "page.html")
 
@@ -120,9 +115,3 @@ def test_the_script_runs_in_a_browser(tmp_path, subjects, kind):
     if kind == "profile":
         assert "4 storages, 256 MiB" in out.stdout
         assert "At the peak, op 9" in out.stdout
-
-
-def test_a_timeline_offers_seconds_and_gives_the_optimizer_its_own_scale(tmp_path, subjects):
-    text = report(subjects["profile"], tmp_path / "page.html").read_text()
-    assert any(attributes.get("data-action") == "axis" for _, attributes in Document(text).elements)
-    assert "own scale" in text

@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +11,6 @@ from lowtide.reporting.tables import (
     saved_rows,
     workspace_rows,
 )
-from lowtide.sizes import format_seconds
 
 MIB = 2**20
 
@@ -68,11 +66,3 @@ def test_a_sweep_is_laid_out_by_its_axes(sweep):
     assert not layout.over(5 * 10**9)
     assert layout.share(10**9) == 0
     assert layout.share(5 * 10**9) == 1
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.0, "0 s"), (1.11, "1.11 s"), (-0.002, "-2.00 ms"), (3.2e-5, "32.0 µs"), (0.25, "250 ms"), (90.0, "90.0 s")],
-)
-def test_seconds_are_written_in_their_unit(seconds, text):
-    assert format_seconds(seconds) == text

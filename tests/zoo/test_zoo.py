@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -86,17 +83,9 @@ def test_wrong_arguments_are_named(name: str, arguments: dict[str, object], mess
         zoo.workload(name, device="meta", **arguments)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "kind"),
-    [
-        ("sgd", torch.optim.SGD),
-        ("adam", torch.optim.Adam),
-        ("adamw", torch.optim.AdamW),
-        ("none", type(None)),
-    ],
-)
-def test_optimizers_go_by_name(optimizer: str, kind: type):
-    assert type(zoo.small("lenet", optimizer=optimizer).optimizer) is kind
+def test_optimizers_go_by_name():
+    kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "none": type(None)}
+    assert {name: type(zoo.small("lenet", optimizer=name).optimizer) for name in kinds} == kinds
 
 
 def test_channels_last_holds_for_parameters_and_images():
@@ -111,9 +100,3 @@ def test_autocast_is_kept_and_runs(name: str):
     work = zoo.small(name, autocast=torch.bfloat16)
     assert work.autocast is torch.bfloat16
     assert work.compute_loss().isfinite()
-
-
-def test_importing_the_zoo_imports_no_model():
-    code = "import sys, lowtide.zoo; print(*(m for m in sys.modules if m.startswith('lowtide.zoo.')))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert set(found.split()) == {"lowtide.zoo.batches", "lowtide.zoo.catalog"}

@@ -220,14 +220,13 @@ def verify(
     from lowtide import engines
     from lowtide.planning import Plan
 
+    hint = f"Write one: lowtide plan {target} --budget 60% --out {plan}."
     if not plan.is_file():
-        raise PlanError(f"There is no file {plan}", hint=f"Write one: lowtide plan {target} --budget 60% --out {plan}.")
+        raise PlanError(f"There is no file {plan}", hint=hint)
     try:
         chosen = Plan.from_json(plan.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise PlanError(
-            f"{plan} is not a plan: {error}", hint=f"Write one: lowtide plan {target} --budget 60% --out {plan}."
-        ) from error
+        raise PlanError(f"{plan} is not a plan: {error}", hint=hint) from error
     work = _loader(target, settings, device=_here(device))()
     with working("Running both steps"):
         verification = engines.verify(work, chosen)

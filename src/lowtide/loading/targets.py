@@ -28,7 +28,7 @@ from lowtide.errors import LowtideError, WorkloadError
 from lowtide.loading import installed
 from lowtide.loading.arguments import Settings, bind, guess
 from lowtide.tracing.call_sites import is_library
-from lowtide.workload import Workload
+from lowtide.workload import Workload, place_of
 
 NAMED: dict[str, Callable[..., Workload]] = {
     "zoo": zoo.workload,
@@ -106,7 +106,7 @@ def _user(function: Callable[..., Any], target: str, folder: Path) -> Build:
         if not isinstance(work, Workload):
             raise WorkloadError(
                 f"{target} returned {type(work).__name__}, not a Workload",
-                where=_where(function),
+                where=place_of(function),
                 hint="End it with: return lowtide.Workload(model, loss, batch, optimizer).",
             )
         return work if work.name else replace(work, name=target)
@@ -185,11 +185,6 @@ def _is_foreign(filename: str) -> bool:
     """Whether a frame is the import system's, an installed package's, or ours: not the user's."""
     paths = sysconfig.get_paths()
     return is_library(filename) or filename.startswith(("<", paths["stdlib"], paths["purelib"], paths["platlib"]))
-
-
-def _where(function: Callable[..., Any]) -> str:
-    code = getattr(function, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
 
 def _half_a_target(target: str) -> WorkloadError:

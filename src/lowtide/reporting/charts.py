@@ -100,7 +100,7 @@ def stacked_area(profile: Profile, x: Any, end: int | None = None, *, legend: st
 
 
 def steps_of(live: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Where each step of a curve starts and the op that it shows, then where the last one ends."""
+    """Starts of the steps of a curve, each with the op that it shows, then the end of the last one."""
     ops = buckets(live, min(POINTS, len(live)))
     return [(op, op) for op in ops] + [(len(live), ops[-1])] if ops else []
 

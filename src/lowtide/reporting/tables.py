@@ -158,7 +158,7 @@ class SweepTable:
         return self.limit_bytes is not None and size > self.limit_bytes
 
     def share(self, size: int) -> float:
-        """Where a peak stands between the smallest (0) and the largest (1) within the limit."""
+        """Place a peak between the smallest (0) and the largest (1) within the limit."""
         return min(1.0, (size - self.smallest) / max(self.largest - self.smallest, 1))
 
     def label(self, size: int) -> str:

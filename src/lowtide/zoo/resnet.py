@@ -55,7 +55,7 @@ class ResNet(nn.Module):
                 wide = widths[-1]
             self.stages.append(blocks)
         self.head = nn.Sequential(layers.mean_pool(1), nn.Flatten(), nn.Linear(wide, classes))
-        self.apply(_init)
+        self.apply(initialise)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.stages(self.stem(x)))
@@ -113,7 +113,8 @@ _LAYERS = {
 _BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
 
-def _init(module: nn.Module) -> None:
+def initialise(module: nn.Module) -> None:
+    """Draw the weights of a convolution as He et al. do."""
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from lowtide.errors import WorkloadError
+from lowtide.zoo.resnet import initialise
 
 
 class WideResNet(nn.Module):
@@ -27,7 +28,7 @@ class WideResNet(nn.Module):
             self.stages.append(nn.Sequential(first, *(Block(inner, (inner, inner)) for _ in range(blocks - 1))))
             wide = inner
         self.head = head(wide, classes)
-        self.apply(_init)
+        self.apply(initialise)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.stages(self.stem(x)))
@@ -66,7 +67,7 @@ class WiderResNet(nn.Module):
                 wide = widths[-1]
             self.stages.append(nn.Sequential(*parts))
         self.head = head(wide, classes)
-        self.apply(_init)
+        self.apply(initialise)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.stages(self.stem(x)))
@@ -112,8 +113,3 @@ def head(wide: int, classes: int) -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(wide, classes),
     )
-
-
-def _init(module: nn.Module) -> None:
-    if isinstance(module, nn.Conv2d):
-        nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -21,7 +21,7 @@ def publish(folder: Path, *, train: list[str] = TRAIN, dev: list[str] = DEV, end
     return folder
 
 
-def test_what_is_read_is_listed(tmp_path: Path):
+def test_pairs_and_labels_are_read_in_order(tmp_path: Path):
     train, dev = mrpc(publish(tmp_path))
     assert train.first == ['He said " no " .', "Two of us left ."]
     assert train.second == ["He said no .", "No one left ."]
@@ -48,19 +48,9 @@ def test_one_file_that_marks_both_parts_gives_the_same(tmp_path: Path):
     assert (found_dev.first, found_dev.second) == (dev.first, dev.second)
 
 
-def test_the_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("LOWTIDE_DATA", str(publish(tmp_path)))
-    assert len(mrpc()[0].labels) == 2
-
-
-@pytest.mark.parametrize("given", [None, "", "nowhere", "."])
-def test_a_missing_data_set_says_what_to_download_and_from_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("LOWTIDE_DATA", raising=False)
+def test_a_missing_data_set_says_what_to_download_and_from_where(tmp_path: Path):
     with pytest.raises(LowtideError, match=r"train\.tsv.*gluebenchmark\.com.*MRPC/.*LOWTIDE_DATA"):
-        mrpc(given)
+        mrpc(tmp_path)
 
 
 def test_a_missing_part_is_named(tmp_path: Path):
