@@ -27,7 +27,7 @@ def parse_size(size: float | str) -> int:
         number = float(match[1]) * _UNITS[match[2].lower()] if match and match[2].lower() in _UNITS else math.nan
     else:
         number = size if isinstance(size, Real) and not isinstance(size, bool) else math.nan
-    if math.isnan(number) or (number in (math.inf, -math.inf) and not isinstance(size, str)):
+    if not -math.inf < number < math.inf:  # works for integers that no float holds, unlike math.isfinite
         raise LowtideError(f"Not a size: {size!r}", hint=hint)
     if number < 0:
         raise LowtideError(f"A size cannot be negative: {size}")
