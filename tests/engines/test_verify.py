@@ -100,6 +100,30 @@ def test_an_error_within_the_declared_bound_holds() -> None:
     assert 1e-4 < loss.error < 1e-3
 
 
+class Standardized(nn.Module):
+    """Over the sequence, so that the gradient of a bias before it nearly cancels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-3)
+
+
+@pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (0.2, False)])
+def test_an_approximate_gradient_that_nearly_cancels_is_held_to_the_size_of_the_others(
+    factor: float, holds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(16)
+    model = nn.Sequential(nn.Linear(16, 16), nn.SiLU(), Standardized())
+    x, y = torch.randn(10, 12, 16), torch.randint(16, (120,))
+    work = Workload(model, lambda m, b: F.cross_entropy(m(b[0]).flatten(0, 1), b[1]), (x, y))
+    technique, plain = techniques()["fewbit"], profile(work)
+    option = next(o for o in technique.options(plain) if "bits 4" in str(o))
+    check = technique.check(option)
+    choice = Choice(option, Fidelity.APPROXIMATE, 0, 0.0, "for the test")
+    monkeypatch.setattr(technique, "check", lambda option: replace(check, rtol=factor * check.rtol))
+    found = verify(work, replace(plan(work, "100%", profile=plain), choices=(choice,)))
+    assert found.results_agree is holds, found
+
+
 def language_model() -> Workload:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 16), nn.Tanh(), nn.Linear(16, 50))
