@@ -40,11 +40,11 @@ def main(*, compiled: bool = True, results: Path = RESULTS) -> None:
         for shape in SHAPES:
             case = f"{'x'.join(map(str, shape))} {str(dtype)[6:]}"
             one_pass = torch.Size(shape).numel() * dtype.itemsize / bandwidth
-            found: list[Row] = []
+            rows: list[Row] = []
             for name, run in contenders(shape, dtype, compiled=compiled).items():
                 for metric, taken in {"passes": replayed(run), "passes as launched": timed(run)}.items():
-                    found.append(Row.of(case, name, metric, [t / one_pass for t in taken], ""))
-            record("batchnorm", found, device="cuda", results=results)
+                    rows.append(Row.of(case, name, metric, [t / one_pass for t in taken], ""))
+            record("batchnorm", rows, device="cuda", results=results)
     print(f"A copy runs at {bandwidth / 1e9:,.0f} GB/s.")
 
 

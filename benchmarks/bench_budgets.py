@@ -91,19 +91,19 @@ def measure_case(case: str, work: Workload, results: Path) -> list[str]:
         raise AssertionError("a step in one byte")
     for number, budget in enumerate(budgets_between(smallest, profile.peak_bytes - 1, peaks), 1):
         start = time.perf_counter()
-        found = plan(work, budget, profile=profile, engine="graph")
+        chosen = plan(work, budget, profile=profile, engine="graph")
         planning = time.perf_counter() - start
         name = f"lowtide, budget {number} of {BUDGETS}"
-        again = found.program.ops_again if found.program else 0
+        again = chosen.program.ops_again if chosen.program else 0
         rows = [
             Row.of(case, name, "budget", [budget], "B"),
-            Row.of(case, name, "peak, predicted", [found.peak_bytes], "B"),
-            Row.of(case, name, "step, predicted", [found.seconds], "s"),
-            Row.of(case, name, "ratio, predicted", [found.seconds / found.baseline.seconds], "x"),
+            Row.of(case, name, "peak, predicted", [chosen.peak_bytes], "B"),
+            Row.of(case, name, "step, predicted", [chosen.seconds], "s"),
+            Row.of(case, name, "ratio, predicted", [chosen.seconds / chosen.baseline.seconds], "x"),
             Row.of(case, name, "ops again", [again], ""),
             Row.of(case, name, "planning", [planning], "s"),
         ]
-        with apply(found, work) as step:
+        with apply(chosen, work) as step:
             peak = peak_of(step.work)
             times = times_in_turn(step.work, work)
             note(name, peak, times, *rows, *graphed(case, name, step.work))

@@ -117,16 +117,16 @@ def errors(case: str, work: Workload, ways: dict[str, Way]) -> list[Row]:
         part = slice(first, first + 2048)
         (F.cross_entropy(x[part] @ w.t(), work.batch[part], reduction="sum") / len(x)).backward()
     expected = [x.grad, w.grad]
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for subject, way in ways.items():
         with way():
             mine = gradients(work)
         off = [float((a.double() - b).norm() / b.norm()) for a, b in zip(mine, expected, strict=True) if b is not None]
-        found[subject] = max(off)
-    worst = 1.5 * found["PyTorch eager"]
-    if any(error > worst for error in found.values()):
-        raise SystemExit(f"{case}: errors {found}")
-    return [Row.of(case, subject, "error / PyTorch's", [e / worst * 1.5], "x") for subject, e in found.items()]
+        errors[subject] = max(off)
+    worst = 1.5 * errors["PyTorch eager"]
+    if any(error > worst for error in errors.values()):
+        raise SystemExit(f"{case}: errors {errors}")
+    return [Row.of(case, subject, "error / PyTorch's", [e / worst * 1.5], "x") for subject, e in errors.items()]
 
 
 def gradients(work: Workload) -> tuple[Tensor, ...]:
@@ -201,16 +201,16 @@ def step_gradients(work: Workload) -> Tensor:
     torch.manual_seed(0)
     work.model.zero_grad()
     work.compute_loss().backward()
-    found = torch.cat([p.grad.flatten() for p in work.model.parameters() if p.grad is not None])
+    joined = torch.cat([p.grad.flatten() for p in work.model.parameters() if p.grad is not None])
     work.model.zero_grad()
-    return found
+    return joined
 
 
 def peak_above_static(work: Workload) -> float:
     """Measure the second of two steps."""
     if work.device.type != "cuda":
-        found = profile(work)
-        return found.peak_bytes - found.static_bytes
+        profiled = profile(work)
+        return profiled.peak_bytes - profiled.static_bytes
     for _ in range(2):
         work.model.zero_grad()
         gc.collect()

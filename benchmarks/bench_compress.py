@@ -74,14 +74,14 @@ def steps(case: str, work: Workload, device: str, repeats: int) -> list[Row]:
     rows: list[Row] = []
     for subject, way in ways.items():
         with way():
-            found = outcome(work)
+            result = outcome(work)
             if subject != "torch save_on_cpu":  # on a CPU it copies there what is there; a trace does not follow it
                 traced = profile(work)
                 rows.append(Row.of(case, subject, "allocated peak", [traced.peak_bytes], "B"))
                 rows.append(Row.of(case, subject, "saved for backward", [traced.saved_bytes], "B"))
-        if not torch.equal(found["loss"], expected["loss"]):
+        if not torch.equal(result["loss"], expected["loss"]):
             raise SystemExit(f"{case}, {subject}: another loss than the plain step's")
-        rows.append(Row.of(case, subject, "gradient error", [100 * _error(found, expected)], "%"))
+        rows.append(Row.of(case, subject, "gradient error", [100 * _error(result, expected)], "%"))
     contenders = {subject: under(way, partial(plain_step, work)) for subject, way in ways.items()}
     return rows + compare(case, contenders, check=lambda: None, repeats=repeats, warmup=1, device=device)
 

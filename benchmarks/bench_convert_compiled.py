@@ -62,9 +62,9 @@ def check(case: str, build: Callable[[], nn.Module], device: str, *, variants: s
     with full_float32():
         for name, prepare in chosen(variants).items():
             step = prepare(lambda change, **how: Step(build, device, 8, 64, change, dtype=None, **how))
-            found = step.gradients()
-            exact = exact or found
-            error = relative_error(found, exact)
+            gradients = step.gradients()
+            exact = exact or gradients
+            error = relative_error(gradients, exact)
             print(f"{name}: float32 gradients differ by {error:.1e}", flush=True)
             if not error <= LARGEST_ERROR:
                 raise SystemExit(f"{case}, {name}: gradients differ from plain eager's by {error:.1e}")

@@ -36,15 +36,15 @@ def main(repeats: int = 5, results: Path = RESULTS) -> None:
 
 def check() -> None:
     """Raise unless the import starts no CUDA and brings nothing beyond torch, numpy and scipy."""
-    found = json.loads(
+    data = json.loads(
         run(
             "import sys, json, torch, numpy, scipy; before = set(sys.modules); import lowtide;"
             "new = {name.partition('.')[0] for name in set(sys.modules) - before};"
             "print(json.dumps([sorted(new - sys.stdlib_module_names), torch.cuda.is_initialized()]))"
         )
     )
-    if found != [["lowtide"], False]:
-        raise SystemExit(f"import lowtide brought {found[0]}, with CUDA {'on' if found[1] else 'off'}")
+    if data != [["lowtide"], False]:
+        raise SystemExit(f"import lowtide brought {data[0]}, with CUDA {'on' if data[1] else 'off'}")
 
 
 def seconds(before: str, timed: str) -> float:

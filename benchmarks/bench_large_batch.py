@@ -112,8 +112,8 @@ def _train(
 
 @torch.no_grad()
 def _accuracy(model: nn.Module, test: tuple[Tensor, Tensor]) -> float:
-    found = torch.cat([model(part).argmax(1) for part in test[0].split(1000)])
-    return float((found == test[1]).float().mean())
+    predicted = torch.cat([model(part).argmax(1) for part in test[0].split(1000)])
+    return float((predicted == test[1]).float().mean())
 
 
 def _top(make: Make, factor: int, rule: str | None) -> float:

@@ -159,8 +159,8 @@ def accuracy(way: Callable[[Workload], Workload], train: Any, test: Any, seed: i
             plain_step(replace(work, batch=(images[chosen], labels[chosen])))
     model.eval()
     with torch.no_grad():
-        found = torch.cat([model(part.to(device)).argmax(1) for part in test.inputs.split(1000)])
-    return float((found.cpu() == test.labels).float().mean())
+        predicted = torch.cat([model(part.to(device)).argmax(1) for part in test.inputs.split(1000)])
+    return float((predicted.cpu() == test.labels).float().mean())
 
 
 if __name__ == "__main__":

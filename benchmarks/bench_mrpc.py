@@ -91,7 +91,7 @@ def choose(wanted: Mapping[str, Mapping[str, float]], plain: Profile) -> list[Op
     Few-bit codes for GELU, not for the tanh of the head; and the head's layers, which see one row for each pair of
     sentences, have nothing to save.
     """
-    found: list[Option] = []
+    options: list[Option] = []
     for name, knobs in wanted.items():
         offered = techniques()[name].options(plain)
         if not offered:
@@ -100,8 +100,8 @@ def choose(wanted: Mapping[str, Mapping[str, float]], plain: Profile) -> list[Op
             option for option in offered if all(getattr(option.config, knob) == value for knob, value in knobs.items())
         ]
         option = same[0] if same else replace(offered[0], config=replace(offered[0].config, **knobs))
-        found.append(replace(option, site=tuple(path for path in option.site if path.startswith("blocks."))))
-    return found
+        options.append(replace(option, site=tuple(path for path in option.site if path.startswith("blocks."))))
+    return options
 
 
 # -- Memory --------------------------------------------------------------------------------------------

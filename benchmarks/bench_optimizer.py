@@ -123,10 +123,10 @@ def peaks() -> list[Row]:
         assert work.optimizer is not None
         for change in changes:
             change(work.optimizer)
-        found = profile(work)
-        rows.append(Row.of(case, subject, "peak", [found.peak_bytes], "B"))
-        rows.append(Row.of(case, subject, "static", [found.static_bytes], "B"))
-        gradients = found.graph.live_bytes("gradient")
+        profiled = profile(work)
+        rows.append(Row.of(case, subject, "peak", [profiled.peak_bytes], "B"))
+        rows.append(Row.of(case, subject, "static", [profiled.static_bytes], "B"))
+        gradients = profiled.graph.live_bytes("gradient")
         rows.append(Row.of(case, subject, "gradients in full at once", [int(gradients.max())], "B"))
     return rows
 
@@ -183,9 +183,9 @@ def _train(seed: int, dtype: torch.dtype, make: Make, images: Tensor, labels: Te
             optimizer.step()
             last.append(loss.item())
     with torch.no_grad():
-        found = torch.cat([model(part.to(dtype)).argmax(1) for part in test.inputs.split(1000)])
+        predicted = torch.cat([model(part.to(dtype)).argmax(1) for part in test.inputs.split(1000)])
     tail = last[-100:]
-    return round(sum(tail) / len(tail), 4), 100 * float((found == test.labels).float().mean())
+    return round(sum(tail) / len(tail), 4), 100 * float((predicted == test.labels).float().mean())
 
 
 if __name__ == "__main__":

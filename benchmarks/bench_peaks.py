@@ -45,14 +45,18 @@ def main(kernels: str = "", case: str = "", out: str = "") -> None:
         return
     if torch.cuda.is_available():
         rows: list[Row] = []
-        found: dict[str, int] = {}
+        workspaces: dict[str, int] = {}
         for case in WORKLOADS:
             result = _in_a_process(case)
-            found.update(result["kernels"])
+            workspaces.update(result["kernels"])
             rows += _rows(case, result["peaks"])
         record("peaks", rows, device="cuda")
         if kernels:
-            data = {"hardware": torch.cuda.get_device_name(), "torch": str(torch.__version__), "kernels": found}
+            data = {
+                "hardware": torch.cuda.get_device_name(),
+                "torch": str(torch.__version__),
+                "kernels": workspaces,
+            }
             Path(kernels).write_text(json.dumps(data, indent=0))
     else:
         measured = _measured()

@@ -60,7 +60,7 @@ def main(*, results: Path = RESULTS) -> None:
 def times(case: str, steps: dict[str, Callable[[], object]], device: str) -> list[Row]:
     if device == "cpu":
         return compare(case, steps, check=lambda: None, repeats=7)
-    found: list[Row] = []
+    rows: list[Row] = []
     first: dict[str, float] = {}
     for name, run in steps.items():
         # A block that is the whole batch goes through torch's sort or FFT, which a graph need not hold.
@@ -68,9 +68,9 @@ def times(case: str, steps: dict[str, Callable[[], object]], device: str) -> lis
         for metric, measure in measures.items():
             taken = measure(run)
             base = first.setdefault(metric, statistics.median(taken))
-            found.append(Row.of(case, name, metric, taken, "s"))
-            found.append(Row.of(case, name, f"{metric}, ratio", [t / base for t in taken], "x"))
-    return found
+            rows.append(Row.of(case, name, metric, taken, "s"))
+            rows.append(Row.of(case, name, f"{metric}, ratio", [t / base for t in taken], "x"))
+    return rows
 
 
 def step(layer: nn.Module, x: Tensor, gradient: Tensor) -> object:

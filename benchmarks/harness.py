@@ -202,8 +202,8 @@ def cpu_name() -> str:
     """The processor as its maker calls it, and how many cores of it this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text() if info.exists() else "", re.MULTILINE)
-    return f"{found[1].strip() if found else platform.machine()}, {cores} cores"
+    match = re.search(r"^model name\s*:\s*(.+)$", info.read_text() if info.exists() else "", re.MULTILINE)
+    return f"{match[1].strip() if match else platform.machine()}, {cores} cores"
 
 
 # What a value and its range are, where they are of few seeds.

@@ -78,7 +78,7 @@ def images(pixels: NDArray[np.uint8], *, mean: Sequence[float], std: Sequence[fl
 
 def labels(values: NDArray[np.generic], *, classes: int) -> Tensor:
     """Class numbers as int64; ValueError for one that is no class."""
-    found = torch.from_numpy(values.astype(np.int64))
-    if len(found) and not 0 <= int(found.min()) <= int(found.max()) < classes:
-        raise ValueError(f"labels from {int(found.min())} to {int(found.max())}, for {classes} classes")
-    return found
+    loaded = torch.from_numpy(values.astype(np.int64))
+    if len(loaded) and not 0 <= int(loaded.min()) <= int(loaded.max()) < classes:
+        raise ValueError(f"labels from {int(loaded.min())} to {int(loaded.max())}, for {classes} classes")
+    return loaded

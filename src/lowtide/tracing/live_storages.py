@@ -105,10 +105,10 @@ class LiveStorages:
 
         Those that depend on neither parameters nor batch, such as a cached table, only where ``constants`` count.
         """
-        made = {index: where for where, index in self._alive.items() if self._record.storages[index].made_by}
-        if made and not constants:
-            made = {index: made[index] for index in made.keys() & self._from_data()}
-        living = [(self._record.storages[index].label, self._watch[where]()) for index, where in made.items()]
+        alive = {index: where for where, index in self._alive.items() if self._record.storages[index].made_by}
+        if alive and not constants:
+            alive = {index: alive[index] for index in alive.keys() & self._from_data()}
+        living = [(self._record.storages[index].label, self._watch[where]()) for index, where in alive.items()]
         self._watch.clear()
         return [(label, weakref.ref(storage)) for label, storage in living if storage is not None]
 

@@ -89,9 +89,9 @@ def check_program(program: Program) -> None:
 
     Values that no instruction makes are parameters and inputs. Backward starts with the kept values alone.
     """
-    made = {each.cell for each in (*program.forward, *program.backward) if each.kind is not Kind.FREE}
+    computed = {each.cell for each in (*program.forward, *program.backward) if each.kind is not Kind.FREE}
     used = {cell for each in (*program.forward, *program.backward) for cell in (each.cell, *each.reads)}
-    inputs = {cell for cell in (*used, *program.kept) if cell not in made and cell == Value(cell.op)}
+    inputs = {cell for cell in (*used, *program.kept) if cell not in computed and cell == Value(cell.op)}
     live = set(inputs)
     for number, each in enumerate((*program.forward, *program.backward)):
         if number == len(program.forward):
@@ -104,7 +104,7 @@ def check_program(program: Program) -> None:
         if not live.issuperset(each.reads) or (each.into is not None and each.into not in each.reads):
             raise PlanError(f"Instruction {number} of the program cannot run: {each}", hint="Plan again.")
         live.add(each.cell)
-    if not {cell for cell in program.gradients if cell is not None} <= made | inputs:
+    if not {cell for cell in program.gradients if cell is not None} <= computed | inputs:
         raise PlanError("The program returns gradients that it does not compute", hint="Plan again.")
     if min(program.bytes.values(), default=0) < 0:
         raise PlanError("The program has sizes below zero", hint="Plan again.")
