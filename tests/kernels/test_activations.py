@@ -120,6 +120,12 @@ def test_gradients_are_those_of_autograd(name):
     torch.testing.assert_close(actual, list(expected))
 
 
+@pytest.mark.parametrize("name", [n for n in ACTIVATIONS if n not in ("mish", "prelu")])
+def test_writing_over_gives_the_same_values(name):
+    act, y = Activation.of(ACTIVATIONS[name]()), values(torch.float32)
+    assert torch.equal(act.write(y.clone()), ACTIVATIONS[name]()(y))
+
+
 class Noise(nn.Module):
     """An activation that draws random numbers in training, as RReLU does."""
 

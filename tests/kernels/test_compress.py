@@ -138,6 +138,12 @@ def test_the_bytes_are_counted_exactly(bits, dtype, per_group):
         assert chosen.buffer_bytes(numel, bits, 256, dtype) == stored.nbytes
 
 
+def test_nothing_is_stored_as_nothing():
+    empty = torch.empty(0, device=DEVICE)
+    assert chosen.compress(empty, Draws(0), bits=4).nbytes == 0
+    assert torch.equal(there_and_back(empty, 4), empty)
+
+
 def test_the_same_seed_rounds_the_same_way_and_another_call_another_way():
     x = values("normal", 5000)
     assert torch.equal(there_and_back(x, 2, seed=3), there_and_back(x, 2, seed=3))

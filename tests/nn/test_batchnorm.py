@@ -1,6 +1,7 @@
 """BatchNormAct is batch norm and its activation; to ``state_dict`` and to copies it is a plain batch norm."""
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -100,6 +101,13 @@ def test_wrong_dimensions_are_torchs_error(dims, shape):
         LAYERS[dims](3)(torch.randn(shape))
 
 
+@pytest.mark.parametrize("dims", LAYERS)
+def test_a_layer_is_made_on_a_device_and_in_a_dtype(dims):
+    layer = LAYERS[dims](4, "prelu", dtype=torch.float64, device="meta")
+    kinds = {(t.dtype, t.device.type) for name, t in layer.state_dict().items() if name != "num_batches_tracked"}
+    assert kinds == {(torch.float64, "meta")}
+
+
 # -- state, copies and torch.fx ------------------------------------------------------------------------
 
 
@@ -137,11 +145,33 @@ def test_state_of_an_old_version_loads_as_into_a_batch_norm():
         assert norm.num_batches_tracked == 0
 
 
+def test_missing_and_unexpected_keys_are_errors():
+    state = nn.BatchNorm2d(4).state_dict()
+    with pytest.raises(RuntimeError, match='"extra"'):
+        BatchNormAct2d(4).load_state_dict({**state, "extra": torch.zeros(1)})
+    del state["running_var"]
+    with pytest.raises(RuntimeError, match='"running_var"'):
+        BatchNormAct2d(4).load_state_dict(state)
+
+
+def test_resetting_parameters_is_a_batch_norms():
+    layer, _ = pair("checkpoint")
+    layer.reset_parameters()
+    torch.testing.assert_close(dict(layer.state_dict()), dict(nn.BatchNorm2d(4).state_dict()))
+
+
 def by_pickle(layer):
     return pickle.loads(pickle.dumps(layer))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
+def by_torch_save(layer):
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle, by_torch_save])
 @pytest.mark.parametrize(
     ("strategy", "activation"),
     [("inplace", "leaky_relu"), *(("checkpoint", a) for a in ("gelu_tanh", "prelu", "mish"))],
@@ -156,7 +186,7 @@ def test_a_copy_does_what_the_layer_does_and_shares_nothing(copied, strategy, ac
     assert all(p.grad is None for p in layer.parameters())
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle, by_torch_save])
 def test_a_model_copied_after_a_step_keeps_one_buffer_too(copied):
     model, x = network(nn.SiLU(), "checkpoint"), torch.randn(LARGE)
     model(x).sum().backward()

@@ -233,3 +233,13 @@ def test_16_bits_with_x_not_kept_err_no_more_than_torch_but_in_sums_over_xhat(dt
 @pytest.mark.parametrize("scale", [40.0, *in_soak([8.0])])
 def test_a_saturated_activation_errs_no_more_than_torch(dtype, strategy, activation, scale):
     assert_errs_no_more(errors(strategy, activation, dtype, scale=scale), ("z", "dx"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN_BITS])
+@pytest.mark.parametrize(
+    "options",
+    [{"track_running_stats": False}, {"affine": False}, {"affine": False, "track_running_stats": False}],
+    ids=str,
+)
+def test_without_parameters_or_statistics_a_step_errs_no_more_than_torch(dtype, options):
+    assert_errs_no_more(errors("checkpoint", "silu", dtype, mean=3.0, **options))

@@ -201,6 +201,24 @@ def test_inductor_and_cuda_graphs_train_as_plain_torch_does(mode):
             torch.testing.assert_close(ours, theirs)
 
 
+def test_bfloat16_with_float32_parameters_is_as_exact_as_plain_torch():
+    model, plain = (net.float() for net in nets("relu"))
+    exact = nets("relu")[1]
+    x = torch.randn(BATCH)
+    for net in (torch.compile(model, fullgraph=True, backend="aot_eager"), plain):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = net(x)
+        out.float().square().sum().backward()
+    exact(x.double()).square().sum().backward()
+    assert error(model, exact) <= 1.5 * error(plain, exact)
+
+
+def error(model, exact):
+    """That of all gradients together, each relative to its own size."""
+    pairs = zip(parameters(model), parameters(exact), strict=True)
+    return sum(((p.grad - true.grad).norm() / true.grad.norm()) ** 2 for p, true in pairs) ** 0.5
+
+
 def test_plain_torch_keeps_more_and_a_frozen_layer_one():
     model, plain = nets("relu")
     assert len(Graphs().step(plain).retained) >= 4
@@ -269,6 +287,14 @@ def test_export_gives_plain_ops(training):
     torch.testing.assert_close(exported.module()(x), plain.train(training)(x))
 
 
+def test_statistics_move_without_gradients():
+    model, plain = nets("relu")
+    x = torch.randn(BATCH, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), plain(x))
+    torch.testing.assert_close(model.second.running_var, plain.second.norm.running_var)
+
+
 def test_a_compiled_part_of_an_eager_model_trains_as_plain_torch_does():
     (part, plain_part), (rest, plain_rest) = nets("relu"), nets("silu")
     model, plain = nn.Sequential(part, rest), nn.Sequential(plain_part, plain_rest)
@@ -322,6 +348,17 @@ def test_gradients_per_sample_by_vmap_are_torchs(strategy):
             return functional_call(net, values, (x[None],)).square().sum()
 
         actual.append([g for _, g in sorted(vmap(grad(loss), (None, 0))(values, batch()).items())])
+    torch.testing.assert_close(*actual)
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+def test_functional_call_gives_torchs_gradients_of_the_values_given(strategy):
+    layer, plain = pair(strategy, "prelu" if strategy.startswith("checkpoint") else "leaky_relu")
+    actual = []
+    for net in (layer.double(), plain.double()):
+        values = {n: (p.detach() * 1.5).requires_grad_() for n, p in net.named_parameters()}
+        functional_call(net, values, (batch(),)).square().sum().backward()
+        actual.append([values[n].grad for n in values])
     torch.testing.assert_close(*actual)
 
 

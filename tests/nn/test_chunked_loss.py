@@ -126,6 +126,17 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again():
     assert all(torch.equal(one, again) and torch.equal(one, last) for one, again, last in zip(*passes, strict=True))
 
 
+def test_a_weight_that_is_the_embedding_too_gets_both_gradients():
+    def tied(function):
+        torch.manual_seed(0)
+        embedding = nn.Embedding(53, 16)
+        ids = torch.randint(53, (4, 9))
+        function(embedding(ids).flatten(0, 1), embedding.weight, ids.flatten()).backward()
+        return embedding.weight.grad
+
+    torch.testing.assert_close(tied(linear_cross_entropy), tied(plain))
+
+
 def test_scaled_losses_of_float16_neither_overflow_nor_vanish():
     x, w, _, target = make(rows=256, classes=2000)
     exact = outcome(plain, *(t.detach().double().requires_grad_() for t in (x, w)), None, target, factor=2.0**16)
@@ -244,6 +255,26 @@ def test_nothing_as_large_as_the_logits_is_ever_there():
     assert max(s.bytes for s in traced.graph.storages) == 20 * 1000 * 4
     assert [saved.bytes for saved in traced.saved] == [1000 * 8 * 4]  # the weight's gradient; the input wants none
     assert traced.storage_peak_bytes - traced.static_bytes < logits / 10
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gradients_of_many_rows_do_not_overflow(device, dtype):
+    x = torch.full((128, 8), 4.0, dtype=dtype, device=device).requires_grad_()
+    w = torch.zeros(10, 8, dtype=dtype, device=device).requires_grad_()
+    target = torch.zeros(128, dtype=torch.int64, device=device)
+    torch.testing.assert_close(*(outcome(f, x, w, None, target) for f in (linear_cross_entropy, plain)))
+
+
+def test_a_loss_scaled_training_moves():
+    head, x, target = LinearCrossEntropy(8, 10, bias=False), torch.full((128, 8), 4.0), torch.zeros(128).long()
+    nn.init.zeros_(head.weight)
+    optimizer, scaler = torch.optim.SGD(head.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**13)
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = head(x, target)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    torch.testing.assert_close(head.weight[0], torch.full((8,), 0.36), rtol=1e-3, atol=0.0)
 
 
 @pytest.mark.parametrize("device", DEVICES)

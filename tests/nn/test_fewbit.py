@@ -276,3 +276,20 @@ def test_transforms_and_forward_mode_run_torchs_ops():
     assert torch.equal(torch.func.grad(lambda t: module(t).sum())(x), torch.func.grad(lambda t: F.gelu(t).sum())(x))
     actual = torch.func.jvp(module, (x,), (torch.ones(5),))[1]
     assert torch.equal(actual, torch.func.jvp(F.gelu, (x,), (torch.ones(5),))[1])
+
+
+def test_training_goes_on_as_without():
+    def train(kind):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(10, 64), kind(), nn.Linear(64, 64), kind(), nn.Linear(64, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        x = torch.randn(256, 10)
+        y = (x[:, :3].sum(1, keepdim=True)).sin()
+        for _ in range(150):
+            loss = F.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return float(loss.detach())
+
+    assert train(fewbit.GELU) < 1.5 * train(nn.GELU) + 1e-3

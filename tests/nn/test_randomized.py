@@ -83,6 +83,12 @@ def test_the_weights_gradient_is_right_on_average_with_the_variance_of_theory(ki
     assert float((drawn - expected).square().sum((1, 2)).mean()) == pytest.approx(theory, rel=0.1)
 
 
+def test_a_ratio_of_one_is_plain():
+    plain, layer = pair(ratio=1.0)
+    x, gradient = torch.randn(7, 16, device=DEVICE, requires_grad=True), torch.randn(7, 8, device=DEVICE)
+    assert all(torch.equal(a, b) for a, b in zip(run(layer, x, gradient), run(plain, x, gradient), strict=True))
+
+
 @pytest.mark.parametrize(("rows", "ratio", "expected"), [(1000, 0.2, 200), (33, 0.1, 3), (2, 0.1, 1)])
 def test_it_keeps_a_sketch_and_a_seed_and_not_its_input(rows, ratio, expected):
     _, layer = pair(ratio=ratio)
@@ -147,6 +153,15 @@ def test_layers_that_read_the_same_input_share_a_sketch():
     first, second, third = (saved(head(x)) for head in heads)
     assert first[1].data_ptr() == second[1].data_ptr() == third[1].data_ptr()
     assert torch.equal(first[2], third[2])
+
+
+def test_a_shared_sketch_is_as_right_as_an_own_one():
+    """Shared sketches make the layers' errors dependent, and each gradient stays what one layer alone would have."""
+    heads = [RandomizedLinear(16, 8, device=DEVICE, ratio=0.5) for _ in range(2)]
+    x, gradient = torch.randn(40, 16, device=DEVICE), torch.randn(40, 8, device=DEVICE)
+    a, b = (head(x) for head in heads)
+    first, second = torch.autograd.grad([a, b], [head.weight for head in heads], [gradient, gradient])
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("change", ["written", "other", "other ratio", "view"])
@@ -286,6 +301,22 @@ def test_errors_are_those_of_linear(x):
     with pytest.raises(RuntimeError) as actual:
         layer(x.to(DEVICE))
     assert str(actual.value) == str(expected.value)
+
+
+def test_nan_reaches_the_gradient_of_its_column_alone():
+    _, layer = pair()
+    x = torch.randn(300, 16, device=DEVICE)
+    x[7, 3] = float("nan")
+    bad = torch.autograd.grad(layer(x).nan_to_num().sum(), layer.weight)[0].isnan()
+    assert bad[:, 3].all()
+    assert bad.sum() == len(bad)
+
+
+def test_an_activation_in_place_may_follow():
+    _, layer = pair()
+    y = F.relu_(layer(torch.randn(30, 16, device=DEVICE, requires_grad=True)))
+    y.sum().backward()
+    assert layer.weight.grad.isfinite().all()
 
 
 def test_a_write_through_data_between_layers_that_share_an_input_is_seen():

@@ -138,6 +138,14 @@ def test_eval_is_batch_norm_with_the_running_statistics():
     assert layer.num_batches_tracked == 0
 
 
+@pytest.mark.parametrize("dimension", LAYERS)
+def test_the_state_is_that_of_a_batch_norm(dimension):
+    layer, norm = pair(dimension)
+    norm.load_state_dict(layer.state_dict())
+    shapes = [{k: (v.shape, v.dtype) for k, v in m.state_dict().items()} for m in (layer, norm)]
+    assert shapes[0] == shapes[1]
+
+
 def test_an_empty_batch_leaves_the_running_statistics():
     layer, _ = pair(2)
     before = layer.running_mean.clone(), layer.running_var.clone()

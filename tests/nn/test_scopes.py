@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.compat.autograd import top_saved_hooks
@@ -157,6 +158,26 @@ def test_a_forward_that_is_interrupted_leaves_the_next_one_right(strategy, error
     assert not scope.is_open
 
 
+def test_between_an_interrupted_forward_and_the_next_other_steps_are_right():
+    ours, _ = networks("checkpoint")
+    interrupted(ours)
+    weight = torch.randn(4, 4, requires_grad=True)  # no module is called, so no scope is closed
+    (weight @ weight).sum().backward()
+    torch.testing.assert_close(weight.grad, weight.detach().sum(1).expand(4, 4) + weight.detach().sum(0)[:, None])
+    ours(batch())
+    assert hooks_now() is None
+    assert not scope.is_open
+
+
+def test_a_checkpoint_after_an_interruption_leaves_later_steps_right():
+    ours, plain = networks("checkpoint")
+    interrupted(ours)
+    expected = gradients(plain, batch())
+    for call in (partial(checkpoint, use_reentrant=False), nn.Module.__call__, nn.Module.__call__):
+        torch.testing.assert_close(gradients(ours, batch(), call), expected)
+    assert hooks_now() is None
+
+
 def test_the_step_after_an_interruption_keeps_one_buffer():
     ours, _ = networks("checkpoint")
     interrupted(ours)
@@ -206,6 +227,39 @@ def test_models_in_a_row_give_torchs_gradients():
         return gradients(nn.Sequential(models[0][:2], models[1]), batch(), lambda net, x: net[1](net[0](x)))
 
     assert_same(run, ours, plain)
+
+
+def test_a_layer_of_a_plain_function_needs_no_scope():
+    layer, plain = pair("checkpoint")
+    weight = torch.randn(4, 4, 1, 1, dtype=torch.float64)
+
+    def run(norm):
+        leaf = weight.clone().requires_grad_()
+        z = norm(nn.functional.conv2d(batch(), leaf))
+        nn.functional.conv2d(z, leaf).square().sum().backward()
+        return leaf.grad
+
+    assert_same(run, layer.double(), plain.double())
+
+
+def test_a_penalty_on_gradients_through_a_scope_gives_torchs_gradients():
+    def run(net):
+        leaves = list(net.parameters())
+        first = torch.autograd.grad(net(batch()).square().sum(), leaves, create_graph=True)
+        sum(g.square().sum() for g in first).backward()
+        return [p.grad for p in leaves]
+
+    assert_same(run, *networks("checkpoint", "silu"))
+
+
+@pytest.mark.parametrize("strategy", ONE_BUFFER)
+def test_a_model_whose_tensors_are_saved_on_the_host_gives_torchs_gradients(strategy):
+    def around(net, x):
+        with save_on_cpu():
+            return net(x)
+
+    ours, plain = networks(strategy)
+    torch.testing.assert_close(gradients(ours, batch(), around), gradients(plain, batch()))
 
 
 # -- threads and checkpoints -----------------------------------------------------------------------------

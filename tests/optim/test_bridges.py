@@ -232,6 +232,23 @@ def test_momentum_is_read_from_the_groups_as_schedulers_set_it():
         train(weights, optimizer, 3, 4)
 
 
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("first", ["8bit", "in backward"])
+def test_steps_in_backward_give_what_8_bits_alone_give(first):
+    results = []
+    for together in (False, True):
+        weights, optimizer = momentum()
+        ways = [lambda o=optimizer: lo.lower_state(o, "8bit"), lambda o=optimizer: lo.step_in_backward(o)]
+        for way in (ways if first == "8bit" else ways[::-1]) if together else ways[:1]:
+            way()
+        for i in range(3):
+            optimizer.zero_grad()
+            sum((w * torch.sin(torch.arange(w.numel()) * (i + 1.0)).view(w.shape)).sum() for w in weights).backward()
+            optimizer.step()
+        results.append([w.detach() for w in weights])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def sgd_work():
     work = seeded(wide)()
     return replace(work, optimizer=torch.optim.SGD(work.model.parameters(), lr=0.1, momentum=0.9), name="wide, SGD")

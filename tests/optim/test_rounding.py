@@ -94,6 +94,17 @@ def test_undo_leaves_states_as_a_plain_step_has_them(name, how):
     assert plain_keys_and_dtypes(model, optimizer) == plain_keys_and_dtypes(other, plain)
 
 
+def test_8bit_states_keep_their_dtypes_through_an_undo():
+    model = make(torch.bfloat16)
+    optimizer = OPTIMIZERS["AdamW8bit"](model.parameters())
+    with lo.round_updates(optimizer):
+        train(model, optimizer, BATCHES[:2])
+    held = optimizer.state[model[0].weight]
+    assert (held["exp_avg"].dtype, held["exp_avg_scale"].dtype) == (torch.int8, torch.float32)
+    assert optimizer.state[model[0].bias]["exp_avg"].dtype == torch.float32
+    train(model, optimizer, BATCHES[:1])
+
+
 def test_an_undo_without_a_step_gives_states_back_bit_for_bit():
     model, optimizer = started(dtype=torch.bfloat16)
     train(model, optimizer, BATCHES[:2])
@@ -168,6 +179,8 @@ def test_8bit_states_come_and_go_without_what_was_rounded_away_being_lost():
             train(model, optimizer, BATCHES[:1])
             before = retained()
         assert equal(retained(), before)
+        train(model, optimizer, BATCHES[:1])
+        assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.float32
 
 
 def test_a_state_that_was_saved_with_rounding_is_loaded_by_a_plain_optimizer():

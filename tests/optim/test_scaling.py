@@ -12,7 +12,9 @@ from torch import nn
 from lowtide import Workload, microbatch
 from lowtide.errors import LowtideError
 from lowtide.optim import LossScale, lower_state, scale_rates, step_in_backward, store_gradients
-from tests.optim.training import equal
+from lowtide.techniques import Option, techniques
+from lowtide.techniques.precision import PrecisionConfig
+from tests.optim.training import BATCHES, equal, make
 
 
 def built(optimizer=torch.optim.SGD):
@@ -260,6 +262,36 @@ def test_the_scale_is_saved_and_loaded_with_the_optimizer():
     with before.guard(plain):
         plain.load_state_dict(built(torch.optim.AdamW)[1].state_dict())  # saved without a scale
         assert before.state_dict() == LossScale().state_dict()
+
+
+def test_a_float16_run_of_the_technique_resumes_bit_for_bit():
+    def start():
+        model = make()
+        work = Workload(
+            model, lambda m, x: m(x).float().square().mean(), BATCHES[0], torch.optim.AdamW(model.parameters())
+        )
+        option = Option("precision", ("",), PrecisionConfig("float16"))
+        work = techniques()["precision"].apply(work, [option]).work
+        work.loss.scale.growth_interval = 3
+        return model, work
+
+    def steps(work, batches):
+        for x in batches:
+            work.optimizer.zero_grad()
+            work.compute_loss(batch=x).backward()
+            work.optimizer.step()
+        return [p.detach().clone() for p in work.model.parameters()]
+
+    model, work = start()
+    steps(work, [BATCHES[0], BATCHES[1] * 1e8, *BATCHES[2:4]])  # one of them overflows
+    saved = copy.deepcopy((model.state_dict(), work.optimizer.state_dict()))
+    assert work.loss.scale.state_dict() == {"value": 2.0**15, "good_steps": 2}
+    expected, scale = steps(work, BATCHES[4:8]), work.loss.scale.state_dict()
+    model, work = start()
+    model.load_state_dict(saved[0])
+    work.optimizer.load_state_dict(saved[1])
+    assert equal(steps(work, BATCHES[4:8]), expected)
+    assert work.loss.scale.state_dict() == scale
 
 
 def test_the_scale_is_loaded_with_states_by_bitsandbytes_too():

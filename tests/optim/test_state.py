@@ -74,6 +74,13 @@ def test_what_cannot_be_lowered_says_so():
         optimizer.step(lambda: weight.sum())
 
 
+def test_a_closure_is_refused_while_states_are_in_8_bits():
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
+    with lo.lower_state(optimizer, "8bit"), pytest.raises(LowtideError, match="closure"):
+        optimizer.step(lambda: 0.0)
+    optimizer.step(lambda: 0.0)
+
+
 def test_4bit_states_name_the_extra_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     optimizer = OPTIMIZERS["AdamW"](make().parameters())
@@ -95,6 +102,25 @@ def test_4bit_states_are_torchaos():
     assert type(optimizer) is torch.optim.AdamW
     assert optimizer.param_groups[0]["lr"] == 1e-2
     train(model, optimizer, BATCHES[:1])
+
+
+def test_states_that_are_there_are_put_into_4_bits():
+    pytest.importorskip("torchao")
+    model, optimizer = started()
+    train(model, optimizer, BATCHES[:1])
+    plain = copy.deepcopy(optimizer.state_dict()["state"])
+    with lo.lower_state(optimizer, "4bit"):
+        for number, p in enumerate(model.parameters()):
+            for key, farthest in (("exp_avg", 0.1126), ("exp_avg_sq", 0.0626)):  # to the nearest of torchao's levels
+                lowered, expected = optimizer.state[p][key], plain[number][key]
+                if type(lowered) is torch.Tensor:
+                    assert torch.equal(lowered, expected)
+                    continue
+                largest = expected.reshape(-1, 128).abs().amax(1, keepdim=True)
+                error = (lowered.dequantize() - expected).reshape(-1, 128).abs()
+                assert (error <= farthest * largest).all()
+        train(model, optimizer, BATCHES[1:3])
+        assert optimizer.state[model[0].weight]["step"] == 3
 
 
 def test_4bit_states_are_on_the_host_in_neither_order():

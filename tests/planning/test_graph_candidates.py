@@ -79,6 +79,13 @@ def test_a_larger_budget_is_never_predicted_slower(work: Workload, plain: Profil
     assert len(set(seconds)) > 3
 
 
+def test_both_engines_together_are_never_slower_than_one(work: Workload, plain: Profile) -> None:
+    for share in ("85%", "60%"):
+        either = plan(work, share, profile=plain, tune=False)
+        for engine in ("eager", "graph"):
+            assert either.seconds <= plan(work, share, profile=plain, engine=engine, tune=False).seconds
+
+
 def test_the_smallest_budget_is_named_and_works_and_one_byte_less_does_not(work: Workload, plain: Profile) -> None:
     smallest = smallest_budget(work, plain)
     assert plan(work, smallest, profile=plain, engine="graph", tune=False).peak_bytes == smallest

@@ -1,5 +1,6 @@
 """Chunked loss in models that know nothing of it: found, replaced, priced, and taken back."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -140,6 +141,30 @@ def test_copies_and_views_follow_writes_as_in_torch(use, dtype):
     with chunk_loss(net.head, 4):
         for mine, value in zip(actual(), expected, strict=True):
             assert torch.equal(mine, value)
+
+
+def test_logits_look_like_logits_without_being_there():
+    made = model()
+    with chunk_loss(made.head):
+        z = made(ids)
+        assert isinstance(z, torch.Tensor)
+        assert (z.shape, z.dtype, z.device, z.dim(), len(z)) == ((2, 9, VOCAB), torch.float32, ids.device, 3, 2)
+        assert z.requires_grad
+        assert z.lazy.source.whole is None
+        copied = copy.deepcopy(z.detach())
+    assert torch.equal(copied, made(ids))
+    assert torch.equal(z.argmax(-1), made(ids).argmax(-1))
+
+
+def test_a_compiled_loss_and_a_compiled_model_are_right():
+    torch._dynamo.reset()
+    made = model()
+    expected, _ = gradients(made, CHUNKED["flatten"])
+    with chunk_loss(made.head):
+        compiled = torch.compile(made, backend="eager")
+        found, _ = gradients(compiled, CHUNKED["flatten"])
+    for mine, value in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, value)
 
 
 def test_what_is_taken_of_logits_under_no_grad_has_no_gradient():

@@ -134,6 +134,23 @@ def test_the_mode_of_the_first_run_is_replayed() -> None:
     assert all(map(torch.equal, plain, gradients(lambda x: recompute(model, x, modules=[model]))))
 
 
+def test_tuples_and_keywords_pass_through() -> None:
+    def function(pair: tuple[Tensor, Tensor], *, scale: Tensor, name: str) -> dict[str, Tensor]:
+        return {name: pair[0] * pair[1].exp() * scale}
+
+    a, b, scale = (torch.randn(3, requires_grad=True) for _ in range(3))
+    recompute(function, (a, b), scale=scale, name="out", modules=[])["out"].sum().backward()
+    assert torch.equal(a.grad, b.exp() * scale)
+    assert torch.equal(scale.grad, a * b.exp())
+
+
+def test_without_gradients_the_function_just_runs() -> None:
+    model = nn.BatchNorm1d(3)
+    with torch.no_grad():
+        recompute(model, torch.randn(4, 3), modules=[model])
+    assert int(model.num_batches_tracked) == 1
+
+
 def test_a_part_that_writes_into_its_input_is_refused_with_its_place() -> None:
     layer = nn.ReLU(inplace=True)
     x = torch.randn(3, requires_grad=True) * 2

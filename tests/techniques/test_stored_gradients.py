@@ -119,3 +119,14 @@ def test_a_profile_between_backward_and_step_loses_no_gradient(fake):
             work.optimizer.step()
         results.append([p.detach().clone() for p in work.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_profile_changes_nothing():
+    work = seeded(wide)()
+    with techniques()[NAME].apply(work, [option("8bit")]) as applied:
+        profile(applied.work)
+        profile(applied.work, fake=True)
+        assert work.optimizer.param_groups[0]["gradient_roundings"] == 0
+    assert not work.optimizer.state
+    assert all(p.grad is None for p in work.model.parameters())
+    assert torch.is_grad_enabled()

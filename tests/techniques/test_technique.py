@@ -10,7 +10,7 @@ import pytest
 
 from lowtide import zoo
 from lowtide.errors import PlanError
-from lowtide.techniques import Config, Fidelity, Option, Price, techniques
+from lowtide.techniques import Config, Fidelity, Option, Price, Technique, techniques
 
 
 def test_fidelity_is_ordered_from_strict_to_loose() -> None:
@@ -109,3 +109,7 @@ def test_a_technique_of_the_step_acts_once_and_on_all_of_it(name, sites) -> None
 
 def test_a_price_adds_the_seconds_of_its_resources() -> None:
     assert Price(Fidelity.BITWISE, compute_seconds=1.0, h2d_seconds=0.5, d2h_seconds=0.25).seconds == 1.75
+
+
+def test_every_built_in_technique_has_the_shape() -> None:
+    assert all(isinstance(technique, Technique) for technique in techniques().values())

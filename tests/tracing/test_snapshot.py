@@ -194,6 +194,17 @@ def test_a_loss_may_take_its_batch_apart(how):
     assert list(batch) == ["x", "y"]
 
 
+def test_a_fused_optimizer_counts_no_versions_and_is_undone_all_the_same():
+    model = nn.Linear(4, 4)
+    work = Workload(model, mean, torch.randn(3, 4), torch.optim.AdamW(model.parameters(), fused=True))
+    for _ in range(2):  # without a state, and with one
+        before = snapshot(work)
+        trace(work)
+        assert_same(before, snapshot(work))
+        work.compute_loss().backward()
+        work.optimizer.step()
+
+
 class ThroughData(torch.optim.Optimizer):
     """As many published optimizers: its writes are not counted."""
 

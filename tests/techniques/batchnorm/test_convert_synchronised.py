@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -66,6 +67,28 @@ def test_it_is_still_a_synchronised_batch_norm_to_those_who_look_for_one() -> No
     before = [path for path, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     convert(model)
     assert [path for path, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)] == before
+
+
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_in_a_world_of_one_it_is_a_plain_batch_norm() -> None:
+    plain = all_converted().double()
+    model = synchronised(copy.deepcopy(plain))
+    convert(model)
+    x = image()
+    wanted = results(plain, [x])
+    with counted() as collectives:
+        found = results(model, [x])
+    assert not collectives
+    torch.testing.assert_close(found, wanted)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        model[1](torch.randn(1, 4, 1, 1).double())
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks at it

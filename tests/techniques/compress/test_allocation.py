@@ -108,6 +108,33 @@ def test_layers_with_the_largest_gradients_get_the_bits():
     assert sum(layer.bytes(bits.get(layer.path, 0)) for layer in layers) <= budget
 
 
+def test_allocated_bits_beat_uniform_ones_of_the_same_bytes():
+    """Where some layers' gradients are far larger than the others', those get the bits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Gated(gate) for gate in (3.0, 0.01, 0.01, 0.01, 0.01, 3.0)))
+    work = Workload(model, lambda m, b: m(b).square().mean(), torch.randn(64, 64))
+    layers = measure_layers(work, [f"{i}.linear" for i in range(1, 6)])
+    budget = sum(layer.bytes(4) for layer in layers)
+    chosen = Compress().option(layers, budget)
+    uniform = Option("compress", tuple(layer.path for layer in layers), CompressConfig((4,) * 5))
+    assert len(set(chosen.config.bits)) > 1
+    expected = [g.double() for g in torch.autograd.grad(work.compute_loss(), list(model.parameters()))]
+
+    def gradients(work):
+        return torch.autograd.grad(work.compute_loss(), list(work.model.parameters()))
+
+    def error(option):
+        with Compress().apply(work, [option]) as applied:
+            total = 0.0
+            for seed in range(20):
+                torch.manual_seed(seed)
+                pairs = zip(gradients(applied.work), expected, strict=True)
+                total += sum(float((a.double() - b).square().sum()) for a, b in pairs)
+            return total
+
+    assert error(chosen) < 0.5 * error(uniform)
+
+
 def test_measuring_a_step_that_fails_leaves_no_hooks_and_loses_no_gradients() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(32, 8))  # which do not fit each other
     work = Workload(model, lambda model, x: model(x).sum(), torch.randn(16, 64))

@@ -16,6 +16,7 @@ from lowtide.techniques.compress.technique import CompressConfig
 from lowtide.techniques.technique import Fidelity, Option
 from tests.contract.contract import TechniqueContract
 from tests.contract.workloads import WORKLOADS, moved
+from tests.soak import in_soak
 from tests.techniques.compress.steps import gpt2
 
 
@@ -101,3 +102,27 @@ def test_bits_that_do_not_fit_the_sites_are_refused():
         CompressConfig((3,))
     with pytest.raises(PlanError, match="group"):
         CompressConfig((4,), group=0)
+
+
+def test_a_model_learns_as_well_in_four_bits():
+    def train(bits):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 4))
+        teacher = nn.Linear(32, 4)
+        x = torch.randn(512, 32)
+        work = Workload(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, teacher(x).argmax(1)))
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        sites = tuple(str(i) for i in range(5))
+        options = [Option("compress", sites, CompressConfig((bits,) * 5))] if bits else []
+        with Compress().apply(work, options) as applied:
+            for _ in range(60):
+                optimizer.zero_grad()
+                applied.work.compute_loss().backward()
+                optimizer.step()
+        return float(work.compute_loss().detach())
+
+    plain = train(0)
+    assert plain < 0.1
+    assert train(4) < 0.15
+    for bits in in_soak([8]):
+        assert train(bits) == pytest.approx(plain, abs=0.02)

@@ -141,3 +141,13 @@ def test_a_batch_whose_tensors_do_not_agree_is_refused_until_split_says_which() 
     with pytest.raises(WorkloadError, match="no tensor with samples"):
         lowtide.microbatch(work, 2, split=("x",))
     assert_same(step(lowtide.microbatch(work, 4, split=(0, 1))), step(work))
+
+
+def test_no_sample_is_left_alone_for_a_batch_norm() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    batch = torch.randn(16, 5).double(), torch.randint(3, (16,))
+    lengths: list[int] = []
+    model.register_forward_pre_hook(lambda _, args: lengths.append(len(args[0])) if model.training else None)
+    lowtide.microbatch(Workload(model, cross_entropy, batch), 5, reduction="mean").compute_loss().backward()
+    assert lengths == [5, 5, 3, 3]

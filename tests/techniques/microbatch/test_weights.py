@@ -97,6 +97,16 @@ def test_a_weight_counts_what_only_the_caller_knows(as_tensor: bool) -> None:
         lowtide.microbatch(work, 3).compute_loss()
 
 
+def info_nce(model: nn.Module, batch: Any) -> Tensor:
+    z = F.normalize(model(batch[0]), dim=1)
+    return F.cross_entropy(z @ z.T * 3, torch.arange(len(z)))
+
+
+def test_a_loss_whose_samples_see_each_other_is_refused() -> None:
+    with pytest.raises(WorkloadError, match="samples see each other"):
+        lowtide.microbatch(mlp(7, loss=info_nce), 3).compute_loss()
+
+
 def test_a_loss_that_draws_random_numbers_must_say_its_reduction() -> None:
     work = mlp(7, loss=lambda m, b: (m(b[0]) - torch.randn(len(b[0]), 3)).square().mean())
     with pytest.raises(WorkloadError, match="draws random numbers"):

@@ -52,6 +52,16 @@ def test_attention_takes_the_kernel_that_cuda_would(dtype, masked, kernel):
     assert f"{kernel}_backward" in names(graph, "backward")
 
 
+def test_multihead_attention_reaches_the_same_kernel():
+    class Attend(nn.MultiheadAttention):
+        def forward(self, x):
+            return super().forward(x, x, x, need_weights=False)[0]
+
+    work = Workload(Attend(64, 4, batch_first=True), loss, torch.randn(2, 16, 64))
+    graph = trace(work, fake=True, device="h200")
+    assert "_scaled_dot_product_efficient_attention" in names(graph, "forward")
+
+
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.RNN])
 def test_recurrent_layers_are_cudnns(layer):
     class Last(nn.Module):
