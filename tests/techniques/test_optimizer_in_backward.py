@@ -1,5 +1,7 @@
 """The optimizer in backward as a technique: bit for bit, and gradients that are not all alive in a trace either."""
 
+import copy
+
 import pytest
 import torch
 
@@ -52,3 +54,13 @@ def test_with_8bit_states_it_gives_what_8bit_states_alone_give():
         assert type(work.optimizer) is torch.optim.AdamW
     for actual in results[1:]:
         assert all(torch.equal(value, results[0][key]) for key, value in actual.items())
+
+
+def test_a_profile_changes_nothing():
+    work = seeded(wide)()
+    before = copy.deepcopy(work.model.state_dict())
+    with techniques()[NAME].apply(work, [Option(NAME, ("",))]) as applied:
+        profile(applied.work)
+        profile(applied.work, fake=True)
+    assert all(torch.equal(value, before[key]) for key, value in work.model.state_dict().items())
+    assert not work.optimizer.state

@@ -1,6 +1,7 @@
 """Compressed activations as a technique: bits by layer, prices, and a model that learns with it."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -126,3 +127,17 @@ def test_a_model_learns_as_well_in_four_bits():
     assert train(4) < 0.15
     for bits in in_soak([8]):
         assert train(bits) == pytest.approx(plain, abs=0.02)
+
+
+def test_a_compiled_model_is_right():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    work = Workload(model, lambda m, b: m(b).square().mean(), torch.randn(64, 64))
+    expected = torch.autograd.grad(work.compute_loss(), list(model.parameters()))
+    option = Option("compress", ("1", "2"), CompressConfig((8, 8)))
+    with Compress().apply(work, [option]) as applied:
+        compiled = torch.compile(model, backend="aot_eager")
+        loss = replace(applied.work, model=compiled).compute_loss()
+        actual = torch.autograd.grad(loss, list(model.parameters()))
+    for a, b in zip(actual, expected, strict=True):
+        assert float((a - b).norm() / b.norm()) < 0.02
