@@ -111,13 +111,13 @@ def complexity(function: Function) -> int:
 
 
 def too_large(path: str, tree: ast.Module) -> list[str]:
-    found: list[str] = []
+    names: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, Function) and not any("triton.jit" in ast.unparse(each) for each in node.decorator_list):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > MOST_LINES or complexity(node) > MOST_COMPLEX:
-                found.append(f"{path}:{node.lineno} {node.name}: {lines} lines, complexity {complexity(node)}")
-    return found
+                names.append(f"{path}:{node.lineno} {node.name}: {lines} lines, complexity {complexity(node)}")
+    return names
 
 
 def test_no_function_is_too_long_or_too_complex():

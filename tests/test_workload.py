@@ -156,8 +156,8 @@ def test_an_optimizer_that_accelerate_prepared_is_planned_for() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model, prepared = accelerate.Accelerator(cpu=True).prepare(model, optimizer)
     work = Workload(model, square_loss, batch, prepared)
-    found = plan(work, "90%")
-    assert verify(work, found).ok
+    chosen = plan(work, "90%")
+    assert verify(work, chosen).ok
 
 
 @pytest.mark.parametrize("autocast", ["bf16", torch.float64])

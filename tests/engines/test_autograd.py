@@ -121,11 +121,11 @@ def test_a_gradient_scaler_leaves_an_overflow_out(ready: Ready) -> None:
 def test_autograd_grad_of_all_and_of_some_parameters(ready: Ready) -> None:
     def loop(loss: Loss, model: nn.Module) -> list[Tensor]:
         trained = [p for p in model.parameters() if p.requires_grad]
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for some in (trained, trained[:1], trained[-2:]):
-            found += torch.autograd.grad(loss(ready.work.batch), some)
+            tensors += torch.autograd.grad(loss(ready.work.batch), some)
         assert all(p.grad is None for p in trained)
-        return found
+        return tensors
 
     ready.compare(loop)
 

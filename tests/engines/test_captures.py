@@ -113,10 +113,10 @@ class Patched(nn.Module):
 def test_a_class_that_is_patched_between_plan_and_apply_runs_as_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo does not guard methods of classes."""
     work = Workload(nn.Sequential(*(Patched() for _ in range(4))), squares, torch.randn(64, 32))
-    found = plan(work, "80%", engine="graph", tune=False)
+    chosen = plan(work, "80%", engine="graph", tune=False)
     monkeypatch.setattr(Patched, "forward", lambda self, x: x + self.inner(x).relu())
     expected = results(work, lambda batch: work.compute_loss(batch=batch))
-    with apply(found, work) as step:
+    with apply(chosen, work) as step:
         with pytest.warns(RuntimeWarning, match="not the one that was planned"):
             found_now = results(work, step.loss)
         for ours, plains in zip(found_now, expected, strict=True):
@@ -140,11 +140,11 @@ def test_another_kind_of_attention_is_captured_anew() -> None:
 def test_two_steps_of_one_plan_run_each_its_own_program() -> None:
     model, batch = layers(4), torch.randn(64, 32)
     work = Workload(model, lambda model, x: model(x).square().mean(), batch)
-    found = plan(work, "80%", engine="graph", tune=False)
+    chosen = plan(work, "80%", engine="graph", tune=False)
     expected = results(work, lambda batch: work.compute_loss(batch=batch))
-    with apply(found, work) as first:
+    with apply(chosen, work) as first:
         for _ in range(2):
-            with apply(found, work) as second:
+            with apply(chosen, work) as second:
                 for step in (first, second):
                     for ours, plains in zip(results(work, step.loss), expected, strict=True):
                         assert torch.equal(ours, plains)

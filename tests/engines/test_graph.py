@@ -57,8 +57,8 @@ def test_a_plan_holds_on_the_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     work = zoo.small(name, device="cuda")
     plain = lowtide.profile(work)
     smallest = smallest_budget(work, plain)
-    found = lowtide.verify(work, lowtide.plan(work, smallest, profile=plain, engine="graph"))
-    assert found.ok, str(found)
-    assert found.storage_peak_bytes == found.plan.storage_peak_bytes
+    verification = lowtide.verify(work, lowtide.plan(work, smallest, profile=plain, engine="graph"))
+    assert verification.ok, str(verification)
+    assert verification.storage_peak_bytes == verification.plan.storage_peak_bytes
     if name in ("gpt2", "roberta-base"):
-        assert found.plan.fidelity == "bitwise"
+        assert verification.plan.fidelity == "bitwise"

@@ -140,28 +140,28 @@ def check_random_plans(
     before = profile(work)
     budget = before.static_bytes + (before.peak_bytes - before.static_bytes) * share // 100
     try:
-        found = plan(work, budget, profile=before, engine=engine, allow=allow)
+        chosen = plan(work, budget, profile=before, engine=engine, allow=allow)
     except BudgetError:
         return
-    plans_found.append(", ".join(option.technique for option in found.options) or found.engine)
-    assert found.peak_bytes <= budget
-    assert found.fidelity <= Fidelity(allow)
+    plans_found.append(", ".join(option.technique for option in chosen.options) or chosen.engine)
+    assert chosen.peak_bytes <= budget
+    assert chosen.fidelity <= Fidelity(allow)
     later = replace(work, batch=random_batch(samples, padded=True))
     with warnings.catch_warnings():
-        if found.fidelity is Fidelity.CHANGED:
+        if chosen.fidelity is Fidelity.CHANGED:
             warnings.simplefilter("ignore", RuntimeWarning)  # a batch that microbatches do not split evenly
         for each in (work, later):
-            checked = verify(each, found)
+            checked = verify(each, chosen)
             assert checked.ok, str(checked)
-    is_bitwise = found.fidelity is Fidelity.BITWISE
+    is_bitwise = chosen.fidelity is Fidelity.BITWISE
     expected = [*results(work, plain_loss(work)), *results(later, plain_loss(work))] if is_bitwise else []
-    with apply(found, work) as step, warnings.catch_warnings():
+    with apply(chosen, work) as step, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # gradients that the loop below leaves between steps
         if is_bitwise:
             for ours, plains in zip([*results(work, step.loss), *results(later, step.loss)], expected, strict=True):
                 assert torch.equal(ours, plains)
         work.model.zero_grad()
-        assert step.profile().storage_peak_bytes == found.storage_peak_bytes
+        assert step.profile().storage_peak_bytes == chosen.storage_peak_bytes
         assert allocated_peak(work.model, lambda _, batch: step.loss(batch), work.batch, work.optimizer) <= budget
     torch._dynamo.reset()
 

@@ -98,8 +98,8 @@ def test_the_first_steps_are_measured() -> None:
 
 def test_on_a_cpu_a_step_above_its_budget_is_warned_about_once() -> None:
     work = chain()
-    found = plan(work, "60%", fake=True, tune=False)
-    too_low = replace(found, budget_bytes=found.peak_bytes - 1, peak_bytes=found.peak_bytes - 2)
+    chosen = plan(work, "60%", fake=True, tune=False)
+    too_low = replace(chosen, budget_bytes=chosen.peak_bytes - 1, peak_bytes=chosen.peak_bytes - 2)
     with apply(too_low, work) as step:
         step(work.batch)
         with pytest.warns(RuntimeWarning, match="A step took .* of memory; .* were predicted and .* promised"):
@@ -129,15 +129,15 @@ def test_an_autocast_that_was_not_planned_is_warned_about_once() -> None:
 
 def test_arguments_of_another_type_are_named() -> None:
     work: Any = chain()
-    found: Any = plan(work, "60%", fake=True, tune=False)
+    chosen: Any = plan(work, "60%", fake=True, tune=False)
     with pytest.raises(PlanError, match=r"is a Workload, not a Plan.*apply\(plan, work\)"):
-        apply(work, found)
+        apply(work, chosen)
     with pytest.raises(WorkloadError, match="not a Workload"):
-        apply(found, work.model)
+        apply(chosen, work.model)
     other = chain(4)
     before = snapshot(other.model)
     with pytest.raises(PlanError, match="another model"):
-        apply(found, other)
+        apply(chosen, other)
     assert_restored(other.model, before)
 
 
@@ -150,9 +150,9 @@ def with_choice(found: Plan, technique: Loose, work: Workload) -> Plan:
 def test_a_plan_with_a_technique_that_is_not_here_is_refused() -> None:
     work = chain()
     before = snapshot(work.model)
-    found = with_choice(plan(work, "60%", fake=True, tune=False), Loose(name="absent"), work)
+    chosen = with_choice(plan(work, "60%", fake=True, tune=False), Loose(name="absent"), work)
     with pytest.raises(PlanError, match="There is no technique 'absent' here"):
-        apply(found, work)
+        apply(chosen, work)
     assert_restored(work.model, before)
 
 
@@ -171,14 +171,14 @@ def test_a_technique_that_fails_takes_back_those_before_it() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_the_measured_peak_keeps_the_promise() -> None:
     work = gpu_chain()
-    found = plan(work, "60%", tune=False)
-    step: Step = apply(found, work)
+    chosen = plan(work, "60%", tune=False)
+    step: Step = apply(chosen, work)
     for _ in range(3):
         step(work.batch)
     assert step.measured is not None
     assert step.measured.peak_bytes is not None
-    assert step.measured.peak_bytes <= found.budget_bytes
-    assert step.measured.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
+    assert step.measured.peak_bytes <= chosen.budget_bytes
+    assert step.measured.peak_bytes == pytest.approx(chosen.peak_bytes, rel=0.02)
 
 
 def gpu_chain() -> Workload:

@@ -33,10 +33,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 def test_the_plan_that_measures_faster_is_taken(clock: dict[str, float]) -> None:
     clock["graph"] = 1.5
-    found = lowtide.plan(chain(), "70%")
-    assert found.engine == "graph"
-    assert found.seconds == pytest.approx(found.baseline.seconds + 0.5)
-    assert any("Timed before choosing" in note for note in found.notes)
+    chosen = lowtide.plan(chain(), "70%")
+    assert chosen.engine == "graph"
+    assert chosen.seconds == pytest.approx(chosen.baseline.seconds + 0.5)
+    assert any("Timed before choosing" in note for note in chosen.notes)
 
 
 def test_a_stricter_plan_is_taken_where_both_are_as_fast(clock: dict[str, float]) -> None:
@@ -55,9 +55,9 @@ def test_a_plan_whose_step_fails_is_left_out_and_named(monkeypatch: pytest.Monke
         return [1.0]
 
     monkeypatch.setattr(tune, "_round", seconds)
-    found = lowtide.plan(chain(), "70%")
-    assert found.engine == "eager"
-    assert any("the GPU is full" in note for note in found.notes)
+    chosen = lowtide.plan(chain(), "70%")
+    assert chosen.engine == "eager"
+    assert any("the GPU is full" in note for note in chosen.notes)
 
 
 def test_timing_is_skipped_on_request_and_where_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,14 +52,14 @@ def plan_of(work: Workload, technique: Loose) -> Plan:
 
 def test_a_recomputed_step_is_verified_bit_for_bit() -> None:
     work = larger(WORKLOADS["convnet"]())
-    found = verify(work, plan(work, "80%", engine="eager", tune=False))
-    assert found.plan.choices
-    assert found.ok, found
-    assert [a.what for a in found.agreements] == ["loss", "gradients", "buffers", "parameters", "generators"]
-    assert all(a.equal and a.error == 0 for a in found.agreements)
-    assert found.storage_peak_bytes == found.plan.storage_peak_bytes
-    assert found.seconds > 0
-    assert str(found).startswith("verified (bitwise)")
+    verification = verify(work, plan(work, "80%", engine="eager", tune=False))
+    assert verification.plan.choices
+    assert verification.ok, verification
+    assert [a.what for a in verification.agreements] == ["loss", "gradients", "buffers", "parameters", "generators"]
+    assert all(a.equal and a.error == 0 for a in verification.agreements)
+    assert verification.storage_peak_bytes == verification.plan.storage_peak_bytes
+    assert verification.seconds > 0
+    assert str(verification).startswith("verified (bitwise)")
 
 
 def test_everything_is_put_back() -> None:
@@ -82,20 +82,20 @@ def test_everything_is_put_back() -> None:
 def test_a_broken_promise_is_reported() -> None:
     work = chain()
     with register(Off(Fidelity.BITWISE)):
-        found = verify(work, plan_of(work, Off(Fidelity.BITWISE)))
-    assert not found.ok
-    assert not found.results_agree
-    broken = {a.what for a in found.agreements if not a.holds}
+        verification = verify(work, plan_of(work, Off(Fidelity.BITWISE)))
+    assert not verification.ok
+    assert not verification.results_agree
+    broken = {a.what for a in verification.agreements if not a.holds}
     assert broken == {"loss", "gradients", "parameters"}
-    assert "breaks the promise" in str(found)
+    assert "breaks the promise" in str(verification)
 
 
 def test_an_error_within_the_declared_bound_holds() -> None:
     work = chain()
     with register(Off(Fidelity.APPROXIMATE)):
-        found = verify(work, plan_of(work, Off(Fidelity.APPROXIMATE)))
-    assert found.results_agree
-    loss = found.agreements[0]
+        verification = verify(work, plan_of(work, Off(Fidelity.APPROXIMATE)))
+    assert verification.results_agree
+    loss = verification.agreements[0]
     assert not loss.equal
     assert 1e-4 < loss.error < 1e-3
 
@@ -120,8 +120,8 @@ def test_an_approximate_gradient_that_nearly_cancels_is_held_to_the_size_of_the_
     check = technique.check(option)
     choice = Choice(option, Fidelity.APPROXIMATE, 0, 0.0, "for the test")
     monkeypatch.setattr(technique, "check", lambda option: replace(check, rtol=factor * check.rtol))
-    found = verify(work, replace(plan(work, "100%", profile=plain), choices=(choice,)))
-    assert found.results_agree is holds, found
+    verification = verify(work, replace(plan(work, "100%", profile=plain), choices=(choice,)))
+    assert verification.results_agree is holds, verification
 
 
 def language_model() -> Workload:
@@ -148,17 +148,17 @@ def test_roundoff_in_float32_is_held_to_the_steps_own_rounding(
         return Applied(replace(done.work, loss=lambda model, batch: factor * inner(model, batch)), done)
 
     monkeypatch.setattr(technique, "apply", apply_and_scale)
-    found = verify(work, replace(plan(work, "100%", profile=plain), choices=(choice,)))
-    assert {a.what for a in found.agreements if not a.holds} == broken, found
+    verification = verify(work, replace(plan(work, "100%", profile=plain), choices=(choice,)))
+    assert {a.what for a in verification.agreements if not a.holds} == broken, verification
 
 
 def test_a_peak_above_the_budget_is_reported() -> None:
     work = chain()
     tight = replace(plan(work, "100%", fake=True, tune=False), budget_bytes=1000)
-    found = verify(work, tight)
-    assert found.results_agree
-    assert not found.within_budget
-    assert "EXCEEDED" in str(found)
+    verification = verify(work, tight)
+    assert verification.results_agree
+    assert not verification.within_budget
+    assert "EXCEEDED" in str(verification)
 
 
 def chain_with_noise(size: float) -> Workload:
@@ -169,11 +169,11 @@ def chain_with_noise(size: float) -> Workload:
 
 def test_a_step_that_differs_from_itself_is_not_held_against_the_plan() -> None:
     noisy = chain_with_noise(1e-5)
-    found = verify(noisy, plan(noisy, "60%", fake=True, tune=False))
-    assert found.results_agree
-    assert found.repeatable
-    assert not found.agreements[0].equal
-    assert any("differs from itself" in note for note in found.notes)
+    verification = verify(noisy, plan(noisy, "60%", fake=True, tune=False))
+    assert verification.results_agree
+    assert verification.repeatable
+    assert not verification.agreements[0].equal
+    assert any("differs from itself" in note for note in verification.notes)
 
 
 def test_an_error_far_above_the_noise_is_held_against_the_plan() -> None:
@@ -184,11 +184,11 @@ def test_an_error_far_above_the_noise_is_held_against_the_plan() -> None:
 
 def test_a_step_that_is_not_repeatable_cannot_be_verified() -> None:
     noisy = chain_with_noise(1e-2)
-    found = verify(noisy, plan(noisy, "100%", fake=True, tune=False))
-    assert not found.ok
-    assert not found.repeatable
-    assert found.to_json()["repeatable"] is False
-    assert str(found).startswith("CANNOT be verified (bitwise): the plain step is not repeatable")
+    verification = verify(noisy, plan(noisy, "100%", fake=True, tune=False))
+    assert not verification.ok
+    assert not verification.repeatable
+    assert verification.to_json()["repeatable"] is False
+    assert str(verification).startswith("CANNOT be verified (bitwise): the plain step is not repeatable")
     with pytest.raises(PlanError, match=r"cannot be verified.*verify=False"):
         fit(noisy.model, noisy.loss, noisy.batch, noisy.optimizer, budget="100%")
 
@@ -199,19 +199,23 @@ def test_nan_in_one_step_alone_breaks_the_promise(noise: float) -> None:
     off = Off(Fidelity.APPROXIMATE)
     with register(off), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scaled, "factor", math.nan)
-        found = verify(noisy, plan_of(noisy, off))
-    assert not found.results_agree
-    assert {a.what: a.error for a in found.agreements if not a.holds}.keys() == {"loss", "gradients", "parameters"}
-    assert all(a.error == math.inf for a in found.agreements if not a.holds)
+        verification = verify(noisy, plan_of(noisy, off))
+    assert not verification.results_agree
+    assert {a.what: a.error for a in verification.agreements if not a.holds}.keys() == {
+        "loss",
+        "gradients",
+        "parameters",
+    }
+    assert all(a.error == math.inf for a in verification.agreements if not a.holds)
 
 
 def test_nan_at_the_same_places_is_equal() -> None:
     work = chain()
     inner = work.loss
     broken = replace(work, loss=lambda m, x: inner(m, x) * math.nan)
-    found = verify(broken, plan(broken, "60%", fake=True, tune=False))
-    assert found.ok
-    assert all(a.equal for a in found.agreements)
+    verification = verify(broken, plan(broken, "60%", fake=True, tune=False))
+    assert verification.ok
+    assert all(a.equal for a in verification.agreements)
 
 
 def test_the_noise_of_a_gradient_that_is_nothing_but_roundoff_is_let_pass() -> None:
@@ -234,15 +238,15 @@ def test_a_plain_step_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(module, "_run", full)
     work = chain()
-    found = verify(work, plan(work, "60%", fake=True, tune=False))
-    assert found.agreements == ()
-    assert math.isnan(found.plain_seconds)
-    assert any("does not fit" in note for note in found.notes)
-    assert not found.compared
-    assert not found.ok
-    assert not found.to_json()["results_agree"]
-    assert "NOT compared" in str(found)
-    assert "verified" not in str(found)
+    verification = verify(work, plan(work, "60%", fake=True, tune=False))
+    assert verification.agreements == ()
+    assert math.isnan(verification.plain_seconds)
+    assert any("does not fit" in note for note in verification.notes)
+    assert not verification.compared
+    assert not verification.ok
+    assert not verification.to_json()["results_agree"]
+    assert "NOT compared" in str(verification)
+    assert "verified" not in str(verification)
     with pytest.warns(RuntimeWarning, match="was not compared with the plain one"):
         fit(work.model, work.loss, work.batch, work.optimizer, budget="60%", allow="bitwise", engine="eager").undo()
 
@@ -294,13 +298,13 @@ def test_a_graph_that_rounds_otherwise_is_planned_as_roundoff_and_verified(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = divided(dtype)
-    found = plan(work, "99%", engine="graph", tune=False)
-    assert found.fidelity is Fidelity.ROUNDOFF
-    assert any("rounds otherwise" in note for note in found.notes)
-    checked = verify(work, found)
+    chosen = plan(work, "99%", engine="graph", tune=False)
+    assert chosen.fidelity is Fidelity.ROUNDOFF
+    assert any("rounds otherwise" in note for note in chosen.notes)
+    checked = verify(work, chosen)
     assert checked.ok, str(checked)
     assert not checked.agreements[1].equal
     with pytest.raises(BudgetError, match="Allow roundoff"):
         plan(work, "99%", engine="graph", allow="bitwise", tune=False)
     monkeypatch.setattr(PlannedLoss, "__call__", lambda self, model, x: 1.1 * self.work.compute_loss(batch=x))
-    assert not verify(work, found).results_agree
+    assert not verify(work, chosen).results_agree

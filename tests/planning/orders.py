@@ -31,11 +31,11 @@ def orders(draw: st.DrawFn, most: int = 24) -> Order:
 @st.composite
 def many_lives(draw: st.DrawFn, most: int = 40) -> list[Life]:
     """Lives without an order behind them."""
-    found: list[Life] = []
+    lives: list[Life] = []
     for _ in range(draw(st.integers(0, most))):
         born = draw(st.integers(0, 30))
-        found.append(Life(born, born + draw(st.integers(0, 12)), draw(st.integers(0, 9) | st.integers(0, 10**12))))
-    return found
+        lives.append(Life(born, born + draw(st.integers(0, 12)), draw(st.integers(0, 9) | st.integers(0, 10**12))))
+    return lives
 
 
 class Unrolled(nn.Module):

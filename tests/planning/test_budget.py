@@ -56,10 +56,10 @@ def test_device_is_an_error_on_a_cpu() -> None:
 
 
 def test_device_leaves_room_for_the_context_and_fragmentation_and_says_so() -> None:
-    found = resolve_budget("device", 1000, "h200")
-    assert 0.9 * 139 * 2**30 < found.bytes < 139 * 2**30
-    assert "CUDA context" in found.said
-    assert "fragmentation" in found.said
+    resolved = resolve_budget("device", 1000, "h200")
+    assert 0.9 * 139 * 2**30 < resolved.bytes < 139 * 2**30
+    assert "CUDA context" in resolved.said
+    assert "fragmentation" in resolved.said
 
 
 def test_device_is_what_the_gpu_has_free_and_what_this_process_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,22 +73,22 @@ def test_device_is_what_the_gpu_has_free_and_what_this_process_holds(monkeypatch
 
 
 def test_nothing_is_changed_where_the_plain_step_fits(plain: Profile) -> None:
-    found = plan(chain(), "100%", profile=plain, tune=False)
-    assert found.choices == ()
-    assert found.fidelity is Fidelity.BITWISE
-    assert (found.peak_bytes, found.seconds) == (plain.peak_bytes, plain.seconds)
+    chosen = plan(chain(), "100%", profile=plain, tune=False)
+    assert chosen.choices == ()
+    assert chosen.fidelity is Fidelity.BITWISE
+    assert (chosen.peak_bytes, chosen.seconds) == (plain.peak_bytes, plain.seconds)
 
 
 def test_the_measured_peak_is_the_predicted_one_and_within_the_budget() -> None:
     work = chain()
     before = profile(work)
     for share in ("90%", "60%"):
-        found = plan(work, share, profile=before, engine="eager", tune=False)
-        with apply_options(work, found.options) as applied:
+        chosen = plan(work, share, profile=before, engine="eager", tune=False)
+        with apply_options(work, chosen.options) as applied:
             measured = profile(applied.work)
-        assert measured.storage_peak_bytes == found.storage_peak_bytes
-        assert measured.peak_bytes <= found.budget_bytes
-        assert found.baseline.peak_bytes == before.peak_bytes
+        assert measured.storage_peak_bytes == chosen.storage_peak_bytes
+        assert measured.peak_bytes <= chosen.budget_bytes
+        assert chosen.baseline.peak_bytes == before.peak_bytes
 
 
 @settings(max_examples=count(2, soak=20), deadline=None)
@@ -132,6 +132,6 @@ def test_planning_changes_nothing_and_leaves_gradients_as_they_are() -> None:
 def test_a_meta_model_is_planned_for_a_gpu_that_is_not_here() -> None:
     sizes = {"layers": 3, "width": 64, "heads": 2, "vocab": 100}
     work = zoo.workload("gpt2", batch=8, seq=128, optimizer="none", device="meta", **sizes)
-    found = plan(work, "91%", device="h200", tune=False)
-    assert found.device == "h200"
-    assert found.peak_bytes <= found.budget_bytes
+    chosen = plan(work, "91%", device="h200", tune=False)
+    assert chosen.device == "h200"
+    assert chosen.peak_bytes <= chosen.budget_bytes

@@ -25,9 +25,9 @@ def test_a_class_or_a_name_gives_permission(plain: Profile, allow: str | list[st
             plan(chain(), "70%", profile=plain, tune=False)
         with pytest.raises(BudgetError):
             plan(chain(), "70%", profile=plain, allow="unbiased", tune=False)
-        found = plan(chain(), "70%", profile=plain, allow=allow, tune=False)
-        assert found.fidelity is Fidelity.CHANGED
-        assert found.options[0].technique == "loose"
+        chosen = plan(chain(), "70%", profile=plain, allow=allow, tune=False)
+        assert chosen.fidelity is Fidelity.CHANGED
+        assert chosen.options[0].technique == "loose"
 
 
 def test_roundoff_needs_no_permission(plain: Profile, only) -> None:

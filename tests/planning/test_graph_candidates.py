@@ -158,9 +158,9 @@ def test_what_is_not_captured_is_refused_by_name_and_planned_eagerly(name: str) 
     held = snapshot(work.model)
     with pytest.raises(PlanError, match=rf"no plan on the graph engine.*{reason}"):
         plan(work, "85%", profile=before, engine="graph", tune=False)
-    found = plan(work, "85%", profile=before, engine="auto", tune=False)
-    assert found.engine == "eager"
-    assert found.choices
+    chosen = plan(work, "85%", profile=before, engine="auto", tune=False)
+    assert chosen.engine == "eager"
+    assert chosen.choices
     assert_restored(work.model, held)
     assert held_by_call() == 0  # a failed capture leaves no frame evaluator behind, which would cost memory
 

@@ -88,10 +88,10 @@ def test_a_profile_of_another_step_is_refused_with_the_reason(found: Plan) -> No
 
 def test_freezing_a_parameter_makes_another_model() -> None:
     work = Workload(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lambda m, x: m(x).sum(), torch.zeros(3, 2))
-    found = plan(work, "100%", fake=True, tune=False)
+    chosen = plan(work, "100%", fake=True, tune=False)
     work.model[0].weight.requires_grad_(False)
     with pytest.raises(PlanError, match="another model"):
-        found.check(work)
+        chosen.check(work)
 
 
 def test_times_over_a_second_are_in_seconds(found: Plan) -> None:

@@ -21,10 +21,10 @@ from .steps import Loose, chain, tanh_layers
 
 def test_an_option_is_traced_once_for_a_profile(plain: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     work = chain()
-    found = plan(work, "60%", profile=plain, engine="eager", tune=False)
+    chosen = plan(work, "60%", profile=plain, engine="eager", tune=False)
     traced = []
     monkeypatch.setattr(search_module, "predict", lambda *args, **_: traced.append(args))
-    assert plan(work, "60%", profile=plain, engine="eager", tune=False).peak_bytes == found.peak_bytes
+    assert plan(work, "60%", profile=plain, engine="eager", tune=False).peak_bytes == chosen.peak_bytes
     assert not traced
 
 
@@ -49,9 +49,9 @@ def test_where_the_smallest_estimates_cannot_be_used_others_are_looked_at() -> N
         return (y + tangent).square().mean()
 
     work = tanh_layers(forward_mode)
-    found = plan(work, "75%", allow="bitwise", tune=False)  # checkpoints do not go with forward-mode derivatives
-    assert found.engine == "graph"
-    assert found.peak_bytes <= found.budget_bytes
+    chosen = plan(work, "75%", allow="bitwise", tune=False)  # checkpoints do not go with forward-mode derivatives
+    assert chosen.engine == "graph"
+    assert chosen.peak_bytes <= chosen.budget_bytes
 
 
 def test_what_fails_in_a_prediction_is_noted_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -68,10 +68,10 @@ def test_an_option_that_fails_is_left_out_and_noted(plain: Profile) -> None:
             return type(super().price(option, profile))(Fidelity.BITWISE)
 
     with register(Tempting(name="tempting", fails=True)):
-        found = plan(chain(), "60%", profile=plain, tune=False)
-    assert found.options[0].technique in ("sqrt", "optimal")
+        chosen = plan(chain(), "60%", profile=plain, tune=False)
+    assert chosen.options[0].technique in ("sqrt", "optimal")
     # It looked free, and was tried only if its estimate said that it could fit.
-    assert all("this one never works" in note for note in found.notes if "tempting" in note)
+    assert all("this one never works" in note for note in chosen.notes if "tempting" in note)
 
 
 def in_fours(model: nn.Module, x: Tensor) -> Tensor:
@@ -81,11 +81,11 @@ def in_fours(model: nn.Module, x: Tensor) -> Tensor:
 
 def test_whether_a_loss_can_be_split_is_asked_of_each_size() -> None:
     work = tanh_layers(in_fours)
-    found = plan(work, "50%", engine="eager", allow="microbatch", tune=False)
-    assert [choice.option.technique for choice in found.choices] == ["microbatch"]
+    chosen = plan(work, "50%", engine="eager", allow="microbatch", tune=False)
+    assert [choice.option.technique for choice in chosen.choices] == ["microbatch"]
     with pytest.raises(BudgetError, match=r"microbatch .* was left out") as caught:
         plan(work, 1, engine="eager", allow="microbatch", tune=False)
-    assert int(str(caught.value).split(", ")[1].split()[0]) <= found.peak_bytes
+    assert int(str(caught.value).split(", ")[1].split()[0]) <= chosen.peak_bytes
 
 
 def test_a_plan_says_why_the_graph_engine_is_not_used() -> None:
@@ -95,7 +95,7 @@ def test_a_plan_says_why_the_graph_engine_is_not_used() -> None:
 
     model = Branching(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
     work = Workload(model, lambda model, x: model(x).square().mean(), torch.randn(64, 16))
-    found = plan(work, "80%", allow="microbatch", tune=False)
-    assert found.engine == "eager"
-    assert any("graph engine is not used" in note and "Data-dependent" in note for note in found.notes)
-    assert "graph engine is not used" in found.explain()
+    chosen = plan(work, "80%", allow="microbatch", tune=False)
+    assert chosen.engine == "eager"
+    assert any("graph engine is not used" in note and "Data-dependent" in note for note in chosen.notes)
+    assert "graph engine is not used" in chosen.explain()

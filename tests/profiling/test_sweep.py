@@ -25,8 +25,8 @@ def test_a_large_grid_is_worked_out_from_a_few_traces_exactly():
     grid = sweep(linear, batch=[2, 3, 5, 8, 13], seq=[16, 32, 48, 100])
     assert grid.traced == 10  # three values of each axis, and one point to prove it
     for cell in grid.cells:
-        found = profile(linear(**cell.point), fake=True)
-        assert (cell.peak_bytes, cell.saved_bytes) == (found.peak_bytes, found.saved_bytes)
+        profiled = profile(linear(**cell.point), fake=True)
+        assert (cell.peak_bytes, cell.saved_bytes) == (profiled.peak_bytes, profiled.saved_bytes)
 
 
 def test_a_grid_whose_graph_changes_with_the_size_is_traced_point_by_point():

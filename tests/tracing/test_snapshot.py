@@ -90,12 +90,12 @@ def test_an_error_at_any_line_of_restoring_leaves_nothing_changed(error):
 def test_copies_that_fail_once_while_restoring_leave_nothing_changed(call, monkeypatch):
     work = workload()
     plain = lowtide.profile(work)
-    found = lowtide.plan(work, "90%", profile=plain, engine="eager", allow="microbatch")
+    chosen = lowtide.plan(work, "90%", profile=plain, engine="eager", allow="microbatch")
     calls = {
         "profile": lambda: lowtide.profile(work),
         "fake profile": lambda: lowtide.profile(work, fake=True),
         "plan": lambda: lowtide.plan(work, "90%", profile=plain, engine="eager", allow="microbatch"),
-        "verify": lambda: lowtide.verify(work, found),
+        "verify": lambda: lowtide.verify(work, chosen),
     }
     before = snapshot(work)
     copy, count = Tensor.copy_, 0

@@ -175,6 +175,6 @@ def test_damaged_weights_are_refused(tmp_path: Path):
 
 def test_a_file_gives_its_tensors_bit_for_bit(tmp_path: Path):
     weights = bert_weights(torch.bfloat16)
-    found = read_safetensors(publish(tmp_path, weights) / "model.safetensors")
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    tensors = read_safetensors(publish(tmp_path, weights) / "model.safetensors")
+    assert tensors.keys() == weights.keys()
+    assert all(torch.equal(tensors[name], value) for name, value in weights.items())

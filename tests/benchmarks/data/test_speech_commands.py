@@ -70,20 +70,20 @@ def test_a_tone_below_4_khz_stays_and_one_above_goes(tmp_path: Path):
 def test_clips_are_padded_or_cut_to_a_second(tmp_path: Path, seconds: float, rate: int):
     publish(tmp_path)
     write(tmp_path / "yes" / "0a_nohash_0.wav", tone(440, seconds=seconds, rate=rate), rate=rate)
-    found = speech_commands(tmp_path, words=["yes"])[0].inputs[0, 0]
-    assert found.shape == (8000,)
+    clips = speech_commands(tmp_path, words=["yes"])[0].inputs[0, 0]
+    assert clips.shape == (8000,)
     heard = round(min(seconds, 1) * 8000)
     wanted = torch.from_numpy(tone(440, seconds=min(seconds, 1), rate=8000)).float()
-    torch.testing.assert_close(found[100 : heard - 100], wanted[100:-100], atol=5e-3, rtol=0)  # as above
-    assert not found[heard + 100 :].any()
+    torch.testing.assert_close(clips[100 : heard - 100], wanted[100:-100], atol=5e-3, rtol=0)  # as above
+    assert not clips[heard + 100 :].any()
 
 
 def test_samples_at_8_khz_are_exact(tmp_path: Path):
     publish(tmp_path)
     write(tmp_path / "yes" / "0a_nohash_0.wav", tone(440, rate=8000), rate=8000)
-    found = speech_commands(tmp_path, words=["yes"])[0].inputs[0, 0]
+    clips = speech_commands(tmp_path, words=["yes"])[0].inputs[0, 0]
     wanted = np.round(tone(440, rate=8000) * 32767) / 32768
-    assert torch.equal(found, torch.from_numpy(wanted).float())
+    assert torch.equal(clips, torch.from_numpy(wanted).float())
 
 
 def pack(path: Path, codes: np.ndarray, spoken: list[int], parts: list[int]) -> None:

@@ -55,11 +55,11 @@ def test_a_form_in_place_gives_the_same_bits(dtype: torch.dtype) -> None:
             continue
         into = args[0].clone()
         if form._overloadname == "grad_input":
-            found = form(into, *args[1:], **{**keywords, "grad_input": into})
+            written = form(into, *args[1:], **{**keywords, "grad_input": into})
         else:
-            found = form(into, *args[1:], **keywords)
-        assert found.data_ptr() == into.data_ptr(), op
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=str(op))
+            written = form(into, *args[1:], **keywords)
+        assert written.data_ptr() == into.data_ptr(), op
+        torch.testing.assert_close(written, expected, rtol=0, atol=0, equal_nan=True, msg=str(op))
         tried.add(str(op))
     assert len(tried) > 80
     assert "aten.mul.Scalar" in tried

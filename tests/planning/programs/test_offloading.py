@@ -60,12 +60,12 @@ def test_the_host_holds_a_result_from_forward_to_backward() -> None:
     plain = program_of(stages, keep_all(stages.chain(lambda node: 1.0)))
     (cell,) = own_results(plain, 1)
     program = with_offloaded(plain, [cell])
-    found = simulate(program)
+    simulation = simulate(program)
     border = len(program.forward)
-    assert max(found.host_bytes) == found.host_bytes[border - 1] == plain.bytes[cell]
-    assert found.host_bytes[-1] == 0
+    assert max(simulation.host_bytes) == simulation.host_bytes[border - 1] == plain.bytes[cell]
+    assert simulation.host_bytes[-1] == 0
     assert held_between(program) == held_between(plain) - plain.bytes[cell]
-    assert found.live_bytes[-1] == simulate(plain).live_bytes[-1]
+    assert simulation.live_bytes[-1] == simulate(plain).live_bytes[-1]
     kinds = [each.kind for each in (*program.forward, *program.backward)]
     assert kinds.count(Kind.OFFLOAD) == kinds.count(Kind.FETCH) == 1
     assert f"offload   {cell} (on the host) from {cell}" in str(program)
@@ -96,8 +96,8 @@ def test_on_a_gpu_the_device_holds_less_between_the_passes() -> None:
 
     work, made = zoo.small("unet", device="cuda", batch=16), list[Program]()
     expected = results(work, lambda batch: work.compute_loss(batch=batch))
-    found = results(work, planned_loss(work, planner("all", made)))
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-4)  # two plain steps differ too, by atomic sums
+    actual = results(work, planned_loss(work, planner("all", made)))
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-4)  # two plain steps differ too, by atomic sums
     saved = held_between(made[0]) - held_between(made[1])
     assert saved > 2**20
     assert held(work, 0) - held(work, 8) == pytest.approx(saved, rel=0.01)

@@ -24,13 +24,13 @@ def test_batch_norms_take_what_the_plain_steps_take_though_a_capture_has_another
     model = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(3)))
     work = Workload(model, squares, torch.randn(2, 8, 16, 16))
     plain = profile(work)
-    found = Forecast(capture_joint(work), plain)
-    norms = [node for node in found.joint.forward if "batch_norm" in str(node.target)]
+    forecast = Forecast(capture_joint(work), plain)
+    norms = [node for node in forecast.joint.forward if "batch_norm" in str(node.target)]
     assert len(norms) == 3
     for node in norms:
         results = tuple(node.meta["val"][0].shape)
         alike = [op for op in plain.graph.ops if "batch_norm." in op.name and op.outputs[0].shape == results]
-        assert found.seconds(node) == statistics.median_high(op.seconds for op in alike)
+        assert forecast.seconds(node) == statistics.median_high(op.seconds for op in alike)
 
 
 def test_ops_that_the_plain_step_has_not_are_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,9 +44,12 @@ def test_ops_that_the_plain_step_has_not_are_run_alone(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(program_profile, "seconds_alone", spy)
     state = torch.get_rng_state()
-    found = Forecast(capture_joint(work), profile(work))
-    dropouts = [node for node in found.joint.nodes.values() if "native_dropout" in str(node.target)]
-    assert [found.seconds(node) for node in dropouts] == [1.0, 1.0]  # a plain step on a CPU draws, divides, multiplies
+    forecast = Forecast(capture_joint(work), profile(work))
+    dropouts = [node for node in forecast.joint.nodes.values() if "native_dropout" in str(node.target)]
+    assert [forecast.seconds(node) for node in dropouts] == [
+        1.0,
+        1.0,
+    ]  # a plain step on a CPU draws, divides, multiplies
     assert len(timed) == 2
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -44,8 +44,8 @@ def test_a_step_without_cheap_results_gives_the_plain_steps_bits(name: str, plan
     work = STEPS[name]()
     expected = results(work, lambda batch: work.compute_loss(batch=batch))
     torch._dynamo.reset()
-    found = results(work, planned_loss(work, planner))
-    assert all(map(torch.equal, found, expected))
+    actual = results(work, planned_loss(work, planner))
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_without_cheap_results_convolutions_alone_are_kept() -> None:

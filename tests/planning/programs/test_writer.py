@@ -124,16 +124,16 @@ def test_any_graph_at_any_budget_keeps_bits_and_bytes_or_is_refused(
     smallest = smallest_budget(work, before)
     budget = int(smallest + share * (before.peak_bytes - smallest))
     try:
-        found = plan(work, budget, profile=before, engine="graph", tune=False)
+        chosen = plan(work, budget, profile=before, engine="graph", tune=False)
     except BudgetError:
         assert budget < smallest
         return
-    assert found.peak_bytes <= budget
-    if found.program is None:
-        assert found.peak_bytes == before.peak_bytes
+    assert chosen.peak_bytes <= budget
+    if chosen.program is None:
+        assert chosen.peak_bytes == before.peak_bytes
         return
     expected = results(work, plain_loss(work))
-    with apply(found, work) as step:
+    with apply(chosen, work) as step:
         for ours, plains in zip(results(work, step.loss), expected, strict=True):
             assert torch.equal(ours, plains)
         assert_kept(step, work, budget)

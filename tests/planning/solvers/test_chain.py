@@ -38,17 +38,17 @@ def test_a_budget_is_kept_to_the_byte_or_refused_with_the_smallest(name: str, sh
         try:
             program = fastest_program(joint, budget)
         except BudgetError as error:
-            found = re.search(r"(\d+) bytes", str(error))
-            assert found is not None
-            budget = int(found[1])
+            match = re.search(r"(\d+) bytes", str(error))
+            assert match is not None
+            budget = int(match[1])
             program = fastest_program(joint, budget)
         promised.append((budget, program))
         return program
 
     loss = graph.planned_loss(work, planner)
     plain = results(work, lambda batch: work.compute_loss(batch=batch))
-    for found, expected in zip(results(work, loss), plain, strict=True):
-        assert torch.equal(found, expected)
+    for match, expected in zip(results(work, loss), plain, strict=True):
+        assert torch.equal(match, expected)
     (budget, program), *_ = promised
     assert simulate(program).peak_bytes == executed_peak(work, loss) <= budget
 

@@ -84,9 +84,9 @@ def test_in_a_world_of_one_it_is_a_plain_batch_norm() -> None:
     x = image()
     wanted = results(plain, [x])
     with counted() as collectives:
-        found = results(model, [x])
+        actual = results(model, [x])
     assert not collectives
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(actual, wanted)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         model[1](torch.randn(1, 4, 1, 1).double())
 

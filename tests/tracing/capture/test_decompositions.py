@@ -54,8 +54,8 @@ class Op(nn.Module):
 def test_a_captured_op_gives_the_plain_steps_bits_and_random_numbers(name: str, dtype: torch.dtype) -> None:
     work = Workload(Op(name, dtype), lambda model, x: model(x), torch.ones((), dtype=dtype))
     plain = results(work, lambda batch: work.compute_loss(batch=batch))
-    found = results(work, graph.planned_loss(work, Planner("all")))
-    assert all(map(torch.equal, found, plain))
+    actual = results(work, graph.planned_loss(work, Planner("all")))
+    assert all(map(torch.equal, actual, plain))
 
 
 def test_dropout_of_everything_set_after_planning_leaves_other_masks_alone() -> None:
@@ -64,8 +64,8 @@ def test_dropout_of_everything_set_after_planning_leaves_other_masks_alone() -> 
     loss = graph.planned_loss(work, Planner("all"))
     loss(work.batch)
     model[1].p = 1.0
-    found = results(work, loss)
-    assert all(map(torch.equal, found, results(work, lambda batch: work.compute_loss(batch=batch))))
+    actual = results(work, loss)
+    assert all(map(torch.equal, actual, results(work, lambda batch: work.compute_loss(batch=batch))))
 
 
 def test_torchs_decompositions_are_restored() -> None:

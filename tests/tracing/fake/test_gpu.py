@@ -202,8 +202,8 @@ def test_the_allocated_peak_is_the_allocators_on_the_gpu(name):
     step()
     plain = torch.cuda.max_memory_allocated()
     work.model.zero_grad(set_to_none=True)
-    found = trace(work)
-    assert found.peak_bytes + found.other_bytes == pytest.approx(plain, rel=0.01)
+    traced = trace(work)
+    assert traced.peak_bytes + traced.other_bytes == pytest.approx(plain, rel=0.01)
 
 
 @pytest.mark.gpu
