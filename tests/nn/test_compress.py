@@ -16,6 +16,7 @@ from lowtide.kernels.compress import buffer_bytes
 from lowtide.nn import compress as module
 from lowtide.nn import compressed
 from tests.nn.compressing import Saved, activation
+from tests.nn.raising import raises
 from tests.soak import count, in_soak
 
 
@@ -192,14 +193,6 @@ def test_a_graph_can_be_gone_through_twice_and_differentiated_twice():
     assert float((twice - expected).norm() / expected.norm()) < 0.02
 
 
-def test_a_relu_lets_exactly_its_own_gradients_through():
-    x = activation(64, 256)
-    x.data[0, 0] = 1e-20
-    with compressed(2):
-        y = torch.relu(x)
-    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], (x > 0).float())
-
-
 def test_other_seeds_and_other_values_are_rounded_otherwise():
     x = activation(32, 256)
 
@@ -234,7 +227,7 @@ def test_the_users_random_numbers_are_as_without():
 def test_without_gradients_nothing_happens_and_wrong_bits_are_refused():
     with torch.no_grad(), compressed(2):
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    with pytest.raises(LowtideError, match="2, 4 or 8"), compressed(3):
+    with raises(LowtideError, "3"), compressed(3):
         pass
 
 
@@ -244,7 +237,7 @@ def test_kept_tensors_are_still_guarded_against_writes():
         h = x * 1
         y = h.square().sum()
     h.detach().add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with raises(RuntimeError, "version", "[8]"):
         y.backward()
 
 

@@ -15,6 +15,7 @@ from lowtide.kernels.activations import CURVES, GATES
 from lowtide.nn import FewBit, fewbit
 from lowtide.nn.fewbit import book_for, few_bit
 from lowtide.nn.fewbit_tables import BITS, Uniform, table_of
+from tests.nn.raising import raises
 from tests.soak import in_soak
 
 NAMED = [cls for cls in vars(fewbit).values() if isinstance(cls, type) and issubclass(cls, fewbit._Named)][1:]
@@ -105,7 +106,7 @@ def test_in_place(cls):
     assert torch.equal(y, plain(x.clone()))
     assert torch.equal(torch.autograd.grad(y, leaf, dy)[0], gradient(module, x, dy))
     for forbidden in (leaf, leaf[1:], (leaf * 1).unbind(0)[0]):
-        with pytest.raises(RuntimeError, match=r"leaf|output of a function that returns multiple views"):
+        with raises(RuntimeError, "place"):
             over(forbidden)
     assert torch.equal(leaf, x)
     columns = (leaf * 1)[:, ::2]  # neither dense nor its own base
@@ -165,9 +166,9 @@ def test_any_module_name_or_function():
 
 def test_what_cannot_be_is_refused():
     for bits in (0, 9, 2.5):
-        with pytest.raises(LowtideError, match="bits"):
+        with raises(LowtideError, f"bits={bits}"):
             fewbit.GELU(bits=bits)
-    with pytest.raises(LowtideError, match="beta"):
+    with raises(LowtideError, "beta"):
         fewbit.GELU(density="beta")
     mixes = (nn.Softmax(-1), nn.GLU(), nn.Dropout(0.5), lambda x: x / x.norm(), lambda x: x.sum(), torch.softmax)
     not_finite = (torch.log, torch.sqrt)
@@ -276,20 +277,3 @@ def test_transforms_and_forward_mode_run_torchs_ops():
     assert torch.equal(torch.func.grad(lambda t: module(t).sum())(x), torch.func.grad(lambda t: F.gelu(t).sum())(x))
     actual = torch.func.jvp(module, (x,), (torch.ones(5),))[1]
     assert torch.equal(actual, torch.func.jvp(F.gelu, (x,), (torch.ones(5),))[1])
-
-
-def test_training_goes_on_as_without():
-    def train(kind):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(10, 64), kind(), nn.Linear(64, 64), kind(), nn.Linear(64, 1))
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        x = torch.randn(256, 10)
-        y = (x[:, :3].sum(1, keepdim=True)).sin()
-        for _ in range(150):
-            loss = F.mse_loss(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        return float(loss.detach())
-
-    assert train(fewbit.GELU) < 1.5 * train(nn.GELU) + 1e-3

@@ -26,6 +26,7 @@ from tests.nn.plain import (
     pair,
     step,
 )
+from tests.nn.raising import raises
 from tests.soak import count, in_soak
 from tests.tracing.allocator import allocated_peak
 
@@ -74,7 +75,7 @@ def test_gradients_of_a_join_are_those_of_finite_differences(activation):
 @pytest.mark.parametrize("strategy", ["checkpoint_xhat", *IN_PLACE])
 def test_a_join_by_a_strategy_that_cannot_is_an_error_that_names_the_alternative(strategy):
     layer, _ = pair(strategy)
-    with pytest.raises(LowtideError, match=r"BatchNormAct2d.*strategy='checkpoint'"):
+    with raises(LowtideError, "BatchNormAct2d", "strategy='checkpoint'"):
         layer(*torch.randn(2, *SMALL))
 
 
@@ -117,7 +118,7 @@ def test_a_residual_written_over_after_the_join_is_an_error_that_names_the_layer
     residual = residual * 1
     z = layer(x, residual)
     residual.add_(1)
-    with pytest.raises(LowtideError, match=r"BatchNormAct2d\(4"):
+    with raises(LowtideError, "BatchNormAct2d(4"):
         z.sum().backward()
 
 
@@ -272,7 +273,7 @@ def test_random_layers_give_torchs_step(
     gradient = laid_out(torch.randn(shape, dtype=torch.float64), of_gradient)
     if (training or not tracked) and x.numel() == channels:
         for model in (layer, plain):
-            with pytest.raises(ValueError, match="more than 1 value per channel"):
+            with raises(ValueError, "1 value"):
                 model(x)
         return
     same_layout = copy.deepcopy(plain)
