@@ -134,7 +134,7 @@ def test_scaled_losses_of_float16_neither_overflow_nor_vanish():
     expected = outcome(plain, x, w, None, target, factor=2.0**16, autocast=torch.float16)
     assert all(t.isfinite().all() for t in actual)
     assert distance(actual, exact) <= 1.5 * distance(expected, exact)
-    # Where plain PyTorch needs a scale to see small gradients, this does not.
+    # Small gradients survive without a loss scale, which plain PyTorch needs.
     actual = outcome(linear_cross_entropy, x, w, None, target, autocast=torch.float16, chunk=64)
     assert distance([t * 2.0**16 for t in actual[1:]], exact[1:]) <= 1.5 * distance(expected[1:], exact[1:])
 

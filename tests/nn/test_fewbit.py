@@ -19,20 +19,10 @@ from tests.nn.raising import raises
 from tests.soak import in_soak
 
 NAMED = [cls for cls in vars(fewbit).values() if isinstance(cls, type) and issubclass(cls, fewbit._Named)][1:]
-
-
 ARGUMENTS = {"Threshold": (0.3, 7.0), "Hardtanh": (-0.3, 0.7), "LeakyReLU": (0.2,), "Softshrink": (0.3,)}
-
-
 STRAIGHT_NAMES = {"ReLU", "LeakyReLU", "Hardtanh", "ReLU6", "Hardsigmoid", "Hardshrink", "Softshrink", "Threshold"}
-
-
 SMOOTH = [cls for cls in NAMED if cls.__name__ not in STRAIGHT_NAMES]
-
-
 STRAIGHT = [cls for cls in NAMED if cls.__name__ in STRAIGHT_NAMES]
-
-
 DTYPES = [torch.float32, torch.bfloat16, *in_soak((torch.float64, torch.float16))]
 
 
@@ -76,22 +66,11 @@ def test_gradients_have_the_tables_error(cls, bits):
     assert float(error.square().mean().sqrt()) == pytest.approx(table_of(module.book.activation, bits).rmse, rel=0.05)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("cls", STRAIGHT, ids=lambda cls: cls.__name__)
-def test_straight_ones_have_torchs_gradient(cls, inplace, dtype):
+def test_straight_ones_have_torchs_gradient(cls):
     module, plain = pair(cls)
-    if inplace and not hasattr(plain, "inplace"):
-        pytest.skip("torch has none in place")
-    if inplace:
-        module.inplace = plain.inplace = True
-    ends = torch.tensor([0.0, -0.0, 1, -1, 3, -3, 6, 0.5, -0.5, 0.3, -0.3, 0.7, math.inf, -math.inf, math.nan])
-    x = torch.cat([torch.randn(120), ends]).to(dtype)
-    dy = torch.randn(x.shape).to(dtype)
-    dy[::40], dy[1::40] = math.inf, math.nan
-    actual, expected = gradient(module, x, dy), gradient(plain, x, dy)
-    assert torch.equal(actual.isnan(), expected.isnan())
-    assert torch.equal(actual.nan_to_num(7), expected.nan_to_num(7))
+    x, dy = torch.randn(2, 120)
+    assert torch.equal(gradient(module, x, dy), gradient(plain, x, dy))
 
 
 @pytest.mark.parametrize("cls", [c for c in NAMED if hasattr(pair(c)[1], "inplace")], ids=lambda cls: cls.__name__)

@@ -211,19 +211,11 @@ def test_a_broadcast_residual_of_a_large_input(shape):
 
 
 EXAMPLES = count(40, soak=600)
-
-
 shapes = st.tuples(st.integers(1, 5), st.integers(1, 5)).flatmap(
     lambda start: st.lists(st.integers(1, 4), max_size=3).map(lambda spatial: (*start, *spatial))
 )
-
-
 weights = st.sampled_from([1.0, -1.0, 0.0, 0.3, -2.5, 1e-3, -1e-8, 30.0])
-
-
 biases = st.sampled_from([0.0, 0.1, -1.0, 5.0, -20.0, 1e4])
-
-
 layouts = st.tuples(st.permutations(range(5)), st.lists(st.integers(1, 3), min_size=5, max_size=5), st.integers(0, 3))
 
 
@@ -280,7 +272,7 @@ def test_random_layers_give_torchs_step(
     strides = strides_of(same_layout(x))
     # Gradients not from these layouts: ATen's backward mistakes them where a dimension is 1 (torch 2.13, on a CPU).
     actual, expected = step(layer, x, gradient), step(plain, x.contiguous(), gradient.contiguous())
-    # Where m is small and σ is near 0, dx is a difference of values as large as 1/σ.
+    # With a small m and a σ near 0, dx is a difference of values as large as 1/σ.
     steepest = float(expected_slope(plain.norm, x, eps))
     torch.testing.assert_close(actual, expected, atol=1e-7 * max(1.0, steepest), rtol=1e-7)
     assert strides_of(actual[0]) == strides

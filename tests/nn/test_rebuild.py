@@ -10,20 +10,15 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from torch.utils.checkpoint import checkpoint
 
 from lowtide import LowtideError, Workload, profile
-from lowtide.compat.autograd import top_saved_hooks
 from lowtide.nn import BatchNormAct2d, batch_norm_act, keep_one_buffer
 from lowtide.nn.rebuild import scope
 from tests.nn.buffers import CHANNELS, FULL, LARGE, convolution, kept_by_allocator, kept_by_profile, mean_loss, network
-from tests.nn.plain import CHECKPOINTS, FOLDING, ONE_BUFFER, assert_same, pair
+from tests.nn.plain import CHECKPOINTS, FOLDING, ONE_BUFFER, assert_same, batch, gradients, hooks_now, pair
 from tests.nn.raising import raises
 from tests.soak import in_soak
 from tests.tracing.allocator import allocated_peak
 
 SHAPE = (5, 4, 6, 6)
-
-
-def hooks_now():
-    return top_saved_hooks(True)
 
 
 @pytest.fixture(autouse=True)
@@ -53,18 +48,6 @@ def networks(strategy, use=lambda net, z: net.head(z), activation="leaky_relu"):
     ours = Net(layer, use).double()
     torch.manual_seed(2)
     return ours, Net(plain, use).double()
-
-
-def batch():
-    torch.manual_seed(3)
-    return torch.randn(SHAPE, dtype=torch.float64)
-
-
-def gradients(net, x, backward=lambda out: out.square().sum().backward(), around=lambda net, x: net(x)):
-    net.zero_grad()
-    leaf = x.clone().requires_grad_()
-    backward(around(net, leaf))
-    return [leaf.grad, *(p.grad for p in net.parameters())]
 
 
 def assert_same_gradients(strategy, use=lambda net, z: net.head(z), *, around=lambda net, x: net(x), **options):
@@ -290,7 +273,7 @@ def test_where_hooks_are_forbidden_none_are_used(strategy):
 # -- one buffer is kept --------------------------------------------------------------------------------
 
 
-# What plain torch keeps of conv-bn-act-conv-bn-act-conv, beside the input.
+# Full-size buffers that plain torch saves of conv-bn-act-conv-bn-act-conv, beside the input.
 KEPT = {
     "relu": (nn.ReLU(), 4),
     "relu in place": (nn.ReLU(inplace=True), 4),

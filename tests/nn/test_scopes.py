@@ -11,23 +11,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.compat.autograd import top_saved_hooks
 from lowtide.compat.modules import GLOBAL_HOOKS
 from lowtide.nn import BatchNormAct2d, keep_one_buffer
 from lowtide.nn.rebuild import scope
-from tests.nn.plain import ONE_BUFFER, assert_same, batch, networks, pair
-
-
-def hooks_now():
-    return top_saved_hooks(True)
-
-
-def gradients(net, x, call=lambda net, x: net(x)):
-    net.zero_grad()
-    leaf = x.clone().requires_grad_()
-    call(net, leaf).square().sum().backward()
-    return [leaf.grad, *(p.grad.clone() for p in net.parameters())]
-
+from tests.nn.plain import ONE_BUFFER, assert_same, batch, gradients, hooks_now, networks, pair
 
 # -- hooks on all modules --------------------------------------------------------------------------------
 
