@@ -12,11 +12,7 @@ from lowtide import Workload, profile
 from lowtide.nn import BatchNormAct2d
 
 CHANNELS = 8
-
-
 LARGE = (16, 8, 16, 16)
-
-
 FULL = 4 * 16 * 8 * 16 * 16
 
 

@@ -1,11 +1,9 @@
-"""What tests of ``nn.compressed`` share: activations, and hooks that see what it hands on."""
+"""Shared by tests of ``nn.compressed``: activations, and outer hooks that list the tensors they get."""
 
 import torch
 
 
 class Saved:
-    """Outer hooks that list what they are given."""
-
     def __init__(self):
         self.seen = []
 

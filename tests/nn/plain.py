@@ -5,6 +5,7 @@ import copy
 import torch
 from torch import nn
 
+from lowtide.compat.autograd import top_saved_hooks
 from lowtide.nn import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
 from tests.soak import in_soak
 
@@ -95,6 +96,19 @@ def step(model, x, gradient, *others):
     out = model(*inputs)
     out.backward(gradient)
     return [out.detach(), *(t.grad for t in inputs), *(p.grad for p in ordered(model))]
+
+
+def gradients(net, x, around=lambda net, x: net(x), backward=lambda out: out.square().sum().backward()):
+    """The gradients of an input and of the parameters; ``around`` calls the network, ``backward`` reads its output."""
+    net.zero_grad()
+    leaf = x.clone().requires_grad_()
+    backward(around(net, leaf))
+    return [leaf.grad, *(p.grad for p in net.parameters())]
+
+
+def hooks_now():
+    """The saved-tensor hooks on top."""
+    return top_saved_hooks(True)
 
 
 def ordered(model):

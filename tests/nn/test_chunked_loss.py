@@ -12,6 +12,7 @@ from lowtide import Workload, profile
 from lowtide.errors import LowtideError
 from lowtide.kernels import chunked_loss as kernels
 from lowtide.nn import LinearCrossEntropy, linear_cross_entropy
+from tests.nn.raising import raises
 from tests.soak import in_soak
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -126,17 +127,6 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again():
     assert all(torch.equal(one, again) and torch.equal(one, last) for one, again, last in zip(*passes, strict=True))
 
 
-def test_a_weight_that_is_the_embedding_too_gets_both_gradients():
-    def tied(function):
-        torch.manual_seed(0)
-        embedding = nn.Embedding(53, 16)
-        ids = torch.randint(53, (4, 9))
-        function(embedding(ids).flatten(0, 1), embedding.weight, ids.flatten()).backward()
-        return embedding.weight.grad
-
-    torch.testing.assert_close(tied(linear_cross_entropy), tied(plain))
-
-
 def test_scaled_losses_of_float16_neither_overflow_nor_vanish():
     x, w, _, target = make(rows=256, classes=2000)
     exact = outcome(plain, *(t.detach().double().requires_grad_() for t in (x, w)), None, target, factor=2.0**16)
@@ -144,7 +134,7 @@ def test_scaled_losses_of_float16_neither_overflow_nor_vanish():
     expected = outcome(plain, x, w, None, target, factor=2.0**16, autocast=torch.float16)
     assert all(t.isfinite().all() for t in actual)
     assert distance(actual, exact) <= 1.5 * distance(expected, exact)
-    # Where plain PyTorch needs a scale to see small gradients, this does not.
+    # Small gradients survive without a loss scale, which plain PyTorch needs.
     actual = outcome(linear_cross_entropy, x, w, None, target, autocast=torch.float16, chunk=64)
     assert distance([t * 2.0**16 for t in actual[1:]], exact[1:]) <= 1.5 * distance(expected[1:], exact[1:])
 
@@ -160,7 +150,7 @@ def test_padded_classes_change_nothing_and_none_of_them_is_seen(reduction, monke
     for bias in (b, None):
         actual = outcome(linear_cross_entropy, x, w, bias, target, chunk=5, **options)
         torch.testing.assert_close(actual, outcome(plain, x, w, bias, target, **options), equal_nan=True)
-    with pytest.raises(IndexError, match="Target 60 is out of bounds"):
+    with raises(IndexError, "60"):
         linear_cross_entropy(x, w, torch.full_like(target, 60))
 
 
@@ -188,21 +178,21 @@ def test_rows_may_have_any_number_of_dimensions_and_any_strides():
 
 def test_what_it_cannot_do_is_refused_with_a_reason():
     x, w, _, target = make()
-    with pytest.raises(LowtideError, match="probabilities"):
+    with raises(LowtideError, "probabilities"):
         linear_cross_entropy(x, w, torch.rand(37, 53))
-    with pytest.raises(LowtideError, match="targets"):
+    with raises(LowtideError, "[37]", "[5]"):
         linear_cross_entropy(x, w, target[:5])
-    with pytest.raises(LowtideError, match="reduction"):
+    with raises(LowtideError, "median"):
         linear_cross_entropy(x, w, target, reduction="median")
     for chunk in (0, 2.5):
-        with pytest.raises(LowtideError, match="chunk"):
+        with raises(LowtideError, str(chunk)):
             linear_cross_entropy(x, w, target, chunk=chunk)
     for wrong in ({"reduction": "median"}, {"chunk": 0}, {"label_smoothing": 3}):
         with pytest.raises(LowtideError):
             LinearCrossEntropy(4, 5, **wrong)
-    with pytest.raises(IndexError, match="Target 60 is out of bounds"):
+    with raises(IndexError, "60"):
         linear_cross_entropy(x, w, target.masked_fill(target == target[1], 60))
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    with raises(RuntimeError, "37x9"):
         linear_cross_entropy(x[:, :9], w, target)
 
 
@@ -264,17 +254,6 @@ def test_gradients_of_many_rows_do_not_overflow(device, dtype):
     w = torch.zeros(10, 8, dtype=dtype, device=device).requires_grad_()
     target = torch.zeros(128, dtype=torch.int64, device=device)
     torch.testing.assert_close(*(outcome(f, x, w, None, target) for f in (linear_cross_entropy, plain)))
-
-
-def test_a_loss_scaled_training_moves():
-    head, x, target = LinearCrossEntropy(8, 10, bias=False), torch.full((128, 8), 4.0), torch.zeros(128).long()
-    nn.init.zeros_(head.weight)
-    optimizer, scaler = torch.optim.SGD(head.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**13)
-    with torch.autocast("cpu", dtype=torch.float16):
-        loss = head(x, target)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    torch.testing.assert_close(head.weight[0], torch.full((8,), 0.36), rtol=1e-3, atol=0.0)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -16,6 +16,7 @@ from lowtide.kernels.compress import buffer_bytes
 from lowtide.nn import compress as module
 from lowtide.nn import compressed
 from tests.nn.compressing import Saved, activation
+from tests.nn.raising import raises
 from tests.soak import count, in_soak
 
 
@@ -47,13 +48,6 @@ def test_the_gradient_of_a_linear_layer_is_right_on_average():
     error = (many.mean(0) - wide) / (many.std(0) / len(draws) ** 0.5)
     assert float(error.square().mean().sqrt()) < 1.3  # 1 if unbiased
     assert float(error.abs().max()) < 4.5
-    groups = x.detach().double().view(-1, 256)
-    low = groups.amin(1, keepdim=True)
-    step = (groups.amax(1, keepdim=True) - low) / 3
-    fraction = ((groups - low) / step).frac()
-    variance = (step**2 * fraction * (1 - fraction)).view(32, 16)
-    theory = dy.double().square().T @ variance
-    torch.testing.assert_close(many.var(0).mean(), theory.mean(), rtol=0.1, atol=0)
 
 
 def test_the_activation_dies_and_the_codes_stay():
@@ -192,14 +186,6 @@ def test_a_graph_can_be_gone_through_twice_and_differentiated_twice():
     assert float((twice - expected).norm() / expected.norm()) < 0.02
 
 
-def test_a_relu_lets_exactly_its_own_gradients_through():
-    x = activation(64, 256)
-    x.data[0, 0] = 1e-20
-    with compressed(2):
-        y = torch.relu(x)
-    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], (x > 0).float())
-
-
 def test_other_seeds_and_other_values_are_rounded_otherwise():
     x = activation(32, 256)
 
@@ -234,7 +220,7 @@ def test_the_users_random_numbers_are_as_without():
 def test_without_gradients_nothing_happens_and_wrong_bits_are_refused():
     with torch.no_grad(), compressed(2):
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    with pytest.raises(LowtideError, match="2, 4 or 8"), compressed(3):
+    with raises(LowtideError, "3"), compressed(3):
         pass
 
 
@@ -244,7 +230,7 @@ def test_kept_tensors_are_still_guarded_against_writes():
         h = x * 1
         y = h.square().sum()
     h.detach().add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with raises(RuntimeError, "version", "[8]"):
         y.backward()
 
 

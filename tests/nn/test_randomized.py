@@ -15,16 +15,13 @@ from lowtide.errors import LowtideError
 from lowtide.kernels.reference.randomized import KINDS
 from lowtide.nn import RandomizedLinear
 from lowtide.nn.randomized import _latest
+from tests.nn.raising import raises
 
 from ..soak import count, in_soak
 from .variance import variance
 
 GPU = torch.cuda.is_available()
-
-
 DEVICE = "cuda" if GPU else "cpu"
-
-
 DRAWS = count(600, soak=2_000)
 
 
@@ -46,7 +43,7 @@ def run(layer, x, gradient):
 
 
 def saved(y):
-    """What a node keeps: the weight, the sketch, the seed."""
+    """The tensors that a node saves: the weight, the sketch, the seed."""
     return y.grad_fn.saved_tensors
 
 
@@ -81,12 +78,6 @@ def test_the_weights_gradient_is_right_on_average_with_the_variance_of_theory(ki
     theory = variance(kind, x.detach().cpu(), gradient.cpu(), layer.sketch)
     assert (drawn.mean(0) - expected).norm() < 3 * (theory / DRAWS) ** 0.5
     assert float((drawn - expected).square().sum((1, 2)).mean()) == pytest.approx(theory, rel=0.1)
-
-
-def test_a_ratio_of_one_is_plain():
-    plain, layer = pair(ratio=1.0)
-    x, gradient = torch.randn(7, 16, device=DEVICE, requires_grad=True), torch.randn(7, 8, device=DEVICE)
-    assert all(torch.equal(a, b) for a, b in zip(run(layer, x, gradient), run(plain, x, gradient), strict=True))
 
 
 @pytest.mark.parametrize(("rows", "ratio", "expected"), [(1000, 0.2, 200), (33, 0.1, 3), (2, 0.1, 1)])
@@ -153,15 +144,6 @@ def test_layers_that_read_the_same_input_share_a_sketch():
     first, second, third = (saved(head(x)) for head in heads)
     assert first[1].data_ptr() == second[1].data_ptr() == third[1].data_ptr()
     assert torch.equal(first[2], third[2])
-
-
-def test_a_shared_sketch_is_as_right_as_an_own_one():
-    """Shared sketches make the layers' errors dependent, and each gradient stays what one layer alone would have."""
-    heads = [RandomizedLinear(16, 8, device=DEVICE, ratio=0.5) for _ in range(2)]
-    x, gradient = torch.randn(40, 16, device=DEVICE), torch.randn(40, 8, device=DEVICE)
-    a, b = (head(x) for head in heads)
-    first, second = torch.autograd.grad([a, b], [head.weight for head in heads], [gradient, gradient])
-    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("change", ["written", "other", "other ratio", "view"])
@@ -268,24 +250,11 @@ def test_state_dict_copies_and_pickles_are_those_of_linear():
     )
 
 
-@pytest.mark.parametrize("layout", ["transposed", "strided", "expanded"])
-def test_any_layout_of_input_and_gradient(layout):
-    plain, layer = pair(ratio=0.5)
-    x = {
-        "transposed": torch.randn(16, 30, device=DEVICE).T,
-        "strided": torch.randn(30, 32, device=DEVICE)[:, ::2],
-        "expanded": torch.randn(1, 16, device=DEVICE).expand(30, 16),
-    }[layout].requires_grad_()
-    y, expected = layer(x), plain(x)
-    assert torch.equal(y, expected)
-    actual = torch.autograd.grad(y.sum(), [x, layer.weight])
-    torch.testing.assert_close(actual[0], torch.autograd.grad(expected.sum(), x)[0])
-    assert actual[1].shape == plain.weight.shape
-
-
-@pytest.mark.parametrize("shape", [(0, 16), (3, 0, 16), (16,), (1, 16)], ids=str)
-def test_few_rows_are_plain(shape):
-    plain, layer = pair()
+@pytest.mark.parametrize(
+    ("shape", "ratio"), [((0, 16), 0.2), ((3, 0, 16), 0.2), ((16,), 0.2), ((1, 16), 0.2), ((7, 16), 1.0)], ids=str
+)
+def test_few_rows_and_a_ratio_of_one_are_plain(shape, ratio):
+    plain, layer = pair(ratio=ratio)
     x = torch.randn(shape, device=DEVICE, requires_grad=True)
     expected = torch.autograd.grad(plain(x).sum(), [x, plain.weight])
     assert all(map(torch.equal, torch.autograd.grad(layer(x).sum(), [x, layer.weight]), expected))
@@ -301,15 +270,6 @@ def test_errors_are_those_of_linear(x):
     with pytest.raises(RuntimeError) as actual:
         layer(x.to(DEVICE))
     assert str(actual.value) == str(expected.value)
-
-
-def test_nan_reaches_the_gradient_of_its_column_alone():
-    _, layer = pair()
-    x = torch.randn(300, 16, device=DEVICE)
-    x[7, 3] = float("nan")
-    bad = torch.autograd.grad(layer(x).nan_to_num().sum(), layer.weight)[0].isnan()
-    assert bad[:, 3].all()
-    assert bad.sum() == len(bad)
 
 
 def test_an_activation_in_place_may_follow():
@@ -375,7 +335,7 @@ def test_a_compiled_model_breaks_its_graph_and_is_right():
 
 
 def test_what_is_no_linear_is_refused():
-    with pytest.raises(LowtideError, match="Conv1d"):
+    with raises(LowtideError, "Conv1d"):
         RandomizedLinear.from_linear(nn.Conv1d(3, 3, 1))
 
 

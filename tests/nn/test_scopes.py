@@ -9,26 +9,12 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.compat.autograd import top_saved_hooks
 from lowtide.compat.modules import GLOBAL_HOOKS
 from lowtide.nn import BatchNormAct2d, keep_one_buffer
 from lowtide.nn.rebuild import scope
-from tests.nn.plain import ONE_BUFFER, assert_same, batch, networks, pair
-
-
-def hooks_now():
-    return top_saved_hooks(True)
-
-
-def gradients(net, x, call=lambda net, x: net(x)):
-    net.zero_grad()
-    leaf = x.clone().requires_grad_()
-    call(net, leaf).square().sum().backward()
-    return [leaf.grad, *(p.grad.clone() for p in net.parameters())]
-
+from tests.nn.plain import ONE_BUFFER, assert_same, batch, gradients, hooks_now, networks, pair
 
 # -- hooks on all modules --------------------------------------------------------------------------------
 
@@ -229,19 +215,6 @@ def test_models_in_a_row_give_torchs_gradients():
     assert_same(run, ours, plain)
 
 
-def test_a_layer_of_a_plain_function_needs_no_scope():
-    layer, plain = pair("checkpoint")
-    weight = torch.randn(4, 4, 1, 1, dtype=torch.float64)
-
-    def run(norm):
-        leaf = weight.clone().requires_grad_()
-        z = norm(nn.functional.conv2d(batch(), leaf))
-        nn.functional.conv2d(z, leaf).square().sum().backward()
-        return leaf.grad
-
-    assert_same(run, layer.double(), plain.double())
-
-
 def test_a_penalty_on_gradients_through_a_scope_gives_torchs_gradients():
     def run(net):
         leaves = list(net.parameters())
@@ -250,16 +223,6 @@ def test_a_penalty_on_gradients_through_a_scope_gives_torchs_gradients():
         return [p.grad for p in leaves]
 
     assert_same(run, *networks("checkpoint", "silu"))
-
-
-@pytest.mark.parametrize("strategy", ONE_BUFFER)
-def test_a_model_whose_tensors_are_saved_on_the_host_gives_torchs_gradients(strategy):
-    def around(net, x):
-        with save_on_cpu():
-            return net(x)
-
-    ours, plain = networks(strategy)
-    torch.testing.assert_close(gradients(ours, batch(), around), gradients(plain, batch()))
 
 
 # -- threads and checkpoints -----------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from lowtide.nn.rebuild import scope
 from lowtide.nn.statistics import batch_statistics, check_values
 from lowtide.nn.strategies import KEEPS, Spec
 
-_NOTHING = nullcontext()
 _HAS_PROCESSES = dist.is_available()
 
 
@@ -35,7 +34,7 @@ class _BatchNormActFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Any, bias: Any, residual: Any, running: Running, spec: Spec, *learned: Tensor
     ) -> Tensor:
         ctx.spec, ctx.keeps, ctx.sums = spec, KEEPS[spec.strategy], None
-        ctx.random = _Random(x) if spec.activation.name == "module" else _NOTHING
+        ctx.replayed = _replayed(x) if spec.activation.name == "module" else nullcontext
         z, affine, saved = _forward(ctx, x, weight, bias, residual, running, learned)
         if ctx.keeps == "x":
             scope.keep(x)
@@ -64,7 +63,7 @@ class _BatchNormActFunction(torch.autograd.Function):
         spec: Spec = ctx.spec
         saved, residual, joined, *learned = _saved(ctx)
         affine: Affine = ctx.affine
-        with ctx.random:
+        with ctx.replayed():
             dx, dweight, dbias, dlearned, dy = kernels.backward(
                 dz,
                 saved,
@@ -177,7 +176,7 @@ def _rebuild(ctx: Any, copies: list[Any] | None) -> Tensor:
         weight, bias, *learned = copies
         affine = affine._replace(weight=weight, bias=bias)
     # In most backward passes gradients are off already, and entering no_grad takes as long as a launch.
-    with torch.no_grad() if torch.is_grad_enabled() else _NOTHING, ctx.random:
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext(), ctx.replayed():
         return kernels.normalize(saved, ctx.keeps, affine, ctx.spec.activation, learned, residual)
 
 
@@ -206,7 +205,7 @@ def _differentiable_backward(ctx: Any, dz: Tensor) -> Any:
     # Gradients end at views: x may depend on the residual, and on the same parameters.
     views: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, bias, residual, *learned)]
     x, weight, bias, residual, *learned = views
-    with ctx.random:
+    with ctx.replayed():
         z = plain(x, weight, bias, running, residual, spec, learned)
     inputs = (x, weight, bias, residual, None, None, *learned)
     wanted = [t for t, needed in zip(inputs, ctx.needs_input_grad, strict=True) if t is not None and needed]
@@ -217,24 +216,19 @@ def _differentiable_backward(ctx: Any, dz: Tensor) -> Any:
     )
 
 
-class _Random:
-    """Replays the random numbers that a module of an unknown kind draws, inside ``with``."""
+def _replayed(x: Tensor) -> Callable[[], AbstractContextManager[None]]:
+    """Return a context that replays the random numbers which a module of an unknown kind is about to draw."""
+    if isinstance(x, FakeTensor):
+        return nullcontext
+    devices = [x.device] if x.device.type == "cuda" else []
+    cpu_state, cuda_states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
 
-    def __init__(self, x: Tensor) -> None:
-        self._devices = [x.device] if x.device.type == "cuda" else []
-        self._states: tuple[Tensor, list[Tensor]] | None = None
-        self._entered: list[Any] = []
-        if not isinstance(x, FakeTensor):
-            self._states = torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in self._devices]
-
-    def __enter__(self) -> None:
-        fork = torch.random.fork_rng(devices=self._devices, enabled=self._states is not None)
-        fork.__enter__()
-        self._entered.append(fork)
-        if self._states is not None:
-            torch.set_rng_state(self._states[0])
-            for device, state in zip(self._devices, self._states[1], strict=True):
+    @contextmanager
+    def replayed() -> Generator[None]:
+        with torch.random.fork_rng(devices):
+            torch.set_rng_state(cpu_state)
+            for device, state in zip(devices, cuda_states, strict=True):
                 torch.cuda.set_rng_state(state, device)
+            yield
 
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
+    return replayed

@@ -1,8 +1,7 @@
 """A linear layer and cross entropy as one function, in which the logits are never whole.
 
-Rows go through in chunks: the chunk's logits, their losses, and at once the gradient of those, written over the logits
-(Hsu et al., Liger-Kernel, 2024). So forward ends with the gradients of input and weight, up to the factor that backward
-brings, and keeps those instead of anything as large as the logits.
+Forward computes each chunk's logits and losses, and writes the gradient over the logits (Hsu et al., Liger-Kernel,
+2024). It saves the gradients of input and weight, which backward scales. Nothing as large as the logits is saved.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from lowtide.compat.autograd import keeps_graph
 from lowtide.compat.dynamo import disable_dynamo
 from lowtide.compat.modules import own_parameters
-from lowtide.compat.transforms import functorch_is_active, in_forward_mode
+from lowtide.compat.transforms import is_transformed
 from lowtide.errors import LowtideError
 from lowtide.kernels import chunked_loss as kernels
 from lowtide.kernels.chunked_loss import Rules, wide
@@ -46,10 +44,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """``F.cross_entropy(F.linear(input, weight, bias), target)`` without the logits ever whole; to roundoff.
 
-    ``input`` is (..., features), ``weight`` (classes, features), ``target`` (...) of class indices. The loss has the
-    dtype that it has without, under autocast too. ``chunk`` is the number of rows at a time; None chooses it. With a
-    mean or a sum, forward computes the gradients as well and keeps those of ``input`` and of the parameters; with
-    ``reduction="none"`` backward computes the logits again. It cannot be differentiated twice.
+    ``input`` is (..., features), ``weight`` (classes, features), ``target`` (...) of class indices. The loss has plain
+    PyTorch's dtype, under autocast too. ``chunk`` is the number of rows at a time; None chooses it. With a mean or a
+    sum, forward computes and saves the gradients; with ``reduction="none"``, backward recomputes the logits.
+    It cannot be differentiated twice.
 
     >>> x, w, t = torch.randn(6, 4), torch.randn(9, 4), torch.tensor([3, 8, -100, 0, 1, 5])
     >>> torch.allclose(linear_cross_entropy(x, w, t, chunk=2), F.cross_entropy(x @ w.t(), t))
@@ -134,7 +132,7 @@ class LinearCrossEntropy(nn.Linear):
         return F.linear(input, self.weight, self.bias)
 
 
-# -- what the function and the lazy logits of a model's head share ----------------------------------------
+# -- shared with lazy_logits -------------------------------------------------------------------------------
 
 
 class Options(NamedTuple):
@@ -166,9 +164,9 @@ class LossDtypes(NamedTuple):
     @classmethod
     def now(cls, *tensors: Tensor | None) -> LossDtypes | None:
         """Under the autocast of this moment; None where a linear layer would refuse these tensors."""
-        given = [tensor for tensor in tensors if tensor is not None]
-        device = given[0].device.type
-        dtypes = {tensor.dtype for tensor in given}
+        present = [tensor for tensor in tensors if tensor is not None]
+        device = present[0].device.type
+        dtypes = {tensor.dtype for tensor in present}
         if torch.is_autocast_enabled(device):
             low = torch.get_autocast_dtype(device)
             dtypes = {low if dtype.is_floating_point and dtype != torch.float64 else dtype for dtype in dtypes}
@@ -185,7 +183,7 @@ def is_supported(
     target: Tensor | None = None,
     class_weight: Tensor | None = None,
 ) -> bool:
-    """Tell whether chunks can do it; if not, plain PyTorch does, or raises its error."""
+    """Tell whether the loss can run in chunks; if not, plain PyTorch runs, or raises its error."""
     tensors = [tensor for tensor in (input, weight, bias, target, class_weight) if tensor is not None]
     fits = weight.dim() == 2 and input.dim() > 0 and input.shape[-1] == weight.shape[1] and weight.shape[0] > 0
     fits = fits and (bias is None or bias.shape == weight.shape[:1])
@@ -193,12 +191,7 @@ def is_supported(
         fits = fits and class_weight.shape == weight.shape[:1] and not class_weight.requires_grad
     if target is not None:
         fits = fits and target.dtype == torch.int64 and target.shape == input.shape[:-1]
-    return (
-        fits
-        and len({tensor.device for tensor in tensors}) == 1
-        and not functorch_is_active()
-        and not _has_tangent(*tensors)
-    )
+    return fits and len({tensor.device for tensor in tensors}) == 1 and not is_transformed()
 
 
 @disable_dynamo  # a compiled model runs this part eagerly, with the logits in chunks
@@ -242,7 +235,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         options: Options,
         precision: LossDtypes,
     ) -> Tensor:
-        ctx.options, ctx.precision, ctx.dtypes = options, precision, [_dtype(t) for t in (x, weight, bias)]
+        ctx.options, ctx.precision = options, precision
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias)]
         rules = _rules(options, class_weight, precision)
         needs: list[bool] = list(ctx.needs_input_grad[:3])
         ctx.early = any(needs) and options.reduction != "none"
@@ -367,14 +361,3 @@ def _total(target: Tensor, rules: Rules, dtype: torch.dtype) -> Tensor:
     if rules.weight is None:
         return counts.sum(dtype=dtype)
     return rules.weight[target.where(counts, 0)].masked_fill(~counts, 0).sum()
-
-
-def _dtype(tensor: Tensor | None) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype
-
-
-def _has_tangent(*tensors: Tensor) -> bool:
-    """Whether forward-mode differentiation runs, which knows nothing of chunks."""
-    if not in_forward_mode():
-        return False
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)

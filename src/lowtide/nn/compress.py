@@ -1,7 +1,7 @@
 """Store the activations that ops save for backward in 2, 4 or 8 bits, rounded at random.
 
-Inside ``compressed`` saved-tensor hooks replace every saved activation by a buffer of codes. The activation itself dies
-as soon as the forward pass no longer needs it; each op that saved it has it decompressed when its backward runs.
+Inside ``compressed``, saved-tensor hooks replace every saved activation by a buffer of codes. The activation is freed
+once the forward pass no longer needs it. Each op that saved it decompresses it when its backward runs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lowtide.compat.frames import frame_at
 from lowtide.compat.tensors import base_of, storage_id, version_of
 from lowtide.kernels.compress import DTYPES, GROUP, Draws, buffer_bytes, check, compress, decompress
 from lowtide.kernels.reference.compress import Noise
-from lowtide.nn.rebuild import Chained, SavedTensor, save_as_is
+from lowtide.nn.rebuild import Chained, SavedTensor, save_as_is, unpack
 from lowtide.nn.scopes import may_open
 
 LEAST_BYTES = 1024  # smaller tensors, often statistics, are saved as they are
 
 # Ops by parts of their names, in lower case and without "_": ATen's and torch's nodes, and other libraries' functions.
-# The backward of these takes the exponential of what they read, less a log-sum that is exact: a step of rounding would
-# grow without bound. In a fused attention it then takes the row sums of dO * O off dO @ V.T, of which little is left
-# where a row attends to one place: the value and the result cannot be rounded either.
+# Their backward takes the exponential of an input, less an exact log-sum: rounding would grow without bound. That of a
+# fused attention then subtracts the row sums of dO * O from dO @ V.T. Where a row attends to one place, little is left:
+# the value and the result cannot be rounded either.
 _EXPONENTIATING = re.compile("attention|attn|fmha|logsumexp|logcumsumexp|logndtr|ctcloss")
 # The backward of these takes the exponential of their result, sums it over a row, or divides by it.
 _SENSITIVE = re.compile(f"softmax|ndtri|(?<!r)sqrt|{_EXPONENTIATING.pattern}")
@@ -59,14 +59,18 @@ def compressed(
 ) -> Generator[None]:
     """Store what ops inside save for backward in ``bits`` bits (2, 4 or 8), each ``group`` values with two float32.
 
-    The forward pass is as without. A value comes back within (max - min) / (2^bits - 2) of what it was, of its group,
-    and right on average; gradients are therefore approximate. No global random numbers are drawn: rounding follows from
-    the seed of torch's generator, or ``seed``, and from the values, so that a step that is run again rounds as before.
+    The forward pass does not change. A restored value is unbiased, and off by at most (max - min) / (2^bits - 2) of its
+    group. Gradients are therefore approximate. No global random numbers are drawn: rounding follows from the seed of
+    torch's generator, or ``seed``, and from the values. A repeated step rounds as before.
 
-    Kept as they are: parameters, their views and casts; inputs and all else that has no gradient (statistics, masks,
-    integers); tensors below 1 KiB; what a backward exponentiates, as the query and key of a fused attention; what
-    ``torch.utils.checkpoint`` and compiled regions save; and what ``keep`` says. The first op that saves a tensor
-    decides its bits. Other hooks get the codes to keep in its place.
+    Saved as they are:
+
+    - parameters, their views and casts; tensors without a gradient (inputs, statistics, masks, integers)
+    - tensors below 1 KiB; tensors for which ``keep`` is true
+    - inputs that a backward exponentiates, such as the query and key of a fused attention
+    - tensors that ``torch.utils.checkpoint`` and compiled regions save
+
+    The first op that saves a tensor decides its bits. Outer hooks get the codes.
 
     >>> layers = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
     >>> with compressed(bits=4):
@@ -108,7 +112,7 @@ class Hooks:
         self.outer = owner.outer if isinstance(owner, Hooks) else outer  # of two of ours, the inner one decides
 
     def open(self) -> AbstractContextManager[None]:
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
 
     def pack(self, tensor: Tensor) -> Any:
         # Autograd does not say which op saves a tensor. The op's result, which it saves last, knows its node.
@@ -124,10 +128,6 @@ class Hooks:
                 if record is not None:
                     return _Stored(record, place, tensor)
         return self._exact(tensor)
-
-    @staticmethod
-    def unpack(packed: Any) -> Any:
-        return packed.unpack()
 
     def save_exactly(self, packed: Any) -> None:
         """Keep an input of the op that is running as it is, after all."""
@@ -217,10 +217,9 @@ class _Stored:
 
 
 class _DrawsByValue(Draws):
-    """Draws that follow from torch's seed and the values of the first tensor.
+    """Draws that follow from torch's seed and the values of the first tensor, which change from step to step.
 
-    A counter would differ in a run that is resumed, and a draw from torch's generator would change what a user draws.
-    From one step to the next the values change, and with them the draws.
+    A counter would differ in a resumed run, and a draw from torch's generator would change the user's own draws.
     """
 
     def __init__(self) -> None:
@@ -284,10 +283,7 @@ _OPAQUE = ("torch.utils.checkpoint", AOT_AUTOGRAD)
 
 
 def _is_opaque(frame: FrameType | None) -> bool:
-    """Whether a checkpoint or a compiled region saves.
-
-    Recomputing from rounded inputs would be another function, and a compiled region's use of them is not known.
-    """
+    """Tell whether a checkpoint, which would recompute from rounded inputs, or a compiled region saves."""
     for _ in range(4):
         if frame is None:
             return False

@@ -1,12 +1,12 @@
 """The best few slopes for an activation: which inputs share one, and what it is.
 
-For a density w of the input, the step function q with K steps that minimises ∫(f'−q)²w is found by dynamic programming
-over a grid (Novikov et al., 2022, https://arxiv.org/abs/2202.00441):
+Dynamic programming over a grid finds the step function q with K steps that minimises ∫(f'−q)²w, for a density w of the
+input (Novikov et al., 2022, https://arxiv.org/abs/2202.00441):
 
     D(j, k) = min over i < j of D(i, k−1) + T(i, j)      T(i, j) = ∫f'²w − (∫f'w)²/∫w, from point i to point j
 
-Then the boundaries are moved off the grid: each may stay or go to one of a few points near it, all of them at once by
-dynamic programming again, over ever smaller distances. The first and the last step reach to infinity.
+Dynamic programming then moves all boundaries off the grid at once, each to one of a few points near it, over ever
+smaller distances. The first and the last step reach to infinity.
 
 Tables for the standard normal density are shipped in ``fewbit_tables.json``, which this program writes:
 
@@ -45,11 +45,6 @@ class Table:
     boundaries: tuple[float, ...]
     levels: tuple[float, ...]
     rmse: float  # √∫(f'−q)²w
-
-    @property
-    def bits(self) -> int:
-        """How many say which step."""
-        return (len(self.levels) - 1).bit_length()
 
 
 class Density(Protocol):
@@ -176,29 +171,21 @@ def table_of(curve: Activation, bits: int, density: str | Density | torch.Tensor
                 f"Unknown density {density!r}", hint="Use 'normal', 'uniform', Normal(...), Uniform(...), or samples."
             )
         density = _DENSITIES[density]
-    if density == Normal() and curve == Activation(curve.name, _default_numbers(curve.name)):
-        table = _shipped().get(f"{curve.name}/{bits}")
-        if table is not None:
-            return table
+    if density == Normal() and curve.name in CURVES and curve == Activation.pointwise(curve.name):
+        return _shipped()[f"{curve.name}/{bits}"]
     return _remembered(curve, bits, density)
 
 
 _DENSITIES: dict[str, Density] = {"normal": Normal(), "uniform": Uniform()}
 
 
-@lru_cache(maxsize=256)
-def _remembered(curve: Activation, bits: int, density: Density) -> Table:
-    return find_table(curve, bits, density)
+_remembered = lru_cache(maxsize=256)(find_table)
 
 
 @cache
 def _shipped() -> dict[str, Table]:
     stored = json.loads(DATA.read_text())
     return {key: Table(tuple(t["boundaries"]), tuple(t["levels"]), t["rmse"]) for key, t in stored.items()}
-
-
-def _default_numbers(name: str) -> tuple[float, ...]:
-    return Activation.pointwise(name).numbers if name in CURVES else ()
 
 
 # -- dynamic programming ---------------------------------------------------------------------------------
@@ -315,7 +302,7 @@ def _quadrature(
     return integrals
 
 
-def write(path: Path = DATA) -> None:
+def write() -> None:
     """Write the shipped tables: all curves, 1 to 8 bits, the standard normal density."""
     stored: dict[str, Any] = {}
     for name in CURVES:
@@ -327,7 +314,7 @@ def write(path: Path = DATA) -> None:
             }
             print(f"{name:<12}{bits} bits  RMSE {table.rmse:.5f}")
     lines = [f'"{key}": {json.dumps(value)}' for key, value in stored.items()]
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    DATA.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def _short(value: float) -> float:

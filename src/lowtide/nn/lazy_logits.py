@@ -22,7 +22,6 @@ from lowtide.compat import pytree
 from lowtide.compat.dispatch import without_subclass_function
 from lowtide.compat.fake import FakeTensor
 from lowtide.compat.tensors import make_wrapper, version_of
-from lowtide.compat.transforms import jit_state
 from lowtide.errors import LowtideError
 from lowtide.nn.chunked_loss import LossDtypes, Options, is_supported, run, wide
 from lowtide.nn.second_order import refuse_create_graph
@@ -36,8 +35,8 @@ def lazy_logits(input: Tensor, head: nn.Linear, *, chunk: int | None = None, pat
     weight, bias = head.weight, head.bias
     precision = LossDtypes.now(input, weight, bias) if type(input) in (Tensor, nn.Parameter, FakeTensor) else None
     # Without gradients nothing is saved, and a compiled graph cannot hold logits on demand.
-    traced = torch.compiler.is_compiling() or jit_state() is not None
-    if precision is None or not torch.is_grad_enabled() or traced or not is_supported(input, weight, bias):
+    is_lazy = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if precision is None or not is_lazy or not is_supported(input, weight, bias):
         return F.linear(input, weight, bias)
     return _Lazy(_Source(input, weight, bias, precision, chunk, path), input, precision.logits).tensor()
 
@@ -171,9 +170,9 @@ class LazyLogits(Tensor):
             with without_subclass_function():
                 return func(*args, **kwargs)
         symbolic = _SYMBOLIC.get(func)
-        given = args[0] if args else kwargs.get("input")
+        first = args[0] if args else kwargs.get("input")
         # Once the logits are computed, code may write into them: from then on they are used.
-        if symbolic is not None and isinstance(given, LazyLogits) and given.lazy.source.whole is None:
+        if symbolic is not None and isinstance(first, LazyLogits) and first.lazy.source.whole is None:
             result = symbolic(*args, **kwargs)
             if result is not NotImplemented:
                 return result

@@ -24,16 +24,15 @@ from lowtide.nn.second_order import refuse_create_graph
 
 
 class RandomizedLinear(nn.Linear):
-    """``nn.Linear`` that keeps S·X, of ``ratio`` times as many rows as its input X, and has ∂W = (S·∂Y)ᵀ(S·X) from it.
+    """``nn.Linear`` that saves a sketch S·X of its input X, with ``ratio`` times the rows, and ∂W = (S·∂Y)ᵀ(S·X).
 
-    The output and the gradients of the input and of the bias are those of ``nn.Linear``. The weight's gradient is right
-    on average: E[SᵀS] = I, with a new S in every step. To ``state_dict`` it is a plain ``nn.Linear``, and so it is in
-    evaluation mode. Layers with the same sketch that read the same tensor one after the other, as Q, K and V do, keep
-    one S·X together.
+    The output and the gradients of the input and of the bias are those of ``nn.Linear``. The weight's gradient is
+    unbiased: E[SᵀS] = I, with a new S in every step. To ``state_dict`` and in evaluation mode it is a ``nn.Linear``.
+    Layers with the same sketch that read one tensor in a row, as Q, K and V do, share one S·X.
 
     In training, each call draws one seed from torch's generator of the input's device. A recomputed forward pass that
-    restores the generator's state has the same S. ``block``: rows are sketched in blocks of as many; None sketches all
-    at once, which costs much more and is hardly better.
+    restores the generator's state has the same S. Rows are sketched in blocks of ``block`` rows. None sketches all at
+    once, which costs much more and is hardly better.
 
     >>> layer = RandomizedLinear(16, 4, ratio=0.25)
     >>> layer(torch.randn(32, 16)).shape, list(layer.state_dict())
@@ -56,20 +55,14 @@ class RandomizedLinear(nn.Linear):
         self.sketch, self.calls = Sketch(sketch, ratio, block), CheckedCalls()
 
     @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, *, ratio: float = 0.2, sketch: Kind = "rademacher", block: int | None = 128
-    ) -> Self:
-        """A layer that shares the parameters and the mode of a ``nn.Linear``."""
+    def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
+        """Return a layer that shares the parameters and the mode of a ``nn.Linear``; ``options`` as constructed."""
         if not isinstance(linear, nn.Linear):
             raise LowtideError(f"{cls.__name__} is made from a nn.Linear, not from a {type(linear).__name__}")
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer.in_features, layer.out_features = linear.in_features, linear.out_features
-        for name, parameter in own_parameters(linear).items():
-            layer.register_parameter(name, parameter)
-        layer.training = linear.training
-        layer.sketch, layer.calls = Sketch(sketch, ratio, block), CheckedCalls()
-        return layer
+        bias = own_parameters(linear).get("bias") is not None
+        layer = cls(linear.in_features, linear.out_features, bias, device="meta", **options)
+        layer.weight, layer.bias = linear.weight, linear.bias
+        return layer.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
         return randomized_linear(input, self.weight, self.bias, self.sketch, self.calls, training=self.training)
@@ -84,8 +77,7 @@ def randomized_linear(
 ) -> Tensor:
     """``F.linear(x, weight, bias)``, bit for bit, with the weight's gradient from a sketch of x.
 
-    Plain where nothing would be saved: in evaluation mode, for a weight without gradient, for inputs of too few rows.
-    ``calls`` are those of the layer, which holds them.
+    Plain in evaluation mode, for a weight without gradient, and for inputs of too few rows. The layer owns ``calls``.
     """
     if not training or not weight.requires_grad or is_exporting():
         return F.linear(x, weight, bias)
@@ -106,12 +98,12 @@ def _runs_plain(x: Tensor, weight: Tensor, sketch: Sketch) -> bool:
 def _randomized(x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch, calls: CheckedCalls) -> Tensor:
     if _runs_plain(x, weight, sketch):
         return F.linear(x, weight, bias)
-    # Drawn in every case, also without gradients and where a sketch is shared: a checkpoint's first run may be without
-    # gradients, and dropout must find the generator in its second run where it did in the first.
+    # Always drawn, so that both runs of a checkpoint leave the generator in the same state: the first may be without
+    # gradients, or share a sketch.
     seed = kernels.draw_seed(x.device)
     if not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    given = x
+    uncast = x
     # As autocast does, but with gradients: inside of a function its cache would hold a weight that has none.
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
@@ -128,7 +120,7 @@ def _randomized(x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch, 
 
     latest = _latest.of_thread
     return _RandomizedLinear.apply(
-        x, weight, bias, latest.sketch(given, (sketch, x.dtype), make, calls), sketch, latest
+        x, weight, bias, latest.sketch(uncast, (sketch, x.dtype), make, calls), sketch, latest
     )
 
 
@@ -137,10 +129,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _RandomizedLinear(torch.autograd.Function):
-    """One node, which keeps the weight, the sketch and its seed.
-
-    All are saved together: a recomputation of saved tensors recomputes all of them.
-    """
+    """One node, which saves the weight, the sketch and its seed."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -176,10 +165,9 @@ class _StoredSketch(NamedTuple):
 
 
 class _Latest:
-    """The sketch that a thread made last, for the next layer that reads the same input.
+    """The last sketch of a thread, for the next layer that reads the same input.
 
-    Held until that input dies, another one is sketched or a backward pass begins: memory that the step would not have
-    held for its backward is not held for long.
+    Freed when that input dies, when another one is sketched, or when a backward pass begins.
     """
 
     def __init__(self) -> None:
@@ -189,10 +177,9 @@ class _Latest:
         self._values: Values | None = None
 
     def sketch(self, x: Tensor, how: object, make: Callable[[], _StoredSketch], calls: CheckedCalls) -> _StoredSketch:
-        """Return the latest sketch if it is one of x, else a new one. ``calls`` are those of the layer that asks."""
+        """Return the latest sketch if it is one of x, else a new one. ``calls`` belong to the layer that asks."""
         # Not across the border of a checkpoint: its second run begins without what was before it.
-        hooks = top_saved_hooks(True)
-        key = (version_of(x), hooks, how)
+        key = (version_of(x), top_saved_hooks(True), how)
         stored = self._stored
         is_known = stored is not None and self._input is not None and self._input() is x and self._key == key
         if is_known and self._values is not None and not calls.is_written:

@@ -1,11 +1,10 @@
 """Keep one buffer: ops save a recipe in place of an output that its layer can recompute.
 
-In a plain step the convolution that reads the output z of an activation saves it. A layer that keeps its own input can
-recompute z. So inside a *scope* saved-tensor hooks replace every saved z by a recipe: the layer's node, and how to view
-its result. The first reader that needs z in backward recomputes it; after the last reader z is freed.
+A convolution saves the output z of the activation before it. A layer that keeps its own input can recompute z. Inside a
+*scope*, saved-tensor hooks replace every saved z by a recipe: the layer's node, and how to view its result. The first
+reader that needs z in backward recomputes it; after the last reader z is freed.
 
-A scope is open while the outermost module runs forward, for models that hold such a layer; ``keep_one_buffer`` opens
-one by hand.
+A scope is open during the outermost forward of a model that holds such a layer, or under ``keep_one_buffer``.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from lowtide.nn.hidden_writes import CheckedCalls, read
 class Rebuildable:
     """A tensor that ``rebuild()`` recomputes, and its readers.
 
-    Handles count themselves: ``_alive`` of them exist, and ``_served`` had the tensor since it was recomputed last. It
-    is freed when all had it.
+    ``_alive`` handles exist, and ``_served`` of them read the tensor since it was recomputed. It is freed when all did.
     """
 
     __slots__ = (
@@ -141,7 +139,7 @@ class Handle:
 
 
 class SavedTensor(NamedTuple):
-    """A tensor that is saved as it is. Where hooks run, torch does not check for in-place changes; this does."""
+    """A tensor that is saved as it is. It checks for in-place changes, which torch does not where hooks run."""
 
     tensor: Tensor
     version: int
@@ -174,6 +172,11 @@ def save_as_is(tensor: Tensor, outer: tuple[Any, Any] | None) -> SavedTensor | C
     return SavedTensor(tensor.detach(), version_of(tensor))
 
 
+def unpack(packed: Any) -> Any:
+    """The hook that returns a saved tensor, whatever was saved in its place."""
+    return packed.unpack()
+
+
 class Scope(threading.local):
     """The hooks of this thread, and the records of tensors that live."""
 
@@ -202,7 +205,7 @@ class Scope(threading.local):
         self.owner, self.replaces = owner, replaces
         if replaces:
             self.outer = top_saved_hooks(True)
-            push_saved_hooks(self._pack, self._unpack)
+            push_saved_hooks(self._pack, unpack)
 
     def close(self) -> None:
         self.owner = self.outer = None
@@ -238,10 +241,6 @@ class Scope(threading.local):
             if record is not None and record.covers(tensor):
                 return record.handle(tensor)
         return save_as_is(tensor, self.outer)
-
-    @staticmethod
-    def _unpack(packed: Any) -> Any:
-        return packed.unpack()
 
 
 scope = Scope()

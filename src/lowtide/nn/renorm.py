@@ -31,9 +31,8 @@ RESTORED = "_lowtide_restored"  # marks a buffer's copy with the statistics befo
 class _BatchRenormAct(_BatchNormAct):
     """Shared by the layers of all dimensions. To ``state_dict`` it is a plain batch norm, and in eval it is one.
 
-    ``rmax`` and ``dmax`` are numbers, or functions of how many batches came before: they get ``num_batches_tracked``
-    as it is, a tensor, and the device is not waited for if what they give is one too. For the first ``warmup`` batches
-    the layer is a plain batch norm.
+    ``rmax`` and ``dmax`` are numbers, or functions of the tensor ``num_batches_tracked``; a function that returns a
+    tensor avoids a sync. For the first ``warmup`` batches the layer is a plain batch norm.
     """
 
     rmax: Limit = 3.0

@@ -72,8 +72,8 @@ _STEPS = 16  # between two questions, on a GPU
 class InverseGuard:
     """Tells whether a layer's parameters allow to invert z; the layer holds it.
 
-    On a GPU the first step waits for the answer. Later the guard asks every few steps and uses the answer some steps
-    after, so the GPU is never waited for. Parameters move little in a few steps, and the bounds leave room for it.
+    On a GPU the first step waits for the answer. Later the guard asks every few steps and reads the answer some steps
+    after, without a sync. The bounds leave room for the little that parameters move meanwhile.
     """
 
     def __init__(self) -> None:

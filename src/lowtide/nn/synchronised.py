@@ -11,28 +11,27 @@ from torch import Tensor
 from lowtide.errors import LowtideError
 from lowtide.kernels import batchnorm as kernels
 from lowtide.kernels.reference.batchnorm import Running, Sums
+from lowtide.nn.statistics import check_values
 
 _PIECE = 2**17  # values
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # torch < 2.13
 
 
 def group_statistics(x: Tensor, running: Running, group: Any) -> tuple[Tensor, Tensor, Sums]:
-    """The mean and the biased variance of each channel over the batches of a whole process group.
+    """Return the mean and the biased variance of each channel over a process group's batches, without a sync.
 
-    Batches may differ in size, and one may be empty. With n values in a channel here, mean μ and variance v, those of
-    the whole are (Chan, Golub and LeVeque, 1979)
+    Batches may differ in size, and one may be empty. From each process's n values in a channel, their mean μ and
+    variance v (Chan, Golub and LeVeque, 1979):
 
         N = Σ n      M = Σ nμ / N      V = Σ n(v + (μ - M)²) / N
 
-    Also given is what backward needs: a function from the local Σ dy and Σ dy·x̂ to their means over the whole. The
-    running statistics follow M and V, the same on all processes. Gradients of γ and β stay those of the local batch,
-    for DDP or FSDP to reduce, as with ``nn.SyncBatchNorm``. The device is never waited for.
+    The third result is for backward: a function from the local Σ dy and Σ dy·x̂ to their means over the group. The
+    running statistics follow M and V. DDP or FSDP reduces the gradients of γ and β, as with ``nn.SyncBatchNorm``.
     """
     members = process_group(group)
-    count = x.numel() // x.shape[1]
-    if count == 1 and members.size() == 1:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
-    counts, means, variances = _gathered(x, count, members)
+    if members.size() == 1:
+        check_values(x, Running())
+    counts, means, variances = _gathered(x, x.numel() // x.shape[1], members)
     total = counts.sum()
     at_least_one = total.clamp(min=1)  # where every batch is empty
     mean = (counts * means).sum(0) / at_least_one
