@@ -1,5 +1,8 @@
 """Optimizer hooks refuse closures, clipping, and whole parameters among several processes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,12 +60,12 @@ def test_clipping_is_refused_where_gradients_are_gone(act, clip):
     assert is_clipped(model)
 
 
-def test_torchs_clipping_is_restored_by_the_last_undo():
+def watched() -> list[bool]:
     functions = (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, nn.utils.clip_grads_with_norm_)
+    return [f.__wrapped__ not in [cell.cell_contents for cell in f.__closure__] for f in functions]
 
-    def watched() -> list[bool]:
-        return [f.__wrapped__ not in [cell.cell_contents for cell in f.__closure__] for f in functions]
 
+def test_torchs_clipping_is_restored_by_the_last_undo():
     assert not any(watched())
     for _ in range(2):
         first = lo.step_in_backward(torch.optim.SGD(nn.Linear(2, 2).parameters()))
@@ -73,6 +76,32 @@ def test_torchs_clipping_is_restored_by_the_last_undo():
         assert all(watched())
         second()
         assert not any(watched())
+
+
+@pytest.mark.parametrize("act", [lo.step_in_backward, lo.store_gradients])
+def test_torchs_clipping_is_restored_when_the_last_optimizer_is_freed_without_an_undo(act):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    act(optimizer)
+    act(torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    gc.collect()
+    assert all(watched())
+    del optimizer
+    gc.collect()
+    assert not any(watched())
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_an_optimizer_that_steps_in_backward_is_freed_with_its_model():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    lo.step_in_backward(optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    weight = weakref.ref(model.weight)
+    del model, optimizer
+    gc.collect()
+    assert weight() is None
 
 
 def test_clipping_nothing_still_warns_while_it_is_watched():
