@@ -62,8 +62,9 @@ def test_a_grad_scaler_is_told_that_steps_are_over(unscales):
     scaler.scale(model(torch.ones(2, 4)).sum()).backward()
     if unscales:
         scaler.unscale_(optimizer)
-    with pytest.raises(LowtideError, match="GradScaler cannot unscale"):
+    with pytest.raises(LowtideError) as refusal:
         scaler.step(optimizer)
+    assert "GradScaler" in str(refusal.value)
     undo()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.ones(2, 4)).sum()).backward()

@@ -243,7 +243,7 @@ def _whole(p: Tensor, state: dict[str, Any], key: str) -> Tensor:
 def _order(p: Tensor) -> int:
     """How ``flat`` goes through the dimensions, two digits for each, the outermost first: 1030402 for channels_last.
 
-    Those of size 1 are left out, since their strides say nothing. An int, which every kind of checkpoint can save.
+    Dimensions of size 1 are left out, since their strides say nothing. An int, which every kind of checkpoint can save.
     """
     return _order_of(p.shape, p.stride() if not p.is_contiguous() and is_dense(p) else None)
 

@@ -53,8 +53,8 @@ def scale_rates(
     """Step as ``scale_batch`` would, without a scheduler to call: the rate is multiplied while a step runs.
 
     Between steps ``group["lr"]`` is what it was: schedulers of your own go on with it, and the undo has it as it is.
-    Steps are counted in the first group, and so in what is saved. With a ``bound``, bitsandbytes steps torch's
-    SGD as LARS, and Adam or AdamW as LAMB: an update's norm is at most that share of the weight's.
+    Steps are counted in the first group, and so in what is saved. With a ``bound``, bitsandbytes steps torch's SGD as
+    LARS, and Adam or AdamW as LAMB. An update's norm is then at most that share of the weight's.
     """
     top = _top(factor, warmup_steps, rule)
     if any(isinstance(owner, _ScaledStep) for owner in hook_owners(optimizer)):

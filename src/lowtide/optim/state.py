@@ -27,8 +27,8 @@ _State = dict[str, Any]
 def lower_state(optimizer: torch.optim.Optimizer, state: str) -> Undo:
     """Keep the optimizer's state in less memory, from now on; the undo restores torch's form.
 
-    ``"8bit"``: torch's Adam and AdamW with moments in 8 bits (``AdamW8bit``); by bitsandbytes torch's SGD with momentum
-    and bitsandbytes' own optimizers, such as Lion, LARS and LAMB. ``"4bit"``: AdamW with moments in 4, by torchao.
+    ``"8bit"``: torch's Adam and AdamW with moments in 8 bits (``AdamW8bit``). bitsandbytes steps torch's SGD with
+    momentum, and its own optimizers, such as Lion, LARS and LAMB. ``"4bit"``: AdamW with moments in 4, by torchao.
     ``"cpu"``: any optimizer, its state in pinned memory of the host, copied to the device a parameter at a time; the
     same bits as without.
 
@@ -150,18 +150,18 @@ def become(optimizer: Any, other: torch.optim.Optimizer) -> Undo:
     A scheduler wraps the step that it finds on the object; that of the new class takes its place.
     """
     kind, before = type(optimizer), dict(vars(optimizer))
-    kept = {key: value for key, value in before.items() if key in ("param_groups", "state") or "hooks" in key}
+    shared = {key: value for key, value in before.items() if key in ("param_groups", "state") or "hooks" in key}
     marks = {key: value for key, value in before.items() if key.startswith(STEP_CALLED)}
     optimizer.__class__ = type(other)
     optimizer.__dict__.pop(AMP_SCALING, None)
-    optimizer.__dict__.update({**vars(other), **kept, **marks})
+    optimizer.__dict__.update({**vars(other), **shared, **marks})
     call_hooks_in_step(optimizer)
-    optimizer.__dict__.update(kept)
+    optimizer.__dict__.update(shared)
     if "step" in before:
         optimizer.__dict__["step"] = _counted(optimizer, type(other).step)
 
     def restore() -> None:
-        now = {key: vars(optimizer)[key] for key in (*kept, STEP_CALLED) if key in vars(optimizer)}
+        now = {key: vars(optimizer)[key] for key in (*shared, STEP_CALLED) if key in vars(optimizer)}
         optimizer.__class__ = kind
         optimizer.__dict__.clear()
         optimizer.__dict__.update({**before, **now})
