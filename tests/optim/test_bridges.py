@@ -16,7 +16,7 @@ from lowtide.techniques import Option, techniques
 from lowtide.techniques.optimizer_state import OptimizerStateConfig
 from tests.contract.contract import TechniqueContract
 from tests.contract.workloads import seeded, wide
-from tests.optim.training import equal
+from tests.optim.training import make, resumes
 
 SMALL, LARGE = 60, 128 * 128
 
@@ -111,19 +111,6 @@ def test_momentum_that_is_there_goes_on_in_8_bits_and_comes_back():
         assert (a - b).norm() < 0.01 * b.norm()
 
 
-@pytest.mark.usefixtures("library")
-def test_what_was_not_stepped_comes_back_bit_for_bit():
-    weights, optimizer = momentum()
-    train(weights, optimizer, 0, 3)
-    before, attributes = copy.deepcopy(optimizer.state_dict()), set(vars(optimizer))
-    lo.lower_state(optimizer, "8bit")()
-    after = optimizer.state_dict()
-    assert after["param_groups"] == before["param_groups"]
-    assert set(vars(optimizer)) == attributes
-    for number, state in before["state"].items():
-        assert torch.equal(after["state"][number]["momentum_buffer"], state["momentum_buffer"])
-
-
 @pytest.mark.parametrize(
     ("name", "moments", "options"),
     [
@@ -182,22 +169,14 @@ def test_a_bound_is_kept_with_8_bits_where_the_librarys_own_forgets_it(library):
 
 @pytest.mark.parametrize("name", ["SGD of torch", "Lion", "LARS"])
 def test_a_resumed_run_goes_on_bit_for_bit(library, name):
-    def begun():
+    def start():
+        model = make()
         kind = torch.optim.SGD if name == "SGD of torch" else getattr(library.optim, name)
-        weights, optimizer = built(kind, **({} if name == "Lion" else {"momentum": 0.9}))
+        optimizer = kind(model.parameters(), lr=0.01, **({} if name == "Lion" else {"momentum": 0.9}))
         lo.lower_state(optimizer, "8bit")
-        return weights, optimizer
+        return model, optimizer
 
-    weights, optimizer = begun()
-    train(weights, optimizer, 0, 3)
-    saved = copy.deepcopy(([w.detach().clone() for w in weights], optimizer.state_dict()))
-    expected = train(weights, optimizer, 3, 6)
-    twins, other = begun()
-    with torch.no_grad():
-        for twin, value in zip(twins, saved[0], strict=True):
-            twin.copy_(value)
-    other.load_state_dict(saved[1])
-    assert equal(train(twins, other, 3, 6), expected)
+    assert resumes(start)
 
 
 @pytest.mark.parametrize("name", ["SGD of torch", "Lion"])
@@ -230,23 +209,6 @@ def test_momentum_is_read_from_the_groups_as_schedulers_set_it():
     optimizer.param_groups[0]["nesterov"] = True
     with pytest.raises(LowtideError):
         train(weights, optimizer, 3, 4)
-
-
-@pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("first", ["8bit", "in backward"])
-def test_steps_in_backward_give_what_8_bits_alone_give(first):
-    results = []
-    for together in (False, True):
-        weights, optimizer = momentum()
-        ways = [lambda o=optimizer: lo.lower_state(o, "8bit"), lambda o=optimizer: lo.step_in_backward(o)]
-        for way in (ways if first == "8bit" else ways[::-1]) if together else ways[:1]:
-            way()
-        for i in range(3):
-            optimizer.zero_grad()
-            sum((w * torch.sin(torch.arange(w.numel()) * (i + 1.0)).view(w.shape)).sum() for w in weights).backward()
-            optimizer.step()
-        results.append([w.detach() for w in weights])
-    assert equal(*results)
 
 
 def sgd_work():

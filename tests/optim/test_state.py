@@ -34,13 +34,16 @@ def test_8bit_states_take_two_bytes_and_small_ones_stay(kind):
     train(model, optimizer, BATCHES[:1])
 
 
-def test_8bit_states_that_were_not_stepped_come_back_bit_for_bit():
-    model, optimizer = started()
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_8bit_states_that_were_not_stepped_come_back_bit_for_bit(name):
+    pytest.importorskip("bitsandbytes" if name == "SGD" else "torch")
+    model, optimizer = started(name)
     train(model, optimizer, BATCHES[:2])
-    before = copy.deepcopy(optimizer.state_dict())
+    before, attributes = copy.deepcopy(optimizer.state_dict()), set(vars(optimizer))
     lo.lower_state(optimizer, "8bit")()
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
+    assert set(vars(optimizer)) == attributes
     for number, held in before["state"].items():
         assert all(torch.equal(after["state"][number][key], value) for key, value in held.items())
 

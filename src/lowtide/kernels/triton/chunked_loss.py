@@ -72,25 +72,10 @@ def _slope(z, k, here, t, highest, factor, even, hit, weight_ptr, WEIGHTED: tl.c
 
 @triton.jit
 def _rows(
-    logits_ptr,
-    target_ptr,
-    losses_ptr,
-    scale_ptr,
-    weight_ptr,
-    weight_sum_ptr,
-    stride,
-    target_stride,
-    scale_stride,
-    classes,
-    width,
-    ignore_index,
-    smoothing,
-    GRADIENT: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-    TAIL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, target_ptr, losses_ptr, scale_ptr, weight_ptr, weight_sum_ptr, stride, target_stride, scale_stride,
+    classes, width, ignore_index, smoothing,
+    GRADIENT: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     t = tl.load(target_ptr + row * target_stride)
