@@ -63,6 +63,16 @@ def kernels_of(layout, kind):
     return weights, kind(weights, lr=1e-2)
 
 
+def resumed(layout, values, saved):
+    """Parameters in a layout and their optimizer, with saved values and a saved state."""
+    weights, optimizer = kernels_of(layout, lo.AdamW8bit)
+    with torch.no_grad():
+        for weight, value in zip(weights, values, strict=True):
+            weight.copy_(value)
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    return weights, optimizer
+
+
 def step_kernels(weights, optimizer, start, end):
     for i in range(start, end):
         for n, weight in enumerate(weights):
@@ -95,12 +105,7 @@ def test_moments_follow_a_parameter_into_another_memory_format(before, after):
 def test_a_run_is_resumed_in_another_memory_format(before, after):
     weights, optimizer = kernels_of(before, lo.AdamW8bit)
     values = step_kernels(weights, optimizer, 0, 6)
-    twins, other = kernels_of(after, lo.AdamW8bit)
-    with torch.no_grad():
-        for twin, value in zip(twins, values, strict=True):
-            twin.copy_(value)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert_as_torchs(step_kernels(twins, other, 6, 12))
+    assert_as_torchs(step_kernels(*resumed(after, values, optimizer.state_dict()), 6, 12))
 
 
 @pytest.mark.parametrize(("before", "after"), LAYOUTS)
@@ -127,12 +132,7 @@ def test_a_state_saved_without_its_order_has_that_of_the_parameter():
     for state in saved["state"].values():
         del state["order"]  # as older versions saved it
     expected = step_kernels(weights, optimizer, 2, 4)
-    twins, other = kernels_of(torch.channels_last, lo.AdamW8bit)
-    with torch.no_grad():
-        for twin, value in zip(twins, values, strict=True):
-            twin.copy_(value)
-    other.load_state_dict(saved)
-    assert equal(step_kernels(twins, other, 2, 4), expected)
+    assert equal(step_kernels(*resumed(torch.channels_last, values, saved), 2, 4), expected)
 
 
 def test_channels_last_parameters_are_stepped_where_they_are(monkeypatch):
