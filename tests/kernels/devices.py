@@ -1,4 +1,4 @@
-"""Where tests run kernels: on a GPU, or in Triton's interpreter on a CPU; and how near results come to float64."""
+"""The device of kernel tests, a GPU or a CPU with Triton's interpreter, and tolerances beside float64."""
 
 import torch
 

@@ -29,6 +29,26 @@ def test_parts_and_whole_tiles_agree(name, monkeypatch):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)  # sums in another order
 
 
+@pytest.mark.parametrize("name", ["NCHW", "NHWC"])
+def test_tensors_in_any_layout_give_the_same_bits(name):
+    x, dz, weight, bias = make(name)
+    act, residual = Activation.of("silu"), torch.randn_like(x)
+
+    def step(x, dz, residual):
+        z, mean, invstd, _ = kernels.forward(x, weight, bias, Running(), act, None, residual, eps=1e-5)
+        affine = Affine(mean, invstd, weight, bias)
+        assert torch.equal(kernels.normalize(x, "x", affine, act, None, residual)[0], z)
+        return z, *kernels.backward(dz, x, "x", affine, act, None, residual, training=True)[:3]
+
+    def apart(t):
+        return torch.stack([t, t], dim=-1)[..., 0]
+
+    other = torch.contiguous_format if name == "NHWC" else torch.channels_last
+    expected = step(x.contiguous(), dz.contiguous(), residual.contiguous())
+    actual = step(apart(x), dz.contiguous(memory_format=other), apart(residual))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
 @pytest.mark.gpu
 def test_results_are_the_same_every_time():
     x, dz, weight, bias = make("many parts")

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from lowtide.kernels import chunked_loss as chooser
-from lowtide.kernels import launches
 from lowtide.kernels.reference import chunked_loss as reference
 from lowtide.kernels.reference.chunked_loss import Rules
 from tests.kernels.devices import DEVICE, TOLERANCE, assert_near
@@ -146,14 +145,6 @@ def test_a_target_that_is_no_class_gives_nan_in_triton_and_torchs_error_on_a_cpu
     with pytest.raises(IndexError) as mine:
         chooser.rows_(logits, target, torch.empty(3), Rules())
     assert str(mine.value) == str(plain.value)
-
-
-def test_a_launch_is_shown_to_who_watches():
-    logits, target = make(100)
-    losses, seen = torch.empty(len(logits), device=DEVICE), []
-    with launches.watched(lambda name, tensors, launch: seen.append((name, tensors[0].shape))):
-        kernels.rows_(logits, target, losses, Rules(), torch.tensor(1.0, device=DEVICE))
-    assert seen == [("chunked_loss_rows", (6, 100))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, *TOLERANCE], ids=str)

@@ -154,7 +154,7 @@ def test_the_same_seed_rounds_the_same_way_and_another_call_another_way():
 
 @pytest.mark.parametrize(("bits", "group"), [(3, 256), (4, 100), (4, 32), (16, 256)])
 def test_other_bits_and_groups_are_refused(bits, group):
-    with pytest.raises(LowtideError, match="cannot be stored"):
+    with pytest.raises(LowtideError):
         chosen.compress(values("normal", 1000), Draws(0), bits=bits, group=group)
 
 

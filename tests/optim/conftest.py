@@ -7,7 +7,7 @@ from lowtide.optim import hooks
 
 @pytest.fixture(autouse=True)
 def _own_refusals():
-    before = set(hooks._refusals)
+    before = hooks._refusals.copy()
     yield
-    for refusal in hooks._refusals.keys() - before:
+    for refusal in hooks._refusals - before:
         hooks._end_refusal(refusal)

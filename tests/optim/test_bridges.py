@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 import lowtide.optim as lo
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, MissingExtra
 from lowtide.planning import predict
 from lowtide.profiling import profile
 from lowtide.techniques import Option, techniques
 from lowtide.techniques.optimizer_state import OptimizerStateConfig
 from tests.contract.contract import TechniqueContract
 from tests.contract.workloads import seeded, wide
+from tests.optim.training import make, resumes
 
 SMALL, LARGE = 60, 128 * 128
 
@@ -44,32 +45,31 @@ def momentum(**options):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"nesterov": True}, "no nesterov"),
-        ({"dampening": 0.5}, "no dampening"),
-        ({"maximize": True}, "no maximize"),
-        ({"momentum": 0.0}, "no state"),
-    ],
+    "options",
+    [{"nesterov": True}, {"dampening": 0.5}, {"maximize": True}, {"momentum": 0.0}],
+    ids=lambda o: next(iter(o)),
 )
-def test_what_bitsandbytes_would_do_otherwise_is_refused(options, said):
+def test_what_bitsandbytes_would_do_otherwise_is_refused(options):
     _, optimizer = momentum(**options)
-    with pytest.raises(LowtideError, match=said):
+    with pytest.raises(LowtideError) as refusal:
         lo.lower_state(optimizer, "8bit")
+    assert next(iter(options)) in str(refusal.value)
     assert type(optimizer) is torch.optim.SGD
 
 
 @pytest.mark.parametrize("weight", [torch.ones(3, 4).t(), torch.ones(3, dtype=torch.float64)], ids=["strides", "dtype"])
 def test_parameters_that_it_cannot_step_are_refused(weight):
-    with pytest.raises(LowtideError, match="contiguous parameters of 16 or 32 bits"):
+    with pytest.raises(LowtideError) as refusal:
         lo.lower_state(torch.optim.SGD([nn.Parameter(weight)], lr=0.1, momentum=0.9), "8bit")
+    assert str(weight.dtype) in str(refusal.value)
 
 
 def test_without_the_library_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     _, optimizer = momentum()
-    with pytest.raises(LowtideError, match=r"lowtide\[optim\]"):
+    with pytest.raises(MissingExtra) as missing:
         lo.lower_state(optimizer, "8bit")
+    assert "lowtide[optim]" in str(missing.value)
     assert type(optimizer) is torch.optim.SGD
 
 
@@ -109,19 +109,6 @@ def test_momentum_that_is_there_goes_on_in_8_bits_and_comes_back():
     actual = train(twins, other, 8, 10)
     for a, b in zip(actual, expected, strict=True):
         assert (a - b).norm() < 0.01 * b.norm()
-
-
-@pytest.mark.usefixtures("library")
-def test_what_was_not_stepped_comes_back_bit_for_bit():
-    weights, optimizer = momentum()
-    train(weights, optimizer, 0, 3)
-    before, attributes = copy.deepcopy(optimizer.state_dict()), set(vars(optimizer))
-    lo.lower_state(optimizer, "8bit")()
-    after = optimizer.state_dict()
-    assert after["param_groups"] == before["param_groups"]
-    assert set(vars(optimizer)) == attributes
-    for number, state in before["state"].items():
-        assert torch.equal(after["state"][number]["momentum_buffer"], state["momentum_buffer"])
 
 
 @pytest.mark.parametrize(
@@ -182,22 +169,14 @@ def test_a_bound_is_kept_with_8_bits_where_the_librarys_own_forgets_it(library):
 
 @pytest.mark.parametrize("name", ["SGD of torch", "Lion", "LARS"])
 def test_a_resumed_run_goes_on_bit_for_bit(library, name):
-    def begun():
+    def start():
+        model = make()
         kind = torch.optim.SGD if name == "SGD of torch" else getattr(library.optim, name)
-        weights, optimizer = built(kind, **({} if name == "Lion" else {"momentum": 0.9}))
+        optimizer = kind(model.parameters(), lr=0.01, **({} if name == "Lion" else {"momentum": 0.9}))
         lo.lower_state(optimizer, "8bit")
-        return weights, optimizer
+        return model, optimizer
 
-    weights, optimizer = begun()
-    train(weights, optimizer, 0, 3)
-    saved = copy.deepcopy(([w.detach().clone() for w in weights], optimizer.state_dict()))
-    expected = train(weights, optimizer, 3, 6)
-    twins, other = begun()
-    with torch.no_grad():
-        for twin, value in zip(twins, saved[0], strict=True):
-            twin.copy_(value)
-    other.load_state_dict(saved[1])
-    assert all(torch.equal(a, b) for a, b in zip(train(twins, other, 3, 6), expected, strict=True))
+    assert resumes(start)
 
 
 @pytest.mark.parametrize("name", ["SGD of torch", "Lion"])
@@ -228,25 +207,8 @@ def test_momentum_is_read_from_the_groups_as_schedulers_set_it():
         actual, expected = train(weights, optimizer, i, i + 1), train(twins, plain, i, i + 1)
     torch.testing.assert_close(actual[1], expected[1])
     optimizer.param_groups[0]["nesterov"] = True
-    with pytest.raises(LowtideError, match="nesterov"):
+    with pytest.raises(LowtideError):
         train(weights, optimizer, 3, 4)
-
-
-@pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("first", ["8bit", "in backward"])
-def test_steps_in_backward_give_what_8_bits_alone_give(first):
-    results = []
-    for together in (False, True):
-        weights, optimizer = momentum()
-        ways = [lambda o=optimizer: lo.lower_state(o, "8bit"), lambda o=optimizer: lo.step_in_backward(o)]
-        for way in (ways if first == "8bit" else ways[::-1]) if together else ways[:1]:
-            way()
-        for i in range(3):
-            optimizer.zero_grad()
-            sum((w * torch.sin(torch.arange(w.numel()) * (i + 1.0)).view(w.shape)).sum() for w in weights).backward()
-            optimizer.step()
-        results.append([w.detach() for w in weights])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def sgd_work():

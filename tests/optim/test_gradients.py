@@ -93,7 +93,7 @@ def test_a_refusal_leaves_the_optimizer_as_it_was():
     model, optimizer = built()
     before = copy.deepcopy(optimizer.state_dict())
     with lo.round_updates(optimizer):
-        with pytest.raises(LowtideError, match="already done by stochastic rounding"):
+        with pytest.raises(LowtideError):
             lo.store_gradients(optimizer)
         model(BATCH).sum().backward()
         assert all(p.grad is not None for p in model.parameters())
@@ -115,8 +115,9 @@ def test_a_sparse_gradient_says_what_to_do_and_is_not_lost():
     table = nn.Embedding(10, 4, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
     with lo.store_gradients(optimizer):
-        with pytest.raises(LowtideError, match="sparse=False"):
+        with pytest.raises(LowtideError) as refusal:
             table(torch.tensor([1, 2])).sum().backward()
+        assert "sparse=False" in str(refusal.value)
         assert table.weight.grad is not None
 
 

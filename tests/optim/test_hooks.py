@@ -1,5 +1,8 @@
 """Optimizer hooks refuse closures, clipping, and whole parameters among several processes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,19 +16,19 @@ from lowtide.optim.in_backward import is_stepped_in_backward
 
 
 @pytest.mark.parametrize(
-    ("before", "reason"),
+    "before",
     [
-        (lambda optimizer: lo.store_gradients(optimizer, "8bit"), "Stored gradients wait for the step"),
-        (lambda optimizer: lo.scale_rates(optimizer, 4, warmup_steps=2), "Scaled rates act while the optimizer steps"),
-        (lambda optimizer: lo.LossScale().guard(optimizer), "A scaled loss looks at the gradients"),
+        lambda optimizer: lo.store_gradients(optimizer, "8bit"),
+        lambda optimizer: lo.scale_rates(optimizer, 4, warmup_steps=2),
+        lambda optimizer: lo.LossScale().guard(optimizer),
     ],
     ids=["stored gradients", "scaled rates", "a scaled loss"],
 )
-def test_what_needs_the_step_refuses_steps_in_backward(before, reason):
+def test_what_needs_the_step_refuses_steps_in_backward(before):
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.5)
     with before(optimizer):
-        with pytest.raises(LowtideError, match=reason):
+        with pytest.raises(LowtideError):
             lo.step_in_backward(optimizer)
         assert not is_stepped_in_backward(weight)
     lo.step_in_backward(optimizer)()
@@ -50,19 +53,20 @@ def test_clipping_is_refused_where_gradients_are_gone(act, clip):
     with act(optimizer):
         (model(torch.ones(2, 4)) + other(torch.ones(2, 4))).sum().backward()
         for parameters in (model.parameters(), [*model.parameters(), *other.parameters()]):
-            with pytest.raises(LowtideError, match=r"\(4, 4\)"):
+            with pytest.raises(LowtideError) as refusal:
                 clip(parameters, 1e-3)
+            assert "(4, 4)" in str(refusal.value)
         assert is_clipped(other)
     model(torch.ones(2, 4)).sum().backward()
     assert is_clipped(model)
 
 
-def test_torchs_clipping_is_restored_by_the_last_undo():
+def watched() -> list[bool]:
     functions = (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, nn.utils.clip_grads_with_norm_)
+    return [f.__wrapped__ not in [cell.cell_contents for cell in f.__closure__] for f in functions]
 
-    def watched() -> list[bool]:
-        return [f.__wrapped__ not in [cell.cell_contents for cell in f.__closure__] for f in functions]
 
+def test_torchs_clipping_is_restored_by_the_last_undo():
     assert not any(watched())
     for _ in range(2):
         first = lo.step_in_backward(torch.optim.SGD(nn.Linear(2, 2).parameters()))
@@ -75,17 +79,43 @@ def test_torchs_clipping_is_restored_by_the_last_undo():
         assert not any(watched())
 
 
+@pytest.mark.parametrize("act", [lo.step_in_backward, lo.store_gradients])
+def test_torchs_clipping_is_restored_when_the_last_optimizer_is_freed_without_an_undo(act):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    act(optimizer)
+    act(torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    gc.collect()
+    assert all(watched())
+    del optimizer
+    gc.collect()
+    assert not any(watched())
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_an_optimizer_that_steps_in_backward_is_freed_with_its_model():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    lo.step_in_backward(optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    weight = weakref.ref(model.weight)
+    del model, optimizer
+    gc.collect()
+    assert weight() is None
+
+
 def test_clipping_nothing_still_warns_while_it_is_watched():
     with (
         lo.step_in_backward(torch.optim.SGD(nn.Linear(2, 2).parameters())),
-        pytest.warns(UserWarning, match="empty generator"),
+        pytest.warns(UserWarning, match="generator"),
     ):
         nn.utils.clip_grad_norm_((p for p in ()), 1.0)
 
 
 def test_a_closure_is_refused():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.5)
-    with lo.step_in_backward(optimizer), pytest.raises(LowtideError, match="closure"):
+    with lo.step_in_backward(optimizer), pytest.raises(LowtideError):
         optimizer.step(lambda: 0.0)
 
 
@@ -104,10 +134,11 @@ def test_whole_parameters_among_several_processes_are_refused_before_anything_is
     sharded = nn.Parameter(distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,))))
     before = model.weight.detach().clone()
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
-    with pytest.raises(LowtideError, match="fully_shard"):
+    with pytest.raises(LowtideError) as refusal:
         model(torch.randn(2, 4)).sum().backward()
+    assert "fully_shard" in str(refusal.value)
     assert torch.equal(model.weight, before)
     undo()
-    with pytest.raises(LowtideError, match="fully_shard"):
+    with pytest.raises(LowtideError):
         act(torch.optim.SGD(model.parameters(), lr=0.1))
     act(torch.optim.SGD([sharded], lr=0.1))()

@@ -26,19 +26,20 @@ def test_gradients_are_never_all_alive_in_backward():
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("first", ["8bit", "in backward"])
-def test_8bit_states_and_steps_in_backward_work_together_in_either_order(first):
+@pytest.mark.parametrize("order", [["8bit", "in backward"], ["in backward", "8bit"]], ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_8bit_states_and_steps_in_backward_work_together_in_either_order(name, order):
+    pytest.importorskip("bitsandbytes" if name == "SGD" else "torch")
     results = []
-    for both in (False, True):
-        model = make()
-        optimizer = OPTIMIZERS["AdamW"](model.parameters())
-        order = ["8bit", "in backward"] if first == "8bit" else ["in backward", "8bit"]
-        undos = [WAYS[way](optimizer) for way in (order if both else ["8bit"])]
+    for ways in (["8bit"], order):
+        model, optimizer = started(name)
+        kind = type(optimizer)
+        undos = [WAYS[way](optimizer) for way in ways]
         results.append(train(model, optimizer, BATCHES[:4]))
         for undo in reversed(undos):
             undo()
-        assert type(optimizer) is torch.optim.AdamW
-        assert optimizer.state[model[0].weight]["step"] == 4
+        assert type(optimizer) is kind
+        assert optimizer.state[model[0].weight].get("step", 4) == 4  # SGD counts none
     assert equal(*results)
 
 
@@ -62,8 +63,9 @@ def test_a_grad_scaler_is_told_that_steps_are_over(unscales):
     scaler.scale(model(torch.ones(2, 4)).sum()).backward()
     if unscales:
         scaler.unscale_(optimizer)
-    with pytest.raises(LowtideError, match="GradScaler cannot unscale"):
+    with pytest.raises(LowtideError) as refusal:
         scaler.step(optimizer)
+    assert "GradScaler" in str(refusal.value)
     undo()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.ones(2, 4)).sum()).backward()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lowtide.optim as lo
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, MissingExtra
 
 
 def test_the_rate_rises_to_its_multiple():
@@ -30,7 +30,7 @@ def test_the_rate_rises_to_its_multiple():
 @pytest.mark.parametrize("make_optimizer", [lo.lars, lo.lamb])
 def test_lars_and_lamb_name_the_extra_where_it_is_missing(make_optimizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(LowtideError, match=r"lowtide\[optim\]"):
+    with pytest.raises(MissingExtra):
         make_optimizer([nn.Parameter(torch.ones(8, 8))], lr=0.1)
 
 
@@ -148,14 +148,15 @@ def test_parts_that_step_parameters_themselves_use_the_scaled_rate():
 def test_what_cannot_be_scaled_is_refused():
     optimizer = torch.optim.SGD(weights(), lr=0.1)
     for wrong in ({"factor": 0}, {"warmup_steps": -1}, {"rule": "cubic"}):
-        with pytest.raises(LowtideError, match="cannot be"):
+        with pytest.raises(LowtideError):
             lo.scale_rates(optimizer, **{"factor": 2, "warmup_steps": 1, **wrong})
-    with lo.step_in_backward(optimizer), pytest.raises(LowtideError, match="stepped in backward"):
+    with lo.step_in_backward(optimizer), pytest.raises(LowtideError):
         lo.scale_rates(optimizer, 2, warmup_steps=1)
-    with lo.scale_rates(optimizer, 2, warmup_steps=1), pytest.raises(LowtideError, match="already"):
+    with lo.scale_rates(optimizer, 2, warmup_steps=1), pytest.raises(LowtideError):
         lo.scale_rates(optimizer, 2, warmup_steps=1)
-    with pytest.raises(LowtideError, match="RMSprop has no updates"):
+    with pytest.raises(LowtideError) as refusal:
         lo.scale_rates(torch.optim.RMSprop(weights()), 2, warmup_steps=1, bound=0.1)
+    assert "RMSprop" in str(refusal.value)
     assert not optimizer._optimizer_step_pre_hooks
 
 

@@ -59,7 +59,7 @@ def test_a_state_dict_and_an_undo_wait_for_the_copies():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_state_in_another_dtype_is_loaded_as_torch_loads_it(dtype):
-    """What float32 weights saved goes to bfloat16 ones as into a plain optimizer."""
+    """A state of float32 weights is loaded for bfloat16 ones as by a plain optimizer."""
     model, saver = started()
     train(model, saver, BATCHES[:2])
     results = []
@@ -96,7 +96,7 @@ def test_a_load_that_fails_leaves_the_optimizer_as_it_was():
     lo.lower_state(optimizer, "cpu")
     train(model, optimizer, BATCHES[:1])
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match="size of optimizer's group"):
+    with pytest.raises(ValueError, match="group"):
         optimizer.load_state_dict(other.state_dict())
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]

@@ -122,9 +122,9 @@ def test_one_scale_of_two_optimizers_changes_once_an_iteration_as_grad_scalers()
 @pytest.mark.parametrize("other", [step_in_backward, store_gradients])
 def test_a_scale_and_what_leaves_no_gradients_refuse_each_other(other):
     _, optimizer = built()
-    with LossScale().guard(optimizer), pytest.raises(LowtideError, match="scaled loss"):
+    with LossScale().guard(optimizer), pytest.raises(LowtideError):
         other(optimizer)
-    with other(optimizer), pytest.raises(LowtideError, match="scaled loss"):
+    with other(optimizer), pytest.raises(LowtideError):
         LossScale().guard(optimizer)
     LossScale().guard(optimizer)
 
@@ -205,11 +205,11 @@ def test_a_backward_pass_that_fails_leaves_no_scale_behind():
     expected = gradients_of(model, lambda: other().backward())
 
     def fail(gradient):
-        raise ValueError("stopped")
+        raise ZeroDivisionError
 
     output = main()
     output.register_hook(fail)
-    with pytest.raises(ValueError, match="stopped"):
+    with pytest.raises(ZeroDivisionError):
         scale.scale(output, model).backward()
     assert equal(gradients_of(model, lambda: other().backward()), expected)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import lowtide
 import lowtide.optim as lo
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, MissingExtra
 from lowtide.profiling import profile
 from tests.optim.training import BATCHES, OPTIMIZERS, equal, make, resumes, started, train
 
@@ -34,13 +34,16 @@ def test_8bit_states_take_two_bytes_and_small_ones_stay(kind):
     train(model, optimizer, BATCHES[:1])
 
 
-def test_8bit_states_that_were_not_stepped_come_back_bit_for_bit():
-    model, optimizer = started()
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_8bit_states_that_were_not_stepped_come_back_bit_for_bit(name):
+    pytest.importorskip("bitsandbytes" if name == "SGD" else "torch")
+    model, optimizer = started(name)
     train(model, optimizer, BATCHES[:2])
-    before = copy.deepcopy(optimizer.state_dict())
+    before, attributes = copy.deepcopy(optimizer.state_dict()), set(vars(optimizer))
     lo.lower_state(optimizer, "8bit")()
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
+    assert set(vars(optimizer)) == attributes
     for number, held in before["state"].items():
         assert all(torch.equal(after["state"][number][key], value) for key, value in held.items())
 
@@ -61,22 +64,24 @@ def test_a_scheduler_made_before_8bit_states_does_not_bypass_them():
 
 def test_what_cannot_be_lowered_says_so():
     weight = nn.Parameter(torch.ones(3))
-    with pytest.raises(LowtideError, match="RMSprop has no states in 8bit"):
-        lo.lower_state(torch.optim.RMSprop([weight]), "8bit")
-    with pytest.raises(LowtideError, match="no optimizer state '3bit'"):
-        lo.lower_state(torch.optim.AdamW([weight]), "3bit")
+    for optimizer, state, named in (
+        (torch.optim.RMSprop([weight]), "8bit", "RMSprop"),
+        (torch.optim.AdamW([weight]), "3bit", "'3bit'"),
+    ):
+        with pytest.raises(LowtideError) as refusal:
+            lo.lower_state(optimizer, state)
+        assert named in str(refusal.value)
     optimizer = torch.optim.AdamW([weight])
-    with lo.step_in_backward(optimizer), pytest.raises(LowtideError, match="already"):
+    with lo.step_in_backward(optimizer), pytest.raises(LowtideError):
         lo.step_in_backward(optimizer)
-    with lo.lower_state(optimizer, "cpu"), pytest.raises(LowtideError, match="states on the host"):
+    with lo.lower_state(optimizer, "cpu"), pytest.raises(LowtideError):
         lo.round_updates(optimizer)
-    with pytest.raises(LowtideError, match="closure"), lo.lower_state(optimizer, "cpu"):
-        optimizer.step(lambda: weight.sum())
 
 
-def test_a_closure_is_refused_while_states_are_in_8_bits():
+@pytest.mark.parametrize("state", ["8bit", "cpu"])
+def test_a_closure_is_refused_while_states_are_lowered(state):
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
-    with lo.lower_state(optimizer, "8bit"), pytest.raises(LowtideError, match="closure"):
+    with lo.lower_state(optimizer, state), pytest.raises(LowtideError):
         optimizer.step(lambda: 0.0)
     optimizer.step(lambda: 0.0)
 
@@ -84,7 +89,7 @@ def test_a_closure_is_refused_while_states_are_in_8_bits():
 def test_4bit_states_name_the_extra_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     optimizer = OPTIMIZERS["AdamW"](make().parameters())
-    with pytest.raises(LowtideError, match=r"lowtide\[optim\]"):
+    with pytest.raises(MissingExtra):
         lo.lower_state(optimizer, "4bit")
     assert type(optimizer) is torch.optim.AdamW
 
@@ -127,7 +132,7 @@ def test_4bit_states_are_on_the_host_in_neither_order():
     pytest.importorskip("torchao")
     for first, second in (("4bit", "cpu"), ("cpu", "4bit")):
         optimizer = OPTIMIZERS["AdamW"](make().parameters())
-        with lo.lower_state(optimizer, first), pytest.raises(LowtideError, match="on the host"):
+        with lo.lower_state(optimizer, first), pytest.raises(LowtideError):
             lo.lower_state(optimizer, second)
         assert type(optimizer) is torch.optim.AdamW
 
@@ -184,8 +189,9 @@ def test_amsgrad_of_one_group_is_refused(kind):
     model = make()
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "amsgrad": True}]
     optimizer = torch.optim.AdamW(groups)
-    with pytest.raises(LowtideError, match="amsgrad"):
+    with pytest.raises(LowtideError) as refusal:
         lo.lower_state(optimizer, kind)
+    assert "amsgrad" in str(refusal.value)
     assert type(optimizer) is torch.optim.AdamW
 
 

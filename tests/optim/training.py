@@ -1,4 +1,4 @@
-"""What these tests train: a small model, batches for it, optimizers, and what can be done with them."""
+"""A small model, batches for it, optimizers, and the changes of optimizers that tests share."""
 
 import io
 

@@ -1,8 +1,8 @@
 """Pointwise activations, one row each: torch's ops, derivative and inverse, and what few-bit codes need to know.
 
 Batch norm fuses the activations that have a ``code``, the number by which kernels in Triton know them. Few-bit backward
-serves all of them: a *gate* is straight on both sides of its bends, so one bit gives torch's own gradient; the
-derivative of any other is approximated by a few levels.
+serves all of them. A *gate* is straight on both sides of its bends, so one bit gives torch's own gradient. The
+derivative of any other activation is approximated by a few levels.
 """
 
 from __future__ import annotations

@@ -28,12 +28,8 @@ def step(entries: Sequence[Entry], hyper: Hyper, *, seed: int | None = None) -> 
     With a ``seed``, bfloat16 parameters are rounded stochastically; the same seed gives the same rounding. Gives what
     ``launch`` needs to do it once more on the same tensors; None where it cannot.
     """
-    if (
-        entries
-        and all(_fits(entry) for entry in entries)
-        and (fast := launches.triton_kernels("adamw8bit")) is not None
-    ):
-        return fast.step(entries, hyper, seed=seed)
+    if entries and all(_fits(entry) for entry in entries):
+        return launches.triton_kernels("adamw8bit").step(entries, hyper, seed=seed)
     for number, entry in enumerate(entries):
         rounds = seed is not None and entry.parameter.dtype == torch.bfloat16
         noise = random_bits(entry.parameter, seed + number) if rounds and seed is not None else None
@@ -55,5 +51,5 @@ def random_bits(like: Tensor, seed: int) -> Tensor:
 
 
 def _fits(entry: Entry) -> bool:
-    p, g = entry.parameter, entry.gradient
-    return launches.can_run(p) and launches.can_run(p, g.dtype)
+    dtypes = (entry.parameter.dtype, entry.gradient.dtype)
+    return all(launches.fast_kernels("adamw8bit", entry.parameter, dtype) for dtype in dtypes)

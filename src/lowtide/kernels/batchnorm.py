@@ -30,8 +30,6 @@ def forward(
     slopes = learned[0] if learned else None
     fast = _fast_kernels(x, activation, slopes, weight, bias, running.mean, running.var)
     if fast is not None:
-        x = fast.dense(x)
-        residual = fast.like(residual, x)
         z, mean, invstd, xhat = fast.forward(
             x, weight, bias, running, activation, slopes, residual, eps=eps, keep_xhat=keep_xhat
         )
@@ -50,7 +48,7 @@ def statistics(x: Tensor, running: Running | None = None) -> tuple[Tensor, Tenso
     fast = _fast_kernels(x, None, None, running.mean, running.var)
     if fast is None:
         return reference.statistics(x, running)
-    mean, inverse = fast.measure(fast.dense(x), running, eps=0.0)
+    mean, inverse = fast.measure(x, running, eps=0.0)
     return mean, inverse.reciprocal().square()
 
 
@@ -71,8 +69,6 @@ def normalize(
     slopes = learned[0] if learned else None
     fast = _fast_kernels(saved, activation, slopes, affine.weight, affine.bias)
     if fast is not None:
-        saved = fast.dense(saved)
-        residual = fast.like(residual, saved)
         return fast.normalize(saved, keeps, affine, activation, slopes, residual)[0]
     if activation.name == "module":
         assert activation.module is not None
@@ -101,10 +97,6 @@ def backward(
     slopes = learned[0] if learned else None
     fast = _fast_kernels(saved, activation, slopes, affine.weight, affine.bias)
     if fast is not None:
-        saved = fast.dense(saved)
-        dz = fast.like(dz, saved)
-        residual = fast.like(residual, saved)
-        joined = fast.like(joined, saved)
         dx, dweight, dbias, dslopes, dy = fast.backward(
             dz, saved, keeps, affine, activation, slopes, residual, training=training, joined=joined, sums=sums
         )
@@ -125,8 +117,7 @@ def backward(
 
 def _fast_kernels(x: Tensor, activation: Activation | None, slopes: Tensor | None, *vectors: Tensor | None) -> Any:
     """The kernels in Triton, where they can run. They take bare addresses: what does not fit is ATen's to judge."""
-    known = activation is None or activation.name != "module"
-    if not (launches.can_run(x) and known and x.numel()):
+    if not x.numel() or (activation is not None and activation.name == "module"):
         return None
     channels, device = x.shape[1], x.device
     for vector in (slopes, *vectors):
@@ -134,7 +125,7 @@ def _fast_kernels(x: Tensor, activation: Activation | None, slopes: Tensor | Non
             fits = vector.numel() == channels or (vector is slopes and vector.numel() == 1)
             if not fits or not vector.is_contiguous() or vector.device != device:
                 return None
-    return launches.triton_kernels("batchnorm")
+    return launches.fast_kernels("batchnorm", x)
 
 
 def _activation_backward(

@@ -24,11 +24,10 @@ def rows_(
 
     The last ``padding`` columns are no classes: what they hold is not used, and their gradient is 0.
     """
-    if launches.can_run(logits) and logits.numel():
-        fast = launches.triton_kernels("chunked_loss")
-        if fast is not None:
-            fast.rows_(logits, target, losses, rules, scale, padding)
-            return
+    fast = launches.fast_kernels("chunked_loss", logits)
+    if fast is not None and logits.numel():
+        fast.rows_(logits, target, losses, rules, scale, padding)
+        return
     try:
         reference.rows_(logits, target, losses, rules, scale, padding)
     except RuntimeError:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -62,7 +60,7 @@ def compress(x: Tensor, draws: Draws, *, bits: int, group: int = GROUP) -> Tenso
     if not x.numel():
         return x.new_empty(0, dtype=torch.uint8)
     draws.calls += 1
-    fast = _fast_kernels(x, x.dtype)
+    fast = launches.fast_kernels("compress", x)
     if fast is not None:
         return fast.compress(x, bits, group, draws.on(x.device), draws.calls)
     return reference.compress(x, bits, group, draws.noise(x, group))
@@ -72,8 +70,7 @@ def decompress(buffer: Tensor, numel: int, dtype: torch.dtype, *, bits: int, gro
     """The flat tensor that was compressed, each value within a step of what it was."""
     if not numel:
         return buffer.new_empty(0, dtype=dtype)
-    fast = _fast_kernels(buffer, dtype)
-    kernels = reference if fast is None else fast
+    kernels = launches.fast_kernels("compress", buffer, dtype) or reference
     return kernels.decompress(buffer, numel, dtype, bits, group)
 
 
@@ -84,7 +81,3 @@ def check(bits: int, group: int) -> None:
             f"bits={bits}, group={group} cannot be stored",
             hint="bits is 2, 4 or 8; group is a power of two from 64 to 4096.",
         )
-
-
-def _fast_kernels(x: Tensor, dtype: torch.dtype) -> Any:
-    return launches.triton_kernels("compress") if launches.can_run(x, dtype) else None

@@ -60,9 +60,7 @@ def laid_as(y: Tensor, x: Tensor) -> Tensor:
 
 
 def _fast_kernels(x: Tensor) -> Any:
-    if not launches.can_run(x) or torch.compiler.is_compiling():
-        return None
-    return launches.triton_kernels("fewbit")
+    return None if torch.compiler.is_compiling() else launches.fast_kernels("fewbit", x)
 
 
 # -- proofs by looking at all inputs ---------------------------------------------------------------------
@@ -128,8 +126,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 @torch.library.custom_op("lowtide::fewbit_encode", mutates_args=())
 def _encode(x: Tensor, book: str) -> Tensor:
     """The codes of a dense x."""
-    fast = _fast_kernels(x)
-    return reference.encode(x, BOOKS[book]) if fast is None else encode(x, BOOKS[book])
+    return encode(x, BOOKS[book]) if _fast_kernels(x) else reference.encode(x, BOOKS[book])
 
 
 @_encode.register_fake
@@ -140,8 +137,7 @@ def _(x: Tensor, book: str) -> Tensor:
 @torch.library.custom_op("lowtide::fewbit_decode", mutates_args=())
 def _decode(dy: Tensor, codes: Tensor, book: str) -> Tensor:
     """Dx of a dense dy."""
-    fast = _fast_kernels(dy)
-    return (reference if fast is None else fast).decode(dy, codes, BOOKS[book])
+    return (_fast_kernels(dy) or reference).decode(dy, codes, BOOKS[book])
 
 
 @_decode.register_fake

@@ -49,10 +49,13 @@ def show(name: str, tensors: Sequence[Tensor | None], launch: Callable[[], None]
         watcher = by
 
 
-def can_run(x: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether Triton can work on a tensor, whose values have another ``dtype`` where it holds their bytes."""
+def fast_kernels(name: str, x: Tensor, dtype: torch.dtype | None = None) -> Any:
+    """Return a module of ``kernels/triton`` that can work on a tensor; None without Triton or a GPU.
+
+    The values have another ``dtype`` where the tensor holds their bytes.
+    """
     runs = watcher is not None or not isinstance(x, FakeTensor)  # a watcher keeps fake tensors from a launch
-    return x.is_cuda and (dtype or x.dtype) in _DTYPES and runs
+    return triton_kernels(name) if x.is_cuda and (dtype or x.dtype) in _DTYPES and runs else None
 
 
 @cache

@@ -20,8 +20,7 @@ def project(x: Tensor, seed: Tensor, sketch: Sketch, dtype: torch.dtype | None =
 
     The same seed has the same S, whatever the columns.
     """
-    fast = _fast_kernels(x, sketch)
-    return (fast or reference).project(x, seed, sketch, dtype)
+    return _kernels(x, sketch).project(x, seed, sketch, dtype)
 
 
 def project_scaled(x: Tensor, seed: Tensor, sketch: Sketch) -> tuple[Tensor, Tensor | None]:
@@ -49,12 +48,11 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(2**63 - 1, (), device=device)
 
 
-def _fast_kernels(x: Tensor, sketch: Sketch) -> Any:
-    if not (launches.can_run(x) and x.numel()):
-        return None
-    fast = launches.triton_kernels("randomized")
-    if fast is not None and sketch.kind in ("rows", "dct"):
-        # Larger blocks need a sort to draw rows, and an FFT as the transform: torch has both.
-        rows = x.shape[0]
-        return fast if -(-rows // sketch.blocks(rows)) <= fast.MOST_ROWS else None
+def _kernels(x: Tensor, sketch: Sketch) -> Any:
+    rows = x.shape[0]
+    fast = launches.fast_kernels("randomized", x)
+    if fast is None or not x.numel():
+        return reference
+    if sketch.kind in ("rows", "dct") and -(-rows // sketch.blocks(rows)) > fast.MOST_ROWS:
+        return reference  # to draw rows of larger blocks takes a sort, and their transform an FFT: torch has both
     return fast

@@ -18,7 +18,7 @@ from lowtide.kernels import adamw8bit as kernels
 from lowtide.kernels.adamw8bit import Entry
 from lowtide.kernels.fewbit import is_dense
 from lowtide.kernels.reference.adamw8bit import BLOCK, Hyper, Moments, decode, encode
-from lowtide.optim.one_parameter import FIRST, PLAIN_STATES
+from lowtide.optim.one_parameter import FIRST
 from lowtide.optim.rounding import with_notes
 from lowtide.optim.state_dict import load_exactly, loads_exactly
 
@@ -70,7 +70,6 @@ class AdamW8bit(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One step of every parameter that has a gradient."""
-        vars(self).pop(PLAIN_STATES, None)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -206,9 +205,7 @@ def empty_moments(p: Tensor) -> Moments:
 
 
 def lowered(p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """The state of torch's AdamW for one parameter, in 8 bits; nothing before the first step."""
-    if "exp_avg" not in state:
-        return {}
+    """The state of torch's AdamW for one parameter, in 8 bits."""
     return {"step": torch.tensor(float(state["step"])), **_coded(p, state["exp_avg"], state["exp_avg_sq"])}
 
 
@@ -246,7 +243,7 @@ def _whole(p: Tensor, state: dict[str, Any], key: str) -> Tensor:
 def _order(p: Tensor) -> int:
     """How ``flat`` goes through the dimensions, two digits for each, the outermost first: 1030402 for channels_last.
 
-    Those of size 1 are left out, since their strides say nothing. An int, which every kind of checkpoint can save.
+    Dimensions of size 1 are left out, since their strides say nothing. An int, which every kind of checkpoint can save.
     """
     return _order_of(p.shape, p.stride() if not p.is_contiguous() and is_dense(p) else None)
 
@@ -277,14 +274,10 @@ def _refuse_amsgrad(group: dict[str, Any]) -> None:
         raise LowtideError("There is no amsgrad with states in 8 bits", hint="Leave amsgrad out.")
 
 
-def raised(p: Tensor, state: dict[str, Any], *, fused: bool) -> dict[str, Any]:
+def raised(p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """The state of torch's AdamW again, from one in 8 bits."""
-    if "exp_avg" not in state:
-        return {}
-    plain: dict[str, Any] = {"step": state["step"].to(p.device) if fused else state["step"].clone()}
-    for key in _KEYS[:2]:
-        plain[key] = _like(p, p.dtype).copy_(_whole(p, state, key))
-    return plain
+    moments = {key: _like(p, p.dtype).copy_(_whole(p, state, key)) for key in _KEYS[:2]}
+    return {"step": state["step"].clone(), **moments}
 
 
 def count_of(step: Tensor) -> int:

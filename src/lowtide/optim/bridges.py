@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lowtide.compat.optimizers import load_post_hooks, load_pre_hooks
 from lowtide.errors import LowtideError, MissingExtra
-from lowtide.optim.one_parameter import PLAIN_STATES
 from lowtide.optim.rounding import with_notes
 from lowtide.undo import Undo
 
@@ -36,24 +35,18 @@ class Adam4bit:
         self.optimizer: Any = _runs_anywhere(base)([torch.empty(0)], lr=1e-3)
 
     def lowered(self, p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of torch's AdamW for one parameter, in 4 bits; nothing before the first step."""
-        if "exp_avg" not in state:
-            return {}
+        """Return the state of torch's AdamW for one parameter, in 4 bits."""
         converted: dict[str, Any] = {"step": torch.tensor(float(state["step"]))}
         for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            converted[key] = self.optimizer._new_buffer(p, signed)
-            if (
-                type(converted[key]) is Tensor
-            ):  # too small for 4 bits: as it is, also where it is wider than the parameter
-                converted[key] = converted[key].to(state[key].dtype)
-            converted[key].copy_(state[key])
+            buffer = self.optimizer._new_buffer(p, signed)
+            if type(buffer) is Tensor:  # too small for 4 bits: it may be wider than the parameter
+                buffer = buffer.to(state[key].dtype)
+            converted[key] = buffer.copy_(state[key])
         return converted
 
-    def raised(self, p: Tensor, state: dict[str, Any], *, fused: bool) -> dict[str, Any]:
+    def raised(self, p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """The state of torch's AdamW again."""
-        if "exp_avg" not in state:
-            return {}
-        converted: dict[str, Any] = {"step": state["step"].to(p.device) if fused else state["step"].clone()}
+        converted: dict[str, Any] = {"step": state["step"].clone()}
         for key in ("exp_avg", "exp_avg_sq"):
             value = state[key]
             whole = value.dequantize() if hasattr(value, "dequantize") and type(value) is not Tensor else value
@@ -89,10 +82,9 @@ def has_bridge(optimizer: torch.optim.Optimizer) -> bool:
 class Bitsandbytes:
     """Has bitsandbytes step an optimizer, with the same numbers and the same rule.
 
-    torch's SGD with momentum, torch's Adam and AdamW where updates are to have a ``bound``, and bitsandbytes' own
-    optimizers with 32-bit states. With a ``bound``, an update's norm is at most that share of the weight's: SGD is then
-    LARS, and Adam LAMB. bitsandbytes' step on 8-bit states knows no bound, so that its LARS8bit is SGD8bit; here a
-    bounded step decodes the states of one parameter, runs the 32-bit one and encodes them again.
+    For torch's SGD with momentum, and bitsandbytes' own optimizers with 32-bit states. With a ``bound``, an update's
+    norm is at most that share of the weight's: SGD is then LARS, and torch's Adam or AdamW LAMB. bitsandbytes' step on
+    8-bit states ignores a bound. Here a bounded step decodes one parameter's states and encodes them afterwards.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, bits: int = 8, bound: float | None = None) -> None:
@@ -139,17 +131,15 @@ class Bitsandbytes:
             converted["unorm_vec"] = torch.zeros(1, device=p.device)
         return converted
 
-    def raised(self, p: Tensor, state: dict[str, Any], *, fused: bool) -> dict[str, Any]:
-        """The state as the optimizer had it before; ``fused`` says where it counts its steps."""
-        if "state1" not in state:
-            return {}
+    def raised(self, p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """The state as the optimizer had it before."""
         converted: dict[str, Any] = {} if "momentum_buffer" in self.keys else {"step": state["step"]}
         for slot, key in zip(_SLOTS, self.keys, strict=False):
             if slot in state:
                 values = self.decode(state, slot) if state[slot].dtype == torch.uint8 else state[slot].clone()
                 converted[key] = values.to(p.dtype) if self.is_torchs else values
         if self.is_torchs and "step" in converted:
-            converted["step"] = torch.tensor(float(converted["step"]), device=p.device if fused else "cpu")
+            converted["step"] = torch.tensor(float(converted["step"]))
         elif "unorm_vec" in state:
             converted["unorm_vec"] = state["unorm_vec"]
         return converted
@@ -214,7 +204,6 @@ def bridged(base: Any, bridge: Bitsandbytes) -> Any:
         base.load_state_dict(self, loaded, move_to_device)
         for hook in load_post_hooks(self).values():
             hook(self)
-        vars(self).pop(PLAIN_STATES, None)
 
     methods = {
         "step": _step,
@@ -227,20 +216,14 @@ def bridged(base: Any, bridge: Bitsandbytes) -> Any:
 
 
 @torch.no_grad()
-def _step(self: Any, closure: Any = None) -> Any:
+def _step(self: Any, closure: None = None) -> None:
     """One step; bitsandbytes' own waits for the device after each parameter, for the sake of paged states."""
-    vars(self).pop(PLAIN_STATES, None)
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
     for gindex, group in enumerate(self.param_groups):
         for pindex, p in enumerate(group["params"]):
             if p.grad is not None:
                 if not self.state[p]:
                     self.init_state(group, p, gindex, pindex)
                 self.update_step(group, p, gindex, pindex)
-    return loss
 
 
 @contextmanager
@@ -298,10 +281,9 @@ def _refuse_group(group: dict[str, Any]) -> None:
 
 
 def _runs_anywhere(base: type) -> type:
-    """The class of torchao, uncompiled on a CPU; its first step frees the plain states."""
+    """The class of torchao, uncompiled on a CPU."""
 
     def step(self: Any, closure: Any = None) -> Any:
-        vars(self).pop(PLAIN_STATES, None)
         compiles = all(p.is_cuda for group in self.param_groups for p in group["params"])
         with nullcontext() if compiles else torch.compiler.set_stance("force_eager"):
             return base.step(self, closure)

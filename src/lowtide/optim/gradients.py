@@ -11,7 +11,14 @@ from torch import Tensor
 from lowtide.errors import LowtideError
 from lowtide.kernels.adamw8bit import random_bits
 from lowtide.kernels.reference.adamw8bit import BLOCK, blocks_as_rows, round_by
-from lowtide.optim.hooks import StepPart, refuse_clipping, refuse_unsharded, refuse_where, take_part
+from lowtide.optim.hooks import (
+    StepPart,
+    refuse_unsharded,
+    refuse_where,
+    take_part,
+    trainable_parameters,
+    use_gradients,
+)
 from lowtide.optim.in_backward import is_stepped_in_backward
 from lowtide.optim.one_parameter import SingleStep
 from lowtide.undo import Undo
@@ -34,9 +41,7 @@ def store_gradients(optimizer: torch.optim.Optimizer, bits: Bits = "16bit", *, s
     """
     if bits not in ("16bit", "8bit"):
         raise LowtideError(f"Gradients cannot be kept in {bits!r}", hint='Pass "16bit" or "8bit".')
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise LowtideError("LBFGS steps all parameters as one", hint="Use another optimizer.")
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    parameters = trainable_parameters(optimizer)
     if any(p.is_complex() for p in parameters):
         raise LowtideError("Gradients of complex parameters are not stored in less", hint="Use another technique.")
     if any(map(is_stepped_in_backward, parameters)):
@@ -49,12 +54,10 @@ def store_gradients(optimizer: torch.optim.Optimizer, bits: Bits = "16bit", *, s
     store = GradientStore(optimizer, bits, seed)
     with Undo(store.give_back) as undo:
         undo.add(take_part(optimizer, store))
-        undo.add(refuse_clipping())
         undo.add(store.forget_at_zero_grad(optimizer))
         optimizer.param_groups[0].setdefault(COUNT, 0)
         undo.add(lambda: optimizer.param_groups[0].pop(COUNT, None))  # loading a state replaces the group
-        for parameter in parameters:
-            undo.add(parameter.register_post_accumulate_grad_hook(store).remove)
+        undo.add(use_gradients(optimizer, store))
         return undo.keep()
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -98,20 +99,63 @@ def set_amp_scaling(optimizer: torch.optim.Optimizer, value: bool) -> Undo:
     return Undo(restore)
 
 
-_refusals: dict[object, Callable[[], None]] = {}  # for each optimizer that uses gradients in backward: end watching
+class WeakHook:
+    """Calls a hook that the optimizer holds, and has its attributes; does nothing once the optimizer is freed.
+
+    torch never frees an object that a parameter's own hook refers to and that refers to the parameter.
+    """
+
+    def __init__(self, hook: Callable[[Tensor], None]) -> None:
+        self._hook = weakref.ref(hook)
+
+    def __call__(self, parameter: Tensor) -> None:
+        hook = self._hook()
+        if hook is not None:
+            hook(parameter)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._hook(), name)
 
 
-def refuse_clipping() -> Undo:
-    """Have torch's clipping raise for parameters whose gradients are gone, until the undo: it would clip nothing."""
+def use_gradients(optimizer: torch.optim.Optimizer, hook: Callable[[Tensor], None]) -> Undo:
+    """Call ``hook``, which the optimizer holds, in backward for each parameter whose gradient is complete."""
+    undo = Undo(refuse_clipping(optimizer))
+    weak = WeakHook(hook)
+    for parameter in trainable_parameters(optimizer):
+        undo.add(parameter.register_post_accumulate_grad_hook(weak).remove)
+    return undo
+
+
+def trainable_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters that get gradients. Refuse an optimizer that cannot step one at a time."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise LowtideError("LBFGS steps all parameters as one", hint="Use another optimizer.")
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+_refusals: set[object] = set()  # one for each optimizer that uses gradients in backward
+_watching = Undo()  # of torch's clipping, while there are refusals
+
+
+def refuse_clipping(optimizer: torch.optim.Optimizer) -> Undo:
+    """Have torch's clipping raise for parameters whose gradients are gone: it would clip nothing.
+
+    Ends with the undo, or when the optimizer is freed without it.
+    """
     refusal = object()
-    _refusals[refusal] = next(iter(_refusals.values()), None) or watch_clipping(_see_clipped)
-    return Undo(lambda: _end_refusal(refusal))
+    _refusals.add(refusal)  # first, so that an optimizer that is freed meanwhile does not end the watch
+    end = weakref.finalize(optimizer, _end_refusal, refusal)
+    end.atexit = False
+    with Undo(end) as undo:
+        if len(_refusals) == 1:
+            _watching.add(watch_clipping(_see_clipped))
+        return undo.keep()
 
 
 def _end_refusal(refusal: object) -> None:
-    end_watching = _refusals.pop(refusal)
+    _refusals.discard(refusal)
     if not _refusals:
-        end_watching()
+        _watching()
 
 
 def _see_clipped(parameters: Iterable[Tensor]) -> None:
@@ -127,8 +171,8 @@ def _see_clipped(parameters: Iterable[Tensor]) -> None:
 
 def refuse_where(optimizer: Any, needs: Literal["needs_gradients", "needs_step"], what: str) -> None:
     """Refuse ``what`` where something that acts before the step says that it ``needs`` what would not be there."""
-    for hook in step_pre_hooks(optimizer).values():
-        reason = getattr(getattr(hook, "__self__", None), needs, None)
+    for owner in hook_owners(optimizer):
+        reason = getattr(owner, needs, None)
         if reason is not None:
             raise LowtideError(f"{reason}, and {what} leave nothing for it", hint="Undo one of the two.")
 
@@ -151,7 +195,10 @@ def refuse_unsharded(parameters: Iterable[Tensor]) -> None:
 
 def part_of(optimizer: Any) -> StepPart | None:
     """Return the part that does the steps of this optimizer, or None."""
+    return next((owner for owner in hook_owners(optimizer) if isinstance(owner, StepPart)), None)
+
+
+def hook_owners(optimizer: Any) -> Iterator[object]:
+    """Yield the objects whose methods torch calls before a step."""
     for hook in step_pre_hooks(optimizer).values():
-        if isinstance(owner := getattr(hook, "__self__", None), StepPart):
-            return owner
-    return None
+        yield getattr(hook, "__self__", None)

@@ -11,11 +11,12 @@ from lowtide.compat.autograd import gradient_hooks
 from lowtide.errors import LowtideError
 from lowtide.optim.hooks import (
     part_of,
-    refuse_clipping,
     refuse_closure,
     refuse_unsharded,
     refuse_where,
     set_amp_scaling,
+    trainable_parameters,
+    use_gradients,
 )
 from lowtide.optim.one_parameter import SingleStep
 from lowtide.undo import Undo
@@ -27,7 +28,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> Undo:
     The optimizer stays the same object with the same state: schedulers and ``state_dict`` go on working, and
     ``optimizer.step()`` finds nothing left to do. The results are those of a plain step, bit for bit. One backward is
     one step: gradients cannot be accumulated over several, nor clipped or unscaled after backward. So torch's clipping
-    and a ``GradScaler``'s step raise, and a step with a closure does, too.
+    and a ``GradScaler``'s step raise, and a step with a closure does, too. Steps end when the optimizer is freed.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -37,9 +38,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> Undo:
     (Parameter containing:
     tensor([0.5000, 0.5000], requires_grad=True), None)
     """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise LowtideError("LBFGS steps all parameters as one", hint="Use another optimizer.")
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    parameters = trainable_parameters(optimizer)
     if any(map(is_stepped_in_backward, parameters)):
         raise LowtideError(
             "A parameter is stepped in backward already", hint="Call undo() of the first one before applying it."
@@ -47,31 +46,21 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> Undo:
     refuse_unsharded(parameters)
     refuse_where(optimizer, "needs_step", "steps in backward")
     hook = StepHook(optimizer)
-    handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
-    handles.append(optimizer.register_step_pre_hook(_before))
-    return Undo(*(handle.remove for handle in handles), set_amp_scaling(optimizer, True), refuse_clipping())
-
-
-def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook before a step, which finds nothing left to do: refuse what would need gradients then."""
-    refuse_closure(optimizer, args, kwargs)
-    if "found_inf" in vars(optimizer):
-        for name in ("found_inf", "grad_scale"):
-            vars(optimizer).pop(name, None)
-        raise LowtideError(
-            "A GradScaler cannot unscale gradients that were used in backward: parameters were stepped by scaled ones",
-            hint="Use bfloat16, which needs no scale, or leave steps until after backward. Restore the parameters.",
-        )
+    undo = Undo(optimizer.register_step_pre_hook(hook.before).remove)  # which holds the hook
+    undo.add(set_amp_scaling(optimizer, True))
+    undo.add(use_gradients(optimizer, hook))
+    return undo
 
 
 def is_stepped_in_backward(parameter: Tensor) -> bool:
     """Whether there is no gradient left of it after backward."""
-    return any(isinstance(hook, StepHook) for hook in gradient_hooks(parameter).values())
+    return any(hasattr(hook, "is_step") for hook in gradient_hooks(parameter).values())
 
 
 class StepHook:
     """Runs when a parameter's gradient is complete."""
 
+    is_step = True
     leaves_no_gradient = "is stepped in backward"
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -90,3 +79,14 @@ class StepHook:
         else:
             self.step(parameter)
         parameter.grad = None
+
+    def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called by torch before a step, which finds nothing left to do: refuse what would need gradients then."""
+        refuse_closure(optimizer, args, kwargs)
+        if "found_inf" in vars(optimizer):
+            for name in ("found_inf", "grad_scale"):
+                vars(optimizer).pop(name, None)
+            raise LowtideError(
+                "A GradScaler cannot unscale gradients that were used in backward: the steps used scaled ones",
+                hint="Use bfloat16, which needs no scale, or leave steps until after backward. Restore the parameters.",
+            )

@@ -8,9 +8,10 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import ParamsT
 
-from lowtide.compat.optimizers import register_first_step_pre_hook, step_pre_hooks
+from lowtide.compat.optimizers import register_first_step_pre_hook
 from lowtide.errors import LowtideError
 from lowtide.optim.bridges import Bitsandbytes, import_bitsandbytes
+from lowtide.optim.hooks import hook_owners
 from lowtide.optim.in_backward import is_stepped_in_backward
 from lowtide.optim.state import convert
 from lowtide.undo import Undo
@@ -52,11 +53,11 @@ def scale_rates(
     """Step as ``scale_batch`` would, without a scheduler to call: the rate is multiplied while a step runs.
 
     Between steps ``group["lr"]`` is what it was: schedulers of your own go on with it, and the undo has it as it is.
-    Steps are counted in the first group, and so in what is saved. With a ``bound``, bitsandbytes steps torch's
-    SGD as LARS, and Adam or AdamW as LAMB: an update's norm is at most that share of the weight's.
+    Steps are counted in the first group, and so in what is saved. With a ``bound``, bitsandbytes steps torch's SGD as
+    LARS, and Adam or AdamW as LAMB. An update's norm is then at most that share of the weight's.
     """
     top = _top(factor, warmup_steps, rule)
-    if any(isinstance(_owner(hook), _ScaledStep) for hook in step_pre_hooks(optimizer).values()):
+    if any(isinstance(owner, _ScaledStep) for owner in hook_owners(optimizer)):
         raise LowtideError("The rates are scaled already", hint="Call undo() of the first one before applying it.")
     if any(is_stepped_in_backward(p) for group in optimizer.param_groups for p in group["params"]):
         raise LowtideError("Parameters that are stepped in backward have no step to scale the rates of")
@@ -147,7 +148,3 @@ def _top(factor: float, warmup_steps: int, rule: str) -> float:
             hint=f"The factor is above 0, there are 0 steps or more, and the rule is one of: {', '.join(RULES)}.",
         )
     return factor if rule == "linear" else factor**0.5
-
-
-def _owner(hook: Any) -> object:
-    return getattr(hook, "__self__", None)

@@ -19,7 +19,7 @@ _Fetched = tuple[Tensor, dict[str, Tensor], Any]
 def offload_state(optimizer: torch.optim.Optimizer) -> Undo:
     """Keep an optimizer's states in memory of the host; the step is the optimizer's own, on the device, bit for bit.
 
-    On a GPU the memory is pinned, and copies run beside the steps on a stream of their own: the states of two
+    On a GPU the memory is pinned, and copies run beside the steps on a stream of their own. The states of two
     parameters are on the device at a time. Scalars, such as step counts, stay where they are. ``state_dict()`` waits
     for the copies; to read ``optimizer.state`` itself after a step, synchronise first. A loaded state goes to the host
     without passing through the device.

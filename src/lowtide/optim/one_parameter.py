@@ -19,7 +19,7 @@ class SingleStep:
     """Steps one parameter at a time, with the optimizer's own code, its current numbers and its own state.
 
     Elementwise optimizers (all of torch's but LBFGS, and Muon's for a matrix) give the same bits as a step of all.
-    What the optimizer's state holds afterwards is what a plain step would have left.
+    The optimizer's state afterwards is that of a plain step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

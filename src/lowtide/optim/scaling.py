@@ -24,12 +24,11 @@ SAVED = "loss_scale"  # in an optimizer's first group, where it is saved
 class LossScale:
     """A scale that gradients have between the loss and the parameters, and that follows what float16 can hold.
 
-    ``scale(loss, model)`` gives the loss with the same value. Where a gradient reaches a parameter it is divided by
-    the scale, so that ``p.grad`` is always true: clipping and accumulation need no care, nor have other losses with
-    backward passes of their own. A backward pass is scaled as a whole: what is added to a scaled loss has to be scaled
-    too, as in ``scale(loss + penalty, model)`` or ``scale(loss, model) + scale(penalty, model)``; without, its
-    gradients would be divided by a scale that they never had. Gradients of what is no parameter of the model stay
-    scaled.
+    ``scale(loss, model)`` gives the loss with the same value. A gradient that reaches a parameter is divided by the
+    scale, so that ``p.grad`` is always true. Clipping, accumulation and other losses with backward passes of their own
+    need no care. A backward pass is scaled as a whole, so a penalty has to be scaled with its loss: write
+    ``scale(loss + penalty, model)`` or ``scale(loss, model) + scale(penalty, model)``. Only gradients of the model's
+    parameters are divided; others stay scaled.
 
     ``guard(optimizer)`` has a step with gradients that are not finite left out and the scale halved; after
     ``growth_interval`` good steps it doubles. Several optimizers can be guarded: their steps after one backward pass

@@ -27,8 +27,8 @@ _State = dict[str, Any]
 def lower_state(optimizer: torch.optim.Optimizer, state: str) -> Undo:
     """Keep the optimizer's state in less memory, from now on; the undo restores torch's form.
 
-    ``"8bit"``: torch's Adam and AdamW with moments in 8 bits (``AdamW8bit``); by bitsandbytes torch's SGD with momentum
-    and bitsandbytes' own optimizers, such as Lion, LARS and LAMB. ``"4bit"``: AdamW with moments in 4, by torchao.
+    ``"8bit"``: torch's Adam and AdamW with moments in 8 bits (``AdamW8bit``). bitsandbytes steps torch's SGD with
+    momentum, and its own optimizers, such as Lion, LARS and LAMB. ``"4bit"``: AdamW with moments in 4, by torchao.
     ``"cpu"``: any optimizer, its state in pinned memory of the host, copied to the device a parameter at a time; the
     same bits as without.
 
@@ -65,12 +65,12 @@ def convert(
     optimizer: torch.optim.Optimizer,
     other: torch.optim.Optimizer,
     lower: Callable[[Tensor, _State], _State],
-    lift: Callable[..., _State],
+    lift: Callable[[Tensor, _State], _State],
 ) -> Undo:
     """Make the optimizer one of other's class, its groups as they are with what they lack, its states lowered."""
     groups, defaults = [set(group) for group in optimizer.param_groups], optimizer.defaults
     plain = {p: dict(state) for p, state in optimizer.state.items()}
-    states = {p: with_notes(lower(p, state), state) for p, state in plain.items()}
+    states = {p: with_notes(lower(p, state), state) for p, state in plain.items() if state}
     other.defaults.update({key: value for key, value in optimizer.defaults.items() if key in other.defaults})
     undo = become(optimizer, other)
     for group in optimizer.param_groups:
@@ -81,6 +81,7 @@ def convert(
     vars(optimizer)[PLAIN_STATES] = {p: _to_host(state) for p, state in plain.items()}
     undo.add(optimizer.register_load_state_dict_post_hook(_forget_plain_states).remove)
     undo.add(optimizer.register_step_pre_hook(refuse_closure).remove)
+    undo.add(optimizer.register_step_pre_hook(_forget_plain_states).remove)
 
     def restore() -> None:
         plain = vars(optimizer).pop(PLAIN_STATES, None)
@@ -91,8 +92,10 @@ def convert(
             for group in optimizer.param_groups:
                 fused = any({**defaults, **group}.get(key) for key in ("fused", "capturable"))
                 for p in group["params"]:
-                    if p in optimizer.state:
-                        states[p] = with_notes(lift(p, optimizer.state[p], fused=fused), optimizer.state[p])
+                    if state := optimizer.state.get(p):
+                        states[p] = with_notes(lift(p, state), state)
+                        if fused and "step" in states[p]:
+                            states[p]["step"] = states[p]["step"].to(p.device)
         undo()
         added = [set(defaults)] * (len(optimizer.param_groups) - len(groups))
         for group, before in zip(optimizer.param_groups, groups + added, strict=True):
@@ -123,7 +126,7 @@ def _load_in_4bit(optimizer: torch.optim.Optimizer, four: Adam4bit) -> Undo:
     return undo
 
 
-def _forget_plain_states(optimizer: torch.optim.Optimizer) -> None:
+def _forget_plain_states(optimizer: torch.optim.Optimizer, *_: object) -> None:
     vars(optimizer).pop(PLAIN_STATES, None)
 
 
@@ -147,18 +150,18 @@ def become(optimizer: Any, other: torch.optim.Optimizer) -> Undo:
     A scheduler wraps the step that it finds on the object; that of the new class takes its place.
     """
     kind, before = type(optimizer), dict(vars(optimizer))
-    kept = {key: value for key, value in before.items() if key in ("param_groups", "state") or "hooks" in key}
+    shared = {key: value for key, value in before.items() if key in ("param_groups", "state") or "hooks" in key}
     marks = {key: value for key, value in before.items() if key.startswith(STEP_CALLED)}
     optimizer.__class__ = type(other)
     optimizer.__dict__.pop(AMP_SCALING, None)
-    optimizer.__dict__.update({**vars(other), **kept, **marks})
+    optimizer.__dict__.update({**vars(other), **shared, **marks})
     call_hooks_in_step(optimizer)
-    optimizer.__dict__.update(kept)
+    optimizer.__dict__.update(shared)
     if "step" in before:
         optimizer.__dict__["step"] = _counted(optimizer, type(other).step)
 
     def restore() -> None:
-        now = {key: vars(optimizer)[key] for key in (*kept, STEP_CALLED) if key in vars(optimizer)}
+        now = {key: vars(optimizer)[key] for key in (*shared, STEP_CALLED) if key in vars(optimizer)}
         optimizer.__class__ = kind
         optimizer.__dict__.clear()
         optimizer.__dict__.update({**before, **now})

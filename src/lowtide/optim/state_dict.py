@@ -36,8 +36,8 @@ def as_saved(parameter: Tensor, state: State, group: dict[str, Any]) -> State:
 def load_exactly(optimizer: torch.optim.Optimizer, receive: Receive = as_saved) -> Undo:
     """Have ``load_state_dict`` give each parameter what ``receive(parameter, state, group)`` makes of its saved state.
 
-    torch neither casts the states nor moves them: what is received on the host was never on the device. Where it is
-    called again, each ``receive`` gets what the one before made. An error of theirs leaves the optimizer as it was.
+    torch neither casts the states nor moves them: what is received on the host was never on the device. If it is
+    called again, each ``receive`` gets the result of the one before. An error of theirs leaves the optimizer as it was.
     """
     loading = _loading_of(optimizer)
     if loading is None:

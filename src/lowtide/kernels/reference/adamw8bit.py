@@ -1,10 +1,10 @@
 """AdamW with 8-bit states in plain torch: the code, and one step of one parameter.
 
-A state tensor is cut into blocks of 256 values. A block keeps its largest magnitude a in float32 and, for each value x,
-the nearest of 127 (with a sign) or 255 (without) powers: x ≈ a·(c/127)⁴ or a·(c/255)⁴. The fourth power puts as many
-codes between a/16 and a as below a/16, so that the relative error stays small over many orders of magnitude (1.6% at
-a, 3% at a/16, 6% at a/256 with a sign; half of that without), and a itself is exact. Without a sign, as second moments
-are, only 0 has the code 0: a first moment that is left over one that vanished would be divided by eps alone.
+A state tensor is cut into blocks of 256 values. A block stores its largest magnitude a in float32, and a code c for
+each value: x ≈ a·(c/127)⁴ with a sign, or a·(c/255)⁴ without. The fourth power puts as many codes between a/16 and a
+as below a/16. So the relative error stays small over many orders of magnitude, and a itself is exact. With a sign it is
+1.6% at a, 3% at a/16 and 6% at a/256; without, half of that. Second moments have no sign, and only 0 has the code 0:
+a first moment over a second one that vanished would be divided by eps alone.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _step(parameter: Tensor, gradient: Tensor, moments: Moments, hyper: Hyper, n
 def round_by(x: Tensor, noise: Tensor) -> Tensor:
     """Round float32 to bfloat16, up or down as 16 random bits (int32) say: to either side as often as it is near.
 
-    What is not finite stays: the bits of an infinity with something added would be those of a nan.
+    Infinities and nan stay: the bits of an infinity with something added would be those of a nan.
     """
     bits = (x.view(torch.int32) + noise) & -65536
     return torch.where(x.isfinite(), bits.view(torch.float32), x).bfloat16()

@@ -1,7 +1,7 @@
 """Cross entropy of rows of logits, and its gradient written over them, in plain torch.
 
-With z the logits of a row, t its target, w the class weights (1 if there are none), W their sum over V classes, ε the
-label smoothing, p = softmax(z) and c the gradient of the row's loss:
+A row has the logits z, the target t, p = softmax(z), and c, the gradient of its loss. w are the class weights (1 if
+there are none), W is their sum over V classes, ε the label smoothing:
 
     loss  = (1-ε)·w_t·(lse z - z_t) + ε/V·(W·lse z - Σ w_k·z_k)
     dz_k  = c·((1-ε)·w_t + ε·W/V)·p_k - c·ε/V·w_k - [k = t]·c·(1-ε)·w_t
@@ -34,8 +34,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def rows_(logits: Tensor, target: Tensor, losses: Tensor, rules: Rules, scale: Tensor | None, padding: int = 0) -> None:
     """Write the losses of the rows; and, with a ``scale`` (c, of one row or of each), the gradient over the logits.
 
-    What the logits hold is lost either way. Nothing is allocated beside them, but in 16 bits a copy in 32. The last
-    ``padding`` columns are no classes: what they hold is not used, and their gradient is 0.
+    The logits are overwritten either way. Nothing is allocated beside them, but in 16 bits a copy in 32. The last
+    ``padding`` columns are no classes: their values are not used, and their gradient is 0.
     """
     if padding:
         logits[:, -padding:] = 0

@@ -1,17 +1,16 @@
 """Few-bit storage of a tensor in groups, rounded at random: the formulas, over ATen.
 
-A group of neighbours is stored as its smallest value l, a step s and a code q of 2, 4 or 8 bits for each value. With
-L = 2^bits - 1:
+A group of neighbours is stored as its smallest value l, a step s and codes q of 2, 4 or 8 bits. With L = 2^bits - 1:
 
     s = (max - l) / L        t = (x - l) / s        q = floor(t + u), u uniform in [0, 1)        x̂ = l + q·s
 
-with s smaller by two units of rounding, so that l + L·s is never above the maximum, however it is rounded: a sigmoid's
-1 would else become more, and its slope negative. So E[x̂] = x and E[(x̂ - x)²] = s²·f(1 - f), f the fraction of t (Chen
-et al., ActNN, 2021). u has 16 bits: x̂ is right on average to 2⁻¹⁶ of a step.
+s is smaller by two units of rounding, so that l + L·s never exceeds the maximum. Otherwise a sigmoid's 1 would become
+more, and its slope negative. So E[x̂] = x and E[(x̂ - x)²] = s²·f(1 - f), f the fraction of t (Chen et al., ActNN,
+2021). Since u has 16 bits, x̂ is right on average to 2⁻¹⁶ of a step.
 
 A group whose smallest value is 0, as behind a ReLU, gives the code 0 to its zeros alone. The other L codes share the
-range from its smallest positive value l, so a zero stays a zero, nothing else becomes one, and s = (max - l) / (L - 1).
-The sign bit of s says so.
+range from its smallest positive value l, with s = (max - l) / (L - 1). So a zero stays a zero, and nothing else becomes
+one. The sign bit of s says so.
 
 A group that holds nan or ±inf, or whose range overflows, is nan when it comes back: its s is nan. One whose s would be
 below 2⁻¹¹⁰ counts as constant.

@@ -1,8 +1,8 @@
 """Few-bit backward in plain torch: a number per input that says which slope it gets, a few bits each, and back.
 
-Codes of 8 neighbours in memory make one word, of as many bytes as a code has bits b: code e takes bits from e·b on.
-Of n codes, the bytes with the same place in their words lie together, ⌊n/8⌋ of each; the last few of n, if less than 8,
-come after them as a word of their own, cut to its bytes. That is ⌈b·n/8⌉ bytes.
+Codes of b bits of 8 neighbours in memory make one word of b bytes: code e takes bits from e·b on. Bytes with the same
+place in their words lie together, ⌊n/8⌋ of each for n codes. The last n mod 8 codes come after them as a word of their
+own, cut to its bytes. That is ⌈b·n/8⌉ bytes.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _pieces(groups: int) -> Iterator[slice]:
 
 
 def _packed(which: Tensor, bits: int) -> Tensor:
-    """Codes, a byte each, as words of 8: neighbours join, then pairs, then fours. Of a word's bytes the first count."""
+    """Codes, a byte each, as words of 8: neighbours join, then pairs, then fours. The first bytes of a word count."""
     word = which.view(torch.int64)
     for width, low in _LANES:
         size = bits * width // 8

@@ -1,8 +1,7 @@
 """Random sketches of a matrix's rows, S·X, by torch's own ops: what the kernels in Triton must give.
 
-The rows of X are cut into blocks of nearly equal size, and each block is sketched by itself: S is block-diagonal, with
-E[SᵀS] = I. Nothing of S is drawn from a generator: its entries are functions of a seed and of their place (Philox), so
-that the backward pass has the same S from eight bytes.
+The rows of X are cut into blocks of nearly equal size, each sketched by itself: S is block-diagonal, with E[SᵀS] = I.
+The entries of S are functions of a seed and of their place (Philox), so that backward has the same S from eight bytes.
 """
 
 from __future__ import annotations
@@ -117,8 +116,8 @@ class Cut(NamedTuple):
 def philox(seed: Tensor, c0: Any, c1: Any, c2: Any, c3: int, rounds: int = 10) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four words of 32 random bits for each counter (Salmon et al., 2011: Philox4x32), held as int64."""
     # A number that is filled in on the device, and not copied to it, may be captured in a CUDA graph.
-    given = (c if isinstance(c, Tensor) else seed.new_full((), c) for c in (c0, c1, c2, c3))
-    counter = torch.broadcast_tensors(*given)
+    words = (c if isinstance(c, Tensor) else seed.new_full((), c) for c in (c0, c1, c2, c3))
+    counter = torch.broadcast_tensors(*words)
     if isinstance(seed, FakeTensor) and seed.device.type == "cpu":
         w0, w1, w2, w3 = (seed.new_empty(counter[0].shape) for _ in range(4))  # as much as numpy's way shows
         return w0, w1, w2, w3

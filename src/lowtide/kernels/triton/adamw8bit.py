@@ -2,11 +2,11 @@
 """A step of AdamW with 8-bit states in Triton: all parameters in one launch, each byte once.
 
 For float32 parameters and gradients that is 16 bytes a parameter (p read and written 8, g 4, codes read and written 4)
-and 1/16 more for scales, where AdamW with float32 states moves 28. The formulas are the reference's; the code of a
-block needs its largest magnitude, which one program finds in registers: a row of its tile is a block.
+and 1/16 more for scales. AdamW with float32 states moves 28. The formulas are the reference's. The code of a block
+needs its largest magnitude, which one program finds in registers: a row of its tile is a block.
 
-A launch takes an address table instead of tensors: a model has hundreds of parameters, and a launch for each would take
-longer than the work. The table is sent again only when an address changed.
+A launch takes an address table instead of tensors: a launch for each of hundreds of parameters would take longer than
+the work. The table is sent again only when an address changed.
 """
 
 from __future__ import annotations

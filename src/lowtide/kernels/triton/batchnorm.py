@@ -1,10 +1,10 @@
 """Batch norm + activation in Triton, forward and backward, for NCHW and NHWC.
 
-A *tile* is one channel (NCHW) or a few neighbours (NHWC). Where a tile fits the registers of one program, one launch
-does it in the fewest passes over memory there can be: 2 forward (read x, write z) and 3 backward (read dz and what was
-saved, write dx). Otherwise a first launch sums: all its programs go through the tensor side by side, from its beginning
-to its end, and the last one of each tile adds the sums up. A second launch makes the result. That is 3 passes and 5,
-less what the second launch finds in the cache: it starts at the end, which the sums saw last.
+A *tile* is one channel (NCHW) or a few neighbours (NHWC). If a tile fits the registers of one program, one launch takes
+the fewest passes over memory: 2 forward (read x, write z) and 3 backward (read dz and the saved tensor, write dx).
+Otherwise a first launch sums. All its programs go through the tensor side by side, from its beginning to its end, and
+the last one of each tile adds the sums up. A second launch writes the result. That is 3 passes and 5, less the reads
+that the second launch finds in the cache: it starts at the end, which the sums saw last.
 
 Results do not depend on timing: sums are put down by position and added in order.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,12 +154,12 @@ def is_nhwc(x: Tensor) -> bool:
     return x.is_contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
 
 
-def dense(x: Tensor) -> Tensor:
+def _dense(x: Tensor) -> Tensor:
     """The tensor itself, or a copy that lies as the kernels want it."""
     return x if is_nhwc(x) else x.contiguous()
 
 
-def like(tensor: Tensor | None, x: Tensor) -> Tensor | None:
+def _like(tensor: Tensor | None, x: Tensor) -> Any:
     """A tensor with the shape, the dtype and the layout of x; None stays None."""
     if tensor is None or (tensor.shape == x.shape and tensor.stride() == x.stride() and tensor.dtype == x.dtype):
         return tensor
@@ -185,6 +185,8 @@ def forward(
     keep_xhat: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The output z, mean, 1/σ, and x̂ if wanted; the running statistics follow."""
+    x = _dense(x)
+    residual = _like(residual, x)
     grid = _grid(x)
     if grid.whole is None:
         mean, invstd = measure(x, running, eps=eps)
@@ -210,6 +212,7 @@ def forward(
 
 def measure(x: Tensor, running: Running, *, eps: float) -> tuple[Tensor, Tensor]:
     """The mean and 1/σ of each channel; the running statistics follow."""
+    x = _dense(x)
     grid = _grid(x)
     mean, invstd = _per_channel(grid, x), _per_channel(grid, x)
     scratch = _scratch(grid, x)
@@ -236,6 +239,8 @@ def normalize(
     keep_xhat: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The output z from x or x̂ with the statistics given, and x̂ if wanted."""
+    saved = _dense(saved)
+    residual = _like(residual, saved)
     grid = _grid(saved)
     z = torch.empty_like(saved)
     xhat = torch.empty_like(saved) if keep_xhat else None
@@ -269,13 +274,15 @@ def backward(
     ``joined`` is the z of a join whose residual was not saved: its sign is that of y. ``sums`` turns this process's
     Σ dy and Σ dy·x̂ into the means over all.
     """
+    saved = _dense(saved)
+    dz = _like(dz, saved)
+    added = _like(residual if joined is None else joined, saved)
     grid = _grid(saved)
     code, a, b = _numbers(activation)
     mean, invstd, weight, bias = affine
     dbias, dweight = _per_channel(grid, saved), _per_channel(grid, saved)
     dslopes = None if slopes is None else _per_channel(grid, saved)
     dx = torch.empty_like(saved)
-    added = residual if joined is None else joined
     dy = torch.empty_like(saved) if added is not None else dz
     joins = 2 if joined is not None else int(residual is not None)
     has = (joins, weight is not None, bias is not None, slopes is not None and slopes.numel() == 1)

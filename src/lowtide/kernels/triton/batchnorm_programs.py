@@ -16,7 +16,7 @@ from lowtide.kernels.triton.activations import inverse, phi, slope
 
 @triton.jit
 def _offsets(rows, channels, C, L: tl.constexpr, NHWC: tl.constexpr, WIDE: tl.constexpr):
-    """Where row e (of N·L) of a channel lies."""
+    """Offset of row e (of N·L) of a channel."""
     if WIDE:
         rows = rows.to(tl.int64)
         channels = channels.to(tl.int64)
@@ -72,7 +72,7 @@ def _vectors(
 
 @triton.jit
 def _sum_parts(partial, kind, channels, known, C, PARTS, BP: tl.constexpr):
-    """What the parts of a tile put down, added in order, ``BP`` parts at a time."""
+    """Add the sums of the parts of a tile in order, ``BP`` parts at a time."""
     total = tl.zeros([BP, channels.shape[0]], tl.float32)
     for first in range(0, PARTS, BP):
         parts = first + tl.arange(0, BP)
@@ -210,8 +210,8 @@ def measure(
 ):  # fmt: skip
     """μ and 1/σ. One pass.
 
-    All is summed as seen from the mean of a part's first block, so that a mean far from 0 costs nothing, nor does an
-    odd value in that block; parts are merged by Chan's formula.
+    Sums are of differences from the mean of a part's first block, so that a mean far from 0 costs nothing, nor does an
+    odd value in that block. Chan's formula merges the parts.
     """
     tile = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS

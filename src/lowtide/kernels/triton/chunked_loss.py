@@ -2,10 +2,10 @@
 """Cross entropy of rows of logits, and its gradient written over them, in Triton.
 
 One program has one row and goes over it twice: first the maximum and Σ exp online (Milakov and Gimelshein, 2018), then
-the gradient. Passes over memory: one read and one write; the second read finds the row in the cache, since the rows
-that run at once (100 KB each for GPT-2's vocabulary in 16 bits) fit it. The formulas are in
-``kernels/reference/chunked_loss.py``. All but the last block are loaded without a mask, and that one by a mask over the
-padded row: with one over an odd vocabulary, Triton loads element by element.
+the gradient. Passes over memory: one read and one write. The second read finds the row in the cache, which holds the
+rows that run at once (100 KB each for GPT-2's vocabulary in 16 bits). The formulas are in
+``kernels/reference/chunked_loss.py``. Only the last block is loaded with a mask, over the padded row: with one over an
+odd vocabulary, Triton loads element by element.
 """
 
 from __future__ import annotations
@@ -72,25 +72,10 @@ def _slope(z, k, here, t, highest, factor, even, hit, weight_ptr, WEIGHTED: tl.c
 
 @triton.jit
 def _rows(
-    logits_ptr,
-    target_ptr,
-    losses_ptr,
-    scale_ptr,
-    weight_ptr,
-    weight_sum_ptr,
-    stride,
-    target_stride,
-    scale_stride,
-    classes,
-    width,
-    ignore_index,
-    smoothing,
-    GRADIENT: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-    TAIL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, target_ptr, losses_ptr, scale_ptr, weight_ptr, weight_sum_ptr, stride, target_stride, scale_stride,
+    classes, width, ignore_index, smoothing,
+    GRADIENT: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     t = tl.load(target_ptr + row * target_stride)

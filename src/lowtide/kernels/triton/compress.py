@@ -4,8 +4,8 @@
 A program holds a few groups in registers, so the smallest value, the step and the codes of a group come from one read.
 The floor is (value bytes + bits / 8 + 8 / group) for each value over the bandwidth, both ways.
 
-A group is worked on in 8 parts, each a block of its own: a byte takes its codes from neighbouring parts, so packing
-moves nothing between threads, and one call of Philox4x32 has 16 random bits for a value of each part.
+A group is worked on in 8 parts, each a block of its own. A byte takes its codes from neighbouring parts, so packing
+moves nothing between threads. One call of Philox4x32 has 16 random bits for a value of each part.
 ``kernels.reference.compress`` says what is stored, and is the truth.
 """
 

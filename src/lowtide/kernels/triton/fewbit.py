@@ -4,8 +4,8 @@
 Forward with the activation: read x, write y and b/8 bytes per element; without: read x, write the codes. Backward: read
 dy and the codes, write dx. All of them are streams, one pass each; tensors may lie in memory in any dense order.
 
-A table of 4 levels or 7 boundaries is in registers, a larger one in memory: on an H200 selections are the faster way up
-to there, and loads, which all threads share, above.
+A table of up to 4 levels or 7 boundaries is in registers, where selections are faster on an H200. A larger one is in
+memory, where all threads share its loads.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _fake_tables: WeakKeyDictionary[FakeTensorMode, dict[tuple[Codebook, torch.devic
 
 @triton.jit
 def _places(WIDE: tl.constexpr, GROUPS: tl.constexpr):
-    """Of a program: its groups, and the elements of each."""
+    """The groups of a program, and the elements of each."""
     first = tl.program_id(0)
     if WIDE:
         first = first.to(tl.int64)
@@ -117,7 +117,7 @@ def _places(WIDE: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def _byte_at(group, q, N, G, BITS: tl.constexpr, TAIL: tl.constexpr):
-    """Where byte q of the groups' words lies, and whether it does."""
+    """Offset of byte q of the groups' words, and whether it exists."""
     at = q * G + group
     there = group < G
     if TAIL:
@@ -206,7 +206,7 @@ def fewbit_decode(
     BITS: tl.constexpr, KIND: tl.constexpr, OFF_IS_0: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient dx = dy·slope. Where a closed gate has the slope 0, dx is 0 whatever dy."""
+    """The gradient dx = dy·slope. If a closed gate has the slope 0, dx is 0 for any dy."""
     group, at = _places(WIDE, GROUPS)
     if WIDE:
         G = G.to(tl.int64)

@@ -2,8 +2,8 @@
 """Random sketches S·X in Triton. S is made in registers, from a seed; it is never in memory.
 
 A program has some columns of one block of rows. It reads the block once and writes the rows that stay: (1 + ratio)
-passes over X for blocks of up to 128 rows, and less for a sample of rows, which reads only those. Larger blocks are
-read once for every 128 rows that stay.
+passes over X for blocks of up to 128 rows. A sample of rows reads only those. Larger blocks are read once for every 128
+rows that stay.
 
 The numbers are Philox's (Salmon et al., 2011), each a function of the seed and of its place: see ``reference``, which
 has the same ones.
