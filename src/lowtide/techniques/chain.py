@@ -154,7 +154,6 @@ class Chains:
             removed += [
                 Interval(int(storages.bytes[i]), int(storages.last_use[i]) + 1, again, f"recomputed in {name}")
                 for i in own
-                if storages.last_use[i] + 1 < again
             ]
             # A checkpoint stops running again as soon as it has the last value that is needed.
             stop = int(storages.written[own].max()) + 1

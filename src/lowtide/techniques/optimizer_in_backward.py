@@ -32,11 +32,8 @@ class OptimizerInBackward(Technique):
     def price(self, option: Option, profile: Profile) -> Price:
         """A gradient dies when it is complete, instead of at the end."""
         graph = profile.graph
-        removed = [
-            Interval(graph.storages[storage].bytes, whole + 1, graph.storages[storage].death, "a gradient, freed")
-            for storage, whole in graph.gradient_ends.items()
-            if whole + 1 < graph.storages[storage].death
-        ]
+        gradients = [(graph.storages[storage], whole) for storage, whole in graph.gradient_ends.items()]
+        removed = (Interval(g.bytes, whole + 1, g.death, "a gradient, freed") for g, whole in gradients)
         return Price(Fidelity.CHANGED, removed=tuple(removed))
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:

@@ -61,16 +61,13 @@ class StoredGradients:
         for id, whole in graph.gradient_ends.items():
             gradient = graph.storages[id]
             label, start, death = gradient.label, whole + 1, gradient.death
-            if start >= death:
-                continue
             rounding = gradient.bytes + _ROUNDING[bits] * min(_count(gradient), PIECES[graph.tensor_device])
             removed.append(Interval(gradient.bytes, start, death, f"{label}, freed"))
             added.append(Interval(_packed(gradient, bits), start, death, f"{label} in {bits}"))
-            added.append(Interval(rounding, start, start + 1, f"{label} while it is rounded"))
+            added.append(Interval(rounding, start, min(start + 1, death), f"{label} while it is rounded"))
         first = graph.phase_starts().get("optimizer", end) + 1  # on its first op falls the rounding of the last one
         largest = max((4 * _count(graph.storages[id]) for id in graph.gradient_ends), default=0)
-        if first < end:
-            added.append(Interval(largest, first, end, "a gradient, unpacked"))
+        added.append(Interval(largest, first, end, "a gradient, unpacked"))
         return Price(Fidelity.CHANGED, added=tuple(added), removed=tuple(removed))
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:

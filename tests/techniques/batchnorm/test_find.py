@@ -60,8 +60,9 @@ def test_a_strategy_that_an_activation_cannot_have_leaves_it() -> None:
 def test_a_compiled_model_is_refused() -> None:
     model = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU())
     model.compile(backend="eager")
-    with pytest.raises(LowtideError, match="Convert first"):
+    with pytest.raises(LowtideError) as refusal:
         convert(model)
+    assert "compile" in str(refusal.value)
 
 
 def test_the_shortcuts_batch_norm_is_left_as_the_residual() -> None:
