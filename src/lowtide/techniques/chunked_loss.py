@@ -1,8 +1,8 @@
 """Chunked loss: a head and its cross entropy without the logits ever whole, in a model that knows nothing of it.
 
-In a plain step the logits take memory three to five times: as the head gives them, as float32, after the log-softmax,
-and twice as gradients. Here the head gives logits computed on demand (``lowtide.nn.lazy_logits``), and cross entropy
-takes them chunk by chunk.
+In a plain step the logits take memory three to five times: in the head's dtype, as float32, after the log-softmax, and
+twice as gradients. Here the head gives logits computed on demand (``lowtide.nn.lazy_logits``), and cross entropy takes
+them chunk by chunk.
 """
 
 from __future__ import annotations

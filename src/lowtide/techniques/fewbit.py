@@ -1,7 +1,7 @@
 """Few-bit backward (Novikov et al., 2022): activations keep a code of a few bits per element instead of their input.
 
 The forward pass is torch's, bit for bit. ReLU and others that are straight on both sides of their bends need one bit,
-and their gradients are torch's too: those are an option of their own, which every plan may use.
+and their gradients are torch's too. They are an option of their own, which every plan may use.
 """
 
 from __future__ import annotations

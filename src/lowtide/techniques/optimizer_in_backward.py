@@ -14,8 +14,8 @@ from lowtide.workload import Workload
 class OptimizerInBackward(Technique):
     """Each parameter is stepped as soon as its gradient is complete.
 
-    The parameters after a step are a plain step's, bit for bit. Yet there are no gradients to look at, to clip or to
-    accumulate between backward and step, so the fidelity is ``changed``: it is used where it is asked for.
+    The parameters after a step are a plain step's, bit for bit. But no gradients are left to read, clip or accumulate
+    before the step. The fidelity is therefore ``changed``: plans use it only on request.
     """
 
     name = "optimizer_in_backward"

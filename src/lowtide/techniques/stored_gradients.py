@@ -30,9 +30,9 @@ class StoredGradientsConfig(Config):
 class StoredGradients:
     """Each gradient is packed when it is complete, and unpacked when its parameter is stepped.
 
-    What is stored is right on average. Yet there are no gradients to look at or to clip between backward and step, so
-    the fidelity is ``changed``: it is used where it is asked for. Unlike a step in backward it leaves several backwards
-    to one step.
+    Stored values are right on average. But no gradients are left to read or clip before the step. The fidelity is
+    therefore ``changed``: plans use it only on request. Unlike a step in backward, it allows several backward passes to
+    one step.
     """
 
     name = "stored_gradients"

@@ -16,11 +16,7 @@ from torch import Tensor, nn
 from lowtide.errors import TraceError
 from lowtide.nn import BatchNormAct2d
 from lowtide.techniques.batchnorm import convert
-from tests.techniques.batchnorm.converting import (
-    RESIDUALS,
-    assert_converts,
-    calls,
-)
+from tests.techniques.batchnorm.converting import RESIDUALS, assert_converts, calls
 from tests.techniques.batchnorm.models import (
     Decoder,
     DenseBlock,

@@ -16,20 +16,8 @@ from lowtide.nn import BatchNormAct2d
 from lowtide.techniques import Forward, replace_forward
 from lowtide.techniques.batchnorm import convert
 from tests.soak import in_soak
-from tests.techniques.batchnorm.converting import (
-    SHALLOW,
-    assert_converts,
-    calls,
-    pickled,
-    results,
-    snapshot,
-)
-from tests.techniques.batchnorm.models import (
-    ResNetBlock,
-    build,
-    conv,
-    image,
-)
+from tests.techniques.batchnorm.converting import SHALLOW, assert_converts, calls, pickled, results, snapshot
+from tests.techniques.batchnorm.models import ResNetBlock, build, conv, image
 
 # -- whole models, and the way back ----------------------------------------------------------------------
 

@@ -11,19 +11,8 @@ from torch import nn
 from lowtide.errors import LowtideError
 from lowtide.nn import BatchNormAct2d
 from lowtide.techniques.batchnorm import convert
-from tests.techniques.batchnorm.converting import (
-    assert_converts,
-    hooked,
-)
-from tests.techniques.batchnorm.models import (
-    OwnNorm,
-    PreActivation,
-    ResNetBlock,
-    Taps,
-    TwoEnds,
-    conv,
-    image,
-)
+from tests.techniques.batchnorm.converting import assert_converts, hooked
+from tests.techniques.batchnorm.models import OwnNorm, PreActivation, ResNetBlock, Taps, TwoEnds, conv, image
 
 SHARED = nn.BatchNorm2d(4)
 

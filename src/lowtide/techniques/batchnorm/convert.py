@@ -45,12 +45,12 @@ def convert(
     """Make batch norm and activation one layer, wherever one follows the other; say what was left, and why.
 
     The model is changed in place and keeps its classes, its parameters and its ``state_dict``; optimizers and
-    checkpoints stay valid. ``joins`` is about the ends of residual blocks, act(batch_norm(x) + residual): 0 leaves
-    them, 1 makes each one layer, k > 1 also keeps the output of every k-th block of a stage only and rebuilds those
-    between from the one before, which takes one more pass each. Convert before ``torch.compile`` and before
-    ``lowtide.apply``. Max poolings then keep their input alone and find their maxima again. ``undo()`` gives the model
-    back, trained as it is by then. With ``work``, the training step that the model is part of, the step is predicted
-    before and after, without running, and the result has its bytes.
+    checkpoints stay valid. Convert before ``torch.compile`` and before ``lowtide.apply``. Max poolings then keep their
+    input alone and find their maxima again. ``undo()`` restores the modules and keeps what they learned. With ``work``,
+    the training step of the model, the result has the step's predicted bytes before and after.
+
+    ``joins`` is about the ends of residual blocks, act(batch_norm(x) + residual). 0 leaves them, 1 makes each a layer.
+    k > 1 keeps the output of every k-th block only, and rebuilds those between, by one more pass each.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
     >>> print(convert(model))
@@ -238,8 +238,8 @@ class Pooled(Forward):
 class Joined(Forward):
     """The forward of a layer with a residual, for all residuals that can be added to a batch norm.
 
-    At the end of a module, the layer is called twice: by the module, for which it passes its input on, and by the
-    module's caller, who has the residual.
+    A layer at the end of a module is called twice. The module's own call passes the input on; the call by the module's
+    caller has the residual.
     """
 
     def __init__(self, module: nn.Module, activation: Activation, *, in_place: bool) -> None:
@@ -270,9 +270,8 @@ class Joined(Forward):
 class Fused(Forward):
     """The forward of a module without the activations, which its batch norms do.
 
-    It is code made from the module's own forward, for each way in which that is called: by the number and structure of
-    its arguments, by the module's mode and by its settings. Where one of these ways cannot be traced, or something else
-    follows a batch norm in it, the module warns and runs as it was written, with plain batch norms.
+    It is code made from the module's own forward, one for each structure of arguments, mode and settings. The module
+    warns and runs as written, with plain batch norms, where that cannot be traced or another op follows a batch norm.
     """
 
     def __init__(self, module: nn.Module, path: str, pairs: Sequence[Pair]) -> None:

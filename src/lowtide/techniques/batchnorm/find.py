@@ -1,7 +1,7 @@
 """Find batch norms that an activation follows, from a model's forwards, without running them.
 
-The forward of every module that holds a batch norm is traced by ``torch.fx`` with its children as leaves, so one that
-cannot be traced costs only the batch norms that it calls itself.
+``torch.fx`` traces the forward of every module that holds a batch norm, with its children as leaves. One that cannot be
+traced costs only the batch norms that it calls itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Batch norm + activation as a technique: the bytes that each pair would free, read from a profile alone.
 
-In a plain step the batch norm keeps its input x, and the output z is kept by whoever reads it; activations such as SiLU
-keep y between the two as well. The pair as one layer needs one of them: y and z are recomputed from x.
+In a plain step the batch norm keeps its input x, and the readers of the output z keep z. Activations such as SiLU also
+keep y between the two. The pair as one layer needs one of them: y and z are recomputed from x.
 """
 
 from __future__ import annotations
