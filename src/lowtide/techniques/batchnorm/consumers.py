@@ -65,14 +65,14 @@ def consumer_of(root: nn.Module, node: fx.Node) -> Consumer:
     if reader.op == "output":
         return Consumer(Signature("output") if reader.args[0] is value else _OTHER)
     activation = _activation(root, reader, value)
-    residual = _residual(reader, value)
     if isinstance(activation, ActivationCall):
         return Consumer(Signature("activation", activation), removed=(reader, *passed), end=reader.name)
-    if residual is not None:
-        total, more = _through_identities(root, reader)
-        last = next(iter(total.users)) if len(total.users) == 1 else None
-        activation = None if last is None else _activation(root, last, total)
-        if last is not None and isinstance(activation, ActivationCall):
+    residual = _residual(reader, value)
+    total, more = _through_identities(root, reader)
+    if residual is not None and len(total.users) == 1:
+        last = next(iter(total.users))
+        activation = _activation(root, last, total)
+        if isinstance(activation, ActivationCall):
             second, in_place = reader.args[0] is not value, reader.target in _SUMS_IN_PLACE
             signature = Signature("join", activation, second, in_place)
             return Consumer(signature, None, (last, *more, reader, *passed), reader, residual, last.name)

@@ -32,6 +32,11 @@ class Pair:
     starts: bool = False  # a join that is rebuilt without the one before: its residual is a layer's too
 
     @property
+    def place(self) -> tuple[str, str, Signature]:
+        """Key that is equal for the same place in another mode."""
+        return self.owner, self.call, self.consumer.signature
+
+    @property
     def is_join(self) -> bool:
         return self.consumer.kind == "join"
 
@@ -206,12 +211,7 @@ class _Forwards:
         mode = "training" if self.training else "evaluation"
         if not isinstance(here, Pair):
             return f"in {mode} mode {here or NOTHING_TO_SAVE}"
-        is_same = (here.owner, here.call, here.consumer.signature) == (
-            pair.owner,
-            pair.call,
-            pair.consumer.signature,
-        )
-        return "" if is_same else f"in {mode} mode something else follows"
+        return "" if here.place == pair.place else f"in {mode} mode something else follows"
 
     def _graph(self, module: nn.Module) -> fx.Graph:
         name = type(module).__name__
