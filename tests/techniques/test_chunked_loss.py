@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lowtide import Workload, profile, zoo
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, PlanError
 from lowtide.nn.lazy_logits import LazyLogits
 from lowtide.planning.prediction import apply_options, estimate_peak, predict
 from lowtide.techniques import replace_forward, techniques
@@ -144,27 +144,25 @@ def test_copies_and_views_follow_writes_as_in_torch(use, dtype):
 
 
 def test_logits_look_like_logits_without_being_there():
-    made = model()
-    with chunk_loss(made.head):
-        z = made(ids)
+    net = model()
+    with chunk_loss(net.head):
+        z = net(ids)
         assert isinstance(z, torch.Tensor)
         assert (z.shape, z.dtype, z.device, z.dim(), len(z)) == ((2, 9, VOCAB), torch.float32, ids.device, 3, 2)
         assert z.requires_grad
         assert z.lazy.source.whole is None
         copied = copy.deepcopy(z.detach())
-    assert torch.equal(copied, made(ids))
-    assert torch.equal(z.argmax(-1), made(ids).argmax(-1))
+    assert torch.equal(copied, net(ids))
+    assert torch.equal(z.argmax(-1), net(ids).argmax(-1))
 
 
 def test_a_compiled_loss_and_a_compiled_model_are_right():
     torch._dynamo.reset()
-    made = model()
-    expected, _ = gradients(made, CHUNKED["flatten"])
-    with chunk_loss(made.head):
-        compiled = torch.compile(made, backend="eager")
-        found, _ = gradients(compiled, CHUNKED["flatten"])
-    for mine, value in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, value)
+    net = model()
+    expected, _ = gradients(net, CHUNKED["flatten"])
+    with chunk_loss(net.head):
+        actual, _ = gradients(torch.compile(net, backend="eager"), CHUNKED["flatten"])
+    torch.testing.assert_close(actual, expected)
 
 
 def test_what_is_taken_of_logits_under_no_grad_has_no_gradient():
@@ -183,12 +181,14 @@ def test_what_is_taken_of_logits_under_no_grad_has_no_gradient():
 
 def test_applying_it_twice_or_to_what_is_no_plain_linear_is_refused():
     net = model()
-    with chunk_loss(net.head), pytest.raises(LowtideError, match="already"):
+    with chunk_loss(net.head), pytest.raises(LowtideError) as twice:
         chunk_loss(net.head)
+    assert "ChunkedHead" in str(twice.value)
     assert "forward" not in net.head.__dict__
-    with replace_forward(Again(net.head)), pytest.raises(LowtideError, match="Linear"):
+    with replace_forward(Again(net.head)), pytest.raises(LowtideError) as taken:
         chunk_loss(net.head)
-    with pytest.raises(LowtideError, match="Linear"):
+    assert "Again" in str(taken.value)
+    with pytest.raises(PlanError):
         chunk_loss(net.norm)  # pyright: ignore
 
 
@@ -274,6 +274,7 @@ def test_a_loss_of_logits_whose_weight_was_stepped_since_is_refused():
         logits = head(x)
         F.cross_entropy(logits, y).backward()
         optimizer.step()
-        with pytest.raises(LowtideError, match="has changed"):
+        with pytest.raises(LowtideError) as refusal:
             F.cross_entropy(logits, y)
+        assert "weight" in str(refusal.value)
         assert head(x)[()].shape == (4, 16)

@@ -128,10 +128,11 @@ def test_all_activations_of_a_model_by_hand():
     with keep_few_bits(work.model, bits=2) as undo:
         assert undo is not None
         assert sum("forward" in module.__dict__ for module in work.model.modules()) == 6
-        with pytest.raises(LowtideError, match="already"):
+        with pytest.raises(LowtideError) as twice:
             keep_few_bits(work.model)
+        assert "FewBitForward" in str(twice.value)
     assert {path: module.__dict__.get("forward") for path, module in work.model.named_modules()} == before
-    with pytest.raises(LowtideError, match="no activation"):
+    with pytest.raises(LowtideError):
         keep_few_bits(nn.Linear(2, 2))
 
 
@@ -172,8 +173,9 @@ def test_inputs_given_by_keyword_are_measured():
 def test_a_forward_of_somebody_else_is_not_replaced():
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
     model[1].forward = lambda x: x
-    with pytest.raises(LowtideError, match="already runs"):
+    with pytest.raises(LowtideError) as taken:
         keep_few_bits(model)
+    assert "function" in str(taken.value)
 
 
 def test_a_number_changed_after_is_respected():

@@ -84,8 +84,9 @@ def test_a_step_without_such_states_says_so():
     technique = techniques()["optimizer_state"]
     assert technique.options(profile(work)) == []
     option = technique.options(profile(seeded(wide)()))[0]
-    with pytest.raises(LowtideError, match="Adagrad has no states in 8bit"):
+    with pytest.raises(LowtideError) as refusal:
         technique.apply(work, [option])
+    assert "Adagrad" in str(refusal.value)
 
 
 def test_momentum_of_sgd_is_offered_in_8_bits_by_bitsandbytes():

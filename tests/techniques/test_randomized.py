@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.errors import LowtideError, PlanError
+from lowtide.errors import LowtideError
 from lowtide.planning import predict
 from lowtide.planning.prediction import estimate_peak
 from lowtide.profiling import profile
@@ -116,8 +116,9 @@ def test_randomize_takes_all_linear_layers_and_gives_them_back():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.GELU(), nn.Linear(4, 4)), nn.Bilinear(2, 2, 2))
     undo = randomize(model)
     assert [path for path, m in model.named_modules() if isinstance(vars(m).get("forward"), Randomized)] == ["0", "1.1"]
-    with pytest.raises(LowtideError, match="undo"):
+    with pytest.raises(LowtideError) as twice:
         randomize(model, ["0"])
+    assert "Randomized" in str(twice.value)
     undo()
     assert not any("forward" in vars(m) for m in model.modules())
 
@@ -126,8 +127,9 @@ def test_randomize_takes_all_linear_layers_and_gives_them_back():
 def test_what_cannot_be_randomized_is_refused_and_leaves_the_model(path):
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
     with replace_forward(Forward(model[2])):
-        with pytest.raises(PlanError):
+        with pytest.raises(LowtideError) as refusal:
             randomize(model, ["0", path])
+        assert path in str(refusal.value)
         assert "forward" not in vars(model[0])
-    with pytest.raises(LowtideError, match=r"no nn\.Linear"):
+    with pytest.raises(LowtideError):
         randomize(nn.Sequential(nn.GELU()))

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import lowtide.optim
 from lowtide import Workload
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, ModifiedError
 from lowtide.nn import BatchRenormAct1d
 from lowtide.planning import apply_options
 from lowtide.techniques import Option, recompute
@@ -105,13 +105,15 @@ def test_a_weight_changed_before_backward_raises_as_in_plain_pytorch(inner: bool
         loss = forward(x).sum()
         with torch.no_grad():
             model[2].weight.mul_(1.5)
-        with pytest.raises(RuntimeError, match=r"modified|changed"):
+        with pytest.raises(RuntimeError) as refusal:
             loss.backward()
+        assert "version" in str(refusal.value)
     loss = run(x).sum()
     with torch.no_grad():
         model[2].bias.add_(1)  # plain PyTorch has no need of it; run again, it would give other activations
-    with pytest.raises(LowtideError, match=r"Linear\.bias .*blocks 2 to 5.*optimizer"):
+    with pytest.raises(ModifiedError) as refusal:
         loss.backward()
+    assert all(name in str(refusal.value) for name in ("Linear.bias", "blocks 2 to 5"))
     run(x).sum().backward()  # nothing is left behind
 
 
@@ -154,8 +156,9 @@ def test_without_gradients_the_function_just_runs() -> None:
 def test_a_part_that_writes_into_its_input_is_refused_with_its_place() -> None:
     layer = nn.ReLU(inplace=True)
     x = torch.randn(3, requires_grad=True) * 2
-    with pytest.raises(LowtideError, match=r"writes into its own input.*layers.3"):
+    with pytest.raises(LowtideError) as refusal:
         recompute(layer, x, modules=[layer], path="layers.3")
+    assert "layers.3" in str(refusal.value)
 
 
 def test_backward_twice_over_one_graph_updates_the_statistics_once() -> None:

@@ -102,8 +102,9 @@ def test_16_bits_are_no_gain_for_16_bit_gradients():
 
 
 def test_bits_that_no_gradient_is_stored_in_are_refused():
-    with pytest.raises(PlanError, match="bits='4bit'"):
+    with pytest.raises(PlanError) as refusal:
         option("4bit")
+    assert "bits='4bit'" in str(refusal.value)
 
 
 @pytest.mark.parametrize("fake", [False, True])

@@ -10,7 +10,7 @@ import pytest
 
 from lowtide import zoo
 from lowtide.errors import PlanError
-from lowtide.techniques import Config, Fidelity, Option, Price, Technique, techniques
+from lowtide.techniques import Config, Fidelity, Interval, Option, Price, Technique, techniques
 
 
 def test_fidelity_is_ordered_from_strict_to_loose() -> None:
@@ -62,15 +62,18 @@ def test_an_option_prints_its_places_and_its_settings() -> None:
     [("rows", 0), ("rows", 3.0), ("rows", True), ("ratio", 1), ("ratio", 0.0), ("state", "2bit"), ("all", 1)],
 )
 def test_a_field_of_another_type_or_range_is_refused_where_it_is_made(name: str, value: object) -> None:
-    with pytest.raises(PlanError, match=f"{name}={value!r}"):
+    with pytest.raises(PlanError) as refusal:
         Widths(**{"rows": 1, name: value})
+    assert f"{name}={value!r}" in str(refusal.value)
 
 
 def test_a_config_that_does_not_fit_its_option_is_refused() -> None:
-    with pytest.raises(PlanError, match="bits"):
+    with pytest.raises(PlanError) as refusal:
         Option("any", ("a",), Widths(1, bits=(2, 4)))
-    with pytest.raises(PlanError, match="Widths"):
+    assert "bits" in str(refusal.value)
+    with pytest.raises(PlanError) as refusal:
         Option("any", ("a",)).config_as(Widths)
+    assert "Widths" in str(refusal.value)
     with pytest.raises(PlanError):
         Option("any", ("a",), (("rows", 1),))
 
@@ -95,20 +98,25 @@ def test_a_config_is_read_back_from_json() -> None:
     ],
 )
 def test_a_malformed_config_is_refused_with_the_field(data: Any, names: str) -> None:
-    with pytest.raises(PlanError, match=names):
+    with pytest.raises(PlanError) as refusal:
         Widths.from_json(data)
+    assert names in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", [name for name, each in techniques().items() if each.kind == "step"])
 @pytest.mark.parametrize("sites", [[], [("layers",)], [("",), ("",)]], ids=["none", "a layer", "twice"])
 def test_a_technique_of_the_step_acts_once_and_on_all_of_it(name, sites) -> None:
     technique, work = techniques()[name], zoo.small("lenet")
-    with pytest.raises(PlanError, match="once"):
+    with pytest.raises(PlanError) as refusal:
         technique.apply(work, [Option(name, site) for site in sites])
+    assert '("",)' in str(refusal.value)
 
 
-def test_a_price_adds_the_seconds_of_its_resources() -> None:
-    assert Price(Fidelity.BITWISE, compute_seconds=1.0, h2d_seconds=0.5, d2h_seconds=0.25).seconds == 1.75
+def test_a_price_adds_the_seconds_of_its_resources_and_leaves_out_empty_intervals() -> None:
+    lasting, empty = Interval(8, 2, 4, "lasting"), Interval(8, 4, 4, "empty")
+    price = Price(Fidelity.BITWISE, (empty,), (lasting, empty), compute_seconds=1.0, h2d_seconds=0.5, d2h_seconds=0.25)
+    assert price.seconds == 1.75
+    assert (price.added, price.removed) == ((), (lasting,))
 
 
 def test_every_built_in_technique_has_the_shape() -> None:

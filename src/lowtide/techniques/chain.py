@@ -77,9 +77,9 @@ def join_glued(blocks: Sequence[tuple[int, bool]], *, joined: bool) -> list[tupl
 class Chains:
     """The chains of a profiled model in the order in which they run, and the storages that their blocks make.
 
-    A chain is a ``nn.Sequential`` or ``nn.ModuleList`` of two or more modules; inside its blocks no others
-    are looked for, except in one that is only the wrapper of a longer chain of blocks. A block that would not do the
-    same when it runs again is in no chain.
+    A chain is a ``nn.Sequential`` or ``nn.ModuleList`` of two or more modules. A block's own containers are part of the
+    block, unless it merely wraps a longer chain of blocks. A block that would not do the same when it runs again is in
+    no chain.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -154,7 +154,6 @@ class Chains:
             removed += [
                 Interval(int(storages.bytes[i]), int(storages.last_use[i]) + 1, again, f"recomputed in {name}")
                 for i in own
-                if storages.last_use[i] + 1 < again
             ]
             # A checkpoint stops running again as soon as it has the last value that is needed.
             stop = int(storages.written[own].max()) + 1
@@ -329,10 +328,10 @@ def _spans(node: int | Tree, at: dict[int, int]) -> list[Span]:
 
 
 def _runs_only_once(op: Op, graph: Graph) -> bool:
-    """Whether a checkpoint could not run an op again and have the same.
+    """Whether a checkpoint could not run an op again with the same result.
 
-    It draws from a generator whose state no checkpoint keeps; or it saves its noise before it is drawn, and the
-    checkpoint, which then has all that it wants, stops there. (Around a ``nn.RReLU`` it is told not to.)
+    Such an op draws from a generator whose state no checkpoint keeps, or saves its noise before drawing it. A
+    checkpoint stops once it has all saved tensors, before the draw; around a ``nn.RReLU`` it is told not to.
     """
     return op.own_generator or (
         op.name.startswith("aten.rrelu_with_noise") and dict(graph.modules).get(op.module) != "RReLU"

@@ -1,8 +1,8 @@
 """Chunked loss: a head and its cross entropy without the logits ever whole, in a model that knows nothing of it.
 
-In a plain step the logits take memory three to five times: as the head gives them, as float32, after the log-softmax,
-and twice as gradients. Here the head gives logits computed on demand (``lowtide.nn.lazy_logits``), and cross entropy
-takes them chunk by chunk.
+In a plain step the logits take memory three to five times: in the head's dtype, as float32, after the log-softmax, and
+twice as gradients. Here the head gives logits computed on demand (``lowtide.nn.lazy_logits``), and cross entropy takes
+them chunk by chunk.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor, nn
 
-from lowtide.errors import LowtideError, PlanError
 from lowtide.kernels import chunked_loss as kernels
 from lowtide.nn.chunked_loss import chunk_rows
 from lowtide.nn.lazy_logits import lazy_logits
@@ -36,14 +36,7 @@ def chunk_loss(head: nn.Linear, chunk: int | None = None, *, path: str = "") -> 
     >>> with chunk_loss(model[2]):
     ...     loss = nn.functional.cross_entropy(model(torch.randn(5, 4)), torch.arange(5))
     """
-    is_plain = type(head).forward is nn.Linear.forward and "forward" not in head.__dict__
-    if not is_plain and not isinstance(head.__dict__.get("forward"), ChunkedHead):  # replace_forward refuses a second
-        raise LowtideError(
-            f"{type(head).__name__} is no nn.Linear with its own forward, whose logits could be computed in chunks",
-            where=path,
-            hint="Pass the model's last nn.Linear. Where another technique has changed it, leave it out there.",
-        )
-    return replace_forward(ChunkedHead(head, chunk, path), path=path)
+    return replace_forward(ChunkedHead(head, chunk, path), path=path, instead_of=nn.Linear)
 
 
 class ChunkedHead(Forward):
@@ -99,9 +92,7 @@ class ChunkedLoss(Technique):
         """Put the lazy forward on every head; the model is untouched if one cannot take it."""
 
         def chunk(head: nn.Module, path: str, option: Option) -> Undo:
-            if not isinstance(head, nn.Linear):
-                raise PlanError(f"{type(head).__name__} is no nn.Linear", where=path)
-            return chunk_loss(head, option.config_as(ChunkedLossConfig).rows, path=path)
+            return chunk_loss(cast(nn.Linear, head), option.config_as(ChunkedLossConfig).rows, path=path)
 
         return apply_at_sites(work, options, chunk)
 
@@ -139,8 +130,7 @@ class _Head:
         yield Interval(workspace, self.product, self.product + 1, f"the workspace of {self.path}")
         if self.input is not None:
             storage = graph.storages[self.input]
-            if self.loss + 1 < storage.death:
-                yield Interval(storage.bytes, self.loss + 1, storage.death, f"the input of {self.path}")
+            yield Interval(storage.bytes, self.loss + 1, storage.death, f"the input of {self.path}")
 
     def added(self, graph: Graph, chunk: int) -> Iterator[Interval]:
         rows, wide = min(chunk, self.rows), max(self.itemsize, 4)
@@ -213,8 +203,8 @@ def _head(graph: Graph, path: str, product: Op) -> _Head | None:
     if not ends:
         return None
     matrices = [value for value in product.inputs if len(value.shape) == 2]
-    given = matrices[0].storage
-    is_kept_alone = graph.savers.get(given) == {path} and graph.storages[given].category == "activation"
+    read = matrices[0].storage
+    is_kept_alone = graph.savers.get(read) == {path} and graph.storages[read].category == "activation"
     return _Head(
         path=path,
         rows=logits.shape[0],
@@ -226,7 +216,7 @@ def _head(graph: Graph, path: str, product: Op) -> _Head | None:
         loss=loss.index,
         storages=(*sorted(storages | gradients),),
         others=(*others,),
-        input=given if is_kept_alone else None,
+        input=read if is_kept_alone else None,
         back=ends[0].index,
         end=ends[-1].index + 1,
     )

@@ -1,7 +1,7 @@
 """Few-bit backward (Novikov et al., 2022): activations keep a code of a few bits per element instead of their input.
 
 The forward pass is torch's, bit for bit. ReLU and others that are straight on both sides of their bends need one bit,
-and their gradients are torch's too: those are an option of their own, which every plan may use.
+and their gradients are torch's too. They are an option of their own, which every plan may use.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def keep_few_bits(model: nn.Module, bits: int = 3, *, density: str | Density | M
     with Undo() as undo:
         for path, module in _activations(model).items():
             mine = density.get(path, "normal") if isinstance(density, Mapping) else density
-            undo.add(replace_forward(_coded(module, bits, path, mine), path=path))
+            undo.add(_put(module, bits, path, mine))
         return undo.keep()
 
 
@@ -130,8 +130,7 @@ class FewBitActivations(Technique):
             for item in sites[path].items:
                 size = packed_bytes(item.count, 1 if sites[path].is_gate else bits)
                 added.append(Interval(size, item.forward, item.backward + 1, f"codes of {path}"))
-                if item.last_use + 1 < item.death:
-                    removed.append(Interval(item.bytes, item.last_use + 1, item.death, f"not kept for {path}"))
+                removed.append(Interval(item.bytes, item.last_use + 1, item.death, f"not kept for {path}"))
                 if graph.tensor_device == "cpu":
                     added += _temporaries(item, path)
                 # The input is read once more and then not again; on a CPU the packing counts for more.
@@ -142,11 +141,9 @@ class FewBitActivations(Technique):
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Give the activations another forward; the model is untouched if one of them is not what the plan says."""
-
-        def code(module: nn.Module, path: str, option: Option) -> Undo:
-            return replace_forward(_coded(module, option.config_as(FewBitConfig).bits or 1, path), path=path)
-
-        return apply_at_sites(work, options, code)
+        return apply_at_sites(
+            work, options, lambda module, path, o: _put(module, o.config_as(FewBitConfig).bits or 1, path)
+        )
 
     def check(self, option: Option) -> Check:
         """Exact with gates alone. Else the error of a gradient stays below the bound that the option states.
@@ -190,21 +187,14 @@ def _temporaries(item: _Item, path: str) -> Iterator[Interval]:
     yield Interval(10 * piece, item.backward, item.backward + 1, f"unpacking the codes of {path}")
 
 
-def _coded(module: nn.Module, bits: int, path: str, density: Any = "normal") -> FewBitForward:
+def _put(module: nn.Module, bits: int, path: str, density: Any = "normal") -> Undo:
     if read_module(module) is None:
         raise PlanError(
             f"{type(module).__name__} is no activation that a few bits can stand for",
             where=path,
             hint="The plan is of another model.",
         )
-    replaced = module.__dict__.get("forward")
-    if replaced is not None and not isinstance(replaced, FewBitForward):
-        raise LowtideError(
-            f"{type(module).__name__} already runs {type(replaced).__name__}, which few-bit backward would undo",
-            where=path,
-            hint="Apply one of the two.",
-        )
-    return FewBitForward(module, bits, density)
+    return replace_forward(FewBitForward(module, bits, density), path=path, instead_of=type(module))
 
 
 def _activations(model: nn.Module) -> dict[str, nn.Module]:

@@ -1,7 +1,7 @@
 """Optimal recomputation of chains (Beaumont et al., 2019): the fastest schedule for a budget, as nested checkpoints.
 
-For each stretch of blocks a schedule keeps all of the first block, or passes over some blocks, keeping only what enters
-them, and comes back. Passing over is a checkpoint; how blocks then run is a plan of its own inside it, to any depth.
+A schedule keeps all of a stretch's first block, or passes over some blocks and keeps only their input. Passing over is
+a checkpoint. Blocks inside it run by a plan of their own, to any depth.
 Bitwise: the same losses, gradients, buffers and random numbers as without.
 """
 
@@ -49,9 +49,9 @@ def checkpoint_schedule(sequential: nn.Sequential, schedule: Schedule) -> Undo:
 class Optimal(SegmentTechnique):
     """The fastest recomputation for some bytes, over all chains of blocks of a model.
 
-    Several chains share one budget: they are one chain, in the order in which they run, with what runs between them as
-    stages that are always kept. A segment stays inside its container; the blocks of a ``nn.ModuleList`` are called by
-    the model's own code, so each is a segment by itself.
+    Several chains share one budget. They are one chain in the order in which they run; ops between them are stages that
+    are always kept. A segment stays inside its container. The model's own code calls the blocks of a ``nn.ModuleList``,
+    so each is a segment by itself.
     """
 
     name = "optimal"

@@ -14,8 +14,8 @@ from lowtide.workload import Workload
 class OptimizerInBackward(Technique):
     """Each parameter is stepped as soon as its gradient is complete.
 
-    The parameters after a step are a plain step's, bit for bit. Yet there are no gradients to look at, to clip or to
-    accumulate between backward and step, so the fidelity is ``changed``: it is used where it is asked for.
+    The parameters after a step are a plain step's, bit for bit. But no gradients are left to read, clip or accumulate
+    before the step. The fidelity is therefore ``changed``: plans use it only on request.
     """
 
     name = "optimizer_in_backward"
@@ -32,11 +32,8 @@ class OptimizerInBackward(Technique):
     def price(self, option: Option, profile: Profile) -> Price:
         """A gradient dies when it is complete, instead of at the end."""
         graph = profile.graph
-        removed = [
-            Interval(graph.storages[storage].bytes, whole + 1, graph.storages[storage].death, "a gradient, freed")
-            for storage, whole in graph.gradient_ends.items()
-            if whole + 1 < graph.storages[storage].death
-        ]
+        gradients = [(graph.storages[storage], whole) for storage, whole in graph.gradient_ends.items()]
+        removed = (Interval(g.bytes, whole + 1, g.death, "a gradient, freed") for g, whole in gradients)
         return Price(Fidelity.CHANGED, removed=tuple(removed))
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:

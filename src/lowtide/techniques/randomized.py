@@ -13,14 +13,14 @@ from itertools import groupby
 
 from torch import Tensor, nn
 
-from lowtide.errors import LowtideError, PlanError
+from lowtide.errors import LowtideError
 from lowtide.kernels.reference.randomized import KINDS, Sketch
 from lowtide.kernels.reference.randomized import Kind as SketchKind
 from lowtide.nn.hidden_writes import CheckedCalls
 from lowtide.nn.randomized import randomized_linear
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.replaced_forward import Forward, apply_at_sites, module_at, replace_forward
+from lowtide.techniques.replaced_forward import Forward, apply_at_sites, module_at, replace_forward, runs_as
 from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, Technique
 from lowtide.tracing.graph import Graph, Op, TensorView
 from lowtide.undo import Applied, Undo
@@ -48,7 +48,7 @@ def randomize(
     """
     how = Sketch(sketch, ratio, block)
     if paths is None:
-        paths = [path for path, module in model.named_modules() if _is_plain(module)]
+        paths = [path for path, module in model.named_modules() if runs_as(module, nn.Linear)]
         if not paths:
             raise LowtideError("The model has no nn.Linear that could be randomized")
     with Undo() as undo:
@@ -105,11 +105,7 @@ class RandomizedLinears(Technique):
         inputs = _Inputs(profile.graph)
         sketch, sites = _sketch(option), set(option.site)
         last_use, freed = inputs.graph.last_forward_use, [inputs.graph.storages[id] for id in inputs.freed(sites)]
-        removed = [
-            Interval(storage.bytes, last_use[storage.id] + 1, storage.death, "sketched instead")
-            for storage in freed
-            if last_use[storage.id] + 1 < storage.death
-        ]
+        removed = [Interval(s.bytes, last_use[s.id] + 1, s.death, "sketched instead") for s in freed]
         return Price(
             Fidelity.UNBIASED,
             added=tuple(inputs.added(sites, sketch)),
@@ -132,21 +128,7 @@ def _sketch(option: Option) -> Sketch:
 
 
 def _put(sketch: Sketch, module: nn.Module, path: str) -> Undo:
-    # A second sketch is refused where it is put, with what to do.
-    if not _is_plain(module) and not isinstance(module.__dict__.get("forward"), Randomized):
-        raise PlanError(
-            f"{type(module).__name__} does not run as a nn.Linear",
-            where=path,
-            hint="Leave it out here, or in what has replaced its forward; recomputation and the like come after.",
-        )
-    return replace_forward(Randomized(module, sketch), path=path)
-
-
-def _is_plain(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and "forward" not in vars(module) and type(module).forward is _FORWARD
-
-
-_FORWARD = nn.Linear.forward
+    return replace_forward(Randomized(module, sketch), path=path, instead_of=nn.Linear)
 
 
 # -- the inputs of linear layers in a traced step ---------------------------------------------------------

@@ -35,14 +35,12 @@ def recompute(
 ) -> Any:
     """``function(*args, **kwargs)``, keeping only its inputs for the backward pass: bitwise, and it nests.
 
-    A non-reentrant ``torch.utils.checkpoint`` that also leaves the modules' state alone. The second run draws
-    the same random numbers, is under the same autocast, finds every module in the same ``training`` mode, every buffer
-    and what objects among the arguments hold (a cache of keys and values) as the first run found it; it updates no
-    running statistics. A parameter that was changed in between raises,
-    unless it is stepped in backward. State that is in neither buffers nor torch's own generators (a ``torch.Generator``
-    of the model's, Python's and numpy's generators, a counter, a file) is beyond it.
+    A non-reentrant ``torch.utils.checkpoint`` that also leaves the modules' state alone. The second run has the random
+    numbers, autocast, ``training`` modes, buffers and caches among the arguments that the first run had. It updates no
+    running statistics. A parameter that was changed in between raises, unless it is stepped in backward. Other state is
+    not restored: a ``torch.Generator`` of the model's, Python's and numpy's generators, counters, files.
 
-    ``modules`` are those that the function runs, ``path`` is where it is, for errors.
+    ``modules`` are those that the function runs; ``path`` is its place, for errors.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 class Forward:
     """A replaced forward: subclass it and write ``__call__``; ``self.plain(...)`` is the forward as it was.
 
-    A plain object with a reference to its module: ``copy.deepcopy`` and ``pickle`` of the module therefore
-    give a copy that is changed in the same way and runs its own parameters (``del copy.forward`` makes the
-    copy plain).
+    ``copy.deepcopy`` and ``pickle`` of the module give a copy that is changed in the same way and runs its own
+    parameters. ``del copy.forward`` makes the copy plain.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -37,18 +36,30 @@ class Forward:
         return self.plain(*args, **kwargs)
 
 
-def replace_forward(forward: Forward, *, path: str = "") -> Undo:
+def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module runs the forward of this class, neither overridden nor replaced."""
+    return type(module).forward is kind.forward and "forward" not in vars(module)
+
+
+def replace_forward(forward: Forward, *, path: str = "", instead_of: type[nn.Module] | None = None) -> Undo:
     """Put ``forward`` on its module until the undo is called.
 
-    The same kind of forward twice is refused, and so is an undo while another forward lies on top of this
-    one.
+    A forward that calls ``plain`` can lie on top of others. One that does the work of ``plain`` itself names the class
+    whose forward it stands for; the module must run as that class. Refused: the same kind of forward twice, and an undo
+    while another forward lies on top.
     """
     module = forward.module
-    if type(forward.replaced) is type(forward):
+    if type(forward.replaced) is type(forward) or (instead_of is not None and forward.replaced is not None):
         raise LowtideError(
-            f"{type(module).__name__} already runs {type(forward).__name__}",
+            f"{type(module).__name__} already runs {type(forward.replaced).__name__}",
             where=path,
-            hint="Call undo() of the first one before applying it again.",
+            hint="Call its undo() first, or leave this module out of one of the two.",
+        )
+    if instead_of is not None and not runs_as(module, instead_of):
+        raise PlanError(
+            f"{type(module).__name__} does not run as a nn.{instead_of.__name__}",
+            where=path,
+            hint="Leave this module out. A plan for it is of another model.",
         )
     module.forward = forward
 

@@ -1,8 +1,7 @@
 """√n recomputation (Chen et al., 2016): keep what enters a segment, run the segment again in backward.
 
-n blocks in √n segments keep O(√n) activations for one more forward pass; a second level of segments inside
-the first keeps fewer for one more again. Bitwise: the same losses, gradients, buffers and random numbers as
-without.
+n blocks in √n segments keep O(√n) activations for one more forward pass. A second level inside them keeps fewer for
+another pass. Bitwise: the same losses, gradients, buffers and random numbers as without.
 """
 
 from __future__ import annotations

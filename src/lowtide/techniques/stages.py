@@ -149,8 +149,9 @@ class BlockStages:
     def _held(self, storages: BlockStorages, which: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Bytes of its own stage's storages that are alive while each op of the backward pass runs."""
         held = np.zeros(len(self.graph.ops), np.int64)
+        backward, stage_of_op = self._ops("backward")
         for stage in range(len(self.stages)):
-            ops = self._ops("backward", stage)
+            ops = backward[stage_of_op == stage]
             mine = np.flatnonzero(which & (storages.maker == stage))
             mine = mine[np.argsort(storages.death[mine])]
             left = np.append(np.cumsum(storages.bytes[mine][::-1])[::-1], 0)
@@ -159,23 +160,23 @@ class BlockStages:
 
     def _most(self, phase: str, live: NDArray[np.int64]) -> NDArray[np.int64]:
         """The most of some bytes while ops of each stage run."""
-        return np.array([live[self._ops(phase, stage)].max(initial=0) for stage in range(len(self.stages))])
+        ops, stages = self._ops(phase)
+        most = np.zeros(len(self.stages), np.int64)
+        np.maximum.at(most, stages, live[ops])
+        return most
 
-    def _seconds(self, phase: str, start: Sequence[int] | NDArray[np.int64] = ()) -> list[float]:
+    def _seconds(self, phase: str, start: NDArray[np.int64] | None = None) -> list[float]:
         """Seconds of each stage's ops, or of those from ``start`` on; all ops count the same where they are unknown."""
-        took = np.nan_to_num(np.array([op.seconds for op in self.graph.ops], float), nan=1e-6)
-        ops = [self._ops(phase, stage) for stage in range(len(self.stages))]
-        return [float(took[mine[mine >= start[i]] if len(start) else mine].sum()) for i, mine in enumerate(ops)]
+        ops, stages = self._ops(phase)
+        took = np.nan_to_num(np.array([self.graph.ops[i].seconds for i in ops], float), nan=1e-6)
+        if start is not None:
+            took[ops < start[stages]] = 0.0
+        return np.bincount(stages, took, len(self.stages)).tolist()
 
-    def _ops(self, phase: str, stage: int) -> NDArray[np.int64]:
-        return self._ops_of.get((phase, stage), np.zeros(0, np.int64))
-
-    @cached_property
-    def _ops_of(self) -> dict[tuple[str, int], NDArray[np.int64]]:
-        ops_of: dict[tuple[str, int], list[int]] = {}
-        for op, stage in zip(self.graph.ops, self.stage_of_op, strict=True):
-            ops_of.setdefault((op.phase, stage), []).append(op.index)
-        return {key: np.array(ops, np.int64) for key, ops in ops_of.items()}
+    def _ops(self, phase: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Ops of a phase, and the stage of each."""
+        ops = [op.index for op in self.graph.ops if op.phase == phase]
+        return np.array(ops, np.int64), np.array([self.stage_of_op[i] for i in ops], np.int64)
 
 
 def in_blocks(tree: Tree, stages: Sequence[tuple[int, ...]]) -> Tree:

@@ -30,9 +30,9 @@ class StoredGradientsConfig(Config):
 class StoredGradients:
     """Each gradient is packed when it is complete, and unpacked when its parameter is stepped.
 
-    What is stored is right on average. Yet there are no gradients to look at or to clip between backward and step, so
-    the fidelity is ``changed``: it is used where it is asked for. Unlike a step in backward it leaves several backwards
-    to one step.
+    Stored values are right on average. But no gradients are left to read or clip before the step. The fidelity is
+    therefore ``changed``: plans use it only on request. Unlike a step in backward, it allows several backward passes to
+    one step.
     """
 
     name = "stored_gradients"
@@ -61,16 +61,13 @@ class StoredGradients:
         for id, whole in graph.gradient_ends.items():
             gradient = graph.storages[id]
             label, start, death = gradient.label, whole + 1, gradient.death
-            if start >= death:
-                continue
             rounding = gradient.bytes + _ROUNDING[bits] * min(_count(gradient), PIECES[graph.tensor_device])
             removed.append(Interval(gradient.bytes, start, death, f"{label}, freed"))
             added.append(Interval(_packed(gradient, bits), start, death, f"{label} in {bits}"))
-            added.append(Interval(rounding, start, start + 1, f"{label} while it is rounded"))
+            added.append(Interval(rounding, start, min(start + 1, death), f"{label} while it is rounded"))
         first = graph.phase_starts().get("optimizer", end) + 1  # on its first op falls the rounding of the last one
         largest = max((4 * _count(graph.storages[id]) for id in graph.gradient_ends), default=0)
-        if first < end:
-            added.append(Interval(largest, first, end, "a gradient, unpacked"))
+        added.append(Interval(largest, first, end, "a gradient, unpacked"))
         return Price(Fidelity.CHANGED, added=tuple(added), removed=tuple(removed))
 
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:

@@ -214,8 +214,8 @@ class Interval:
 class Price:
     """Changes that an option makes. Not one number: a peak is a maximum over time, and copies overlap with compute.
 
-    Intervals are on the axis of the profiled step's ops. A recomputed value is removed from the op that frees it until
-    its first use in the backward pass.
+    Intervals are on the axis of the profiled step's ops; empty ones are left out. A recomputed value is removed from
+    the op that frees it until its first use in the backward pass.
     """
 
     fidelity: Fidelity
@@ -226,6 +226,11 @@ class Price:
     d2h_seconds: float = 0.0
     host_bytes: int = 0
     source: Literal["measured", "modelled"] = "modelled"
+
+    def __post_init__(self) -> None:
+        for name in ("added", "removed"):
+            lasting = tuple(interval for interval in getattr(self, name) if interval.birth < interval.death)
+            object.__setattr__(self, name, lasting)
 
     @property
     def seconds(self) -> float:

@@ -13,18 +13,8 @@ from torch import Tensor, nn
 
 from lowtide.nn import BatchNormAct2d
 from lowtide.techniques.batchnorm import convert
-from tests.techniques.batchnorm.converting import (
-    assert_converts,
-)
-from tests.techniques.batchnorm.models import (
-    Gate,
-    HardSwish,
-    Written,
-    applied,
-    conv,
-    image,
-    joined,
-)
+from tests.techniques.batchnorm.converting import assert_converts
+from tests.techniques.batchnorm.models import Gate, HardSwish, Written, applied, conv, image, joined
 
 
 @pytest.mark.parametrize("activation", [nn.RReLU(), nn.Softmax(1), Gate(), nn.GLU(1)], ids=lambda a: type(a).__name__)

@@ -16,20 +16,8 @@ from lowtide.nn import BatchNormAct2d
 from lowtide.techniques import Forward, replace_forward
 from lowtide.techniques.batchnorm import convert
 from tests.soak import in_soak
-from tests.techniques.batchnorm.converting import (
-    SHALLOW,
-    assert_converts,
-    calls,
-    pickled,
-    results,
-    snapshot,
-)
-from tests.techniques.batchnorm.models import (
-    ResNetBlock,
-    build,
-    conv,
-    image,
-)
+from tests.techniques.batchnorm.converting import SHALLOW, assert_converts, calls, pickled, results, snapshot
+from tests.techniques.batchnorm.models import ResNetBlock, build, conv, image
 
 # -- whole models, and the way back ----------------------------------------------------------------------
 
@@ -110,16 +98,17 @@ def test_a_failed_conversion_leaves_the_model_as_it_was(monkeypatch: pytest.Monk
         nonlocal calls_of_it
         calls_of_it += 1
         if calls_of_it == 4:
-            raise RuntimeError("half way")
+            raise KeyboardInterrupt
         return make(*args, **kwargs)
 
     monkeypatch.setattr(BatchNormAct2d, "from_batch_norm", fail)
-    with pytest.raises(RuntimeError, match="half way"):
+    with pytest.raises(KeyboardInterrupt):
         convert(model)
     assert calls_of_it == 4
     assert snapshot(model) == before
-    with pytest.raises(LowtideError, match="nonsense"):
+    with pytest.raises(LowtideError) as refusal:
         convert(model, strategy="nonsense")  # pyright: ignore[reportArgumentType]
+    assert "nonsense" in str(refusal.value)
 
 
 class Negated(Forward):
@@ -139,8 +128,9 @@ def test_undo_refuses_when_a_layer_was_replaced() -> None:
     model = nn.Sequential(conv(), nn.BatchNorm2d(4), nn.ReLU())
     conversion = convert(model)
     model[1] = nn.Identity()
-    with pytest.raises(LowtideError, match="was replaced"):
+    with pytest.raises(LowtideError) as refusal:
         conversion.undo()
+    assert "(1)" in str(refusal.value)
 
 
 def test_the_table_folds_what_differs_only_by_number() -> None:

@@ -11,9 +11,7 @@ import pytest
 from torch import Tensor, nn
 
 from lowtide.techniques.batchnorm import convert
-from tests.techniques.batchnorm.converting import (
-    assert_converts,
-)
+from tests.techniques.batchnorm.converting import assert_converts
 from tests.techniques.batchnorm.models import (
     Block,
     asks_the_type,

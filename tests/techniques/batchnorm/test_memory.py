@@ -90,7 +90,7 @@ def assert_plain(model: nn.Module) -> None:
 
 def test_a_step_of_another_model_is_refused_and_nothing_is_changed() -> None:
     model = chain().model
-    with pytest.raises(WorkloadError, match=r"not in the step.*convert\(work\.model, work=work\)"):
+    with pytest.raises(WorkloadError):
         convert(model, work=chain())
     assert_plain(model)
 
@@ -101,15 +101,13 @@ def by_values(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def of_plain_layers(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     if type(model.get_submodule("0")) is not nn.BatchNorm2d:
-        raise ValueError("not mine")
+        raise KeyboardInterrupt
     return model(x).sum()
 
 
-@pytest.mark.parametrize(
-    ("loss", "error", "match"), [(by_values, TraceError, "Leave out work="), (of_plain_layers, ValueError, "not mine")]
-)
-def test_a_step_that_cannot_be_predicted_or_converted_leaves_the_model_as_it_was(loss, error, match) -> None:
+@pytest.mark.parametrize(("loss", "error"), [(by_values, TraceError), (of_plain_layers, KeyboardInterrupt)])
+def test_a_step_that_cannot_be_predicted_or_converted_leaves_the_model_as_it_was(loss, error) -> None:
     work = chain()
-    with pytest.raises(error, match=match):
+    with pytest.raises(error):
         convert(work.model, work=Workload(work.model, loss, work.batch))
     assert_plain(work.model)

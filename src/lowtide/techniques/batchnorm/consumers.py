@@ -15,51 +15,71 @@ from lowtide.techniques.batchnorm.fx_trace import IN_PLACE, ForwardCall, Untrace
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
-    """Consumer of a call's result, in one graph."""
+class ActivationCall:
+    """Activation that a forward applies: a child by its name, or the module that a function stands for."""
+
+    child: str = ""  # "" for a function
+    kind: type[nn.Module] = nn.Module
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def module(self, root: nn.Module) -> nn.Module:
+        return root.get_submodule(self.child) if self.child else self.kind(**dict(self.settings))
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Part of a consumer that is equal where the same follows in two graphs of one forward."""
 
     kind: Literal["activation", "join", "kept", "output", "other"]  # kept: by a convolution, for its backward
-    label: str = ""  # the activation's name or repr; what is in the way, for "other"
-    activation: nn.Module | None = None
-    gone: tuple[fx.Node, ...] = ()  # what the pair stands for besides the call, last node first
-    addition: fx.Node | None = None  # of a join
-    residual: fx.Node | None = None
+    activation: ActivationCall | None = None
     second: bool = False  # whether the call is the second operand of the addition
     in_place: bool = False  # whether the residual is added in place
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """Consumer of a call's result, in one graph."""
+
+    signature: Signature
+    obstacle: str | None = None  # why an "other" is no activation; None where it does not look like one
+    removed: tuple[fx.Node, ...] = ()  # nodes that the layer replaces besides the call, last one first
+    addition: fx.Node | None = None  # of a join
+    residual: fx.Node | None = None
     end: str = ""  # the name of the node whose value the pair gives
 
     @property
-    def signature(self) -> tuple[str, str, bool, bool]:
-        """Key that is equal where the same follows in two graphs of one forward."""
-        return self.kind, self.label, self.second, self.in_place
+    def kind(self) -> str:
+        return self.signature.kind
 
 
-def behind(root: nn.Module, node: fx.Node) -> Behind:
-    """Find the consumer of a call's result in the forward of ``root``; ``nn.Identity`` is looked through."""
+def consumer_of(root: nn.Module, node: fx.Node) -> Consumer:
+    """Find the consumer of a call's result in the forward of ``root``, through any ``nn.Identity``."""
     value, passed = _through_identities(root, node)
     readers = list(value.users)
     if readers and all(_keeps(root, reader, value) for reader in readers):
-        return Behind("kept", "identity", end=node.name)
+        return Consumer(Signature("kept"), end=node.name)
     if len(readers) != 1:
         names = " and ".join(reader.name for reader in readers)
-        return Behind("other", f"its output is read by {names}" if names else "nothing reads its output")
+        return Consumer(_OTHER, f"its output is read by {names}" if names else "nothing reads its output")
     reader = readers[0]
     if reader.op == "output":
-        return Behind("output" if reader.args[0] is value else "other")
-    activation, label = _activation(root, reader, value)
-    if activation is not None:
-        return Behind("activation", label, activation, (reader, *passed), end=reader.name)
+        return Consumer(Signature("output") if reader.args[0] is value else _OTHER)
+    activation = _activation(root, reader, value)
+    if isinstance(activation, ActivationCall):
+        return Consumer(Signature("activation", activation), removed=(reader, *passed), end=reader.name)
     residual = _residual(reader, value)
-    if residual is not None:
-        total, more = _through_identities(root, reader)
-        last, *others = [*total.users, None]
-        activation, label = _activation(root, last, total) if last and others == [None] else (None, "")
-        if last and activation is not None:
-            gone = (last, *more, reader, *passed)
-            second = reader.args[0] is not value
-            in_place = reader.target in _SUMS_IN_PLACE
-            return Behind("join", label, activation, gone, reader, residual, second, in_place, last.name)
-    return Behind("other", label)
+    total, more = _through_identities(root, reader)
+    if residual is not None and len(total.users) == 1:
+        last = next(iter(total.users))
+        activation = _activation(root, last, total)
+        if isinstance(activation, ActivationCall):
+            second, in_place = reader.args[0] is not value, reader.target in _SUMS_IN_PLACE
+            signature = Signature("join", activation, second, in_place)
+            return Consumer(signature, None, (last, *more, reader, *passed), reader, residual, last.name)
+    return Consumer(_OTHER, activation)
+
+
+_OTHER = Signature("other")
 
 
 def _through_identities(root: nn.Module, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
@@ -95,7 +115,7 @@ def _residual(reader: fx.Node, value: fx.Node) -> fx.Node | None:
 
 
 def may_be_written(root: nn.Module, call: fx.Node, addition: fx.Node) -> bool:
-    """Whether what a call reads may be another by the time of the addition, to which the call is moved."""
+    """Whether a call's input may be overwritten before the addition, to which the call is moved."""
     nodes = list(call.graph.nodes)
     between = nodes[nodes.index(call) + 1 : nodes.index(addition)]
     return any(_writes(root, node) for node in between if set(node.all_input_nodes) & set(call.all_input_nodes))
@@ -109,27 +129,26 @@ def _writes(root: nn.Module, node: fx.Node) -> bool:
     return name.endswith("_") or bool(node.kwargs.get("inplace")) or node.target in IN_PLACE.values()
 
 
-def _activation(root: nn.Module, node: fx.Node, value: fx.Node) -> tuple[nn.Module | None, str]:
-    """The activation that a node applies to a value, and its label; or None, and what is in the way if it is one."""
+def _activation(root: nn.Module, node: fx.Node, value: fx.Node) -> ActivationCall | str | None:
+    """Read the activation that a node applies to a value; or the reason, where it looks like one and is none."""
     reads = node.args[0] if node.args else node.kwargs.get("input")
     if reads is not value or node.all_input_nodes != [value]:
-        return None, ""
+        return None
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         if _is_pointwise(module):
-            return module, str(node.target)
+            return ActivationCall(str(node.target))
         looks_like_one = type(module).__module__ == nn.ReLU.__module__ if is_torchs(module) else _is_bare(module)
         why = f"lowtide does not know {type(module).__name__} as a pointwise activation"
-        return None, why if looks_like_one else ""
+        return why if looks_like_one else None
     if node.op in ("call_function", "call_method") and node.target in _FUNCTIONS:
         kind, names = _FUNCTIONS[node.target]
-        settings = dict(zip(names, node.args[1:], strict=False)) | dict(node.kwargs)
-        known = [*names, "input", "inplace"]
-        if len(node.args) > 1 + len(names) or any(name not in known for name in settings):
-            return None, f"its activation {node.name} is called in a way that lowtide does not know"
-        module = kind(**{name: value for name, value in settings.items() if name not in ("input", "inplace")})
-        return module, repr(module)
-    return None, ""
+        keywords = {name: value for name, value in node.kwargs.items() if name not in ("input", "inplace")}
+        if len(node.args) > 1 + len(names) or not keywords.keys() <= set(names):
+            return f"its activation {node.name} is called in a way that lowtide does not know"
+        settings = dict(zip(names, node.args[1:], strict=False)) | keywords
+        return ActivationCall(kind=kind, settings=tuple(settings.items()))
+    return None
 
 
 def _is_bare(module: nn.Module) -> bool:
@@ -137,7 +156,7 @@ def _is_bare(module: nn.Module) -> bool:
 
 
 def _is_pointwise(module: nn.Module) -> bool:
-    """Whether a module is one of torch's, or somebody's own that is made of pointwise functions of its input alone."""
+    """Whether a module is a pointwise one of torch's, or composes pointwise functions of its input alone."""
     if is_torchs(module) or not _is_bare(module):
         return type(module) in _POINTWISE_MODULES
     try:

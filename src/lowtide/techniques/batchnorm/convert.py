@@ -28,7 +28,7 @@ from lowtide.nn.batchnorm import (
 )
 from lowtide.nn.pooling import can_pool, max_pool
 from lowtide.nn.strategies import Strategy, resolve
-from lowtide.techniques.batchnorm.consumers import behind
+from lowtide.techniques.batchnorm.consumers import Signature, consumer_of
 from lowtide.techniques.batchnorm.find import Left, Pair, below, find, is_chain
 from lowtide.techniques.batchnorm.fx_trace import SETTINGS, ForwardCall, Untraceable, describe, trace
 from lowtide.techniques.batchnorm.memory import Memory, predict
@@ -45,12 +45,12 @@ def convert(
     """Make batch norm and activation one layer, wherever one follows the other; say what was left, and why.
 
     The model is changed in place and keeps its classes, its parameters and its ``state_dict``; optimizers and
-    checkpoints stay valid. ``joins`` is about the ends of residual blocks, act(batch_norm(x) + residual): 0 leaves
-    them, 1 makes each one layer, k > 1 also keeps the output of every k-th block of a stage only and rebuilds those
-    between from the one before, which takes one more pass each. Convert before ``torch.compile`` and before
-    ``lowtide.apply``. Max poolings then keep their input alone and find their maxima again. ``undo()`` gives the model
-    back, trained as it is by then. With ``work``, the training step that the model is part of, the step is predicted
-    before and after, without running, and the result has its bytes.
+    checkpoints stay valid. Convert before ``torch.compile`` and before ``lowtide.apply``. Max poolings then keep their
+    input alone and find their maxima again. ``undo()`` restores the modules and keeps what they learned. With ``work``,
+    the training step of the model, the result has the step's predicted bytes before and after.
+
+    ``joins`` is about the ends of residual blocks, act(batch_norm(x) + residual). 0 leaves them, 1 makes each a layer.
+    k > 1 keeps the output of every k-th block only, and rebuilds those between, by one more pass each.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
     >>> print(convert(model))
@@ -70,17 +70,16 @@ def convert(
         changed: list[Change] = []
         rewritten: dict[str, list[Pair]] = {}
         for pair in pairs:
-            activation = Activation.of(pair.behind.activation)
-            join = pair.behind.kind == "join"
+            activation = Activation.of(_activation(model, pair))
             try:
-                resolve(strategy, activation, joined=join, where=pair.path)
+                resolve(strategy, activation, joined=pair.is_join, where=pair.path)
             except LowtideError as error:
                 left.append(Left(pair.path, str(error)))
                 continue
-            joined = (0 if pair.starts else joined) + join
+            joined = (0 if pair.starts else joined) + pair.is_join
             undo.add(_fuse(model, pair, strategy, rebuild_joins=joined % max(joins, 1) != 0))
-            changed.append(Change(pair.path, str(activation), strategy, join))
-            if pair.behind.kind != "kept" and not is_chain(model.get_submodule(pair.owner)):
+            changed.append(Change(pair.path, str(activation), strategy, pair.is_join))
+            if pair.consumer.kind != "kept" and not is_chain(model.get_submodule(pair.owner)):
                 rewritten.setdefault(pair.owner, []).append(pair)
         for owner, its in rewritten.items():
             undo.add(replace_forward(Fused(model.get_submodule(owner), owner, its), path=owner))
@@ -158,10 +157,11 @@ def _pools(model: nn.Module) -> dict[str, nn.Module]:
 def _fuse(model: nn.Module, pair: Pair, strategy: Strategy, *, rebuild_joins: bool) -> Undo:
     """Put the layer in the place of the batch norm; a neighbour in a ``nn.Sequential`` then passes its input on."""
     owner = model.get_submodule(pair.owner)
-    activation = pair.behind.activation
+    activation = _activation(model, pair)
     with Undo() as undo:
-        if is_chain(owner) and activation is not None:
-            undo.add(_pass_through(model, owner, pair))
+        call = pair.consumer.signature.activation
+        if is_chain(owner) and call is not None and activation is not None:
+            undo.add(_pass_through(model, pair.owner, call.child))
             # The layer runs a twin that shares the parameters: the module itself no longer does anything.
             activation = _twin(activation)
         parent, _, name = pair.path.rpartition(".")
@@ -170,11 +170,15 @@ def _fuse(model: nn.Module, pair: Pair, strategy: Strategy, *, rebuild_joins: bo
         kind = next(layer for layer in _LAYERS if isinstance(norm, layer.plain))
         layer = kind.from_batch_norm(norm, activation, strategy, rebuild_joins=rebuild_joins)
         undo.add(_swap(model.get_submodule(parent), name, layer, path=pair.path))
-        if pair.behind.kind == "join":
-            undo.add(
-                replace_forward(Joined(layer, Activation.of(activation), in_place=pair.behind.in_place), path=pair.path)
-            )
+        if pair.is_join:
+            in_place = pair.consumer.signature.in_place
+            undo.add(replace_forward(Joined(layer, Activation.of(activation), in_place=in_place), path=pair.path))
         return undo.keep()
+
+
+def _activation(model: nn.Module, pair: Pair) -> nn.Module | None:
+    call = pair.consumer.signature.activation
+    return None if call is None else call.module(model.get_submodule(pair.owner))
 
 
 def _swap(parent: nn.Module, name: str, layer: BatchNormBase, *, path: str) -> Undo:
@@ -195,10 +199,9 @@ def _swap(parent: nn.Module, name: str, layer: BatchNormBase, *, path: str) -> U
     return Undo(restore)
 
 
-def _pass_through(model: nn.Module, chain: nn.Module, pair: Pair) -> Undo:
+def _pass_through(model: nn.Module, owner: str, name: str) -> Undo:
     """Have one place of a ``nn.Sequential`` do nothing, and leave the same module elsewhere alone."""
-    name = pair.behind.label
-    path = below(pair.owner, name)
+    chain = model.get_submodule(owner)
     activation = own_children(chain)[name]
     assert activation is not None
     places = [place for place, module in model.named_modules(remove_duplicate=False) if module is activation]
@@ -207,7 +210,7 @@ def _pass_through(model: nn.Module, chain: nn.Module, pair: Pair) -> Undo:
             activation, shared = _twin(activation), activation
             own_children(chain)[name] = activation
             undo.add(lambda: own_children(chain).update({name: shared}))
-        undo.add(replace_forward(Passed(activation), path=path))
+        undo.add(replace_forward(Passed(activation), path=below(owner, name)))
         return undo.keep()
 
 
@@ -235,8 +238,8 @@ class Pooled(Forward):
 class Joined(Forward):
     """The forward of a layer with a residual, for all residuals that can be added to a batch norm.
 
-    At the end of a module, the layer is called twice: by the module, for which it passes its input on, and by the
-    module's caller, who has the residual.
+    A layer at the end of a module is called twice. The module's own call passes the input on; the call by the module's
+    caller has the residual.
     """
 
     def __init__(self, module: nn.Module, activation: Activation, *, in_place: bool) -> None:
@@ -267,9 +270,8 @@ class Joined(Forward):
 class Fused(Forward):
     """The forward of a module without the activations, which its batch norms do.
 
-    It is code made from the module's own forward, for each way in which that is called: by the number and structure of
-    its arguments, by the module's mode and by its settings. Where one of these ways cannot be traced, or something else
-    follows a batch norm in it, the module warns and runs as it was written, with plain batch norms.
+    It is code made from the module's own forward, one for each structure of arguments, mode and settings. The module
+    warns and runs as written, with plain batch norms, where that cannot be traced or another op follows a batch norm.
     """
 
     def __init__(self, module: nn.Module, path: str, pairs: Sequence[Pair]) -> None:
@@ -354,25 +356,25 @@ class _ConvertedPair:
 
     norm: str
     call: str
-    signature: tuple[str, str, bool, bool]
+    signature: Signature
 
     @classmethod
     def of(cls, pair: Pair) -> _ConvertedPair:
-        return cls(pair.path[len(pair.owner) :].lstrip("."), pair.call, pair.behind.signature)
+        return cls(pair.path[len(pair.owner) :].lstrip("."), pair.call, pair.consumer.signature)
 
     def rewrite(self, root: nn.Module, node: Any) -> bool:
         """Leave out of a graph what the layer does; False, and nothing done, if something else follows there."""
-        reader = behind(root, node)
-        if reader.signature != self.signature:
+        consumer = consumer_of(root, node)
+        if consumer.signature != self.signature:
             return False
         graph, result = node.graph, node
-        if reader.addition is not None:
-            with graph.inserting_before(reader.addition):
+        if consumer.addition is not None:
+            with graph.inserting_before(consumer.addition):
                 value = node if self.norm != self.call else node.all_input_nodes[0]
-                result = graph.call_module(self.norm, (value, reader.residual))
-        reader.gone[0].replace_all_uses_with(result)
-        for gone in reader.gone:
-            graph.erase_node(gone)
+                result = graph.call_module(self.norm, (value, consumer.residual))
+        consumer.removed[0].replace_all_uses_with(result)
+        for removed in consumer.removed:
+            graph.erase_node(removed)
         if not node.users and node is not result:
             graph.erase_node(node)
         return True

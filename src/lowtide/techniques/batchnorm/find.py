@@ -1,7 +1,7 @@
 """Find batch norms that an activation follows, from a model's forwards, without running them.
 
-The forward of every module that holds a batch norm is traced by ``torch.fx`` with its children as leaves, so one that
-cannot be traced costs only the batch norms that it calls itself.
+``torch.fx`` traces the forward of every module that holds a batch norm, with its children as leaves. One that cannot be
+traced costs only the batch norms that it calls itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lowtide.compat.modules import BatchNormBase, LazyNormBase, hooks_of, own_children
-from lowtide.techniques.batchnorm.consumers import Behind, behind, may_be_written
+from lowtide.techniques.batchnorm.consumers import Consumer, Signature, consumer_of, may_be_written
 from lowtide.techniques.batchnorm.fx_trace import ForwardCall, Untraceable, is_torchs, parameters_of, trace
 
 NOTHING_TO_SAVE = "no activation follows; nothing to save"
@@ -27,14 +27,18 @@ class Pair:
 
     path: str  # of the batch norm
     owner: str  # of the module whose forward runs the activation
-    call: str  # what the owner calls: the batch norm, or a module that ends with it
-    behind: Behind
+    call: str  # the child that the owner calls: the batch norm, or a module that ends with it
+    consumer: Consumer
     starts: bool = False  # a join that is rebuilt without the one before: its residual is a layer's too
 
     @property
-    def place(self) -> tuple[object, ...]:
+    def place(self) -> tuple[str, str, Signature]:
         """Key that is equal for the same place in another mode."""
-        return self.owner, self.call, self.behind.signature
+        return self.owner, self.call, self.consumer.signature
+
+    @property
+    def is_join(self) -> bool:
+        return self.consumer.kind == "join"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class Left:
 
 
 def find(model: nn.Module, *, joins: bool = True, residuals: bool = False) -> tuple[list[Pair], list[Left]]:
-    """Every batch norm of a model: those that can be one with what follows, and the rest with the reason.
+    """Find the batch norms of a model that can be one with their consumer, and the rest with the reason.
 
     With ``residuals``, also those that give the residual of a join, which a join that is rebuilt would keep.
     """
@@ -55,32 +59,39 @@ def find(model: nn.Module, *, joins: bool = True, residuals: bool = False) -> tu
     evaluation = _Forwards(modules, training=False)
     results = {path: modules.refusal(path) or training.follow(path) for path in modules.norms}
     pairs: dict[tuple[str, str], Pair] = {}  # by the node that they give: of two batch norms added, one is taken
-    left: dict[str, str] = dict.fromkeys(modules.scripted, "it is compiled by torch.jit")
-    for path, pair in sorted(results.items(), key=lambda item: isinstance(item[1], Pair) and item[1].behind.second):
+    left: dict[str, str | None] = dict.fromkeys(modules.scripted, "it is compiled by torch.jit")
+    residual_of: dict[str, str] = {}  # batch norms that a join adds, by the path of the other operand
+    for path, pair in sorted(results.items(), key=lambda item: _is_second(item[1])):
         if not isinstance(pair, Pair):
             left[path] = pair
             continue
-        place = pair.owner, pair.behind.end
-        if pair.behind.kind == "join" and not joins:
+        place = pair.owner, pair.consumer.end
+        if pair.is_join and not joins:
             left[path] = "a residual is added before the activation, and joins=0"
         elif why := evaluation.why_not(pair):
             left[path] = why
         elif place in pairs:
-            left[path] = f"{NOTHING_TO_SAVE} (it is the residual of {pairs[place].path})"
+            left[path] = None
+            residual_of[path] = pairs[place].path
         else:
             pairs[place] = pair
     for place, pair in list(pairs.items()) if residuals else ():
-        path = modules.norm_that_gives(pair.owner, pair.behind.residual)
-        if left.get(path, "").startswith(NOTHING_TO_SAVE):
+        path = modules.norm_that_gives(pair.owner, pair.consumer.residual)
+        if left.get(path, "") is None:
             pairs[place] = replace(pair, starts=True)
             del left[path]
             parent, _, name = path.rpartition(".")
-            pairs[path, ""] = Pair(path, parent, name, Behind("kept", "identity"))
+            pairs[path, ""] = Pair(path, parent, name, Consumer(Signature("kept")))
     order = {path: i for i, path in enumerate([*modules.norms, *modules.scripted])}
+    texts = {path: f"{NOTHING_TO_SAVE} (it is the residual of {other})" for path, other in residual_of.items()}
     return (
         sorted(pairs.values(), key=lambda pair: order[pair.path]),
-        [Left(path, left[path]) for path in order if path in left],
+        [Left(path, left[path] or texts.get(path, NOTHING_TO_SAVE)) for path in order if path in left],
     )
+
+
+def _is_second(result: Pair | str | None) -> bool:
+    return isinstance(result, Pair) and result.consumer.signature.second
 
 
 def below(owner: str, name: str) -> str:
@@ -164,42 +175,43 @@ class _Forwards:
         for path in graphs:
             self._forget_if_never_called(path)
 
-    def follow(self, path: str) -> Pair | str:
-        """The batch norm with what follows it; or why nothing can be done."""
+    def follow(self, path: str) -> Pair | str | None:
+        """Pair a batch norm with its consumer; or say why that cannot be done, None where nothing would be saved."""
         calls = self.calls.get(path, [])
         if len(calls) != 1:
             return self._not_one(path, calls)
         owner, node = calls[0]
         while True:
             root = self.modules.at(owner)
-            reader = behind(root, node)
-            if reader.kind != "output" or not self._has_one_caller(owner):
+            consumer = consumer_of(root, node)
+            if consumer.kind != "output" or not self._has_one_caller(owner):
                 break
             owner, node = self.calls[owner][0]
-        if reader.kind in ("output", "other"):
-            return reader.label or NOTHING_TO_SAVE
-        for gone in reader.gone:
-            if gone.op == "call_module" and (why := _why_not_gone(root.get_submodule(str(gone.target)))):
+        if consumer.kind in ("output", "other"):
+            return consumer.obstacle
+        for removed in consumer.removed:
+            if removed.op == "call_module" and (why := _why_still_called(root.get_submodule(str(removed.target)))):
                 return why
-        pair = Pair(path, owner, str(node.target), reader)
+        pair = Pair(path, owner, str(node.target), consumer)
         is_direct = path == below(owner, pair.call)  # not the last thing in a module that the owner calls
-        if reader.addition is not None and is_direct and may_be_written(root, node, reader.addition):
+        if consumer.addition is not None and is_direct and may_be_written(root, node, consumer.addition):
             return "its input may be written to before the residual is added"
-        if is_chain(root) and reader.kind == "activation":
-            places = self.modules.places[root.get_submodule(reader.label)]
+        activation = consumer.signature.activation
+        if is_chain(root) and activation is not None:
+            places = self.modules.places[activation.module(root)]
             if len(places) == 1 and len(self.calls[places[0]]) > 1:
                 return f"its activation {places[0]} is called by others too"
         return pair
 
     def why_not(self, pair: Pair) -> str:
         """Why a pair of the other mode is none in this one; empty where it is, and where it is not called."""
-        if pair.behind.kind == "kept" or not self.calls.get(pair.path):
+        if pair.consumer.kind == "kept" or not self.calls.get(pair.path):
             return ""
         here = self.follow(pair.path)
-        if isinstance(here, Pair) and here.place == pair.place:
-            return ""
         mode = "training" if self.training else "evaluation"
-        return f"in {mode} mode {'something else follows' if isinstance(here, Pair) else here}"
+        if not isinstance(here, Pair):
+            return f"in {mode} mode {here or NOTHING_TO_SAVE}"
+        return "" if here.place == pair.place else f"in {mode} mode something else follows"
 
     def _graph(self, module: nn.Module) -> fx.Graph:
         name = type(module).__name__
@@ -257,8 +269,8 @@ class _Forwards:
         return next((self.failed[owner] for owner in above if owner in self.failed), "no forward was seen to call it")
 
 
-def _why_not_gone(module: nn.Module) -> str:
-    """Why a module must go on being called; not for ``behind``, as a profiler's hooks come and go."""
+def _why_still_called(module: nn.Module) -> str:
+    """Why a module must go on being called; not for ``consumer_of``, as a profiler's hooks come and go."""
     name = type(module).__name__
     if hooks_of(module):
         return f"{name}, which follows, has hooks"

@@ -104,8 +104,8 @@ def parameters_of(module: nn.Module) -> list[inspect.Parameter]:
 def trace(module: nn.Module, call: ForwardCall) -> fx.Graph:
     """The module's own forward as a graph: a placeholder for each open argument, a node for each child's call.
 
-    Refused, as the graph would not do the same: control flow by values, random numbers drawn in Python, attributes
-    that are set, tensors made from nothing, and parts under ``no_grad``, autocast or a checkpoint.
+    Refused, since the graph would not do the same: control flow by values, random numbers drawn in Python, attributes
+    that are set. Also tensors made from nothing, and parts under ``no_grad``, autocast or a checkpoint.
     """
     try:
         with _no_side_effects(module), _NothingComputed(), warnings.catch_warnings(action="ignore"):

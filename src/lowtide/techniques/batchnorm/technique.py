@@ -1,7 +1,7 @@
 """Batch norm + activation as a technique: the bytes that each pair would free, read from a profile alone.
 
-In a plain step the batch norm keeps its input x, and the output z is kept by whoever reads it; activations such as SiLU
-keep y between the two as well. The pair as one layer needs one of them: y and z are recomputed from x.
+In a plain step the batch norm keeps its input x, and the readers of the output z keep z. Activations such as SiLU also
+keep y between the two. The pair as one layer needs one of them: y and z are recomputed from x.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from lowtide.errors import PlanError
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.batchnorm.convert import convert
+from lowtide.techniques.replaced_forward import module_at
 from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, Technique
 from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.graph import Graph, Op
@@ -56,7 +57,6 @@ class BatchNorm(Technique):
         removed = [
             Interval(steps.bytes(storage), steps.last_use[storage] + 1, again, f"recomputed in {path}")
             for storage, (path, again) in needs.items()
-            if steps.last_use[storage] + 1 < again
         ]
         added = [interval for pair in pairs for interval in steps.added(pair, needs, spacing)]
         seconds = sum(steps.seconds(pairs, needs, spacing).values())
@@ -72,20 +72,15 @@ class BatchNorm(Technique):
         What a profile cannot see, such as a forward that ``torch.fx`` cannot trace, leaves its batch norms as they are.
         """
         sites = [path for option in options for path in option.site]
-        known = {path for path, _ in work.model.named_modules()}
-        missing = [path for path in sites if path not in known]
-        if missing:
-            raise PlanError(f"The model has no module {missing[0]!r}", hint="The plan is of another model.")
-        done = convert(
-            work.model, joins=max((option.config_as(BatchNormConfig).joins for option in options), default=1)
-        )
-        if not {change.path for change in done.changed} & set(sites):
-            done.undo()
-            why = next((left for left in done.left if left.path in sites), None)
-            raise PlanError(
-                "No batch norm of the plan can be converted", where=f"{why.path}: {why.why}" if why else "the model"
-            )
-        return Applied(work, done.undo)
+        for path in sites:
+            module_at(work.model, path)
+        joins = max((option.config_as(BatchNormConfig).joins for option in options), default=1)
+        conversion = convert(work.model, joins=joins)
+        if not {change.path for change in conversion.changed} & set(sites):
+            conversion.undo()
+            reasons = [f"{left.path}: {left.why}" for left in conversion.left if left.path in sites]
+            raise PlanError("No batch norm of the plan can be converted", where=next(iter(reasons), "the model"))
+        return Applied(work, conversion.undo)
 
     def check(self, option: Option) -> Check:
         """The same mathematics: loss, gradients and statistics to a few roundings."""
