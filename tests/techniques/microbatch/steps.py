@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide import Workload
 from lowtide.techniques.microbatch.facts import Sizes
-from lowtide.techniques.microbatch.proof import Proof, _Analysis, prove
+from lowtide.techniques.microbatch.proof import Proof, conclude, find_facts, prove
 from lowtide.tracing.capture.forward import capture_forward
 
 Outcome = dict[str, Tensor]
@@ -103,12 +103,13 @@ def proofs(losses: dict[str, Callable[[Any, Any], Tensor]], batch: Any, *layers:
     work = Workload(nn.Sequential(nn.Linear(4, 4), *layers), total, batch)
     halves = replace(work, batch=pytree.tree_map_only(Tensor, lambda t: t[: len(t) // 2], batch))
     samples = len(batch[0])
-    analysis = _Analysis(capture_forward(work), capture_forward(halves), Sizes(samples, samples // 2))
+    captured = capture_forward(work)
+    facts = find_facts(captured, capture_forward(halves), Sizes(samples, samples // 2))
     reduced: dict[str, Proof] = {}
-    node: Any = analysis.loss
+    rest: Any = captured.loss
     for name in reversed(list(losses)):
-        rest, analysis.loss = node.args[:2] if name != next(iter(losses)) else (None, node)
-        reduced[name], node = analysis.result(), rest
+        rest, term = rest.args[:2] if name != next(iter(losses)) else (None, rest)
+        reduced[name] = conclude(term, facts)
     return reduced
 
 

@@ -72,7 +72,7 @@ class Counting(TorchFunctionMode):
 _FEW = 1024
 
 _CROSS_ENTROPIES = frozenset({F.cross_entropy, F.nll_loss})
-_NLL_LOSSES = frozenset({torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default})
+NLL_LOSSES = frozenset({torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default})
 
 
 def nodes_behind(loss: Tensor, goes_on: Callable[[Any], bool] = lambda _: True) -> Iterator[Any]:
@@ -107,7 +107,7 @@ class _Totals(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _NLL_LOSSES:
+        if func in NLL_LOSSES:
             # The newest node is this op's. Without a graph it is an older one, which has its count already.
             self._seen.setdefault(next_sequence_number() - 1, (result[1], args[1].numel()))
         return result
