@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import reduce
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -59,6 +61,16 @@ def assert_same(actual: Outcome, expected: Outcome, rtol: float = 1e-12) -> None
     for name, value in expected.items():
         error = float((actual[name].double() - value.double()).norm())
         assert error <= rtol * max(float(value.double().norm()), largest * 1e-3), name
+
+
+@contextmanager
+def names(expected: AbstractContextManager[Any], *words: str) -> Generator[None]:
+    """The one error or warning that pytest expects names these arguments, numbers or layers."""
+    with expected as caught:
+        yield
+    messages = [each.message for each in caught] if isinstance(caught, pytest.WarningsRecorder) else [caught.value]
+    (message,) = map(str, messages)
+    assert [word for word in words if word not in message] == []
 
 
 def without_randomness(work: Workload) -> Workload:
