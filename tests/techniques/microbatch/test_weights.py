@@ -161,8 +161,7 @@ def test_trying_the_reduction_leaves_nothing_behind() -> None:
     work = mlp(7)
     model = nn.Sequential(nn.BatchNorm1d(5), *work.model, nn.Dropout(0.5)).double()
     work = replace(work, model=model)
-    given, tried = (lowtide.microbatch(work, 4, reduction=r) for r in ("mean", "auto"))
-    expected, actual = step(given), step(tried)
+    expected, actual = (step(lowtide.microbatch(work, 4, reduction=each)) for each in ("mean", "auto"))
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
     assert model.training
     assert all(p.grad is None for p in model.parameters())

@@ -36,7 +36,8 @@ class Counting(TorchFunctionMode):
         super().__init__()
         self.needed = False  # hooks stand before what a node keeps
         self._seen: dict[int, tuple[Tensor, int]] = {}  # by the number of the node in the graph
-        # Compiled functions take this one in; for what they leave to Python, it is not compiled on its own.
+
+        # Compiled functions inline this one. It is not compiled on its own for functions that they leave to Python.
         skip_code(Counting.__torch_function__.__code__)
 
     def __torch_function__(
@@ -131,8 +132,8 @@ def _saved(node: Any) -> tuple[Tensor, int]:
         total, target = saved_tensors(node, "total_weight", "target")
     except RuntimeError as error:  # there are hooks
         raise WorkloadError(
-            "What the loss's cross entropy counts cannot be seen: it is not F.cross_entropy, and has a checkpoint or "
-            "another saved-tensor hook around it",
+            "The targets that the loss's cross entropy counts cannot be seen: it is not F.cross_entropy, and has a "
+            "checkpoint or another saved-tensor hook around it",
             hint="Pass weight=, a function that counts in a batch what the loss is a mean over.",
         ) from error
     return total, target.numel()

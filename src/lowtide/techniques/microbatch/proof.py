@@ -47,8 +47,8 @@ from lowtide.workload import Workload
 class Proof:
     """The reduction of a loss over its samples; None where it is not proved, and then why.
 
-    "counted" is a mean over the targets that cross entropies do not ignore, the same ones for all terms; "several" adds
-    means over different numbers of targets, which each step must find to be alike in all pieces.
+    "counted" is a mean over the targets that cross entropies do not ignore, the same ones for all terms. "several" adds
+    means over different targets: each step checks that all pieces count alike.
     """
 
     reduction: Proved | None
@@ -136,7 +136,7 @@ def _result(node: fx.Node, twin: fx.Node, facts: dict[fx.Node, Fact], sizes: Siz
     op: Any = node.target
     if op is operator.getitem:
         source: Any = node.args[0]
-        require(source.target not in NLL_LOSSES or node.args[1] == 0)
+        require(source.target not in NLL_LOSSES or not node.args[1])
         return facts[source]
     require(isinstance(op, OpOverload))
     schema = schema_of(op)
