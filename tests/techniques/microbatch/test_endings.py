@@ -62,21 +62,6 @@ def by_flag(model: nn.Module, batch: Any) -> Tensor:
     return each.sum() if batch["flag"] else each.mean()
 
 
-def test_a_penalty_beside_a_counted_mean_is_right_where_it_is_proved() -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1]) + sum(p.square().sum() for p in model.parameters())
-
-    work = mlp(8, loss=loss)
-    labels = work.batch[1].clone()
-    labels[1:4] = -100
-    batch = work.batch[0], labels
-    work.compute_loss(batch=batch).backward()
-    expected = [p.grad.clone() for p in work.model.parameters() if p.grad is not None]
-    work.model.zero_grad()
-    MicrobatchLoss(work, 2, proved="counted")(work.model, batch).backward()
-    torch.testing.assert_close([p.grad for p in work.model.parameters()], expected)
-
-
 def test_another_branch_of_the_loss_is_warned_about() -> None:
     x, y = mlp(8).batch
     work = Workload(mlp(8).model, by_flag, {"x": x, "y": y, "flag": False})

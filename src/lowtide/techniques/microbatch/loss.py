@@ -201,17 +201,18 @@ class _PiecewiseRun:
             stack.enter_context(self.gradients)
             if loss.exact:
                 stack.enter_context(WholeStatistics(self._whole_statistics()))
-            recording = None if loss.exact else stack.enter_context(Recording(self.modules, skip=loss.compiled))
+            recorded = () if loss.exact else self.modules
+            recording = stack.enter_context(Recording(recorded, skip=loss.compiled))
             # Pieces between the second and the last three are alike to the byte. Batch norms keep moments of each.
-            alike = range(2, len(pieces) - 3) if loss.skips_alike and recording and not recording.layers else range(0)
+            may_skip = loss.skips_alike and not loss.exact and not recording.layers
+            alike = range(2, len(pieces) - 3) if may_skip else range(0)
             for number, (start, end) in enumerate(pieces):
                 if number in alike:
                     values.append(torch.empty_like(values[-1]))
                     before = shares[number - 1]
                     shares[number] = torch.empty_like(before) if isinstance(before, Tensor) else before
                     continue
-                if recording is not None:
-                    recording.start_piece()
+                recording.start_piece()
                 with ExitStack() as around:
                     for module in self.modules:
                         if isinstance(module, DistributedDataParallel) and number < len(pieces) - 1:
@@ -231,8 +232,7 @@ class _PiecewiseRun:
                     needed = needed or counting.needed
                 if losses[0].requires_grad:
                     self._backward(losses, shares[number], own, (start, end))
-            if recording is not None:
-                recording.finish()
+            recording.finish()
         if not self.is_traced:
             loss.counts = needed
             loss.steps += 1
