@@ -8,6 +8,7 @@ from torch import nn
 
 from lowtide import Workload, profile
 from lowtide.errors import LowtideError
+from lowtide.sizes import format_size
 from lowtide.techniques.compress import Compress, Layer, allocate_bits, measure_layers
 from lowtide.techniques.compress.technique import CompressConfig
 from lowtide.techniques.technique import Option
@@ -46,8 +47,10 @@ def test_bits_are_those_that_trying_all_finds():
 
 def test_a_budget_below_two_bits_is_refused_and_many_layers_are_no_matter():
     layers = random_layers(0)
-    with pytest.raises(LowtideError, match="below what all layers take"):
-        allocate_bits(layers, sum(layer.bytes(2) for layer in layers) - 1)
+    least = sum(layer.bytes(2) for layer in layers)
+    with pytest.raises(LowtideError) as error:
+        allocate_bits(layers, least - 1)
+    assert format_size(least) in str(error.value)
     many = random_layers(1, 200)
     budget = sum(layer.bytes(4) for layer in many)
     bits = allocate_bits(many, budget)
@@ -96,28 +99,17 @@ class Gated(nn.Module):
         return x + self.gate * self.linear(x)
 
 
-def test_layers_with_the_largest_gradients_get_the_bits():
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Gated(gate) for gate in (3.0, 0.01, 0.01, 0.01, 0.01, 3.0)))
-    work = Workload(model, lambda m, b: m(b).square().mean(), torch.randn(64, 64))
-    layers = measure_layers(work, [f"{i}.linear" for i in range(1, 6)])
-    budget = sum(layer.bytes(4) for layer in layers)
-    option = Compress().option(layers, budget)
-    bits = dict(zip(option.site, option.config.bits, strict=True))
-    assert bits.get("5.linear", 16) > max(bits[f"{i}.linear"] for i in range(1, 5))
-    assert sum(layer.bytes(bits.get(layer.path, 0)) for layer in layers) <= budget
-
-
-def test_allocated_bits_beat_uniform_ones_of_the_same_bytes():
-    """Where some layers' gradients are far larger than the others', those get the bits."""
+def test_layers_with_the_largest_gradients_get_the_bits_which_beats_uniform_ones_of_the_same_bytes():
     torch.manual_seed(0)
     model = nn.Sequential(*(Gated(gate) for gate in (3.0, 0.01, 0.01, 0.01, 0.01, 3.0)))
     work = Workload(model, lambda m, b: m(b).square().mean(), torch.randn(64, 64))
     layers = measure_layers(work, [f"{i}.linear" for i in range(1, 6)])
     budget = sum(layer.bytes(4) for layer in layers)
     chosen = Compress().option(layers, budget)
+    bits = dict(zip(chosen.site, chosen.config.bits, strict=True))
+    assert bits.get("5.linear", 16) > max(bits[f"{i}.linear"] for i in range(1, 5))
+    assert sum(layer.bytes(bits.get(layer.path, 0)) for layer in layers) <= budget
     uniform = Option("compress", tuple(layer.path for layer in layers), CompressConfig((4,) * 5))
-    assert len(set(chosen.config.bits)) > 1
     expected = [g.double() for g in torch.autograd.grad(work.compute_loss(), list(model.parameters()))]
 
     def gradients(work):
@@ -140,8 +132,9 @@ def test_measuring_a_step_that_fails_leaves_no_hooks_and_loses_no_gradients() ->
     work = Workload(model, lambda model, x: model(x).sum(), torch.randn(16, 64))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+    with pytest.raises(RuntimeError) as error:
         measure_layers(work, ["", "0", "2"])
+    assert "32x8" in str(error.value)
     assert all(parameter.grad is not None for parameter in model.parameters())
     seen = torch.randn(64, 64, requires_grad=True).exp()
     assert torch.equal(seen.grad_fn._saved_result, seen)  # no hook stands before it

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import reduce
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide import Workload
 from lowtide.techniques.microbatch.facts import Sizes
-from lowtide.techniques.microbatch.proof import Proof, _Analysis, prove
+from lowtide.techniques.microbatch.proof import Proof, conclude, find_facts, prove
 from lowtide.tracing.capture.forward import capture_forward
 
 Outcome = dict[str, Tensor]
@@ -61,6 +63,16 @@ def assert_same(actual: Outcome, expected: Outcome, rtol: float = 1e-12) -> None
         assert error <= rtol * max(float(value.double().norm()), largest * 1e-3), name
 
 
+@contextmanager
+def names(expected: AbstractContextManager[Any], *words: str) -> Generator[None]:
+    """The one error or warning that pytest expects names these arguments, numbers or layers."""
+    with expected as caught:
+        yield
+    messages = [each.message for each in caught] if isinstance(caught, pytest.WarningsRecorder) else [caught.value]
+    (message,) = map(str, messages)
+    assert [word for word in words if word not in message] == []
+
+
 def without_randomness(work: Workload) -> Workload:
     for module in work.model.modules():
         if isinstance(module, nn.Dropout):
@@ -103,12 +115,13 @@ def proofs(losses: dict[str, Callable[[Any, Any], Tensor]], batch: Any, *layers:
     work = Workload(nn.Sequential(nn.Linear(4, 4), *layers), total, batch)
     halves = replace(work, batch=pytree.tree_map_only(Tensor, lambda t: t[: len(t) // 2], batch))
     samples = len(batch[0])
-    analysis = _Analysis(capture_forward(work), capture_forward(halves), Sizes(samples, samples // 2))
+    captured = capture_forward(work)
+    facts = find_facts(captured, capture_forward(halves), Sizes(samples, samples // 2))
     reduced: dict[str, Proof] = {}
-    node: Any = analysis.loss
+    rest: Any = captured.loss
     for name in reversed(list(losses)):
-        rest, analysis.loss = node.args[:2] if name != next(iter(losses)) else (None, node)
-        reduced[name], node = analysis.result(), rest
+        rest, term = rest.args[:2] if name != next(iter(losses)) else (None, rest)
+        reduced[name] = conclude(term, facts)
     return reduced
 
 

@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide.errors import WorkloadError
 from lowtide.nn import compressed, linear_cross_entropy
-from tests.techniques.microbatch.steps import IGNORED
 
-from .steps import assert_same, cross_entropy, mlp, step
+from .steps import IGNORED, assert_same, cross_entropy, mlp, names, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model has batch norms in training:UserWarning")
 
@@ -37,35 +36,31 @@ def test_a_cross_entropy_in_chunks_counts_as_torchs(size: int, smoothing: float)
     assert_same(step(lowtide.microbatch(work, size)), step(plain))
 
 
-HOOKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "saved on the CPU": save_on_cpu,
-    "compressed": lambda: compressed(keep=lambda _: True),
-    "hooks of one's own": lambda: saved_tensors_hooks(lambda t: t, lambda t: t),
-}
+Loss = Callable[[nn.Module, Any], Tensor]
 
 
-def under(hooks: Callable[[], AbstractContextManager[Any]]) -> Callable[[nn.Module, Any], Tensor]:
+def under(hooks: Callable[[], AbstractContextManager[Any]], inner: Loss = cross_entropy) -> Loss:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         with hooks():
-            return cross_entropy(model, batch)
+            return inner(model, batch)
 
     return loss
 
 
-def smoothed(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1)
-
-
-HIDDEN: dict[str, Callable[[nn.Module, Any], Tensor]] = {
-    **{name: under(hooks) for name, hooks in HOOKS.items()},
+HIDDEN: dict[str, Loss] = {
+    "saved on the CPU": under(save_on_cpu),
+    "compressed": under(lambda: compressed(keep=lambda _: True)),
+    "hooks of one's own": under(lambda: saved_tensors_hooks(lambda t: t, lambda t: t)),
     "in a checkpoint": lambda m, b: checkpoint(cross_entropy, m, b, use_reentrant=False),
-    "smoothed in a checkpoint": lambda m, b: checkpoint(smoothed, m, b, use_reentrant=False),
+    "smoothed in a checkpoint": lambda m, b: checkpoint(
+        lambda: F.cross_entropy(m(b[0]), b[1], label_smoothing=0.1), use_reentrant=False
+    ),
     "in chunks in a checkpoint": lambda m, b: checkpoint(
         lambda: linear_cross_entropy(m[:-1](b[0]), m[-1].weight, b[1], m[-1].bias), use_reentrant=False
     ),
     "beside a metric": lambda m, b: (cross_entropy(m, b), counts_nothing(m, b))[0],
     "far behind the loss": lambda m, b: 1 + ((((cross_entropy(m, b) + 1) * 2 - 1) / 3) * 3 - 1) / 2 - 1,
-    "as negative log-likelihood": lambda m, b: under_hooks_nll(m, b),
+    "as negative log-likelihood": under(save_on_cpu, lambda m, b: F.nll_loss(m(b[0]).log_softmax(1), b[1])),
     "of chosen tokens": lambda m, b: F.cross_entropy(m(b[0])[b[1] >= 0], b[1][b[1] >= 0]),
 }
 
@@ -73,11 +68,6 @@ HIDDEN: dict[str, Callable[[nn.Module, Any], Tensor]] = {
 @torch.no_grad()
 def counts_nothing(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1].clamp(min=0))
-
-
-def under_hooks_nll(model: nn.Module, batch: Any) -> Tensor:
-    with save_on_cpu():
-        return F.nll_loss(model(batch[0]).log_softmax(1), batch[1])
 
 
 @pytest.mark.parametrize("name", HIDDEN)
@@ -101,14 +91,9 @@ def test_hooks_around_the_whole_step_hide_no_count() -> None:
 
 def test_a_count_that_cannot_be_seen_is_asked_for() -> None:
     nll = torch.ops.aten.nll_loss.default
-
-    def unseen(model: nn.Module, batch: Any) -> Tensor:
-        with save_on_cpu():
-            return nll(model(batch[0]).log_softmax(1), batch[1])
-
-    work = mlp(8, loss=unseen)
+    work = mlp(8, loss=under(save_on_cpu, lambda m, b: nll(m(b[0]).log_softmax(1), b[1])))
     for reduction in ("auto", "mean"):
-        with pytest.raises(WorkloadError, match=r"counts cannot be seen.*weight="):
+        with names(pytest.raises(WorkloadError), "weight=", "F.cross_entropy"):
             lowtide.microbatch(work, 3, reduction=reduction).compute_loss()
     assert_same(step(lowtide.microbatch(work, 3, weight=lambda batch: len(batch[1]))), step(work))
 

@@ -13,7 +13,7 @@ import lowtide
 from lowtide import Workload
 from lowtide.errors import LowtideError
 
-from .steps import assert_same, cross_entropy, mlp, step
+from .steps import assert_same, cross_entropy, mlp, names, step
 
 
 def test_hooks_run_once_with_the_gradient_of_the_whole() -> None:
@@ -101,7 +101,7 @@ def test_backward_runs_once_and_gives_no_gradients_of_gradients() -> None:
     work = lowtide.microbatch(mlp(), 3)
     loss = work.compute_loss()
     loss.backward(retain_graph=True)
-    with pytest.raises(LowtideError, match="runs once"):
+    with names(pytest.raises(LowtideError), "once"):
         loss.backward()
-    with pytest.raises(LowtideError, match="Gradients of gradients"):
+    with names(pytest.raises(LowtideError), "create_graph=True"):
         torch.autograd.grad(work.compute_loss(), work.model[0].weight, create_graph=True)

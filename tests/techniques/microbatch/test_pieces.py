@@ -19,7 +19,7 @@ from lowtide.errors import WorkloadError
 
 from ...encoding import Encoding
 from ...soak import in_soak
-from .steps import assert_same, cross_entropy, in_float64, mlp, step, without_randomness
+from .steps import assert_same, cross_entropy, in_float64, mlp, names, step, without_randomness
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model has batch norms in training:UserWarning")
 
@@ -54,7 +54,7 @@ def test_pieces_run_one_after_the_other_with_the_samples_they_should_have() -> N
     work = mlp(7, loss=loss)
     work = replace(work, batch=(*work.batch, torch.arange(7)))
     lowtide.microbatch(work, 3, reduction="mean").compute_loss()
-    assert seen == [[0, 1, 2], [3, 4], [5, 6]]  # none is left alone
+    assert seen == [[0, 1, 2], [3, 4], [5, 6]]  # none is left alone, for a batch norm
 
 
 @dataclass
@@ -136,18 +136,8 @@ def test_a_batch_whose_tensors_do_not_agree_is_refused_until_split_says_which() 
     weights = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     work = mlp(6, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=b[2]))
     work = replace(work, batch=(*work.batch, weights))
-    with pytest.raises(WorkloadError, match=r"\[0\] has 6, \[1\] has 6, \[2\] has 3.*split"):
+    with names(pytest.raises(WorkloadError), "[1] has 6, [2] has 3", "split="):
         lowtide.microbatch(work, 2)
-    with pytest.raises(WorkloadError, match="no tensor with samples"):
+    with names(pytest.raises(WorkloadError), "no tensor", "split="):
         lowtide.microbatch(work, 2, split=("x",))
     assert_same(step(lowtide.microbatch(work, 4, split=(0, 1))), step(work))
-
-
-def test_no_sample_is_left_alone_for_a_batch_norm() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
-    batch = torch.randn(16, 5).double(), torch.randint(3, (16,))
-    lengths: list[int] = []
-    model.register_forward_pre_hook(lambda _, args: lengths.append(len(args[0])) if model.training else None)
-    lowtide.microbatch(Workload(model, cross_entropy, batch), 5, reduction="mean").compute_loss().backward()
-    assert lengths == [5, 5, 3, 3]

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import Workload
 from lowtide.errors import WorkloadError
-from tests.techniques.microbatch.steps import IGNORED
 
-from .steps import assert_same, cross_entropy, mlp, step
+from .steps import IGNORED, assert_same, cross_entropy, mlp, names, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model has batch norms in training:UserWarning")
 
@@ -68,18 +67,18 @@ MIXED: dict[str, Callable[[nn.Module, Any], Tensor]] = {
 def test_a_mean_over_what_counts_beside_something_else_is_refused_where_not_all_counts(name: str) -> None:
     work = mlp(8, loss=MIXED[name])
     ignoring = replace(work, batch=(work.batch[0], IGNORED))
-    with pytest.raises(WorkloadError, match=r"neither of them|no one weight of a piece is right"):
+    with names(pytest.raises(WorkloadError), "weight="):
         lowtide.microbatch(ignoring, 3).compute_loss()
     if "class weights" not in name:
         pieces = lowtide.microbatch(work, 3)
         assert_same(step(pieces), step(work))
-        with pytest.raises(WorkloadError, match=r"no one weight of a piece is right.*weight="):
+        with names(pytest.raises(WorkloadError), "weight=", "targets"):
             pieces.compute_loss(batch=ignoring.batch)
 
 
 def test_padding_at_the_end_of_a_batch_shows_in_the_trial() -> None:
     work = mlp(8, loss=masked_mean, targets=torch.tensor([1, 0, 2, 1, 2, -100, -100, -100]))
-    with pytest.raises(WorkloadError, match=r"neither of them.*weight="):
+    with names(pytest.raises(WorkloadError), "weight=", "neither"):
         lowtide.microbatch(work, 2).compute_loss()
 
 
@@ -93,8 +92,6 @@ def test_a_weight_counts_what_only_the_caller_knows(as_tensor: bool) -> None:
 
     for size in (1, 3):  # by one, some pieces count nothing
         assert_same(step(lowtide.microbatch(work, size, weight=count)), step(work))
-    with pytest.raises(WorkloadError, match=r"neither of them.*weight="):
-        lowtide.microbatch(work, 3).compute_loss()
 
 
 def info_nce(model: nn.Module, batch: Any) -> Tensor:
@@ -103,13 +100,13 @@ def info_nce(model: nn.Module, batch: Any) -> Tensor:
 
 
 def test_a_loss_whose_samples_see_each_other_is_refused() -> None:
-    with pytest.raises(WorkloadError, match="samples see each other"):
+    with names(pytest.raises(WorkloadError), "samples see each other"):
         lowtide.microbatch(mlp(7, loss=info_nce), 3).compute_loss()
 
 
 def test_a_loss_that_draws_random_numbers_must_say_its_reduction() -> None:
     work = mlp(7, loss=lambda m, b: (m(b[0]) - torch.randn(len(b[0]), 3)).square().mean())
-    with pytest.raises(WorkloadError, match="draws random numbers"):
+    with names(pytest.raises(WorkloadError), "random", "reduction="):
         lowtide.microbatch(work, 3).compute_loss()
     lowtide.microbatch(work, 3, reduction="mean").compute_loss().backward()
 
@@ -123,7 +120,7 @@ def test_a_first_loss_of_zero_or_infinity_is_no_mean_for_good(reduction: str, fi
     factor = torch.tensor(first)
     work = mlp(8, loss=lambda m, b: getattr((factor * m(b[0])).square(), reduction)())
     pieces = lowtide.microbatch(work, 3)
-    with pytest.raises(WorkloadError, match=r"tells no mean from a sum.*reduction="):
+    with names(pytest.raises(WorkloadError), "0, not finite", "reduction="):
         pieces.compute_loss()
     factor.fill_(1.0)
     assert_same(step(pieces), step(work))
@@ -162,8 +159,7 @@ def test_trying_the_reduction_leaves_nothing_behind() -> None:
     work = mlp(7)
     model = nn.Sequential(nn.BatchNorm1d(5), *work.model, nn.Dropout(0.5)).double()
     work = replace(work, model=model)
-    given, tried = (lowtide.microbatch(work, 4, reduction=r) for r in ("mean", "auto"))
-    expected, actual = step(given), step(tried)
+    expected, actual = (step(lowtide.microbatch(work, 4, reduction=each)) for each in ("mean", "auto"))
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
     assert model.training
     assert all(p.grad is None for p in model.parameters())
@@ -178,14 +174,14 @@ def focal(model: nn.Module, batch: Any) -> Tensor:
 def test_a_function_of_a_mean_is_refused_also_where_half_of_the_batch_is_ignored(ignored: slice) -> None:
     work = mlp(8, loss=focal)
     work.batch[1][ignored] = -100
-    with pytest.raises(WorkloadError, match="it is neither of them"):
+    with names(pytest.raises(WorkloadError), "neither"):
         lowtide.microbatch(work, 3).compute_loss()
 
 
 def test_a_trial_in_which_one_sample_counts_says_so() -> None:
     work = mlp(8)
     work.batch[1][1:] = -100
-    with pytest.raises(WorkloadError, match="all but one have only targets that are ignored"):
+    with names(pytest.raises(WorkloadError), "ignored", "reduction="):
         lowtide.microbatch(work, 3).compute_loss()
     assert_same(step(lowtide.microbatch(work, 3, reduction="mean")), step(work))
 

@@ -1,10 +1,9 @@
 """Bits for each layer's activations under a budget of bytes: the least expected variance of the gradients.
 
-Rounding a value at random to one of 2^b levels over the range R of its group has the variance R²·f(1 - f) / (2^b - 1)²,
-on average over the fraction f one sixth of R² / (2^b - 1)². A linear layer's weight gradient dYᵀX takes it on times the
-squared norm of dY's row. So a layer costs variance / (2^b - 1)², with one number for each layer that ``measure_layers``
-reads off one step. Bits are chosen exactly, by dynamic programming over what is not dominated (ActNN, Chen et al.,
-2021, allocates greedily).
+Values are rounded at random to one of 2^b levels over the range R of their group. On average that has one sixth of the
+variance R² / (2^b - 1)². A linear layer's weight gradient dYᵀX multiplies it by the squared norm of dY's row. So a
+layer costs variance / (2^b - 1)², with one number that ``measure_layers`` reads off one step. Dynamic programming over
+the points that are not dominated chooses bits exactly (ActNN, Chen et al., 2021, allocates greedily).
 """
 
 from __future__ import annotations
@@ -40,6 +39,16 @@ class Layer:
     kept_bytes: int
     stored_bytes: tuple[int, int, int]  # in 2, 4 and 8 bits
     variance: float = 1.0  # of the gradients, were its values rounded to one of two levels
+
+    @classmethod
+    def of(
+        cls, path: str, tensors: Sequence[tuple[int, torch.dtype]], *, group: int = GROUP, variance: float | None = None
+    ) -> Layer:
+        """A module that saves tensors of these lengths; without a variance, all values matter the same."""
+        two, four, eight = (sum(buffer_bytes(numel, bits, group, dtype) for numel, dtype in tensors) for bits in BITS)
+        whole = sum(numel * dtype.itemsize for numel, dtype in tensors)
+        values = float(sum(numel for numel, _ in tensors))
+        return cls(path, whole, (two, four, eight), values if variance is None else variance)
 
     def bytes(self, bits: int) -> int:
         """Bytes saved for backward."""
@@ -92,12 +101,12 @@ def measure_layers(work: Workload, paths: Sequence[str], *, group: int = GROUP) 
     """
     check(BITS[-1], group)
     seen: set[_Key] = set()
-    modules = {path: _Measured(seen) for path in paths}
+    modules = {path: _Measured(seen, group) for path in paths}
     before = [(parameter, parameter.grad) for parameter in work.model.parameters()]
     try:
         with ExitStack() as stack:
             for path, measured in modules.items():
-                measured.watch(work.model.get_submodule(path), group, stack)
+                measured.watch(work.model.get_submodule(path), stack)
             for parameter, _ in before:
                 parameter.grad = None
             work.compute_loss().backward()
@@ -121,17 +130,18 @@ def _frontier(sizes: NDArray[np.int64], costs: NDArray[np.float64]) -> NDArray[n
 class _Measured:
     """One module while a step runs: bytes and ranges of what it saves, and the gradient of what it returns."""
 
-    def __init__(self, seen: set[_Key]) -> None:
+    def __init__(self, seen: set[_Key], group: int) -> None:
+        self.group = group
         self.weight: Tensor | float = 0.0  # the mean squared norm of a row of the gradient
         self._parts: dict[_Key, _Part] = {}
         self._seen = seen  # by any of the modules: what two of them save is the first one's
 
-    def watch(self, module: nn.Module, group: int, stack: ExitStack) -> None:
+    def watch(self, module: nn.Module, stack: ExitStack) -> None:
         contexts: list[ExitStack] = []
 
         def enter(_module: nn.Module, _args: Any) -> None:
             contexts.append(stack.enter_context(ExitStack()))  # which closes what a call that failed leaves open
-            contexts[-1].enter_context(_Watching(self, group).open() if may_open() else nullcontext())
+            contexts[-1].enter_context(_Watching(self).open() if may_open() else nullcontext())
 
         def leave(_module: nn.Module, _args: Any, out: Any) -> None:
             contexts.pop().close()
@@ -144,12 +154,11 @@ class _Measured:
 
     def layer(self, path: str) -> Layer:
         parts = self._parts.values()
-        two, four, eight = (sum(buffer_bytes(p.numel, bits, p.group, p.dtype) for p in parts) for bits in BITS)
-        variance = sum(float(p.spread) for p in parts) * float(self.weight) / 6
-        return Layer(path, sum(p.numel * p.dtype.itemsize for p in parts), (two, four, eight), variance)
+        variance = sum(float(part.spread) for part in parts) * float(self.weight) / 6
+        return Layer.of(path, [(part.numel, part.dtype) for part in parts], group=self.group, variance=variance)
 
-    def saw(self, tensor: Tensor, group: int) -> None:
-        key = _key(tensor)
+    def saw(self, tensor: Tensor) -> None:
+        key, group = _key(tensor), self.group
         if key in self._parts:
             self._parts[key].saves += 1
         if key in self._seen:
@@ -159,7 +168,7 @@ class _Measured:
         missing = -len(values) % group
         values = torch.cat([values, values[-1:].expand(missing)]).view(-1, group).double()
         spread = (values.amax(1) - values.amin(1)).square().sum() * group
-        self._parts[key] = _Part(tensor.numel(), tensor.dtype, group, spread)
+        self._parts[key] = _Part(tensor.numel(), tensor.dtype, spread)
 
     def saw_not(self, tensor: Tensor) -> None:
         key = _key(tensor)
@@ -177,14 +186,14 @@ class _Measured:
 class _Watching(Hooks):
     """Keeps all, and tells what would be stored."""
 
-    def __init__(self, measured: _Measured, group: int) -> None:
-        super().__init__(BITS[-1], group, self._watch)
+    def __init__(self, measured: _Measured) -> None:
+        super().__init__(BITS[-1], measured.group, self._watch)
         self._measured = measured
         self._put_back: set[int] = set()  # a result may be saved by others too
 
     def _watch(self, tensor: Tensor) -> bool:
         if not sensitive(tensor):
-            self._measured.saw(tensor, self.group)
+            self._measured.saw(tensor)
         return True
 
     def save_exactly(self, packed: Any) -> None:
@@ -199,7 +208,6 @@ class _Part:
 
     numel: int
     dtype: torch.dtype
-    group: int
     spread: Tensor  # the sum of its values' squared ranges
     saves: int = 1
 

@@ -36,7 +36,8 @@ class Counting(TorchFunctionMode):
         super().__init__()
         self.needed = False  # hooks stand before what a node keeps
         self._seen: dict[int, tuple[Tensor, int]] = {}  # by the number of the node in the graph
-        # Compiled functions take this one in; for what they leave to Python, it is not compiled on its own.
+
+        # Compiled functions inline this one. It is not compiled on its own for functions that they leave to Python.
         skip_code(Counting.__torch_function__.__code__)
 
     def __torch_function__(
@@ -72,7 +73,7 @@ class Counting(TorchFunctionMode):
 _FEW = 1024
 
 _CROSS_ENTROPIES = frozenset({F.cross_entropy, F.nll_loss})
-_NLL_LOSSES = frozenset({torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default})
+NLL_LOSSES = frozenset({torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default})
 
 
 def nodes_behind(loss: Tensor, goes_on: Callable[[Any], bool] = lambda _: True) -> Iterator[Any]:
@@ -107,7 +108,7 @@ class _Totals(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _NLL_LOSSES:
+        if func in NLL_LOSSES:
             # The newest node is this op's. Without a graph it is an older one, which has its count already.
             self._seen.setdefault(next_sequence_number() - 1, (result[1], args[1].numel()))
         return result
@@ -131,8 +132,8 @@ def _saved(node: Any) -> tuple[Tensor, int]:
         total, target = saved_tensors(node, "total_weight", "target")
     except RuntimeError as error:  # there are hooks
         raise WorkloadError(
-            "What the loss's cross entropy counts cannot be seen: it is not F.cross_entropy, and has a checkpoint or "
-            "another saved-tensor hook around it",
+            "The targets that the loss's cross entropy counts cannot be seen: it is not F.cross_entropy, and has a "
+            "checkpoint or another saved-tensor hook around it",
             hint="Pass weight=, a function that counts in a batch what the loss is a mean over.",
         ) from error
     return total, target.numel()

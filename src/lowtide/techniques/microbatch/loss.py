@@ -42,9 +42,9 @@ def microbatch(
     """The same step with its batch in pieces of ``size`` samples: only one piece's activations live at a time.
 
     The model is not touched: the workload has another loss, which is called as before. It runs each piece forward and
-    backward and adds the gradients up; its own ``backward()`` hands them to the parameters, once, so that hooks,
-    clipping, gradient accumulation, loss scaling and optimizers are as before. A batch of at most ``size`` samples, or
-    one under ``torch.no_grad()``, runs as it is.
+    backward and sums the gradients. Its own ``backward()`` hands them to the parameters once: hooks, clipping, gradient
+    accumulation, loss scaling and optimizers are as before. A batch of at most ``size`` samples, or one under
+    ``torch.no_grad()``, runs as it is.
 
     ``reduction`` says what the loss is over its samples; "auto" tries it once on two pieces, and counts what a
     cross entropy does not ignore. For other means over tokens, ``weight(batch)`` counts them. ``split`` names the keys
@@ -111,8 +111,7 @@ class MicrobatchLoss:
             self.reduction = "sum" if proved == "sum" else "mean"
         self.compiled = compiled_modules(work)
         self.counts = True  # whether cross entropies must be seen as they run; known after the first real step
-        # Whether it is more than the mean of a cross entropy.
-        self.mixed: bool | None = {"counted": False, "several": True}.get(proved or "")
+        self.mixed: bool | None = {"counted": False, "several": True}.get(proved or "")  # more than one mean
         self.extra: list[Tensor] | None = None  # what else the loss trains; known after the first step
         self.scale: Tensor | None = None  # the last gradient that came back to the loss
         self.endings = Endings()
@@ -202,18 +201,18 @@ class _PiecewiseRun:
             stack.enter_context(self.gradients)
             if loss.exact:
                 stack.enter_context(WholeStatistics(self._whole_statistics()))
-            recording = None if loss.exact else stack.enter_context(Recording(self.modules, skip=loss.compiled))
-            # From the second to the last but three, pieces are alike to the byte (the last two may be smaller); batch
-            # norms keep something of each.
-            alike = range(2, len(pieces) - 3) if loss.skips_alike and recording and not recording.layers else range(0)
+            recorded = () if loss.exact else self.modules
+            recording = stack.enter_context(Recording(recorded, skip=loss.compiled))
+            # Pieces between the second and the last three are alike to the byte. Batch norms keep moments of each.
+            may_skip = loss.skips_alike and not loss.exact and not recording.layers
+            alike = range(2, len(pieces) - 3) if may_skip else range(0)
             for number, (start, end) in enumerate(pieces):
                 if number in alike:
                     values.append(torch.empty_like(values[-1]))
                     before = shares[number - 1]
                     shares[number] = torch.empty_like(before) if isinstance(before, Tensor) else before
                     continue
-                if recording is not None:
-                    recording.start_piece()
+                recording.start_piece()
                 with ExitStack() as around:
                     for module in self.modules:
                         if isinstance(module, DistributedDataParallel) and number < len(pieces) - 1:
@@ -233,8 +232,7 @@ class _PiecewiseRun:
                     needed = needed or counting.needed
                 if losses[0].requires_grad:
                     self._backward(losses, shares[number], own, (start, end))
-            if recording is not None:
-                recording.finish()
+            recording.finish()
         if not self.is_traced:
             loss.counts = needed
             loss.steps += 1
@@ -277,8 +275,8 @@ class _PiecewiseRun:
             return means[0].total / (self.batch.samples * (self.targets[0] or 1))
         if not self.is_traced and [float(mean.total) / samples for mean in means] != self.targets:
             raise WorkloadError(
-                "The loss adds a mean over the targets that count to something else, and here not all count, or not as "
-                "many in each piece: no one weight of a piece is right for both",
+                "The loss adds a mean over counted targets to something else, and its pieces count different numbers: "
+                "no one weight of a piece is right",
                 hint="Pass weight=, a function that counts in a batch what the whole loss is a mean over.",
             )
         return share

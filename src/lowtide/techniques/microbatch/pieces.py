@@ -29,7 +29,7 @@ class Batch:
     def of(cls, batch: Any, split: Split = None) -> Batch:
         """Tensors with a dimension have a row for each sample, or those under the keys of ``split`` alone.
 
-        Where such tensors differ in their first dimension, nobody can tell: that is an error.
+        Raises ``WorkloadError`` if such tensors differ in their first dimension.
         """
         with_paths, structure = flatten_with_path(batch)
         leaves = tuple(leaf for _, leaf in with_paths)

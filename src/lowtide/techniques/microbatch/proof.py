@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
 from types import CellType, FunctionType
@@ -18,9 +19,22 @@ from torch import Tensor, fx, nn
 
 from lowtide.compat.operators import OpOverload, schema_of
 from lowtide.errors import LowtideError, TraceError
-from lowtide.techniques.microbatch.facts import FIXED, SAMPLES, Fact, PairedCall, Sizes, constant_of, shape_of
+from lowtide.techniques.microbatch.counts import NLL_LOSSES
+from lowtide.techniques.microbatch.facts import (
+    FIXED,
+    SAMPLES,
+    Fact,
+    PairedCall,
+    Sizes,
+    UnfollowedError,
+    constant_of,
+    is_mean,
+    op_of,
+    require,
+    shape_of,
+)
 from lowtide.techniques.microbatch.pieces import Batch
-from lowtide.techniques.microbatch.rules import find_rule
+from lowtide.techniques.microbatch.rules import follow
 from lowtide.techniques.microbatch.weights import Proved
 from lowtide.tracing.capture.batchnorm import ancestors
 from lowtide.tracing.capture.forward import CapturedLoss, capture_forward
@@ -33,8 +47,8 @@ from lowtide.workload import Workload
 class Proof:
     """The reduction of a loss over its samples; None where it is not proved, and then why.
 
-    "counted" is a mean over the targets that cross entropies do not ignore, the same ones for all terms; "several" adds
-    means over different numbers of targets, which each step must find to be alike in all pieces.
+    "counted" is a mean over the targets that cross entropies do not ignore, the same ones for all terms. "several" adds
+    means over different targets: each step checks that all pieces count alike.
     """
 
     reduction: Proved | None
@@ -52,7 +66,7 @@ def prove(work: Workload) -> Proof:
             return Proof(None, "the loss changes numbers that it or a module holds")
         whole = capture_forward(work)
         part = capture_forward(replace(work, batch=batch.piece(0, sizes.part)))
-        return _Analysis(whole, part, sizes).result()
+        return conclude(whole.loss, find_facts(whole, part, sizes))
     except (LowtideError, torch.OutOfMemoryError) as error:
         return Proof(None, str(error).rstrip("."))
 
@@ -90,99 +104,79 @@ def _plain_values(value: Any, depth: int = 3) -> Any:
     return None
 
 
-class _Analysis:
-    """The facts about every value of a captured loss."""
+def find_facts(whole: CapturedLoss, part: CapturedLoss, sizes: Sizes) -> dict[fx.Node, Fact]:
+    """The facts about values of a captured loss, in one pass over its ops; values without one may mix samples."""
+    facts: dict[fx.Node, Fact] = {}
+    for node, twin in _paired(whole, part):
+        # Beside a rule that gives up, these errors are of arguments that it did not foresee.
+        with suppress(ArithmeticError, LookupError, TypeError, ValueError):
+            if node.op == "placeholder":
+                dim = sizes.scaled(shape_of(node), shape_of(twin))
+                require(dim is None or (dim == 0 and whole.origins[node] == "batch"))
+                fact = FIXED if dim is None else Fact("rows")
+            elif node.op == "get_attr":
+                fact = _constant(constant_of(node), constant_of(twin), sizes)
+            else:
+                fact = _result(node, twin, facts, sizes)
+            if isinstance(node.meta.get("val"), Tensor):  # each of several results is checked by itself
+                sizes.check(fact, shape_of(node), shape_of(twin))
+            facts[node] = fact
+    return facts
 
-    def __init__(self, whole: CapturedLoss, part: CapturedLoss, sizes: Sizes) -> None:
-        self.loss = whole.loss
-        self.sizes = sizes
-        self.facts: dict[fx.Node, Fact] = {}
-        self.twins: dict[fx.Node, fx.Node] = {}
-        for node, twin in _paired(whole, part):
-            self.twins[node] = twin
-            fact = self._find(node, twin, whole)
-            if fact is not None and self._fits(fact, node, twin):
-                self.facts[node] = fact
 
-    def result(self) -> Proof:
-        fact = self.facts.get(self.loss)
-        if fact is None:
-            return Proof(None, self._reason())
-        if fact.kind == "counted":
-            return self._counted(fact)
-        if fact.kind == "fixed" and not fact.power:
-            return Proof("mean")
-        if fact.kind == "total" and fact.power in (0, -1):
-            return Proof("mean" if fact.power else "sum")
-        return Proof(None, "the loss has a row for each sample, or grows with their number")
+def _constant(whole: Any, part: Any, sizes: Sizes) -> Fact:
+    require(isinstance(whole, Tensor) and isinstance(part, Tensor))  # or it is a branch of control flow
+    if whole.shape == part.shape and torch.equal(whole, part):
+        return FIXED
+    require(whole.numel() == part.numel() == 1)
+    return Fact("fixed", sizes.power(float(whole), float(part)))
 
-    def _counted(self, fact: Fact) -> Proof:
-        behind = ancestors([self.loss])
-        seen = {
-            (node.args[1], node.args[2], node.args[4])
-            for node in behind
-            if "nll_loss" in str(node.target) and node.args[3] == 1
-        }
-        if not fact.keys - {SAMPLES} <= seen:
+
+def _result(node: fx.Node, twin: fx.Node, facts: dict[fx.Node, Fact], sizes: Sizes) -> Fact:
+    op: Any = node.target
+    if op is operator.getitem:
+        source: Any = node.args[0]
+        require(source.target not in NLL_LOSSES or not node.args[1])
+        return facts[source]
+    require(isinstance(op, OpOverload))
+    schema = schema_of(op)
+    if schema.is_mutable:
+        if op is not torch.ops.aten.copy_.default or node.args[0].op != "placeholder":  # pyright: ignore
+            raise TraceError(f"The captured loss writes in place ({op})")
+        raise UnfollowedError  # a buffer's new value, at the end
+    shapes = shape_of(node), shape_of(twin)
+    call = PairedCall(op.overloadpacket, _bound(schema, node), _bound(schema, twin), shapes, facts, sizes)
+    if call.is_same() and all(facts.get(each) == FIXED for each in node.all_input_nodes):
+        return FIXED
+    return follow(call, op)
+
+
+def conclude(loss: fx.Node, facts: dict[fx.Node, Fact]) -> Proof:
+    """The reduction that the fact about a loss shows."""
+    fact = facts.get(loss)
+    if fact is None:
+        return Proof(None, _reason(loss, facts))
+    if fact.kind == "counted":
+        means = [node for node in ancestors([loss]) if node.target in NLL_LOSSES and node.args[3] == 1]
+        counts = {(node.args[1], node.args[2], node.args[4]) for node in means}
+        if not fact.keys - {SAMPLES} <= counts:
             return Proof(None, "the loss divides by a count that no cross entropy has")
         return Proof("counted" if len(fact.keys) == 1 else "several")
+    if fact == FIXED or is_mean(fact):
+        return Proof("mean")
+    if fact.kind == "total" and not fact.power:
+        return Proof("sum")
+    return Proof(None, "the loss has a row for each sample, or grows with their number")
 
-    def _find(self, node: fx.Node, twin: fx.Node, whole: CapturedLoss) -> Fact | None:
-        if node.op == "placeholder":
-            dim = self.sizes.scaled(shape_of(node), shape_of(twin))
-            if dim == 0 and whole.origins[node] == "batch":
-                return Fact("rows")
-            return FIXED if dim == -1 else None
-        if node.op == "get_attr":
-            return self._constant(node, twin)
-        if node.target is operator.getitem:
-            source: Any = node.args[0]
-            return None if "nll_loss" in str(source.target) and node.args[1] else self.facts.get(source)
-        return self._op(node, twin) if isinstance(node.target, OpOverload) else None
 
-    def _op(self, node: fx.Node, twin: fx.Node) -> Fact | None:
-        op: Any = node.target
-        whole, part = _bound(op, node), _bound(op, twin)
-        shapes = shape_of(node), shape_of(twin)
-        call = PairedCall(schema_of(op).name.removeprefix("aten::"), whole, part, shapes, self.facts, self.sizes)
-        if schema_of(op).is_mutable:
-            if op is not torch.ops.aten.copy_.default or node.args[0].op != "placeholder":  # pyright: ignore
-                raise TraceError(f"The captured loss writes in place ({op})")
-            return None  # a buffer's new value, at the end
-        if all(self.facts.get(each) == FIXED for each in node.all_input_nodes) and call.is_same():
-            return FIXED
-        rule = find_rule(op)
-        try:
-            return None if rule is None else rule(call)
-        except (ArithmeticError, LookupError, TypeError, ValueError):  # arguments that the rule did not foresee
-            return None
-
-    def _constant(self, node: fx.Node, twin: fx.Node) -> Fact | None:
-        whole, part = constant_of(node), constant_of(twin)
-        if not isinstance(whole, Tensor) or not isinstance(part, Tensor):  # a branch of control flow
-            return None
-        if whole.shape == part.shape and torch.equal(whole, part):
-            return FIXED
-        if whole.numel() != 1 or part.numel() != 1:
-            return None
-        power = self.sizes.power(float(whole), float(part))
-        return None if power is None else Fact("fixed", power)
-
-    def _fits(self, fact: Fact, node: fx.Node, twin: fx.Node) -> bool:
-        if not isinstance(node.meta.get("val"), torch.Tensor):
-            return True  # of an op with several results: each is looked at
-        return self.sizes.holds(fact, shape_of(node), shape_of(twin))
-
-    def _reason(self) -> str:
-        """The first op on the way to the loss of whose result nothing is known."""
-        behind = ancestors([self.loss])
-        for node in self.twins:
-            if node in behind and node not in self.facts:
-                name = str(node.target).removeprefix("aten.").partition(".")[0]
-                if node.op == "placeholder":
-                    return "an input of the loss has neither a row for each sample nor always the same shape"
-                return f"{name} mixes samples, or is not known not to{_place(node)}"
-        return "the loss is not followed"
+def _reason(loss: fx.Node, facts: dict[fx.Node, Fact]) -> str:
+    """The first op on the way to the loss without a fact."""
+    behind = ancestors([loss])
+    node = next(node for node in loss.graph.nodes if node in behind and node not in facts)
+    if node.op == "placeholder":
+        return "an input of the loss has neither a row for each sample nor always the same shape"
+    name = getattr(op_of(node) or node.target, "__name__", node.name)
+    return f"{name} mixes samples, or is not known not to{_place(node)}"
 
 
 def _paired(whole: CapturedLoss, part: CapturedLoss) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -201,9 +195,9 @@ def _paired(whole: CapturedLoss, part: CapturedLoss) -> Iterator[tuple[fx.Node, 
             yield node, twin
 
 
-def _bound(op: Any, node: fx.Node) -> dict[str, Any]:
+def _bound(schema: Any, node: fx.Node) -> dict[str, Any]:
     """The arguments of an op by name, defaults included."""
-    arguments = schema_of(op).arguments
+    arguments = schema.arguments
     bound = {each.name: each.default_value for each in arguments if each.has_default_value()}
     bound |= {each.name: value for each, value in zip(arguments, node.args, strict=False)}
     bound |= node.kwargs

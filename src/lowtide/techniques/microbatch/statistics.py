@@ -1,6 +1,6 @@
 """Batch norm over a batch in pieces: running statistics as of one batch, and normalising by the whole batch's.
 
-Of pieces with n values in a channel, mean μ and unbiased variance v, the whole has (Chan, Golub and LeVeque, 1979)
+Pieces with n values in a channel, mean μ and unbiased variance v give the whole (Chan, Golub and LeVeque, 1979)
 
     N = Σ n      M = Σ nμ / N      V = (Σ (n - 1)v + Σ n(μ - M)²) / (N - 1)
 
@@ -114,10 +114,6 @@ class _Layer:
         """The number of batches so far, where the layer counts them."""
         return None if isinstance(self.norm, InstanceNormBase) else self.tracked["num_batches_tracked"]
 
-    @property
-    def moves(self) -> bool:
-        return self.norm.track_running_stats and self.running is not None
-
     def rounds(self) -> list[list[_Moments]]:
         """Moments of all pieces in their first call of the layer, in their second, and so on."""
         most = max((len(calls) for calls in self.pieces), default=0)
@@ -156,7 +152,8 @@ class Recording:
     @torch.no_grad()
     def finish(self) -> None:
         """Move the running statistics towards those of all pieces together."""
-        rounds = [(layer, layer.rounds()) for layer in self.layers if layer.moves]
+        moving = (layer for layer in self.layers if layer.norm.track_running_stats and layer.running is not None)
+        rounds = [(layer, layer.rounds()) for layer in moving]
         for number in range(max((len(calls) for _, calls in rounds), default=0)):
             here = [(layer, calls[number]) for layer, calls in rounds if number < len(calls)]
             _move([layer for layer, _ in here], [moments for _, moments in here])

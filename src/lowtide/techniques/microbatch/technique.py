@@ -71,7 +71,7 @@ class Microbatch(Technique):
     def measure(self, work: Workload, profile: Profile) -> MicrobatchFindings:
         """Run the largest and the smallest pieces, once for a profile; seconds of those between are on a line.
 
-        Nothing is changed. Where a piece does not run, estimates stay.
+        Nothing is changed. Estimates stay if a piece does not run.
         """
         sizes, findings = _sizes(_samples(profile.graph)), self._findings(profile)
         if findings.is_measured or not sizes:
@@ -90,7 +90,8 @@ class Microbatch(Technique):
         samples = _samples(profile.graph)
         why = _obstacle(profile.graph)
         proof = Proof(None, why) if why else self._findings(profile).proof or Proof(None, "the loss was not captured")
-        random, reduction, because = _draws(profile.graph), proof.reduction or "", "" if proof.reduction else proof.why
+        random = any(op.is_random for op in profile.graph.ops if op.phase == "forward")
+        reduction, because = proof.reduction or "", "" if proof.reduction else proof.why
         configs = (MicrobatchConfig(size, samples, random, reduction, because) for size in _sizes(samples))
         return [Option(self.name, ("",), config) for config in configs]
 
@@ -136,10 +137,10 @@ class Microbatch(Technique):
         return Check(_fidelity(option.config_as(MicrobatchConfig)))
 
 
-# Measured on a CPU with one thread (eight models of the zoo in 2 to 16 pieces) and on an H200 (GPT-2 medium, ResNet-50
-# in 2 to 8): an op with its share of Python, autograd and modules; a gradient added by a hook.
-_HOST_SECONDS = 25e-6
-_HOOK_SECONDS = 20e-6
+# Measured on one CPU thread (eight models of the zoo in 2 to 16 pieces) and on an H200 (GPT-2 medium, ResNet-50 in 2 to
+# 8 pieces).
+_HOST_SECONDS = 25e-6  # an op with its share of Python, autograd and modules
+_HOOK_SECONDS = 20e-6  # a gradient added by a hook
 _CONVOLUTION_SECONDS = 150e-6  # on a CPU, more than other ops: its layouts are chosen and weights reordered each time
 _LOSS_PER_HALVING = 0.03  # of the kernels' seconds: smaller products reach a smaller share of the device's rate
 
@@ -247,11 +248,6 @@ def _with_samples(graph: Graph, samples: int) -> set[int]:
             if has_rows and not (op.phase == "backward" and storage.bytes in weights):
                 scaled.add(storage.id)
     return scaled
-
-
-def _draws(graph: Graph) -> bool:
-    """Whether the loss draws random numbers."""
-    return any(op.is_random for op in graph.ops if op.phase == "forward")
 
 
 def _normalises(graph: Graph) -> bool:

@@ -65,8 +65,8 @@ class _Trial:
             counting = [sample for sample in samples if self._seen([sample])[1]][: len(tried)]
             if len(counting) < 2:
                 raise WorkloadError(
-                    "Of the samples that were tried, all but one have only targets that are ignored, which tells no "
-                    "mean from a sum",
+                    "All targets of the samples that were tried are ignored, but for one sample's: that tells no mean "
+                    "from a sum",
                     hint="Say reduction='mean' or reduction='sum', or try with another first batch.",
                 )
             parts = [counting[::2], counting[1::2]]
@@ -90,8 +90,8 @@ class _Trial:
         if is_mean or is_sum:
             return "mean" if is_mean else "sum"
         raise WorkloadError(
-            f"The loss of {sum(map(len, parts))} samples is {whole:.6g}; of the same samples in two pieces, the mean "
-            f"is {mean:.6g} and the sum {total:.6g}: it is neither of them",
+            f"The loss of {sum(map(len, parts))} samples is {whole:.6g}. Two pieces of them have the mean {mean:.6g} "
+            f"and the sum {total:.6g}: it is neither of them",
             hint="If it is a mean over what the samples have (tokens that are not padding), pass weight=, a function "
             "that counts them in a batch. If samples see each other, the batch cannot be split.",
         )
@@ -126,9 +126,7 @@ class _Trial:
         try:
             with torch.no_grad():
                 return self.loss(self.model, batch)
-        except RuntimeError as error:
-            if "does not require grad" not in str(error):
-                raise
+        except RuntimeError:  # it may take gradients itself; another error comes again
             return self.loss(self.model, batch).detach()
 
 
