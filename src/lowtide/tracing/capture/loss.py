@@ -17,13 +17,13 @@ from lowtide.batches import flatten
 from lowtide.compat.dynamo import (
     METRICS,
     aot_autograd,
+    cause_of,
     default_partition,
     dynamo_config,
     forget_compiled,
     forget_failed,
     make_boxed,
     silenced,
-    source_of,
     traced_inputs,
     traced_metadata,
 )
@@ -31,7 +31,7 @@ from lowtide.compat.frames import evaluate_frames_by_default
 from lowtide.compat.modules import GLOBAL_HOOKS, in_ddp_forward
 from lowtide.errors import TraceError
 from lowtide.tracing.capture.decompositions import plain_composites
-from lowtide.tracing.capture.joint import Joint, Origin, origin_of
+from lowtide.tracing.capture.joint import Joint, origin_of
 from lowtide.tracing.compiled import compiled_modules
 from lowtide.tracing.fake.kernel_dispatch import replaced_kernels
 from lowtide.tracing.fake.kernels import FIXES, SUBSTITUTES
@@ -75,7 +75,7 @@ def call_until_captured(compiled: CompiledLoss, work: Workload) -> None:
     try:
         compiled(work.batch)
     except Exception as error:
-        cause = getattr(error, "inner_exception", error)  # behind Dynamo's error
+        cause = cause_of(error)
         if isinstance(cause, CapturedError):
             return
         what = next(iter(str(cause).splitlines()), type(cause).__name__)
@@ -198,8 +198,7 @@ class _JointCollector:
         if self.recapture is not None:
             self.is_recaptured = True
             return self.recapture(captured, inputs)
-        sources = [source_of(node) for node in captured.graph.find_nodes(op="placeholder")]
-        origins: list[Origin] = [origin_of(*each) for each in zip(sources, inputs, strict=False)]
+        origins = list(map(origin_of, captured.graph.find_nodes(op="placeholder"), inputs))
         joints: list[Joint] = []
         metadata: list[Any] = []
 
