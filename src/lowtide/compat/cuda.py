@@ -37,7 +37,8 @@ def sleep(cycles: int) -> None:
 @_CUDNN
 def batchnorm_reserve_bytes(x: Tensor) -> int:
     """Return the bytes that cuDNN's batch norm keeps in training for its backward."""
-    return torch._C._get_cudnn_batch_norm_reserve_space_size(x, True)
+    torch_c: Any = torch._C
+    return torch_c._get_cudnn_batch_norm_reserve_space_size(x, True)
 
 
 @_CUDNN

@@ -11,13 +11,16 @@ from lowtide.compat.versions import Feature
 _MODES = Feature("tracing a step", torch=("2.11", "2.13"), python=("3.11", "3.12"), loud=True)
 
 if TYPE_CHECKING:
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils import _python_dispatch
+
+    TorchDispatchMode = _python_dispatch.TorchDispatchMode
+    is_wrapper = _python_dispatch.is_traceable_wrapper_subclass
 else:
     TorchDispatchMode = _MODES.find("torch.utils._python_dispatch:TorchDispatchMode")
     """The base of modes that see every op."""
 
-is_wrapper: Callable[[Any], bool] = _MODES.find("torch.utils._python_dispatch:is_traceable_wrapper_subclass")
-"""Tell whether a tensor is a subclass made of other tensors, which ``__tensor_flatten__`` names."""
+    is_wrapper = _MODES.find("torch.utils._python_dispatch:is_traceable_wrapper_subclass")
+    """Tell whether a tensor is a subclass made of other tensors, which ``__tensor_flatten__`` names."""
 
 without_modes: Callable[[], AbstractContextManager[Any]] = _MODES.find(
     "torch.utils._python_dispatch:_disable_current_modes"

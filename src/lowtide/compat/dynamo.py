@@ -89,7 +89,7 @@ ARRAY = "a numpy array"
 
 def source_of(placeholder: fx.Node) -> str:
     """Name the local variable in or under which Dynamo found an input of its graph, ``ARRAY``, or ""."""
-    source = getattr(placeholder, "_dynamo_source", None)
+    source: Any = getattr(placeholder, "_dynamo_source", None)
     if type(source).__name__ == "NumpyTensorSource":
         return ARRAY
     while hasattr(source, "base"):

@@ -16,12 +16,12 @@ _FAKES = Feature("predicting a step", torch=("2.11", "2.13"), python=("3.11", "3
 _CAPTURE = Feature("capturing graphs", torch=("2.11", "2.13"), python=("3.11", "3.12"), error=TraceError)
 
 if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        FakeTensor,
-        FakeTensorMode,
-    )
+    from torch._subclasses import fake_tensor
+
+    DataDependentOutputException = fake_tensor.DataDependentOutputException
+    DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
+    FakeTensor = fake_tensor.FakeTensor
+    FakeTensorMode = fake_tensor.FakeTensorMode
 else:
     FakeTensor = _FAKES.find(f"{FAKE_KERNELS}:FakeTensor")
     """A tensor without values, on a device that need not be here."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx import graph as fx_graph
 
 from lowtide.compat.versions import Feature
 from lowtide.errors import TraceError
@@ -20,7 +21,7 @@ _aten: Any = torch.ops.aten
 @_CODE
 def box_arguments(graph: fx.Graph) -> None:
     """Have a graph's code take its arguments in one list, and empty it."""
-    graph.set_codegen(fx.graph._BoxedCodeGen())
+    graph.set_codegen(fx_graph._BoxedCodeGen())
 
 
 @_CODE

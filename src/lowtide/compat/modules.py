@@ -13,12 +13,14 @@ from lowtide.compat.versions import Feature
 _MODULES = Feature("looking into modules", torch=("2.11", "2.13"), python=("3.11", "3.12"), loud=True)
 
 if TYPE_CHECKING:
-    from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
-    from torch.nn.modules.batchnorm import _LazyNormBase as LazyNormBase
-    from torch.nn.modules.batchnorm import _NormBase as NormBase
-    from torch.nn.modules.conv import _ConvNd as ConvBase
-    from torch.nn.modules.dropout import _DropoutNd as DropoutBase
-    from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
+    from torch.nn.modules import batchnorm, conv, dropout, instancenorm
+
+    BatchNormBase = batchnorm._BatchNorm
+    LazyNormBase = batchnorm._LazyNormBase
+    NormBase = batchnorm._NormBase
+    ConvBase = conv._ConvNd
+    DropoutBase = dropout._DropoutNd
+    InstanceNormBase = instancenorm._InstanceNorm
 else:
     BatchNormBase = _MODULES.find("torch.nn.modules.batchnorm:_BatchNorm")
     """The base of torch's batch norms."""

@@ -16,6 +16,9 @@ _TRANSFORMS = Feature("layers under transforms of torch", torch=("2.11", "2.13")
 functorch_is_active: Callable[[], bool] = _TRANSFORMS.find("torch._C:_are_functorch_transforms_active")
 """Tell whether code runs inside ``torch.func`` (``vmap``, ``grad`` and the like)."""
 
+is_jit_traced: Callable[[], bool] = _TRANSFORMS.find("torch.jit:is_tracing")
+"""Tell whether ``torch.jit.trace`` runs."""
+
 _is_batch: Any = _TRANSFORMS.find("torch._C:_functorch.is_batchedtensor")
 _is_legacy_batch: Any = _TRANSFORMS.find("torch._C:_functorch.is_legacy_batchedtensor")
 
@@ -27,7 +30,7 @@ def in_forward_mode() -> bool:
 
 def is_transformed() -> bool:
     """Tell whether ``torch.func``, forward-mode differentiation or ``torch.jit.trace`` sees the ops that run."""
-    return functorch_is_active() or forward_ad._current_level >= 0 or torch.jit.is_tracing()
+    return functorch_is_active() or forward_ad._current_level >= 0 or is_jit_traced()
 
 
 def is_exporting() -> bool:

@@ -84,7 +84,8 @@ class _StandIn(type):
     def _raise(cls, *_: Any, **__: Any) -> NoReturn:
         raise cls.feature.off(f"{cls.path} is missing")
 
-    __call__ = __instancecheck__ = __subclasscheck__ = __iter__ = __len__ = __getitem__ = _raise
+    _use: Any = _raise
+    __call__ = __instancecheck__ = __subclasscheck__ = __iter__ = __len__ = __getitem__ = _use
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):  # Python's own questions about a class

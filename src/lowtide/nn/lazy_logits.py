@@ -22,6 +22,7 @@ from lowtide.compat import pytree
 from lowtide.compat.dispatch import without_subclass_function
 from lowtide.compat.fake import FakeTensor
 from lowtide.compat.tensors import make_wrapper, version_of
+from lowtide.compat.transforms import is_jit_traced
 from lowtide.errors import LowtideError
 from lowtide.nn.chunked_loss import LossDtypes, Options, is_supported, run, wide
 from lowtide.nn.second_order import refuse_create_graph
@@ -35,7 +36,7 @@ def lazy_logits(input: Tensor, head: nn.Linear, *, chunk: int | None = None, pat
     weight, bias = head.weight, head.bias
     precision = LossDtypes.now(input, weight, bias) if type(input) in (Tensor, nn.Parameter, FakeTensor) else None
     # Without gradients nothing is saved, and a compiled graph cannot hold logits on demand.
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    traced = torch.compiler.is_compiling() or is_jit_traced()
     if precision is None or not torch.is_grad_enabled() or traced or not is_supported(input, weight, bias):
         return F.linear(input, weight, bias)
     return _Lazy(_Source(input, weight, bias, precision, chunk, path), input, precision.logits).tensor()

@@ -37,7 +37,8 @@ def capture_forward(work: Workload) -> CapturedLoss:
 
     def backend(captured: fx.GraphModule, inputs: Any) -> Any:
         _refuse_own_gradients(captured)
-        origins = list(map(origin_of, captured.graph.find_nodes(op="placeholder"), inputs))
+        placeholders = captured.graph.find_nodes(op="placeholder")
+        origins: list[Origin] = [origin_of(*each) for each in zip(placeholders, inputs, strict=True)]
 
         def compiler(module: fx.GraphModule, _: Any) -> Any:
             captures.append(_read(module, origins))

@@ -31,7 +31,7 @@ from lowtide.compat.frames import evaluate_frames_by_default
 from lowtide.compat.modules import GLOBAL_HOOKS, in_ddp_forward
 from lowtide.errors import TraceError
 from lowtide.tracing.capture.decompositions import plain_composites
-from lowtide.tracing.capture.joint import Joint, origin_of
+from lowtide.tracing.capture.joint import Joint, Origin, origin_of
 from lowtide.tracing.compiled import compiled_modules
 from lowtide.tracing.fake.kernel_dispatch import replaced_kernels
 from lowtide.tracing.fake.kernels import FIXES, SUBSTITUTES
@@ -198,7 +198,8 @@ class _JointCollector:
         if self.recapture is not None:
             self.is_recaptured = True
             return self.recapture(captured, inputs)
-        origins = list(map(origin_of, captured.graph.find_nodes(op="placeholder"), inputs))
+        placeholders = captured.graph.find_nodes(op="placeholder")
+        origins: list[Origin] = [origin_of(*each) for each in zip(placeholders, inputs, strict=False)]
         joints: list[Joint] = []
         metadata: list[Any] = []
 
