@@ -154,8 +154,10 @@ def test_every_module_has_its_test_file():
 
 
 def process_state(path: str, tree: ast.Module) -> Iterator[str]:
-    """Containers, objects and thread-local values that outlive a call, and readers of frames."""
+    """Containers, objects, thread-local and global variables that outlive a call, and readers of frames."""
     own = {node.name for node in tree.body if isinstance(node, ast.ClassDef)} | {"Scope"}
+    changed = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    yield from (f"{path} {name}" for name in sorted(changed))
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and any(alias.name == "frame_at" for alias in node.names):
             yield f"{path} frame_at"
@@ -165,8 +167,8 @@ def process_state(path: str, tree: ast.Module) -> Iterator[str]:
         value = ast.unparse(node.value)
         is_empty = value in ("{}", "[]", "set()", "dict()", "list()")
         is_object = isinstance(node.value, ast.Call) and not node.value.args and value.split("(")[0] in own
-        is_shared = re.match(r"(\w+\.)?(Weak\w+|ContextVar)\(", value)
-        if isinstance(target, ast.Name) and (is_empty or is_object or is_shared):
+        is_shared = re.match(r"(\w+\.)?(Weak\w+|ContextVar|ProcessPatch|Registry)\(", value)
+        if isinstance(target, ast.Name) and target.id not in changed and (is_empty or is_object or is_shared):
             yield f"{path} {target.id}"
 
 
@@ -178,7 +180,15 @@ def test_the_design_page_names_all_state_of_the_process():
 
 @pytest.mark.parametrize(
     "line",
-    ["_seen = {}", "_seen: dict[str, int] = {}", "_seen = weakref.WeakSet()", "_on = ContextVar('on', default=False)"],
+    [
+        "_seen = {}",
+        "_seen: dict[str, int] = {}",
+        "_seen = weakref.WeakSet()",
+        "_on = ContextVar('on', default=False)",
+        "_patch = ProcessPatch(change)",
+        "KINDS: Registry[Kind] = Registry('kind')",
+        "seen = None\ndef see():\n    global seen\n    seen = 1",
+    ],
 )
 def test_state_of_the_process_is_found(line):
     assert list(process_state("nn/layer.py", ast.parse(line))) == [f"nn/layer.py {line.partition(' ')[0].strip(':')}"]

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Generator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -67,7 +68,7 @@ def test_skipped_code_is_left_to_python() -> None:
     assert not graphs
 
 
-def capture(loss: Any, *inputs: Tensor) -> dict[str, Any]:
+def capture(loss: Any, *inputs: Any) -> dict[str, Any]:
     """Compile a function by AOTAutograd, and note what the names of this module show on the way."""
     notes: dict[str, Any] = {"graphs": []}
 
@@ -80,11 +81,10 @@ def capture(loss: Any, *inputs: Tensor) -> dict[str, Any]:
         notes["metadata"] = dynamo.traced_metadata()
         return dynamo.make_boxed(graph)
 
-    def backend(graph: fx.GraphModule, given: Any) -> Any:
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
         notes["sources"] = [dynamo.source_of(node) for node in graph.graph.find_nodes(op="placeholder")]
         notes["fakes"] = list(dynamo.traced_inputs())
-        made = dynamo.aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)
-        return made(graph, given)
+        return dynamo.aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(graph, inputs)
 
     torch.compile(loss, backend=backend)(*inputs).backward()
     return notes
@@ -97,16 +97,59 @@ def test_a_loss_is_captured_with_its_backward_pass() -> None:
     torch.testing.assert_close(x.grad, x.detach().cos() * y.detach())
     assert len(notes["graphs"]) == 2
     assert "cos" in notes["joint"].code
-    assert [source.name if isinstance(source.name, str) else source.name() for source in notes["sources"]] == [
-        "L['x']",
-        "L['y']",
-    ]
+    assert notes["sources"] == ["x", "y"]
     assert len(notes["fakes"]) == 2
     assert len(notes["metadata"].input_info) == 2
 
 
 def test_a_node_that_dynamo_did_not_make_has_no_source() -> None:
-    assert dynamo.source_of(fx.Graph().placeholder("x")) is None
+    assert dynamo.source_of(fx.Graph().placeholder("x")) == ""
+
+
+def test_inputs_are_named_by_the_variable_that_holds_them() -> None:
+    notes = capture(
+        lambda pair, array: (pair[0] * torch.from_numpy(array)).sum(),
+        [torch.rand(3, requires_grad=True)],
+        np.ones(3, np.float32),
+    )
+    assert set(notes["sources"]) == {"pair", dynamo.ARRAY}
+
+
+def test_outputs_are_told_from_new_values_of_inputs() -> None:
+    def loss(x: Tensor, count: Tensor) -> Tensor:
+        count.add_(1)
+        return x.sum()
+
+    graph = capture(loss, torch.rand(3, requires_grad=True), torch.zeros(()))["joint"].graph
+    inputs = graph.find_nodes(op="placeholder")
+    count = next(node for node in inputs if node.meta["val"].ndim == 0)
+    assert dynamo.inputs_written(graph)[:2] == [count, None]
+    assert dynamo.place_of_result(graph, 2) == 1
+
+
+def test_errors_of_dynamo_are_told_apart() -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise ValueError("on purpose")
+
+    def number(x: Tensor) -> float:
+        return x.sum().item() if x.sum() > 0 else 0.0
+
+    errors: list[BaseException] = [ValueError("of somebody else")]
+    doubled = torch.compile(lambda x, n: x * n, backend="eager", fullgraph=True, dynamic=False)
+    doubled(torch.ones(2), 1)
+    for compiled, args in (
+        (torch.compile(lambda x: x * 2, backend=broken), ()),
+        (torch.compile(number, backend="eager", fullgraph=True), ()),
+        (doubled, (2,)),
+    ):
+        try:
+            with torch._dynamo.config.patch(recompile_limit=1):
+                compiled(torch.ones(2), *args)
+        except Exception as error:
+            errors.append(error)
+    assert [type(dynamo.cause_of(error)) for error in errors[:2]] == [ValueError, ValueError]
+    assert [dynamo.is_uncaptured(error) for error in errors] == [False, False, True, False]
+    assert [dynamo.is_recaptured_too_often(error) for error in errors] == [False, False, False, True]
 
 
 def test_a_function_is_marked_as_boxed_as_aot_autograd_marks_its_own() -> None:

@@ -32,7 +32,7 @@ def test_calls_hold_no_more_than_python_does_after_dynamo_failed() -> None:
 
     evaluate_frames_by_default()
     before = references(object())
-    with pytest.raises(Exception, match="on purpose"):
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
         torch.compile(double, backend=broken)(torch.ones(2))
     evaluate_frames_by_default()
     after = references(object())

@@ -38,26 +38,19 @@ def test_memory_formats_and_strides_are_those_of_kernels() -> None:
     assert operators.elementwise_strides(x, x) == (x + x).stride()
 
 
-def test_decompositions_are_registered_under_the_composite_keys() -> None:
-    operators.load_decompositions()
-    assert any(key in aten.dropout.default.py_kernels for key in operators.COMPOSITE_KEYS)
-
-
-def test_a_changed_kernel_is_used_once_the_old_one_is_forgotten() -> None:
-    operators.load_decompositions()
-    op = aten.dropout.default
-    before = dict(op.py_kernels)
-    x = torch.ones(2, requires_grad=True)
-    try:
-        with enable_python_dispatcher():
-            assert op(x, 0.5, False).shape == (2,)
-            op.py_kernels.update(dict.fromkeys(operators.COMPOSITE_KEYS, lambda input, p, train: input[:1]))
-            assert op(x, 0.5, False).shape == (2,)
-            operators.forget_kernels(op)
+def test_decompositions_are_replaced_and_restored() -> None:
+    op, x = aten.dropout.default, torch.ones(2, requires_grad=True)
+    kernels = operators.decompositions_of(op)
+    assert kernels
+    with enable_python_dispatcher():
+        assert op(x, 0.5, False).shape == (2,)
+        operators.set_decompositions(op, dict.fromkeys(kernels, lambda input, p, train: input[:1]))
+        try:
             assert op(x, 0.5, False).shape == (1,)
-    finally:
-        op.py_kernels.update(before)
-        operators.forget_kernels(op)
+        finally:
+            operators.set_decompositions(op, kernels)
+        assert op(x, 0.5, False).shape == (2,)
+    assert operators.decompositions_of(op) == kernels
 
 
 def test_updates_of_many_tensors_are_those_of_each() -> None:

@@ -12,7 +12,7 @@ from lowtide.compat import transforms
 
 
 def state() -> tuple[bool, bool, bool, bool]:
-    traced = transforms.jit_state() is not None
+    traced = transforms.is_jit_traced()
     return transforms.functorch_is_active(), transforms.in_forward_mode(), traced, transforms.is_transformed()
 
 

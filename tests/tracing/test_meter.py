@@ -43,8 +43,9 @@ def test_a_step_with_a_profiler_of_its_own_is_refused_in_words():
         with torch.profiler.profile():
             return x.sinc().sum()
 
-    with pytest.raises(TraceError, match="profiler of its own"):
+    with pytest.raises(TraceError) as error:
         trace(workload(loss))
+    assert "profiler" in str(error.value)
     trace(workload(lambda x: x.sum()))  # the profiler is off again
 
 

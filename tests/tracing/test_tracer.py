@@ -49,8 +49,9 @@ def test_an_error_in_the_step_leaves_everything_as_it_was():
 
 
 def test_a_real_step_is_not_of_another_device():
-    with pytest.raises(TraceError, match="fake=True"):
+    with pytest.raises(TraceError) as error:
         trace(zoo.small("lenet"), device="h200")
+    assert "fake=True" in str(error.value)
 
 
 def test_a_running_profiler_is_left_alone_and_the_graph_says_what_is_missing():
@@ -85,8 +86,9 @@ def test_a_scalar_parameter_is_predicted_on_the_gpu():
 
 def test_lbfgs_is_refused_with_the_reason():
     model = nn.Linear(4, 4)
-    with pytest.raises(WorkloadError, match="LBFGS"):
+    with pytest.raises(WorkloadError) as error:
         trace(Workload(model, mean_loss, torch.randn(3, 4), torch.optim.LBFGS(model.parameters())))
+    assert "LBFGS" in str(error.value)
 
 
 @pytest.mark.parametrize(

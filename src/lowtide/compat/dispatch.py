@@ -4,38 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils import _python_dispatch
+from lowtide.compat.versions import Feature
 
-_c: Any = torch._C
+_MODES = Feature("tracing a step", torch=("2.11", "2.13"), python=("3.11", "3.12"), loud=True)
 
-TorchDispatchMode = _python_dispatch.TorchDispatchMode
-"""The base of modes that see every op."""
+if TYPE_CHECKING:
+    from torch.utils import _python_dispatch
 
-is_wrapper = _python_dispatch.is_traceable_wrapper_subclass
-"""Tell whether a tensor is a subclass made of other tensors, which ``__tensor_flatten__`` names."""
+    TorchDispatchMode = _python_dispatch.TorchDispatchMode
+    is_wrapper = _python_dispatch.is_traceable_wrapper_subclass
+else:
+    TorchDispatchMode = _MODES.find("torch.utils._python_dispatch:TorchDispatchMode")
+    """The base of modes that see every op."""
 
-without_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
+    is_wrapper = _MODES.find("torch.utils._python_dispatch:is_traceable_wrapper_subclass")
+    """Tell whether a tensor is a subclass made of other tensors, which ``__tensor_flatten__`` names."""
+
+without_modes: Callable[[], AbstractContextManager[Any]] = _MODES.find(
+    "torch.utils._python_dispatch:_disable_current_modes"
+)
 """Run a block without the dispatch modes that are active."""
 
-active_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
+active_modes: Callable[[], list[Any]] = _MODES.find("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
 """Return the active dispatch modes, innermost last."""
 
-count_modes: Callable[[], int] = _c._len_torch_dispatch_stack
-"""Count the active dispatch modes."""
-
-without_autocast: Callable[[], AbstractContextManager[Any]] = _c._DisableAutocast
+without_autocast: Callable[[], AbstractContextManager[Any]] = _MODES.find("torch._C:_DisableAutocast")
 """Run a block without autocast, for all kinds of device at once."""
 
-without_dispatch: Callable[[], AbstractContextManager[Any]] = _c._DisableTorchDispatch
+without_dispatch: Callable[[], AbstractContextManager[Any]] = _MODES.find("torch._C:_DisableTorchDispatch")
 """Run a block without any ``__torch_dispatch__``."""
 
-without_torch_function: Callable[[], AbstractContextManager[Any]] = _c.DisableTorchFunction
+without_torch_function: Callable[[], AbstractContextManager[Any]] = _MODES.find("torch._C:DisableTorchFunction")
 """Run a block without any ``__torch_function__``, of modes or of subclasses."""
 
-without_subclass_function: Callable[[], AbstractContextManager[Any]] = _c.DisableTorchFunctionSubclass
+without_subclass_function: Callable[[], AbstractContextManager[Any]] = _MODES.find(
+    "torch._C:DisableTorchFunctionSubclass"
+)
 """Run a block without the ``__torch_function__`` of subclasses; modes stay."""
 
 

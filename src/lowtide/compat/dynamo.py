@@ -12,8 +12,13 @@ from types import CodeType
 from typing import Any, TypeVar
 
 import torch
-from torch import _compile, fx, nn
+from torch import fx, nn
 
+from lowtide.compat.versions import Feature
+from lowtide.errors import TraceError
+
+_CAPTURE = Feature("capturing graphs", torch=("2.11", "2.13"), python=("3.11", "3.12"), error=TraceError)
+_COMPILED = Feature("compiled modules and losses", torch=("2.11", "2.13"), python=("3.11", "3.12"), loud=True)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 METRICS = "torch._dynamo.metrics_context"
@@ -23,10 +28,12 @@ AOT_AUTOGRAD = "torch._functorch._aot_autograd"
 """The package whose frames run compiled graphs."""
 
 
+_disable: Any = _COMPILED.find("torch._compile:_disable_dynamo", torch.compiler.disable)
+
+
 def disable_dynamo(function: _Function) -> _Function:
     """Have compiled code run a function eagerly; ``torch.compiler.disable`` would import Dynamo."""
-    disabled: Any = _compile._disable_dynamo(function)
-    return disabled
+    return _disable(function)
 
 
 def assume_constant_result(function: _Function) -> _Function:
@@ -40,22 +47,26 @@ def assume_constant_result(function: _Function) -> _Function:
     return function
 
 
+@_COMPILED
 def skip_code(code: CodeType) -> None:
     """Have Dynamo leave frames of a code object to Python."""
     importlib.import_module("torch._dynamo.eval_frame").skip_code(code)
 
 
+@_CAPTURE
 def aot_autograd(**compilers: Any) -> Callable[..., Any]:
     """Make a backend of Dynamo's that traces forward and backward and hands both to ``compilers``."""
     return importlib.import_module("torch._dynamo.backends.common").aot_autograd(**compilers)
 
 
+@_CAPTURE
 def default_partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int) -> tuple[Any, Any]:
     """Cut a joint graph into forward and backward, keeping what autograd keeps."""
     partitioners = importlib.import_module("torch._functorch.partitioners")
     return partitioners.default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs)
 
 
+@_CAPTURE
 def make_boxed(function: Callable[..., Any]) -> Any:
     """Wrap a function so that it takes its arguments in one list."""
     return importlib.import_module("torch._functorch._aot_autograd.utils").make_boxed_func(function)
@@ -66,21 +77,63 @@ def mark_boxed(function: Any) -> None:
     function._boxed_call = True
 
 
+@_CAPTURE
 def dynamo_config() -> Any:
     """Return Dynamo's settings; ``.patch(settings)`` changes some inside a block."""
     return importlib.import_module("torch._dynamo").config
 
 
-def source_of(placeholder: fx.Node) -> Any:
-    """Return where Dynamo found an input of its graph, or None."""
-    return getattr(placeholder, "_dynamo_source", None)
+ARRAY = "a numpy array"
+"""The source of inputs that were numpy's."""
 
 
+def source_of(placeholder: fx.Node) -> str:
+    """Name the local variable in or under which Dynamo found an input of its graph, ``ARRAY``, or ""."""
+    source: Any = getattr(placeholder, "_dynamo_source", None)
+    if type(source).__name__ == "NumpyTensorSource":
+        return ARRAY
+    while hasattr(source, "base"):
+        source = source.base
+    return getattr(source, "local_name", "")
+
+
+def inputs_written(graph: fx.Graph) -> list[fx.Node | None]:
+    """By output of AOTAutograd's graph, the input whose new value it is, or None."""
+    (output,) = graph.find_nodes(op="output")
+    inputs = {node.meta.get("desc"): node for node in graph.find_nodes(op="placeholder")}
+    written = [getattr(each, "mutated_input", None) for each in output.meta.get("desc", ())]
+    return [None if each is None else inputs.get(each) for each in written]
+
+
+def place_of_result(graph: fx.Graph, outputs: int) -> int:
+    """Find the function's own result among the first outputs of AOTAutograd's graph; the last one if none is marked."""
+    (output,) = graph.find_nodes(op="output")
+    places = [getattr(each, "idx", None) for each in output.meta.get("desc", ())[:outputs]]
+    return places.index(0) if 0 in places else outputs - 1
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return the error of a backend or an op behind Dynamo's error, or the error itself."""
+    return getattr(error, "inner_exception", None) or error
+
+
+def is_uncaptured(error: BaseException) -> bool:
+    """Tell whether Dynamo raised an error because it cannot capture the code."""
+    return type(error).__name__ in ("Unsupported", "UserError", "TorchRuntimeError")
+
+
+def is_recaptured_too_often(error: BaseException) -> bool:
+    """Tell whether Dynamo raised an error because it captured the code as often as its settings allow."""
+    return type(error).__name__ == "FailOnRecompileLimitHit"
+
+
+@_CAPTURE
 def traced_metadata() -> Any:
     """Return what AOTAutograd knows of the graph that it compiles: its inputs, and which of them are written."""
     return _tracing_context().get().fw_metadata
 
 
+@_CAPTURE
 def traced_inputs() -> list[Any]:
     """Return the fake inputs of the graph that Dynamo compiles; of use to it until the guards are made."""
     mode = _tracing_context().get().fake_mode

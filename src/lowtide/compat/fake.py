@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses import fake_tensor
 
-from lowtide.compat.versions import require_seen
+from lowtide.compat.versions import Feature
 from lowtide.errors import TraceError
 
-_c: Any = torch._C
-
-FakeTensor = fake_tensor.FakeTensor
-"""A tensor without values, on a device that need not be here."""
-
-FakeTensorMode = fake_tensor.FakeTensorMode
-"""The mode that computes the shapes of fake tensors."""
-
-DataDependentOutputException = fake_tensor.DataDependentOutputException
-"""Raised by an op whose result needs values, such as ``item()``."""
-
-DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
-"""Raised by an op whose result's shape needs values, such as ``nonzero()``."""
-
-FAKE_KERNELS = fake_tensor.__name__
+FAKE_KERNELS = "torch._subclasses.fake_tensor"
 """The logger that prints the stack of a failing fake kernel before it raises."""
 
-fake_dispatch: Any = getattr(FakeTensorMode, "dispatch", None)
+_FAKES = Feature("predicting a step", torch=("2.11", "2.13"), python=("3.11", "3.12"), loud=True, error=TraceError)
+_CAPTURE = Feature("capturing graphs", torch=("2.11", "2.13"), python=("3.11", "3.12"), error=TraceError)
+
+if TYPE_CHECKING:
+    from torch._subclasses import fake_tensor
+
+    DataDependentOutputException = fake_tensor.DataDependentOutputException
+    DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
+    FakeTensor = fake_tensor.FakeTensor
+    FakeTensorMode = fake_tensor.FakeTensorMode
+else:
+    FakeTensor = _FAKES.find(f"{FAKE_KERNELS}:FakeTensor")
+    """A tensor without values, on a device that need not be here."""
+
+    FakeTensorMode = _FAKES.find(f"{FAKE_KERNELS}:FakeTensorMode")
+    """The mode that computes the shapes of fake tensors."""
+
+    DataDependentOutputException = _FAKES.find(f"{FAKE_KERNELS}:DataDependentOutputException")
+    """Raised by an op whose result needs values, such as ``item()``."""
+
+    DynamicOutputShapeException = _FAKES.find(f"{FAKE_KERNELS}:DynamicOutputShapeException")
+    """Raised by an op whose result's shape needs values, such as ``nonzero()``."""
+
+fake_dispatch: Any = _CAPTURE.find(f"{FAKE_KERNELS}:FakeTensorMode.dispatch")
 """Run one op over fake tensors, as torch does: takes the mode, the op, the types and the arguments."""
 
 
+@_CAPTURE
 def replace_dispatch(function: Any) -> None:
     """Have every fake mode, those of Dynamo too, run each op by ``function``. Pass ``fake_dispatch`` to restore."""
-    require_seen("capturing graphs", TraceError)
     mode: Any = FakeTensorMode
     mode.dispatch = function
 
 
+@_FAKES
 def current_fake_mode() -> Any:
     """Return the active mode of fake tensors, or None."""
-    return _c._get_dispatch_mode(_c._TorchDispatchModeKey.FAKE)
+    torch_c: Any = torch._C
+    return torch_c._get_dispatch_mode(torch_c._TorchDispatchModeKey.FAKE)

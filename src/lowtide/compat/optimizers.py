@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import (
-    _foreach_supported_types,
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-)
 
-from lowtide.compat.versions import require_seen
+from lowtide.compat.versions import Feature
+
+_HOOKS = Feature("changing optimizers", torch=("2.11", "2.13"), python=("3.11", "3.12"), loud=True)
+_CLIPPING = Feature(
+    "refusing to clip gradients that are used in backward", torch=("2.11", "2.13"), python=("3.11", "3.12")
+)
 
 step_pre_hooks: Callable[[Any], dict[int, Any]] = attrgetter("_optimizer_step_pre_hooks")
 """Return an optimizer's own dictionary of hooks before its step."""
@@ -28,7 +28,7 @@ load_pre_hooks: Callable[[Any], dict[int, Any]] = attrgetter("_optimizer_load_st
 load_post_hooks: Callable[[Any], dict[int, Any]] = attrgetter("_optimizer_load_state_dict_post_hooks")
 """Return an optimizer's own dictionary of hooks after a state was loaded."""
 
-FOREACH_TYPES: list[type] = _foreach_supported_types
+FOREACH_TYPES: list[type] = _HOOKS.find("torch.optim.optimizer:_foreach_supported_types")
 """The types of parameters that optimizers step many at a time."""
 
 AMP_SCALING = "_step_supports_amp_scaling"
@@ -51,7 +51,7 @@ def register_first_step_pre_hook(optimizer: torch.optim.Optimizer, hook: Callabl
 def all_step_hooks(optimizers: Iterable[Any]) -> list[dict[int, Any]]:
     """Return the dictionaries of hooks around steps: those of optimizers (a wrapper may have none) and of all."""
     own = [vars(each)[name] for each in optimizers for name in _STEP_HOOKS if name in vars(each)]
-    return [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    return own + [_HOOKS.find(f"torch.optim.optimizer:_global_optimizer_{when}_hooks") for when in ("pre", "post")]
 
 
 def remove_step_hooks(optimizer: Any) -> None:
@@ -60,6 +60,7 @@ def remove_step_hooks(optimizer: Any) -> None:
         setattr(optimizer, name, OrderedDict())
 
 
+@_HOOKS
 def call_hooks_in_step(optimizer: Any) -> None:
     """Have the step of an optimizer's class call hooks, as its constructor does."""
     optimizer._patch_step_function()
@@ -75,7 +76,7 @@ def mark_wrapped(step: Callable[..., Any]) -> None:
     vars(step)["_wrapped_by_lr_sched"] = True
 
 
-_CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")  # of torch.nn.utils
+_CLIPPERS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")  # of torch.nn.utils
 
 
 def watch_clipping(see: Callable[[Iterable[Tensor]], None]) -> Callable[[], None]:
@@ -84,7 +85,7 @@ def watch_clipping(see: Callable[[Iterable[Tensor]], None]) -> Callable[[], None
     Each function of torch's wraps another one in a closure, which is replaced there.
     """
     watched: list[tuple[CellType, Any, Any]] = []
-    for name in _CLIPPING:
+    for name in _CLIPPERS:
         clip: Any = getattr(torch.nn.utils, name, None)
         inner: Any = getattr(clip, "__wrapped__", None)
         for cell in getattr(clip, "__closure__", None) or ():
@@ -92,7 +93,7 @@ def watch_clipping(see: Callable[[Iterable[Tensor]], None]) -> Callable[[], None
                 cell.cell_contents = seen = _seen_by(see, inner)
                 watched.append((cell, inner, seen))
     if not watched:
-        require_seen("refusing to clip gradients that are used in backward")
+        raise _CLIPPING.off("torch's clipping is of another form")
 
     def restore() -> None:
         for cell, inner, seen in watched:

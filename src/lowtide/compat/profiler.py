@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from lowtide.compat.versions import Feature
 
-_autograd: Any = vars(torch._C)["_autograd"]
-_profiler: Any = vars(torch._C)["_profiler"]
-_CPU_MEMORY = _profiler.ProfilerConfig(
-    _profiler.ProfilerState.CPU, False, True, False, False, False, _profiler._ExperimentalConfig(), ""
-)
-
-
-def is_running() -> bool:
-    """Tell whether a profiler runs; torch allows one at a time."""
-    return _autograd._profiler_enabled()
+_PROFILER = Feature("measuring memory on the CPU", torch=("2.11", "2.13"), python=("3.11", "3.12"))
+_is_running: Any = _PROFILER.find("torch._C:_autograd._profiler_enabled", None)
+_start: Any = _PROFILER.find("torch._C:_autograd._enable_profiler_legacy", None)
+_kinds: Any = _PROFILER.find("torch._C:_profiler")
 
 
+def can_start() -> bool:
+    """Tell whether the profiler is there and none runs; torch allows one at a time."""
+    return not (_PROFILER.is_off or _start is None or _is_running is None or _is_running())
+
+
+@_PROFILER
 def start() -> None:
     """Start a profiler of memory on the CPU."""
-    _autograd._enable_profiler_legacy(_CPU_MEMORY)
+    settings = (False, True, False, False, False, _kinds._ExperimentalConfig(), "")
+    _start(_kinds.ProfilerConfig(_kinds.ProfilerState.CPU, *settings))
 
 
-def stop() -> Any:
-    """Stop the profiler, and return its events by thread."""
-    return _autograd._disable_profiler_legacy()
+stop: Any = _PROFILER.find("torch._C:_autograd._disable_profiler_legacy")
+"""Stop the profiler, and return its events by thread."""

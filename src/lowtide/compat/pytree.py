@@ -2,40 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
-from torch.utils import _pytree
+from lowtide.compat.versions import Feature
 
-TreeSpec = _pytree.TreeSpec
-"""The structure of a tree, without its leaves."""
+_TREES = Feature("taking batches apart", torch=("2.11", "2.13"), python=("3.11", "3.12"), loud=True)
 
-MappingKey = _pytree.MappingKey
+if TYPE_CHECKING:
+    from torch.utils._pytree import TreeSpec
+else:
+    TreeSpec = _TREES.find("torch.utils._pytree:TreeSpec")
+    """The structure of a tree, without its leaves."""
+
+MappingKey: Any = _TREES.find("torch.utils._pytree:MappingKey")
 """A step of a path through a mapping."""
 
-GetAttrKey = _pytree.GetAttrKey
+GetAttrKey: Any = _TREES.find("torch.utils._pytree:GetAttrKey")
 """A step of a path through an object's attributes."""
 
-keystr: Callable[[tuple[Any, ...]], str] = _pytree.keystr
+keystr: Callable[[tuple[Any, ...]], str] = _TREES.find("torch.utils._pytree:keystr")
 """Write a path as Python would."""
 
-register_pytree_node = _pytree.register_pytree_node
+register_pytree_node: Callable[..., None] = _TREES.find("torch.utils._pytree:register_pytree_node")
 """Have trees take the instances of a class apart."""
 
-tree_flatten = _pytree.tree_flatten
+tree_flatten: Callable[..., tuple[list[Any], TreeSpec]] = _TREES.find("torch.utils._pytree:tree_flatten")
 """Return the leaves of a tree, and its structure."""
 
-tree_flatten_with_path = _pytree.tree_flatten_with_path
+tree_flatten_with_path: Callable[..., tuple[list[tuple[tuple[Any, ...], Any]], TreeSpec]] = _TREES.find(
+    "torch.utils._pytree:tree_flatten_with_path"
+)
 """Return the leaves of a tree, each with the path to it, and its structure."""
 
-tree_leaves = _pytree.tree_leaves
+tree_leaves: Callable[..., list[Any]] = _TREES.find("torch.utils._pytree:tree_leaves")
 """Return the leaves of a tree."""
 
-tree_map = _pytree.tree_map
+tree_map: Callable[..., Any] = _TREES.find("torch.utils._pytree:tree_map")
 """Return a tree of the same structure, with a function's results as leaves."""
 
-tree_map_only: Callable[..., Any] = _pytree.tree_map_only
+tree_map_only: Callable[..., Any] = _TREES.find("torch.utils._pytree:tree_map_only")
 """Return the same, where only the leaves of one type are replaced."""
 
-tree_unflatten = _pytree.tree_unflatten
+tree_unflatten: Callable[[Iterable[Any], TreeSpec], Any] = _TREES.find("torch.utils._pytree:tree_unflatten")
 """Return the tree of some leaves and a structure."""

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_c: Any = torch._C
-_tensor: Any = Tensor
+from lowtide.compat.versions import Feature
+
+_TENSORS = Feature("looking into tensors", torch=("2.11", "2.13"), python=("3.11", "3.12"), loud=True)
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """Return how often a tensor's values were written in place, over all its views."""
@@ -21,7 +22,9 @@ storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 generator_id: Callable[[torch.Generator], int] = attrgetter("_cdata")
 """Return the address of a generator: ops are handed other Python objects around the same one."""
 
-make_wrapper: Callable[..., Any] = _tensor._make_wrapper_subclass
+_storage_use_count: Any = _TENSORS.find("torch._C:_storage_Use_Count")
+
+make_wrapper: Callable[..., Any] = _TENSORS.find("torch:Tensor._make_wrapper_subclass")
 """Make a tensor of a wrapper subclass, with a shape and no storage."""
 
 
@@ -32,14 +35,16 @@ def base_of(tensor: Tensor) -> Tensor:
 
 def is_view(tensor: Tensor) -> bool:
     """Tell whether autograd knows a tensor as a view of another."""
-    return tensor._is_view()
+    return tensor._base is not None
 
 
+@_TENSORS
 def is_zero_tensor(tensor: Tensor) -> bool:
     """Tell whether a tensor stands for zeros that no bytes hold."""
     return tensor._is_zerotensor()
 
 
+@_TENSORS
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return the indices and values of a COO tensor as they are, coalesced or not."""
     return tensor._indices(), tensor._values()
@@ -58,4 +63,4 @@ def tensor_holders(tensor: Any) -> int:
 def storage_holders(tensor: Tensor) -> int:
     """Count the references to a tensor's storage, one of which is this function's."""
     storage = tensor.untyped_storage()
-    return _c._storage_Use_Count(storage._cdata)
+    return _storage_use_count(storage._cdata)

@@ -9,14 +9,18 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_c: Any = torch._C
-_functorch: Any = vars(torch._C)["_functorch"]
+from lowtide.compat.versions import Feature
 
-functorch_is_active: Callable[[], bool] = _c._are_functorch_transforms_active
+_TRANSFORMS = Feature("layers under transforms of torch", torch=("2.11", "2.13"), python=("3.11", "3.12"), loud=True)
+
+functorch_is_active: Callable[[], bool] = _TRANSFORMS.find("torch._C:_are_functorch_transforms_active")
 """Tell whether code runs inside ``torch.func`` (``vmap``, ``grad`` and the like)."""
 
-jit_state: Callable[[], Any] = _c._get_tracing_state
-"""Return the state of ``torch.jit.trace`` while it traces, else None."""
+is_jit_traced: Callable[[], bool] = _TRANSFORMS.find("torch.jit:is_tracing")
+"""Tell whether ``torch.jit.trace`` runs."""
+
+_is_batch: Any = _TRANSFORMS.find("torch._C:_functorch.is_batchedtensor")
+_is_legacy_batch: Any = _TRANSFORMS.find("torch._C:_functorch.is_legacy_batchedtensor")
 
 
 def in_forward_mode() -> bool:
@@ -26,7 +30,7 @@ def in_forward_mode() -> bool:
 
 def is_transformed() -> bool:
     """Tell whether ``torch.func``, forward-mode differentiation or ``torch.jit.trace`` sees the ops that run."""
-    return functorch_is_active() or forward_ad._current_level >= 0 or jit_state() is not None
+    return functorch_is_active() or forward_ad._current_level >= 0 or is_jit_traced()
 
 
 def is_exporting() -> bool:
@@ -36,4 +40,4 @@ def is_exporting() -> bool:
 
 def is_batched(tensor: Tensor) -> bool:
     """Tell whether a tensor stands for a batch of them, under ``vmap`` or in ``is_grads_batched``."""
-    return _functorch.is_legacy_batchedtensor(tensor) or _functorch.is_batchedtensor(tensor)
+    return _is_legacy_batch(tensor) or _is_batch(tensor)

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from lowtide.batches import tensors
 from lowtide.compat.dispatch import active_modes
-from lowtide.compat.dynamo import aot_autograd, traced_metadata
+from lowtide.compat.dynamo import aot_autograd, cause_of, is_recaptured_too_often, is_uncaptured, traced_metadata
 from lowtide.engines.autograd import Runner
 from lowtide.engines.lowering.lowering import LOWERINGS, Lowering
 from lowtide.engines.lowering.ops import OpsLowering, boxed, graphs_of
@@ -124,17 +124,17 @@ class PlannedLoss:
             with unwatched(self.work.model):
                 return self._captured[key][1](batch)
         except Exception as error:
-            if type(error).__name__ == "FailOnRecompileLimitHit":
+            if is_recaptured_too_often(error):
                 return self._give_up(
                     key,
                     batch,
                     "The loss has been captured for as many values as Dynamo allows",
                     "Make a tensor of what changes at each step, such as a number in the model or in the batch",
                 )
-            inner = getattr(error, "inner_exception", None)  # of Dynamo's error
-            if isinstance(inner, (LowtideError, Warning)):  # raised by the planner
-                raise inner from None
-            if type(error).__name__ not in ("Unsupported", "UserError", "TorchRuntimeError"):  # Dynamo's too
+            cause = cause_of(error)
+            if cause is not error and isinstance(cause, (LowtideError, Warning)):  # raised by the planner
+                raise cause from None
+            if not is_uncaptured(error):
                 raise
             inputs = (*parameters_of(self.work), *tensors(batch))
             if not any(each.requires_grad for each in inputs):

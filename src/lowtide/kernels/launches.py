@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.compat.cuda import current_device, current_stream
+from lowtide.compat.cuda import current_stream
 from lowtide.compat.fake import FakeTensor
 
 Watcher = Callable[[str, Sequence[Tensor | None], Callable[[], None]], None]
@@ -93,7 +93,7 @@ class Launcher:
         first = tensors[0]
         assert first is not None
         device: Any = first.device.index  # None on a CPU
-        if device is not None and device != current_device():
+        if device is not None and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self(count, tensors, numbers, constants, **options)
             return

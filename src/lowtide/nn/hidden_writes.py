@@ -11,7 +11,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from lowtide.compat.dispatch import count_modes
+from lowtide.compat.dispatch import active_modes
 from lowtide.compat.fake import FakeTensor
 from lowtide.compat.tensors import storage_id
 
@@ -62,6 +62,6 @@ def read(tensor: Tensor) -> Values:
 
 def _can_read(tensor: Tensor) -> bool:
     """Tell whether reading is possible: not where a trace would record it, nor while a CUDA graph is captured."""
-    if isinstance(tensor, FakeTensor) or count_modes() or not tensor.numel():
+    if isinstance(tensor, FakeTensor) or active_modes() or not tensor.numel():
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -15,7 +15,7 @@ from torch.nn.modules import module as nn_module
 from lowtide.compat.autograd import in_backward, top_saved_hooks, why_saved_hooks_are_disabled
 from lowtide.compat.frames import frame_at
 from lowtide.compat.modules import CALL, runs_compiled
-from lowtide.compat.transforms import functorch_is_active, jit_state
+from lowtide.compat.transforms import functorch_is_active, is_jit_traced
 from lowtide.nn.rebuild import scope
 from lowtide.undo import Undo
 
@@ -47,7 +47,7 @@ def may_open() -> bool:
         and (top is None or getattr(top[0], "__module__", "") != "torch.utils.checkpoint")
         and why_saved_hooks_are_disabled() is None
         and not functorch_is_active()
-        and not jit_state()
+        and not is_jit_traced()
         and not torch.compiler.is_compiling()
     )
 

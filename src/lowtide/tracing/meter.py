@@ -128,7 +128,7 @@ class CpuPeak:
     bytes: int | None = None
 
     def __enter__(self) -> Self:
-        self._measures = profiler_is_free()
+        self._measures = profiler.can_start()
         if self._measures:
             profiler.start()
         return self
@@ -154,7 +154,7 @@ class _MeteredOp:
 
     def __enter__(self) -> None:
         if self._learns:
-            if not profiler_is_free():
+            if not profiler.can_start():
                 raise TraceError(
                     "The step starts a profiler of its own, and torch allows one at a time",
                     hint="Trace the step without it.",
@@ -264,8 +264,3 @@ def measure_cpu_call(call: Callable[[], object]) -> int:
         out = call()
     del out
     return meter.readings(np.zeros(1, np.int64), 0, 0).workspace_bytes[0]
-
-
-def profiler_is_free() -> bool:
-    """Tell whether the CPU meter can start: torch allows one profiler at a time."""
-    return not profiler.is_running()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowtide.batches import with_own_containers
+from lowtide.compat import profiler
 from lowtide.compat.dynamo import silenced
 from lowtide.compat.fake import (
     FAKE_KERNELS,
@@ -33,7 +34,7 @@ from lowtide.tracing.fake.kernels import FIXES, SUBSTITUTES
 from lowtide.tracing.fake.workload import fake_workload, known_value, second_step
 from lowtide.tracing.generators import watch_generator_states
 from lowtide.tracing.graph import Graph, handed_on
-from lowtide.tracing.meter import CpuMeter, CudaMeter, Meter, NoMeter, profiler_is_free
+from lowtide.tracing.meter import CpuMeter, CudaMeter, Meter, NoMeter
 from lowtide.tracing.op_calls import Call
 from lowtide.tracing.optimizer_step import init_optimizer_state, without_step_hooks
 from lowtide.tracing.owners import Owners, named_gradients, own_everything
@@ -234,14 +235,17 @@ def _meter(device: torch.device, aside: Sequence[Tensor], target: str, *, fake: 
     if device.type == "cuda":
         return CudaMeter(device, aside)
     if device.type == "cpu":
-        return CpuMeter() if profiler_is_free() else NoMeter()
+        return CpuMeter() if profiler.can_start() else NoMeter()
     raise TraceError(f"lowtide does not measure on {device.type} devices", hint="Use a CPU or a CUDA device.")
 
 
 def _notes(meter: Meter, fake: bool, compiled: set[int], *, saves: bool) -> tuple[str, ...]:
     notes: list[str] = []
     if isinstance(meter, NoMeter) and not fake:
-        notes.append("Another profiler was running: kernels' own allocations and seconds were not measured.")
+        notes.append(
+            "torch's CPU profiler could not start: another one runs, or lowtide does not know this version of torch. "
+            "Kernels' own allocations and seconds were not measured."
+        )
     if fake and compiled:
         notes.append("Compiled modules were predicted as eager ones.")
     if not saves:

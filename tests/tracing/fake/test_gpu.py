@@ -117,8 +117,9 @@ def test_an_op_that_only_a_gpu_could_answer_is_named():
         def forward(self, x):
             return super().forward(x) + torch.geqrf(x)[1].sum()
 
-    with pytest.raises(TraceError, match=r"aten\.geqrf"):
+    with pytest.raises(TraceError) as error:
         trace(Workload(Factors(4, 4), loss, torch.randn(4, 4)), fake=True, device="h200")
+    assert "aten.geqrf" in str(error.value)
 
 
 STATISTICS = [

@@ -134,7 +134,7 @@ def test_a_gradient_that_a_hook_keeps_is_not_written_over():
     expected = plain_adds(work)
     plain = kept.pop().clone()
     kept.clear()
-    with pytest.warns(RuntimeWarning, match="outside of what lowtide restores"):
+    with pytest.warns(RuntimeWarning):
         assert traced_adds(work) == expected
     assert torch.equal(kept[0], plain)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.batches import flatten
-from lowtide.compat.dispatch import count_modes
+from lowtide.compat.dispatch import active_modes
 from lowtide.compat.dynamo import disable_dynamo
 from lowtide.compat.modules import own_parameters
 from lowtide.errors import LowtideError, WorkloadError
@@ -132,7 +132,7 @@ class MicrobatchLoss:
             return self.__wrapped__(model, batch)
         modules = self.modules(model)
         _refuse_sharded(modules)
-        is_traced = count_modes() > 0
+        is_traced = bool(active_modes())
         if self.proved is not None and not is_traced and _structure(batch) != self._planned:
             self.endings.warn("The batch has other parts than the planned one, for which the loss was proved")
         if self.proved is not None and not is_traced and any(map(takes_statistics, modules)):

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from lowtide.compat.cuda import batchnorm_reserve_bytes, takes_cudnn_batchnorm
+from lowtide.compat.dynamo import inputs_written
 from lowtide.compat.operators import suggest_memory_format
 
 _aten: Any = torch.ops.aten
@@ -68,11 +69,10 @@ def take_counters(module: fx.GraphModule) -> list[tuple[fx.Node, int]]:
     (outcome,) = module.graph.find_nodes(op="output")
     outputs: list[Any] = list(outcome.args[0])  # pyright: ignore[reportArgumentType]
     counters: list[tuple[fx.Node, int]] = []
-    for place, (node, what) in enumerate(zip(outputs, outcome.meta.get("desc", ()), strict=False)):
-        if isinstance(node, fx.Node) and _counts(node, what) and outputs.count(node) == 1:
-            counter, amount = node.args
-            outputs[place] = counter
-            counters.append((counter, amount))  # pyright: ignore[reportArgumentType]
+    for place, (node, written) in enumerate(zip(outputs, inputs_written(module.graph), strict=False)):
+        if written is not None and isinstance(node, fx.Node) and _counts(node, written) and outputs.count(node) == 1:
+            outputs[place] = written
+            counters.append((written, node.args[1]))  # pyright: ignore[reportArgumentType]
             outcome.args = (tuple(outputs),)
             module.graph.erase_node(node)
     return counters
@@ -83,20 +83,20 @@ def copy_inputs_written_to(module: fx.GraphModule) -> list[fx.Node]:
     graph = module.graph
     (outcome,) = graph.find_nodes(op="output")
     outputs: Any = outcome.args[0]
-    inputs = {node.meta.get("desc"): node for node in graph.find_nodes(op="placeholder")}
-    what = [inputs.get(getattr(desc, "mutated_input", None)) for desc in outcome.meta.get("desc", ())]
-    results = [value for value, given in zip(outputs, what, strict=False) if given is None]
-    wanted = ancestors(results)  # not what is only another buffer's new value
+    values = list(zip(outputs, inputs_written(graph), strict=False))
+    wanted = ancestors(value for value, written in values if written is None)  # more than other buffers' new values
     copies: list[fx.Node] = []
-    for value, given in zip(outputs, what, strict=False):
-        readers = [user for user in given.users if user in wanted] if given is not None and value is not given else []
-        if given is not None and readers:
-            with graph.inserting_after(list(inputs.values())[-1]):
-                copy = graph.call_function(_aten.clone.default, (given,))
-            with given.meta["val"].fake_mode:
-                copy.meta["val"] = given.meta["val"].detach().clone()
+    for value, written in values:
+        if written is None or value is written:
+            continue
+        readers = [user for user in written.users if user in wanted]
+        if readers:
+            with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+                copy = graph.call_function(_aten.clone.default, (written,))
+            with written.meta["val"].fake_mode:
+                copy.meta["val"] = written.meta["val"].detach().clone()
             for user in readers:
-                user.replace_input_with(given, copy)
+                user.replace_input_with(written, copy)
             copies.append(copy)
     return copies
 
@@ -122,15 +122,13 @@ def _reached(nodes: Iterable[Any], onward: Callable[[fx.Node], Iterable[fx.Node]
     return reached
 
 
-def _counts(node: fx.Node, what: Any) -> bool:
-    """Tell whether an output is a counter: a buffer plus an integer, with no other reader of either."""
-    if node.target is not _aten.add.Tensor or node.kwargs or not isinstance(node.args[1], int):
-        return False
-    counter: Any = node.args[0]
-    own = counter.meta.get("desc")
+def _counts(node: fx.Node, counter: fx.Node) -> bool:
+    """Tell whether an output counts: its buffer ``counter`` plus an integer, with no other reader of either."""
     return (
-        own is not None
-        and own == getattr(what, "mutated_input", None)
+        node.target is _aten.add.Tensor
+        and not node.kwargs
+        and node.args[0] is counter
+        and isinstance(node.args[1], int)
         and len(node.users) == len(counter.users) == 1
         and not counter.meta["val"].is_floating_point()
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.compat.operators import COMPOSITE_KEYS, forget_kernels, load_decompositions
+from lowtide.compat.operators import decompositions_of, set_decompositions
 from lowtide.tracing.process_patch import ProcessPatch
 
 _aten: Any = torch.ops.aten
@@ -20,22 +20,17 @@ _REPLACED = ("upsample_", "_upsample_", "multi_margin_loss", "multilabel_margin_
 
 
 def _use_plain_kernels() -> Callable[[], None]:
-    load_decompositions()  # registers what is removed here
-    removed: list[tuple[Any, Any, Callable[..., Any]]] = []  # op, dispatch key and torch's kernel
-    names = [name for name in dir(_aten) if name.startswith(_REPLACED)]
-    for op in (getattr(getattr(_aten, name), each) for name in names for each in getattr(_aten, name).overloads()):
-        removed += ((op, key, op.py_kernels.pop(key)) for key in COMPOSITE_KEYS if key in op.py_kernels)
     dropout = _aten.dropout.default
-    for key in COMPOSITE_KEYS:
-        removed.append((dropout, key, dropout.py_kernels[key]))
-        dropout.py_kernels[key] = _dropout_by(dropout.py_kernels[key])
-    for op, *_ in removed:
-        forget_kernels(op)
+    packets = [getattr(_aten, name) for name in dir(_aten) if name.startswith(_REPLACED)]
+    ops = [dropout, *(getattr(packet, name) for packet in packets for name in packet.overloads())]
+    kernels = {op: decompositions_of(op) for op in ops}
+    for op in ops:
+        set_decompositions(op, {})
+    set_decompositions(dropout, {key: _dropout_by(fused) for key, fused in kernels[dropout].items()})
 
     def restore() -> None:
-        for op, key, kernel in removed:
-            op.py_kernels[key] = kernel
-            forget_kernels(op)
+        for op, own in kernels.items():
+            set_decompositions(op, own)
 
     return restore
 

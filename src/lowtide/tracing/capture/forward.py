@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.compat.dynamo import aot_autograd, silenced, source_of
+from lowtide.compat.dynamo import aot_autograd, place_of_result, silenced
 from lowtide.compat.fake import FAKE_KERNELS
 from lowtide.errors import TraceError
 from lowtide.tracing.capture.joint import Origin, origin_of
@@ -37,8 +37,8 @@ def capture_forward(work: Workload) -> CapturedLoss:
 
     def backend(captured: fx.GraphModule, inputs: Any) -> Any:
         _refuse_own_gradients(captured)
-        sources = [source_of(node) for node in captured.graph.find_nodes(op="placeholder")]
-        origins: list[Origin] = [origin_of(*each) for each in zip(sources, inputs, strict=True)]
+        placeholders = captured.graph.find_nodes(op="placeholder")
+        origins: list[Origin] = [origin_of(*each) for each in zip(placeholders, inputs, strict=True)]
 
         def compiler(module: fx.GraphModule, _: Any) -> Any:
             captures.append(_read(module, origins))
@@ -67,8 +67,7 @@ def _read(module: fx.GraphModule, origins: list[Origin]) -> CapturedLoss:
     if len(inputs) != len(origins):
         raise TraceError("The captured loss has other inputs than the step")
     results: Any = output.args[0]
-    described = [getattr(each, "idx", None) for each in output.meta.get("desc", ())]
-    loss = results[described.index(0) if 0 in described else -1]
+    loss = results[place_of_result(module.graph, len(results))]
     if not isinstance(loss, fx.Node) or loss.meta["val"].numel() != 1:
         raise TraceError("The captured loss is not one number that is computed")
     return CapturedLoss(module.graph, module, dict(zip(inputs, origins, strict=True)), loss)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
+from lowtide.compat.dynamo import ARRAY, inputs_written, place_of_result, source_of
 from lowtide.compat.operators import HigherOrderOperator
 from lowtide.compat.tensors import is_zero_tensor
 from lowtide.errors import TraceError
@@ -47,7 +48,7 @@ class Joint:
         nodes = list(module.graph.nodes)
         outputs = _as_list(nodes[-1].args[0])
         self.outputs, self.gradients = outputs[:forward_outputs], outputs[forward_outputs:]
-        loss = _place_of_loss(nodes[-1], forward_outputs)
+        loss = place_of_result(module.graph, forward_outputs)  # behind new values of inputs, before attributes it set
         self.loss: fx.Node = self.outputs[loss]
         moved, set_ = self.outputs[:loss], self.outputs[loss + 1 :]  # new values of inputs, and of attributes
         self.stored = [v for v in set_ if isinstance(v, fx.Node) and v not in moved]  # on the model itself
@@ -57,9 +58,8 @@ class Joint:
             node.meta["val"] = torch.empty_like(node.meta["val"])
         self.primals = [node for node in inputs if not node.name.startswith("tangents")]
         # By output: the place of the input whose new value it is, or -1.
-        places = {node.meta.get("desc"): place for place, node in enumerate(self.primals)}
-        what = [getattr(each, "mutated_input", None) for each in nodes[-1].meta.get("desc", ())]
-        self.written = [places.get(each, -1) if each is not None else -1 for each in what[:forward_outputs]]
+        written = inputs_written(module.graph)[:forward_outputs]
+        self.written = [-1 if node is None else self.primals.index(node) for node in written]
         self.written += [-1] * (forward_outputs - len(self.written))
         self.origins = dict(zip(self.primals, origins, strict=False)) if len(origins) == len(self.primals) else {}
         ops = _with_items(node for node in nodes if node.op in ("call_function", "get_attr"))
@@ -157,21 +157,12 @@ def _with_items(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     return ordered
 
 
-def _place_of_loss(output: fx.Node, forward_outputs: int) -> int:
-    """Which output is what the loss function returned: behind new values of inputs, before attributes it set."""
-    returned = [getattr(each, "idx", None) for each in output.meta.get("desc", ())[:forward_outputs]]
-    return returned.index(0) if 0 in returned else forward_outputs - 1
-
-
-def origin_of(source: Any, given: Any) -> Origin:
-    """Classify an input by Dynamo's word on where it comes from."""
-    if isinstance(given, nn.Parameter):
+def origin_of(placeholder: fx.Node, value: Any) -> Origin:
+    """Classify an input of Dynamo's graph."""
+    if isinstance(value, nn.Parameter):
         return "parameter"
-    if type(source).__name__ == "NumpyTensorSource":
-        return "array"
-    while hasattr(source, "base"):
-        source = source.base
-    return "batch" if getattr(source, "local_name", "") == "batch" else "kept"
+    origins: dict[str, Origin] = {ARRAY: "array", "batch": "batch"}
+    return origins.get(source_of(placeholder), "kept")
 
 
 def _is_sparse(value: Any) -> bool:

@@ -17,13 +17,13 @@ from lowtide.batches import flatten
 from lowtide.compat.dynamo import (
     METRICS,
     aot_autograd,
+    cause_of,
     default_partition,
     dynamo_config,
     forget_compiled,
     forget_failed,
     make_boxed,
     silenced,
-    source_of,
     traced_inputs,
     traced_metadata,
 )
@@ -75,7 +75,7 @@ def call_until_captured(compiled: CompiledLoss, work: Workload) -> None:
     try:
         compiled(work.batch)
     except Exception as error:
-        cause = getattr(error, "inner_exception", error)  # behind Dynamo's error
+        cause = cause_of(error)
         if isinstance(cause, CapturedError):
             return
         what = next(iter(str(cause).splitlines()), type(cause).__name__)
@@ -198,8 +198,8 @@ class _JointCollector:
         if self.recapture is not None:
             self.is_recaptured = True
             return self.recapture(captured, inputs)
-        sources = [source_of(node) for node in captured.graph.find_nodes(op="placeholder")]
-        origins: list[Origin] = [origin_of(*each) for each in zip(sources, inputs, strict=False)]
+        placeholders = captured.graph.find_nodes(op="placeholder")
+        origins: list[Origin] = [origin_of(*each) for each in zip(placeholders, inputs, strict=False)]
         joints: list[Joint] = []
         metadata: list[Any] = []
 
