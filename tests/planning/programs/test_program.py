@@ -26,7 +26,7 @@ def test_a_program_that_lost_an_instruction_is_refused(programs: list[Program]) 
     program = programs[1]
     read = {value for each in program.backward for value in each.reads}
     computed = [
-        place for place, each in enumerate(program.backward) if each.kind is Kind.RECOMPUTE and each.cell in read
+        place for place, each in enumerate(program.backward) if each.kind is Kind.RECOMPUTE and each.value in read
     ]
     for place in random.Random(0).sample(computed, 5):
         shorter = replace(program, backward=(*program.backward[:place], *program.backward[place + 1 :]))

@@ -56,7 +56,7 @@ def forward_graph(joint: Joint, program: Program, kept: Iterable[Value]) -> fx.G
         forward.take(Value(node.name), node.name, node.meta)
     states = {cell.op for cell in program.kept if cell.is_state}
     for instruction in program.forward:
-        forward.write(instruction, saves_state=instruction.cell.op in states)
+        forward.write(instruction, saves_state=instruction.value.op in states)
     for amount in dict.fromkeys(amount for _, amount in joint.counters):
         counters = [forward.now[Value(node.name)] for node, by in joint.counters if by == amount]
         forward.graph.call_function(_aten._foreach_add_.Scalar, (counters, amount))
@@ -78,7 +78,7 @@ def pieces_of(joint: Joint, program: Program) -> list[Piece]:
     tangents = [Value(node.name) for node in joint.tangents]
     written: list[Piece] = []
     for index, piece in enumerate(pieces):
-        here = dict.fromkeys(each.cell for each in piece)
+        here = dict.fromkeys(each.value for each in piece)
         read = dict.fromkeys(cell for each in piece for cell in each.reads if cell not in here)
         cells = [cell for cell in read if cell not in primals and (index or cell not in tangents)]
         inputs_read = [cell for cell in read if cell in primals]
@@ -90,7 +90,7 @@ def pieces_of(joint: Joint, program: Program) -> list[Piece]:
             graph.take(cell, f"given_{_name(cell)}", joint.nodes[cell.op].meta)
         for each in piece:
             graph.write(each)
-        given = {each.cell: graph.now[each.reads[0]] for each in piece if each.kind is Kind.RETURN_GRAD}
+        given = {each.value: graph.now[each.reads[0]] for each in piece if each.kind is Kind.RETURN_GRAD}
         graph.graph.output((*given.values(), [graph.now[cell] for cell in results]))
         written.append(
             Piece(
@@ -120,7 +120,7 @@ class _Graph:
         self.now[cell].meta = {**meta, "val": self._fake_state()} if cell.is_state else dict(meta)
 
     def write(self, instruction: Instruction, *, saves_state: bool = False) -> None:
-        cell = instruction.cell
+        cell = instruction.value
         if instruction.kind in (Kind.FREE, Kind.RETURN_GRAD) or cell.is_state:
             return
         node = self._nodes[cell.op]

@@ -28,7 +28,7 @@ def complete_chain(stages: Stages, seconds: Callable[[fx.Node], float], workspac
     again = np.zeros(len(stages))
     for stage, each in reader.backward(light):
         if each.kind is Kind.RECOMPUTE:
-            again[stage] += seconds(stages.joint.nodes[each.cell.op])
+            again[stage] += seconds(stages.joint.nodes[each.value.op])
     forward, backward, left = reader.temporaries(whole)
     return replace(
         chain,
@@ -54,7 +54,7 @@ class _StageBytes:
         """Each instruction with its stage."""
         stage = 0
         for each in program.forward:
-            node = self.stages.joint.nodes.get(each.cell.op)
+            node = self.stages.joint.nodes.get(each.value.op)
             stage = self.stages.of.get(node, stage) if node is not None and each.kind is not Kind.FREE else stage
             yield stage, each
 
@@ -62,7 +62,7 @@ class _StageBytes:
         """Each instruction with its stage: recomputed and prepared values belong to the stage that reads them next."""
         stage, staged = 0, list[tuple[int, Instruction]]()
         for each in reversed(program.backward):
-            node = self.stages.joint.nodes.get(each.cell.op)
+            node = self.stages.joint.nodes.get(each.value.op)
             if node is not None and each.kind is Kind.COMPUTE:
                 stage = self.backward_of.get(node, stage)
             staged.append((stage, each))
@@ -118,6 +118,6 @@ class _StageBytes:
         return forward.tolist(), backward, left.tolist()
 
     def _cost(self, each: Instruction) -> Cost:
-        node = self.stages.joint.nodes.get(each.cell.op)
-        runs = each.kind in (Kind.COMPUTE, Kind.RECOMPUTE) and not each.cell.is_state
+        node = self.stages.joint.nodes.get(each.value.op)
+        runs = each.kind in (Kind.COMPUTE, Kind.RECOMPUTE) and not each.value.is_state
         return Cost(workspace_bytes=self.workspace(node)) if runs and node is not None else Cost()

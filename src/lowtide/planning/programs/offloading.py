@@ -39,12 +39,12 @@ def _check(program: Program, cell: Value) -> None:
 
 def _next_run(program: Program, cell: Value) -> int:
     """Return an unused run number of the op."""
-    runs = (each.cell.run for each in (*program.forward, *program.backward) if each.cell.op == cell.op)
+    runs = (each.value.run for each in (*program.forward, *program.backward) if each.value.op == cell.op)
     return max(runs, default=0) + 1
 
 
 def _offloaded(forward: Sequence[Instruction], copies: dict[Value, Value]) -> Iterator[Instruction]:
-    last = {cell: place for place, each in enumerate(forward) for cell in (each.cell, *each.reads) if cell in copies}
+    last = {cell: place for place, each in enumerate(forward) for cell in (each.value, *each.reads) if cell in copies}
     for place, each in enumerate(forward):
         yield each
         for cell in (cell for cell, end in last.items() if end == place):
@@ -64,4 +64,4 @@ def _fetched(
                 yield Instruction(Kind.FREE, copies[cell])
         into = fetched.get(each.into, each.into) if each.into is not None else None
         reads = tuple(fetched.get(cell, cell) for cell in each.reads)
-        yield replace(each, cell=fetched.get(each.cell, each.cell), reads=reads, into=into)
+        yield replace(each, value=fetched.get(each.value, each.value), reads=reads, into=into)

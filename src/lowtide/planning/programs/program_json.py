@@ -26,7 +26,7 @@ def program_to_json(program: Program) -> dict[str, Any]:
 
     def rows(instructions: Iterable[Instruction]) -> str:
         return _text(
-            (_KINDS.index(each.kind), number(each.cell), number(each.into), *map(number, each.reads))
+            (_KINDS.index(each.kind), number(each.value), number(each.into), *map(number, each.reads))
             for each in instructions
         )
 

@@ -229,7 +229,7 @@ class _Planned:
                 self._walk(instruction, phase)
             if phase == "forward":
                 self._name(range(len(statics), len(self.storages)), "activation")
-        given = [each.cell for each in self.program.backward if each.kind is Kind.RETURN_GRAD and each.reads]
+        given = [each.value for each in self.program.backward if each.kind is Kind.RETURN_GRAD and each.reads]
         gradients = {self.index[s] for cell in given for s in self.program.held(cell) if s in self.index}
         self._name(gradients, "gradient")
         shift = len(self.ops) - first
@@ -250,8 +250,8 @@ class _Planned:
         return replace(graph, saved=handed_on(graph))
 
     def _walk(self, each: Instruction, phase: Any) -> None:
-        node = self.forecast.joint.nodes.get(each.cell.op)
-        runs = each.kind in (Kind.COMPUTE, Kind.RECOMPUTE) and not each.cell.is_state
+        node = self.forecast.joint.nodes.get(each.value.op)
+        runs = each.kind in (Kind.COMPUTE, Kind.RECOMPUTE) and not each.value.is_state
         if runs and node is not None and not is_free(self.forecast.joint, node):
             cost = self.forecast.costs[node.name]
             self.ops.append(
@@ -267,13 +267,13 @@ class _Planned:
                     workspace_bytes=cost.workspace_bytes + self._state_bytes(each, node),
                 )
             )
-        elif each.kind is Kind.RETURN_GRAD and each.cell in self.program.bytes and each.reads:
+        elif each.kind is Kind.RETURN_GRAD and each.value in self.program.bytes and each.reads:
             self.ops.append(Op(len(self.ops), "aten.clone.default", phase, "", "", (), (), "", False, 0.0, 0))
         elif each.kind in (Kind.OFFLOAD, Kind.FETCH):
-            seconds = self.program.bytes[each.cell] / find_device(self.forecast.plain.graph.device).host_bandwidth
+            seconds = self.program.bytes[each.value] / find_device(self.forecast.plain.graph.device).host_bandwidth
             name = f"lowtide.{each.kind}"
             self.ops.append(Op(len(self.ops), name, phase, "", "", (), (), "", False, seconds, 0))
-        for storage in self.program.held(each.cell):
+        for storage in self.program.held(each.value):
             self._hold(storage, each, node)
 
     def _state_bytes(self, each: Instruction, node: fx.Node) -> int:
@@ -297,7 +297,7 @@ class _Planned:
             # A returned gradient that reads nothing lives before, as the loss's gradient.
             is_result = each.kind is not Kind.RETURN_GRAD or bool(each.reads)
             birth = max(0, len(self.ops) - is_result)
-            op, module = each.cell.op, module_of(node) if node is not None else ""
+            op, module = each.value.op, module_of(node) if node is not None else ""
             place, label = len(self.storages), f"{op} {list(shape)}"
             self.storages.append(
                 Storage(place, size, device, dtype, "temporary", birth, -1, label, module, "", shape, op)

@@ -29,8 +29,8 @@ def transferred(program: Program, joint: Joint) -> Program | None:
 
 
 def _has_ops_of(program: Program, joint: Joint) -> bool:
-    values = {value for each in _instructions(program) for value in (each.cell, *each.reads)}
-    forward = [each.cell.op for each in program.forward if each.kind is Kind.COMPUTE and not each.cell.is_state]
+    values = {value for each in _instructions(program) for value in (each.value, *each.reads)}
+    forward = [each.value.op for each in program.forward if each.kind is Kind.COMPUTE and not each.value.is_state]
     gradients = [node.name if isinstance(node, fx.Node) else None for node in joint.gradients]
     return (
         forward == [node.name for node in joint.forward]
@@ -42,9 +42,9 @@ def _has_ops_of(program: Program, joint: Joint) -> bool:
 
 def _reads_inputs(each: Instruction, joint: Joint) -> bool:
     """Whether an op's instruction reads the results that the graph's op reads."""
-    if each.kind not in (Kind.COMPUTE, Kind.RECOMPUTE) or each.cell.is_state:
+    if each.kind not in (Kind.COMPUTE, Kind.RECOMPUTE) or each.value.is_state:
         return True
-    node = joint.nodes.get(each.cell.op)
+    node = joint.nodes.get(each.value.op)
     if node is None:
         return False
     inputs = [value.name for value in inputs_of(node, again=each.kind is Kind.RECOMPUTE)]
@@ -53,12 +53,12 @@ def _reads_inputs(each: Instruction, joint: Joint) -> bool:
 
 def _is_alike(each: Instruction, program: Program, joint: Joint) -> bool:
     """Whether a result can still be written in place, and a gradient still be handed on without a copy."""
-    node = _node(each.cell, joint)
+    node = _node(each.value, joint)
     assert node is not None
     if each.into is not None:
         target = joint.nodes[each.into.op]
         return _lie_alike(target, node) and bytes_of(joint.storages[target]) == bytes_of(node)
-    if each.kind is Kind.RETURN_GRAD and each.reads and each.cell in program.storages:
+    if each.kind is Kind.RETURN_GRAD and each.reads and each.value in program.storages:
         return _lie_alike(joint.nodes[each.reads[0].op], node)
     return True
 

@@ -69,7 +69,7 @@ class Writer:
         given = [cell for cell in (*handed, *states) if cell in self.bytes or cell in self.storages]
         stored, beside = list(self._stored()), self._held_beside()
         freed_at = {cell: self._last_use(backward, inputs) for cell, inputs in beside.items()}
-        held = {each.cell for each in (*backward, *stored) if each.kind is Kind.RETURN_GRAD} | set(tangents)
+        held = {each.value for each in (*backward, *stored) if each.kind is Kind.RETURN_GRAD} | set(tangents)
         over: dict[Value, Value] = {}
         forward = self._in_place(forward, over, held={loss, *moved, *handed})
         backward = self._in_place(backward, over, held=held, given=given)
@@ -144,7 +144,7 @@ class Writer:
             if cell is not None:
                 inputs.setdefault(cell, []).append(node)
         last = {cell: position for position, each in enumerate(backward) for cell in each.reads}
-        computed = {each.cell for each in backward}
+        computed = {each.value for each in backward}
         in_use: dict[fx.Node, int] = {}
         for position, each in enumerate(backward):
             in_use.update(
@@ -155,8 +155,8 @@ class Writer:
         enough = sum(size.values()) / _PIECES
         for position, each in enumerate(backward):
             yield each
-            waiting += [each.cell] if each.cell in inputs else []
-            following = self.joint.nodes[backward[position + 1].cell.op] if position + 1 < len(backward) else None
+            waiting += [each.value] if each.value in inputs else []
+            following = self.joint.nodes[backward[position + 1].value.op] if position + 1 < len(backward) else None
             if following is not None and (is_item(following) or sum(size[cell] for cell in waiting) < enough):
                 continue
             ready = [cell for cell in waiting if all(in_use.get(node, -1) <= position for node in inputs[cell])]
@@ -190,7 +190,7 @@ class Writer:
         """
         last: dict[Value, int] = {}  # by storage: where it is last of use
         for position, each in enumerate(instructions):
-            for cell in (each.cell, *each.reads):
+            for cell in (each.value, *each.reads):
                 last.update(dict.fromkeys(self.held(cell), position))
         for cell in held:
             last.update(dict.fromkeys(self.held(cell), len(instructions)))
@@ -202,15 +202,15 @@ class Writer:
             target = self._target(each, dying & self.bytes.keys())  # an input's has no bytes here, and is not ours
             if target is not None:
                 (storage,) = self.held(target)
-                over[each.cell] = over.get(storage, storage)
-            ours.update(self.held(each.cell))
+                over[each.value] = over.get(storage, storage)
+            ours.update(self.held(each.value))
             written.append(each if target is None else replace(each, into=target))
         return written
 
     def _target(self, each: Instruction, dying: set[Value]) -> Value | None:
         """Input cell that an op may overwrite, if any."""
-        node = self.joint.nodes.get(each.cell.op)
-        if each.kind is Kind.RETURN_GRAD or node is None or each.cell not in self.bytes or node in self.replayed:
+        node = self.joint.nodes.get(each.value.op)
+        if each.kind is Kind.RETURN_GRAD or node is None or each.value not in self.bytes or node in self.replayed:
             return None
         read = dict(zip(inputs_of(node, again=each.kind is Kind.RECOMPUTE), each.reads, strict=False))
         shown = Counter(storage for cell in read.values() for storage in self.held(cell))
@@ -221,7 +221,7 @@ class Writer:
                 alike
                 and shown[storages[0]] == 1
                 and set(storages) <= dying
-                and self.bytes[storages[0]] == self.bytes[each.cell]
+                and self.bytes[storages[0]] == self.bytes[each.value]
             ):
                 return read[value]
         return None
@@ -321,7 +321,7 @@ def _needed(instructions: Sequence[Instruction], wanted: set[Value]) -> list[Ins
     """Drop instructions whose results nobody reads."""
     needed: list[Instruction] = []
     for instruction in reversed(instructions):
-        if instruction.cell in wanted:
+        if instruction.value in wanted:
             needed.append(instruction)
             wanted |= set(instruction.reads)
     return needed[::-1]
@@ -342,7 +342,7 @@ def _freed(
     last: dict[Value, int] = dict.fromkeys(given, -1)
     state_of = {state.op: state for state in states}
     for position, instruction in enumerate(instructions):
-        last[instruction.cell] = position
+        last[instruction.value] = position
         for cell in instruction.reads:
             if cell in last:
                 last[cell] = position
@@ -356,6 +356,6 @@ def _freed(
     yield from _frees(ends.get(-1, []), ())
     for position, instruction in enumerate(instructions):
         yield instruction
-        if instruction.cell.op in state_of and instruction.kind is Kind.COMPUTE:
-            yield Instruction(Kind.COMPUTE, state_of[instruction.cell.op])
+        if instruction.value.op in state_of and instruction.kind is Kind.COMPUTE:
+            yield Instruction(Kind.COMPUTE, state_of[instruction.value.op])
         yield from _frees(ends.get(position, []), ())
