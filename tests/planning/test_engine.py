@@ -30,8 +30,8 @@ class ToyCandidates:
     def __init__(self, baseline: Profile) -> None:
         self.half = baseline.peak_bytes // 2
 
-    def offers(self) -> list[Candidate]:
-        return [Candidate("toy", "halve everything", Price(Fidelity.BITWISE), self.half)]
+    def offers(self, engine: str) -> list[Candidate]:
+        return [Candidate(engine, "halve everything", Price(Fidelity.BITWISE), self.half)]
 
     def contender(self, candidate: Candidate) -> Contender:
         return Contender(candidate, self.half, self.half)

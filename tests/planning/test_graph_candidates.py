@@ -98,7 +98,7 @@ def test_no_program_is_smaller_than_the_smallest_budget_that_is_named() -> None:
     work = Workload(nn.Sequential(*layers), squares, torch.randn(6, 16))
     before = profile(work)
     programs = GraphCandidates(capture_joint(work), before)
-    peaks = [programs.profile(solution).peak_bytes for solution in programs.solutions]
+    peaks = [programs.forecast.profile(solution.program).peak_bytes for solution in programs.solutions]
     assert smallest_budget(work, before) <= min(peaks)
 
 
@@ -106,7 +106,7 @@ def test_every_program_simulates_to_what_its_trace_peaks_at(work: Workload, plai
     programs = GraphCandidates(capture_joint(work), plain)
     peaks: set[int] = set()
     for solution in programs.solutions:
-        traced = programs.profile(solution)
+        traced = programs.forecast.profile(solution.program)
         forward_and_backward = plain.static_bytes + simulate(solution.program).peak_bytes
         assert traced.storage_peak_bytes == forward_and_backward
         assert traced.peak_bytes >= traced.storage_peak_bytes
@@ -170,7 +170,7 @@ def test_a_predicted_step_is_not_captured_and_that_is_said(work: Workload) -> No
         plan(work, "60%", fake=True, engine="graph", tune=False)
 
 
-@pytest.mark.parametrize("where", [Joint.__init__, GraphCandidates.profile, GraphCandidates.chosen, None])
+@pytest.mark.parametrize("where", [Joint.__init__, GraphCandidates.contender, GraphCandidates.choice, None])
 def test_planning_leaves_the_model_as_it_was_also_where_it_fails(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("for a test")

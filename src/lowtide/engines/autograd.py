@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lowtide.compat.dispatch import without_autocast
 from lowtide.compat.tensors import is_view, version_of
-from lowtide.engines.lowering.lowering import Lowered, Piece
 from lowtide.errors import LowtideError
+from lowtide.planning.lowering import Lowered, Piece
 from lowtide.planning.programs.program import Program, Value
 from lowtide.tracing.capture.joint import Joint
 

@@ -13,11 +13,12 @@ from lowtide.fingerprint import Fingerprint
 from lowtide.planning.baseline import baseline_profile
 from lowtide.planning.candidate import Contender, Permission
 from lowtide.planning.engine import AUTO, engines_named
-from lowtide.planning.plan import PLAIN, Baseline, Choice, Plan
+from lowtide.planning.plan import Baseline, Choice, Plan
 from lowtide.planning.refusal import no_plan
 from lowtide.planning.search import CLOSE, Search
 from lowtide.profiling import Profile
 from lowtide.profiling.devices import find_device
+from lowtide.registry import PLAIN_ENGINE
 from lowtide.sizes import format_size, parse_size
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Option
@@ -54,7 +55,7 @@ def plans(
     wanted = resolve_budget(budget, baseline.peak_bytes, baseline.graph.device, baseline.other_bytes)
     permitted = Permission.of(allow)
     fits = baseline.peak_bytes <= wanted.bytes
-    search = Search(work, baseline, PLAIN if fits else engine, wanted.bytes)
+    search = Search(work, baseline, PLAIN_ENGINE if fits else engine, wanted.bytes)
     rivals = search.contenders(wanted.bytes, permitted, most=1 if fits else most, close=close)
     if not rivals:
         raise no_plan(search, wanted.bytes, permitted)

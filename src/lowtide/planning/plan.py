@@ -11,11 +11,10 @@ from lowtide.chains import StageChoice
 from lowtide.errors import PlanError
 from lowtide.fingerprint import Fingerprint
 from lowtide.planning.programs.program import Program
+from lowtide.registry import PLAIN_ENGINE
 from lowtide.sizes import format_seconds, format_size
 from lowtide.techniques.technique import Fidelity, Option
 from lowtide.workload import Workload, check_workload
-
-PLAIN = "eager"  # the engine of a step that needs no change
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ class Plan:
     @property
     def is_plain(self) -> bool:
         """Whether the plain step fits, so that nothing is changed."""
-        return self.engine == PLAIN and not self.choices
+        return self.engine == PLAIN_ENGINE and not self.choices
 
     @property
     def fidelity(self) -> Fidelity:

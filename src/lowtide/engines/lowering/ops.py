@@ -13,9 +13,11 @@ from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import mark_boxed
 from lowtide.compat.fx import bound_forward, box_arguments
 from lowtide.compat.operators import schema_of
-from lowtide.engines.lowering.lowering import Lowered, Piece
+from lowtide.planning.lowering import Lowered, Piece
 from lowtide.planning.programs.in_place import in_place_form
 from lowtide.planning.programs.program import Instruction, Kind, Program, Value
+from lowtide.planning.solvers.solver import Problem, Solution
+from lowtide.techniques.technique import Fidelity, Price
 from lowtide.tracing.capture.batchnorm import inputs_of, is_batch_norm, without_statistics
 from lowtide.tracing.capture.joint import Joint
 
@@ -27,6 +29,14 @@ class OpsLowering:
     """Runs one op after another: the plain step's ops, so the plain step's bits."""
 
     name = "ops"
+
+    def can_run(self, joint: Joint, program: Program) -> bool:
+        """Every program."""
+        return True
+
+    def price(self, problem: Problem, solution: Solution, fidelity: Fidelity) -> Price:
+        """The price of the ops themselves."""
+        return Price(fidelity, compute_seconds=solution.seconds)
 
     def lower(self, joint: Joint, program: Program) -> Lowered:
         """Generated Python for forward, and for each piece of backward."""

@@ -19,6 +19,7 @@ from lowtide.profiling import Profile
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.kernels import Workspaces, modelled_workspace, seconds_alone
 from lowtide.profiling.roofline import op_seconds
+from lowtide.registry import PLAIN_ENGINE
 from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.capture.joint import Joint, is_item, is_random, module_of, size_of
 from lowtide.tracing.dense_parts import dtype_name, flatten, leaves
@@ -89,7 +90,7 @@ def check_results(joint: Joint, plain: Profile) -> None:
         if layout not in layouts.get(op.signature, [layout]) or size not in sizes.get(op.signature, [size]):
             raise TraceError(
                 f"{short_name(op.name)} gives another result here than torch says: its program would not be true",
-                hint="The eager engine needs no capture.",
+                hint=f"The {PLAIN_ENGINE} engine needs no capture.",
             )
 
 
