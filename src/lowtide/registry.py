@@ -30,6 +30,7 @@ BUILT_IN: Mapping[str, Mapping[str, BuiltIn]] = {
     },
 }
 PLAIN_ENGINE = next(iter(BUILT_IN["engine"]))
+NEEDS_NO_CAPTURE = f"The {PLAIN_ENGINE} engine needs no capture."  # a hint of errors about captures
 
 
 class Named(Protocol):

@@ -28,6 +28,7 @@ from lowtide.planning.rounding import (
     parts_equal,
 )
 from lowtide.profiling import Profile
+from lowtide.registry import NEEDS_NO_CAPTURE
 from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.capture.joint import Joint, is_random
 from lowtide.tracing.capture.loss import Capture, capture_loss
@@ -77,7 +78,7 @@ def capture_and_compare(work: Workload, profiled: Profile | None = None) -> Capt
     if not all(rounding.explains(what, plain[what], captured[what]) for what in differing):
         raise TraceError(
             f"The captured graph gives other {', '.join(differing)} than the plain step ({error:.1e} off)",
-            hint="The eager engine needs no capture.",
+            hint=NEEDS_NO_CAPTURE,
         )
     note = (
         f"The captured graph rounds otherwise than the plain step, by {error:.1e}: Dynamo or autograd took another way."
@@ -90,7 +91,7 @@ def check_draws(joint: Joint, plain: Profile) -> None:
     if _draws(plain.graph) > sum(map(is_random, joint.forward)):
         raise TraceError(
             "The step draws random numbers that nothing uses, and a captured graph leaves them out",
-            hint="The eager engine needs no capture.",
+            hint=NEEDS_NO_CAPTURE,
         )
 
 
@@ -99,7 +100,7 @@ def _plain(work: Workload, captured: Parts) -> Parts:
     if plain["gradients"].keys() != captured["gradients"].keys():
         raise TraceError(
             "The captured graph gives gradients to other parameters than the plain step",
-            hint="The eager engine needs no capture.",
+            hint=NEEDS_NO_CAPTURE,
         )
     return plain
 

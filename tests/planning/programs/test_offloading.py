@@ -68,8 +68,8 @@ def test_the_host_holds_a_result_from_forward_to_backward() -> None:
     assert simulation.live_bytes[-1] == simulate(plain).live_bytes[-1]
     kinds = [each.kind for each in (*program.forward, *program.backward)]
     assert kinds.count(Kind.OFFLOAD) == kinds.count(Kind.FETCH) == 1
-    assert f"offload   {cell} (on the host) from {cell}" in str(program)
-    assert f"fetch     {cell.op} (run 2) from {cell} (on the host)" in str(program)
+    assert f"offload   {cell}.host from {cell}" in str(program)
+    assert f"fetch     {cell.op} (run 2) from {cell}.host" in str(program)
 
 
 def test_what_is_not_a_results_own_storage_is_refused() -> None:

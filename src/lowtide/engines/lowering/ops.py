@@ -15,7 +15,7 @@ from lowtide.compat.fx import bound_forward, box_arguments
 from lowtide.compat.operators import schema_of
 from lowtide.planning.lowering import Lowered, Piece
 from lowtide.planning.programs.in_place import in_place_form
-from lowtide.planning.programs.program import Instruction, Kind, Program, Value
+from lowtide.planning.programs.program import Instruction, Kind, Program, Role, Value
 from lowtide.planning.solvers.solver import Problem, Solution
 from lowtide.techniques.technique import Fidelity, Price
 from lowtide.tracing.capture.batchnorm import inputs_of, is_batch_norm, without_statistics
@@ -110,7 +110,7 @@ def pieces_of(joint: Joint, program: Program) -> list[Piece]:
                 tuple(results),
                 tuple(primals[cell] for cell in inputs_read),
                 tuple(primals[cell] for cell in bases if cell in primals and cell not in inputs_read),
-                tuple(primals[Value(cell.op.removesuffix(".grad"))] for cell in given),
+                tuple(primals[Value(cell.op)] for cell in given),
             )
         )
     return written
@@ -153,7 +153,7 @@ class _Graph:
             both = self.graph.call_function(_run_and_save_state, (node.target, *args), kwargs)
             state = self.graph.call_function(operator.getitem, (both, 0))
             state.meta["val"] = self._fake_state()
-            self.now[Value(cell.op, is_state=True)] = state
+            self.now[Value(cell.op, role=Role.STATE)] = state
             result = self.graph.call_function(operator.getitem, (both, 1))
         elif instruction.reads and instruction.reads[-1].is_state:
             result = self.graph.call_function(
@@ -183,7 +183,7 @@ class _Graph:
 
 
 def _name(cell: Value) -> str:
-    return f"{cell.op}_{cell.run}{'_state' * cell.is_state}{'_host' * cell.on_host}"
+    return f"{cell.op}_{cell.run}_{cell.role}"
 
 
 def _to_host(value: Tensor, device: torch.device) -> Tensor:

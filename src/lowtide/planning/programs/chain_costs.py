@@ -54,17 +54,16 @@ class _StageBytes:
         """Each instruction with its stage."""
         stage = 0
         for each in program.forward:
-            node = self.stages.joint.nodes.get(each.value.op)
-            stage = self.stages.of.get(node, stage) if node is not None and each.kind is not Kind.FREE else stage
+            if each.kind is Kind.COMPUTE:
+                stage = self.stages.of.get(self.stages.joint.nodes[each.value.op], stage)
             yield stage, each
 
     def backward(self, program: Program) -> list[tuple[int, Instruction]]:
         """Each instruction with its stage: recomputed and prepared values belong to the stage that reads them next."""
         stage, staged = 0, list[tuple[int, Instruction]]()
         for each in reversed(program.backward):
-            node = self.stages.joint.nodes.get(each.value.op)
-            if node is not None and each.kind is Kind.COMPUTE:
-                stage = self.backward_of.get(node, stage)
+            if each.kind is Kind.COMPUTE:
+                stage = self.backward_of.get(self.stages.joint.nodes[each.value.op], stage)
             staged.append((stage, each))
         return staged[::-1]
 
@@ -118,6 +117,5 @@ class _StageBytes:
         return forward.tolist(), backward, left.tolist()
 
     def _cost(self, each: Instruction) -> Cost:
-        node = self.stages.joint.nodes.get(each.value.op)
         runs = each.kind in (Kind.COMPUTE, Kind.RECOMPUTE) and not each.value.is_state
-        return Cost(workspace_bytes=self.workspace(node)) if runs and node is not None else Cost()
+        return Cost(workspace_bytes=self.workspace(self.stages.joint.nodes[each.value.op])) if runs else Cost()

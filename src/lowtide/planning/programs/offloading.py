@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from lowtide.errors import PlanError
-from lowtide.planning.programs.program import Instruction, Kind, Program, Value
+from lowtide.planning.programs.program import Instruction, Kind, Program, Role, Value
 
 
 def with_offloaded(program: Program, cells: Collection[Value]) -> Program:
@@ -15,7 +15,7 @@ def with_offloaded(program: Program, cells: Collection[Value]) -> Program:
 
     Only a result with a storage of its own can: not a view, nor one of several, nor what others are views of.
     """
-    copies = {cell: cell._replace(on_host=True) for cell in cells}
+    copies = {cell: cell._replace(role=Role.HOST) for cell in cells}
     for cell in copies:
         _check(program, cell)
     fetched = {cell: cell._replace(run=_next_run(program, cell)) for cell in cells}
@@ -31,7 +31,7 @@ def with_offloaded(program: Program, cells: Collection[Value]) -> Program:
 
 def _check(program: Program, cell: Value) -> None:
     holders = Counter(storage for other in program.kept for storage in program.held(other))
-    if cell not in program.kept or cell not in program.bytes or cell.is_state or cell.on_host:
+    if cell not in program.kept or cell not in program.bytes or cell.role:
         raise PlanError(f"{cell} is not a result that the program keeps in a storage of its own")
     if program.held(cell) != (cell,) or holders[cell] > 1:
         raise PlanError(f"{cell} shares its storage with another result that is kept")

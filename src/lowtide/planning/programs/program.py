@@ -25,20 +25,48 @@ class Kind(StrEnum):
     FETCH = "fetch"  # and back
 
 
-class Value(NamedTuple):
-    """Result of one run of an op, or its copy on the host.
+class Role(StrEnum):
+    """What a value is to its op."""
 
-    The generator state that a recomputed random op needs is a cell too.
+    RESULT = ""
+    STATE = "state"  # of the generator, before a random op that is recomputed
+    HOST = "host"  # a copy of the result there
+    GRAD = "grad"  # the input's gradient, as autograd gets it
+    STORED = "stored"  # the result, as the model stores it on itself
+    BEFORE = "before"  # the result that the model stored in the step before
+    ARRAY = "array"  # an input that the step makes from a numpy array
+
+
+class Value(NamedTuple):
+    """Result of one run of an op, one part of it, or a tensor beside it.
+
+    >>> str(Value("relu", run=1)), Value("split", part=2).name, Value("primals_1", role=Role.GRAD).name
+    ('relu (run 2)', 'split[2]', 'primals_1.grad')
     """
 
     op: str
     run: int = 0
-    is_state: bool = False
-    on_host: bool = False
+    role: Role = Role.RESULT
+    part: int | None = None  # of an op with several results
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it is a generator's state."""
+        return self.role is Role.STATE
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is a copy in the host's memory."""
+        return self.role is Role.HOST
+
+    @property
+    def name(self) -> str:
+        """The value without its run."""
+        part = "" if self.part is None else f"[{self.part}]"
+        return f"{self.op}{part}.{self.role}" if self.role else f"{self.op}{part}"
 
     def __str__(self) -> str:
-        run = f" (run {self.run + 1})" if self.run else ""
-        return f"{self.op}{run}{' (generator)' if self.is_state else ''}{' (on the host)' if self.on_host else ''}"
+        return f"{self.name} (run {self.run + 1})" if self.run else self.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from lowtide.profiling import Profile
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.kernels import Workspaces, modelled_workspace, seconds_alone
 from lowtide.profiling.roofline import op_seconds
-from lowtide.registry import PLAIN_ENGINE
+from lowtide.registry import NEEDS_NO_CAPTURE
 from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.capture.joint import Joint, is_item, is_random, module_of, size_of
 from lowtide.tracing.dense_parts import dtype_name, flatten, leaves
@@ -90,7 +90,7 @@ def check_results(joint: Joint, plain: Profile) -> None:
         if layout not in layouts.get(op.signature, [layout]) or size not in sizes.get(op.signature, [size]):
             raise TraceError(
                 f"{short_name(op.name)} gives another result here than torch says: its program would not be true",
-                hint=f"The {PLAIN_ENGINE} engine needs no capture.",
+                hint=NEEDS_NO_CAPTURE,
             )
 
 
@@ -298,7 +298,7 @@ class _Planned:
             # A returned gradient that reads nothing lives before, as the loss's gradient.
             is_result = each.kind is not Kind.RETURN_GRAD or bool(each.reads)
             birth = max(0, len(self.ops) - is_result)
-            op, module = each.value.op, module_of(node) if node is not None else ""
+            op, module = each.value.name, module_of(node) if node is not None else ""
             place, label = len(self.storages), f"{op} {list(shape)}"
             self.storages.append(
                 Storage(place, size, device, dtype, "temporary", birth, -1, label, module, "", shape, op)

@@ -13,7 +13,7 @@ from torch import fx
 from lowtide.chains import Action as Step
 from lowtide.chains import Schedule
 from lowtide.planning.programs.in_place import lies_like, written_over
-from lowtide.planning.programs.program import Instruction, Kind, Program, Value
+from lowtide.planning.programs.program import Instruction, Kind, Program, Role, Value
 from lowtide.planning.programs.rematerialize import LightStages, sources_of
 from lowtide.planning.programs.stages import Stages
 from lowtide.tracing.capture.batchnorm import inputs_of
@@ -60,7 +60,7 @@ class Writer:
         backward = list(self._given(backward, gradients))
         read = {cell for instruction in backward for cell in instruction.reads}
         handed = [cell for cell in saved if cell in read]
-        states = [Value(node.name, is_state=True) for node in self.joint.forward if node in self.replayed]
+        states = [Value(node.name, role=Role.STATE) for node in self.joint.forward if node in self.replayed]
         states = [state for state in states if state in read]
         for state in states:
             self.bytes[state] = STATE_BYTES
@@ -98,7 +98,7 @@ class Writer:
     def _stored(self) -> Iterator[Instruction]:
         """Results that the model stores on itself, until the next step's forward ends."""
         for node in self.joint.stored:
-            cell, given = Value(f"{node.name}.stored"), Value(node.name)
+            cell, given = Value(node.name, role=Role.STORED), Value(node.name)
             self.storages[cell] = self.held(given)
             yield Instruction(Kind.RETURN_GRAD, cell, (given,))
 
@@ -112,11 +112,10 @@ class Writer:
         beside: dict[Value, list[fx.Node]] = {}
         for node in dict.fromkeys(self.joint.storages[node] for node in self.joint.stored):
             alike = [each for each in origins if origins[each] == "kept" and bytes_of(each) == bytes_of(node)]
-            beside[Value(f"{node.name}.before")] = alike
-            self.bytes[Value(f"{node.name}.before")] = bytes_of(node)
+            beside[Value(node.name, role=Role.BEFORE)] = alike
         for node in (node for node, origin in origins.items() if origin == "array"):
-            beside[Value(f"{node.name}.array")] = [node]
-            self.bytes[Value(f"{node.name}.array")] = bytes_of(node)
+            beside[Value(node.name, role=Role.ARRAY)] = [node]
+        self.bytes.update((value, bytes_of(self.joint.nodes[value.op])) for value in beside)
         return beside
 
     def _last_use(self, backward: Sequence[Instruction], inputs: Collection[fx.Node]) -> int:
@@ -169,7 +168,7 @@ class Writer:
 
     def _give(self, gradient: Value, node: fx.Node, *, own: bool) -> Instruction:
         """Autograd takes a gradient that nobody else holds and that lies in memory as its parameter does."""
-        cell = Value(f"{node.name}.grad")
+        cell = Value(node.name, role=Role.GRAD)
         if own and lies_like(self.joint.nodes[gradient.op].meta.get("val"), node.meta.get("val")):
             self.storages[cell] = self.held(gradient)
         else:
@@ -290,7 +289,7 @@ class Writer:
     def _run(self, node: fx.Node, kind: Kind) -> Instruction:
         reads = tuple(self.now[value] for value in inputs_of(node, again=kind is Kind.RECOMPUTE))
         if kind is Kind.RECOMPUTE and node in self.replayed:
-            reads = (*reads, Value(node.name, is_state=True))
+            reads = (*reads, Value(node.name, role=Role.STATE))
         run = self.runs.get(node, -1) + 1
         cell = self.now[node] = Value(node.name, run)
         self.runs[node] = run
@@ -302,13 +301,13 @@ class Writer:
         if source is not None:  # the cell it reads: another run of that op may be the latest of the storage's own
             self.storages[cell] = self.held(self.now[source])
         elif isinstance(values, (tuple, list)):
-            parts = tuple(Value(f"{node.name}[{i}]", cell.run) for i in range(len(values)))
+            parts = tuple(cell._replace(part=i) for i in range(len(values)))
             self.storages[cell] = parts
             self.bytes.update(zip(parts, map(size_of, values), strict=True))
         elif is_item(node):
             op, index = node.args
             source = self.now[op]  # pyright: ignore[reportArgumentType]
-            self.storages[cell] = (Value(f"{source.op}[{index}]", source.run),)
+            self.storages[cell] = (source._replace(part=index),)
         else:
             self.bytes[cell] = bytes_of(node)
 
