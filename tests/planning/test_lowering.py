@@ -9,6 +9,7 @@ from lowtide.engines import apply, plan
 from lowtide.engines.lowering.ops import OpsLowering
 from lowtide.errors import PlanError
 from lowtide.planning import Plan, plans
+from lowtide.planning.candidate import Permission
 from lowtide.planning.lowering import LOWERINGS, Lowered
 from lowtide.planning.programs.program import Program
 from lowtide.planning.solvers.solver import Problem, Solution
@@ -83,7 +84,7 @@ def test_a_lowering_that_is_no_better_leaves_the_plan_as_it_is(
 
 def test_plans_of_two_lowerings_are_timed_against_each_other(work: Workload, plain: Profile) -> None:
     with LOWERINGS.register(ToyLowering(longer=1e-9)):
-        rivals = plans(work, "80%", profile=plain, engine="graph", most=3)
+        rivals = plans(work, "80%", plain, permitted=Permission(), engine="graph", most=3)
     assert [rival.program and rival.program.lowering for rival in rivals] == ["ops", "toy"]
 
 
