@@ -11,7 +11,7 @@ from lowtide.undo import Undo
 
 
 class BuiltIn(NamedTuple):
-    """Where a class is, and what it does in a few words. Strings: planning uses engines, which stand to its right."""
+    """Place of a class, as text since planning may not import engines; and its work in a few words."""
 
     place: str
     summary: str

@@ -171,7 +171,7 @@ class PlannedLoss:
             self._captured.popitem()[1][1].release()
 
     def _give_up(self, key: Any, batch: Any, why: str, hint: str) -> Tensor:
-        """The plain loss, from now on for such batches. Where that fails too, its error says why, and that is all.
+        """The plain loss, from now on for such batches. If that fails too, only its own error is raised.
 
         After a first step, which may store tensors on the model, the loss is captured once more.
         """

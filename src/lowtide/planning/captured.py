@@ -1,6 +1,6 @@
 """A captured step beside the plain one: the joint graph, and the fidelity class that its results have earned.
 
-Capture can take another way than the plain step: Dynamo may choose another branch of the model's code, and a formula of
+Capture can take another way than the plain step. Dynamo may choose another branch of the model's code, and a formula of
 autograd's may look at values. So the joint graph is run once, op by op, on the step's own tensors.
 """
 
@@ -118,14 +118,14 @@ def _run(work: Workload, joint: Joint, inputs: Sequence[Any]) -> list[Parts]:
         written = {
             address(inputs[place]): value for place, value in zip(joint.written, outputs, strict=True) if place >= 0
         }
-        given = {address(tensor): gradient for tensor, gradient in zip(inputs, gradients, strict=True)}
+        by_address = {address(tensor): gradient for tensor, gradient in zip(inputs, gradients, strict=True)}
         return [
             {
                 "loss": {"loss": on_host(outputs[joint.outputs.index(joint.loss)])},
                 "gradients": {
-                    name: on_host(given[address(parameter)])
+                    name: on_host(by_address[address(parameter)])
                     for name, parameter in named(work).items()
-                    if given.get(address(parameter)) is not None
+                    if by_address.get(address(parameter)) is not None
                 },
                 "buffers": {
                     name: on_host(written.get(address(buffer), buffer))

@@ -43,8 +43,8 @@ class GraphCandidates:
     def fidelity(self) -> Fidelity:
         """The class that the captured graph's results earned, and no better than its ops.
 
-        For a batch norm on a GPU that has no running statistics, or whose statistics the model reads, a captured graph
-        has PyTorch's own op instead of cuDNN's.
+        On a GPU, a captured graph has PyTorch's own batch norm instead of cuDNN's in two cases: without running
+        statistics, and if the model reads them.
         """
         on_gpu = self.plain.graph.tensor_device != "cpu"
         other = on_gpu and any(map(is_left_batch_norm, self.joint.forward))

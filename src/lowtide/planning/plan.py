@@ -116,10 +116,10 @@ class Plan:
         differs = self.fingerprint.difference(Fingerprint.of(work), was="planned")
         if differs:
             raise PlanError(f"The plan is of {differs}", hint="Plan again for this step.")
-        given = device or work.device.type
-        if given != "meta" and (given == "cpu") != (self.device == "cpu"):
+        actual = device or work.device.type
+        if actual != "meta" and (actual == "cpu") != (self.device == "cpu"):
             raise PlanError(
-                f"The plan is for another device: {self.device} was planned, {given} is given",
+                f"The plan is for another device: {self.device} was planned, {actual} is given",
                 hint="Plan again for this device, or move the model and the batch.",
             )
 

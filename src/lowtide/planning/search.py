@@ -73,7 +73,7 @@ class Search:
         """The first candidates by seconds that fit: at most one of each engine and technique, or lowering.
 
         Beside the fastest only those predicted to take at most ``close`` times as long: they may measure in another
-        order. Where an option did not fit, options of its technique with a higher estimate are skipped.
+        order. Options with a higher estimate than one of their technique that did not fit are skipped.
         """
         smallest = {candidate.key for candidate in self._smallest(permitted)}
         failed: dict[str, float] = {}

@@ -100,8 +100,8 @@ def pieces_of(joint: Joint, program: Program) -> list[Piece]:
             graph.take(cell, f"given_{_name(cell)}", joint.nodes[cell.op].meta)
         for each in piece:
             graph.write(each)
-        given = {each.value: graph.now[each.reads[0]] for each in piece if each.kind is Kind.RETURN_GRAD}
-        graph.graph.output((*given.values(), [graph.now[cell] for cell in results]))
+        returned = {each.value: graph.now[each.reads[0]] for each in piece if each.kind is Kind.RETURN_GRAD}
+        graph.graph.output((*returned.values(), [graph.now[cell] for cell in results]))
         written.append(
             Piece(
                 index,
@@ -110,7 +110,7 @@ def pieces_of(joint: Joint, program: Program) -> list[Piece]:
                 tuple(results),
                 tuple(primals[cell] for cell in inputs_read),
                 tuple(primals[cell] for cell in bases if cell in primals and cell not in inputs_read),
-                tuple(primals[Value(cell.op)] for cell in given),
+                tuple(primals[Value(cell.op)] for cell in returned),
             )
         )
     return written

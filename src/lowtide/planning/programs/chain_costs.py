@@ -19,8 +19,8 @@ from lowtide.tracing.capture.joint import bytes_of
 def complete_chain(stages: Stages, seconds: Callable[[fx.Node], float], workspace: Callable[[fx.Node], int]) -> Chain:
     """Complete a chain with each stage's temporary bytes and the cost of recomputing cheap results.
 
-    Both are read off the program that keeps everything and the one that keeps all lightly: what lives beyond the
-    chain's own count while a stage runs, what it leaves behind, and which ops run again.
+    Both are measured on two programs: one keeps everything, the other keeps all stages lightly. They show the bytes
+    that live beyond the chain's own count, the bytes that a stage leaves, and the ops that run again.
     """
     chain = stages.chain(seconds)
     reader = _StageBytes(stages, chain, workspace)

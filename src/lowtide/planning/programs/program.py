@@ -26,7 +26,7 @@ class Kind(StrEnum):
 
 
 class Role(StrEnum):
-    """What a value is to its op."""
+    """Relation of a value to its op."""
 
     RESULT = ""
     STATE = "state"  # of the generator, before a random op that is recomputed

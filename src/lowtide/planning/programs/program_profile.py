@@ -71,8 +71,8 @@ class Forecast:
 def check_results(joint: Joint, plain: Profile) -> None:
     """Raise ``TraceError`` if an op of the plain step returned another result than its fake kernel.
 
-    A captured graph knows its results by torch's word. Where one is laid out otherwise, ops after it may fail; where
-    one has a larger storage, a program would take more than its bytes.
+    A captured graph takes sizes from fake kernels. If a real result has another layout, ops after it may fail. If its
+    storage is larger, a program would take more than its bytes.
     """
     graph = plain.graph
     layouts: dict[str, list[Any]] = {}
@@ -230,8 +230,8 @@ class _Planned:
                 self._walk(instruction, phase)
             if phase == "forward":
                 self._name(range(len(statics), len(self.storages)), "activation")
-        given = [each.value for each in self.program.backward if each.kind is Kind.RETURN_GRAD and each.reads]
-        gradients = {self.index[s] for cell in given for s in self.program.held(cell) if s in self.index}
+        returned = [each.value for each in self.program.backward if each.kind is Kind.RETURN_GRAD and each.reads]
+        gradients = {self.index[s] for cell in returned for s in self.program.held(cell) if s in self.index}
         self._name(gradients, "gradient")
         shift = len(self.ops) - first
         end = shift + len(plain.ops)

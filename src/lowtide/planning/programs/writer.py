@@ -105,8 +105,8 @@ class Writer:
     def _held_beside(self) -> dict[Value, list[fx.Node]]:
         """Extra live tensors beside parameters, buffers and the batch, with the inputs they may alias.
 
-        These are results that the model stored in the step before, until this step replaces them (a held input of the
-        same size, if any), and tensors that the step makes from numpy arrays.
+        One kind are results that the model stored in the step before. This step replaces them, and may read them as an
+        input of the same size. The other kind are tensors that the step makes from numpy arrays.
         """
         origins = self.joint.origins
         beside: dict[Value, list[fx.Node]] = {}
@@ -136,7 +136,7 @@ class Writer:
     def _given(self, backward: list[Instruction], gradients: tuple[Value | None, ...]) -> Iterator[Instruction]:
         """Return gradients in groups during the backward pass, once a group is large enough.
 
-        Whoever gets one may step its parameter at once: so not before the parameter is read for the last time.
+        An optimizer may step the parameter at once, so its last reader must have run.
         """
         inputs: dict[Value, list[fx.Node]] = {}
         for node, cell in zip(self.joint.primals, gradients, strict=True):
