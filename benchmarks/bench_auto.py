@@ -28,6 +28,7 @@ from lowtide import Workload, zoo
 from lowtide.errors import BudgetError
 from lowtide.planning.baseline import baseline_profile
 from lowtide.planning.budget import plans
+from lowtide.planning.candidate import Permission
 from lowtide.planning.plan import Plan
 from lowtide.zoo.batches import classification_loss
 
@@ -58,7 +59,9 @@ def compare_plans(case: str, work: Workload, share: str) -> list[Row]:
     start = time.perf_counter()
     chosen = lowtide.plan(work, share, profile=baseline)
     planning = time.perf_counter() - start
-    rivals = {_name(plan): plan for plan in plans(work, share, profile=baseline, most=20, close=math.inf)}
+    rivals = {
+        _name(plan): plan for plan in plans(work, share, baseline, permitted=Permission(), most=20, close=math.inf)
+    }
     rivals.pop(_name(chosen), None)
     steps = {"plain step": None, f"lowtide.plan: {_name(chosen)}": chosen, **rivals}
     times = _times(work, steps)

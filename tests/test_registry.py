@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from lowtide.errors import PlanError
-from lowtide.registry import BUILT_IN, Registry
+from lowtide.registry import BUILT_IN, BuiltIn, Registry
 
 
 @dataclass
@@ -16,8 +16,8 @@ class Toy:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Registry[Toy]:
-    places = {"built in": f"{__name__}:Toy", "absent": "lowtide.no_such_module:Toy"}
-    monkeypatch.setattr("lowtide.registry.BUILT_IN", {"toy": places})
+    built_in = {"built in": BuiltIn(f"{__name__}:Toy", ""), "absent": BuiltIn("lowtide.no_such_module:Toy", "")}
+    monkeypatch.setattr("lowtide.registry.BUILT_IN", {"toy": built_in})
     return Registry("toy")
 
 
@@ -30,15 +30,16 @@ def test_a_built_in_is_imported_when_it_is_first_used(registry: Registry[Toy]) -
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known(registry: Registry[Toy]) -> None:
-    with pytest.raises(PlanError, match=r"three.*built in, absent"):
+    with pytest.raises(PlanError) as error:
         registry["three"]
+    assert all(name in str(error.value) for name in ("three", *registry))
 
 
 def test_a_registered_one_is_known_until_the_undo_and_names_are_unique(registry: Registry[Toy]) -> None:
     with registry.register(toy := Toy()):
         assert registry["toy"] is toy
         assert list(registry)[-1] == "toy"
-        with pytest.raises(PlanError, match="toy"):
+        with pytest.raises(PlanError):
             registry.register(Toy())
     assert "toy" not in registry
 

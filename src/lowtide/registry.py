@@ -4,24 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from lowtide.errors import PlanError
 from lowtide.undo import Undo
 
-# By contract. Strings keep the arrow of imports: planning uses engines, which stand to its right.
-BUILT_IN: Mapping[str, Mapping[str, str]] = {
-    "engine": {
-        "eager": "lowtide.engines.eager:EagerEngine",
-        "graph": "lowtide.engines.graph:GraphEngine",
+
+class BuiltIn(NamedTuple):
+    """Place of a class, as text since planning may not import engines; and its work in a few words."""
+
+    place: str
+    summary: str
+
+
+BUILT_IN: Mapping[str, Mapping[str, BuiltIn]] = {
+    "engine": {  # the plain step's first
+        "eager": BuiltIn("lowtide.engines.eager:EagerEngine", "the model's own code"),
+        "graph": BuiltIn("lowtide.engines.graph:GraphEngine", "a captured graph"),
     },
     "lowering": {
-        "ops": "lowtide.engines.lowering.ops:OpsLowering",
+        "ops": BuiltIn("lowtide.engines.lowering.ops:OpsLowering", "one op after another"),
     },
     "solver": {
-        "chain": "lowtide.planning.solvers.chain:ChainSolver",
+        "chain": BuiltIn("lowtide.planning.solvers.chain:ChainSolver", "optimal schedules of a chain of stages"),
     },
 }
+PLAIN_ENGINE = next(iter(BUILT_IN["engine"]))
+NEEDS_NO_CAPTURE = f"The {PLAIN_ENGINE} engine needs no capture."  # a hint of errors about captures
 
 
 class Named(Protocol):
@@ -39,20 +48,20 @@ class Registry(Generic[T]):
 
     def __init__(self, contract: str) -> None:
         self.contract = contract
-        self._places = BUILT_IN[contract]
+        self._built_in = BUILT_IN[contract]
         self._loaded: dict[str, T] = {}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys((*self._places, *self._loaded)))
+        return iter(dict.fromkeys((*self._built_in, *self._loaded)))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places or name in self._loaded
+        return name in self._built_in or name in self._loaded
 
     def __getitem__(self, name: str) -> T:
         if name not in self:
             raise PlanError(f"There is no {self.contract} {name!r}", hint=f"Choose one of {', '.join(self)}.")
         if name not in self._loaded:
-            module, _, attribute = self._places[name].partition(":")
+            module, _, attribute = self._built_in[name].place.partition(":")
             implementation: Any = getattr(import_module(module), attribute)
             self._loaded[name] = implementation()
         return self._loaded[name]

@@ -11,6 +11,7 @@ import pytest
 from lowtide.chains import Chain, OptimalSchedules, Schedule, keep_all, recursive
 from lowtide.chains.needs import Needs, Smallest
 from lowtide.errors import LowtideError
+from tests.refusals import refused
 
 from ..soak import count
 from .samples import again, peak, random_chain, trees, unnested, without_light
@@ -47,5 +48,5 @@ def test_the_optimum_is_the_best_of_all_schedules_whose_segments_end_where_they_
 
 @pytest.mark.parametrize("ends", [[1], [0, 0], [2, 2, 2]])
 def test_wrong_ends_of_segments_are_refused(ends: list[int]):
-    with pytest.raises(LowtideError, match="segment_ends"):
+    with refused("segment_ends", kind=LowtideError):
         Needs(Chain.uniform(2), ends)

@@ -6,6 +6,7 @@ import pytest
 
 from lowtide.chains import Action, Chain, Operation, Schedule, simulate
 from lowtide.errors import PlanError
+from tests.refusals import refused
 
 
 def test_schedules_read_and_print_as_in_the_document():
@@ -46,5 +47,5 @@ def test_the_simulator_counts_as_by_hand():
     ],
 )
 def test_the_simulator_refuses_operations_that_cannot_run(text, wrong):
-    with pytest.raises(PlanError, match=wrong):
+    with refused(wrong, kind=PlanError):
         simulate(Chain.uniform(3), Schedule.parse(text))

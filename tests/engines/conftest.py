@@ -1,4 +1,4 @@
-"""What tests of engines share: compiled graphs of their own, and a planned step in which all is awkward."""
+"""Fixtures of engine tests: compiled graphs of their own, and a planned step in which all is awkward."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Table(Model):
 
 
 class Features(Model):
-    """Of the last step, to be looked at."""
+    """Left by the last step, to be looked at."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers(x)

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.engines import Step, apply, plan
 from lowtide.workload import Workload
+from tests.engines.warned import warned
 
 Only = Callable[..., None]
 
@@ -42,7 +43,7 @@ def applied(engine: str, only: Only, loss: Callable[..., torch.Tensor] = loss) -
 @pytest.mark.parametrize("engine", ["graph", "microbatch"])
 def test_a_loop_around_the_planned_loss_is_warned_about_once(engine: str, only: Only) -> None:
     step = applied(engine, only)
-    with pytest.warns(RuntimeWarning, match=r"outside of the planned loss.*step\.loss\(batch\)") as found:
+    with warned("step.loss(batch)") as found:
         loss(step.model, step.work.batch).backward()
     assert found[0].filename == __file__
     with warnings.catch_warnings():
@@ -110,13 +111,13 @@ def test_a_dispatch_mode_and_an_autocast_are_each_warned_about_once(only: Only) 
         step(step.work.batch)
         step(step.work.batch)
 
-    with pytest.warns(RuntimeWarning, match="A dispatch mode") as found, FlopCounterMode(display=False) as counter:
+    with warned("dispatch mode") as found, FlopCounterMode(display=False) as counter:
         twice()
     assert counter.get_total_flops() > 0
     assert step.profile().storage_peak_bytes == step.plan.storage_peak_bytes
     assert sum("A step took" not in str(each.message) for each in found) == 1
     autocast = torch.autocast("cpu", dtype=torch.bfloat16)
-    with pytest.warns(RuntimeWarning, match="planned: it runs under an autocast") as found, autocast:
+    with warned("autocast") as found, autocast:
         twice()
     assert sum("A step took" not in str(each.message) for each in found) == 1
 
@@ -129,5 +130,5 @@ def test_the_watch_leaves_the_captured_graph_as_it_was_planned() -> None:
         warnings.simplefilter("error")
         step(work.batch)
         step.profile()
-    with pytest.warns(RuntimeWarning, match="outside of the planned loss"):
+    with warned("step.loss(batch)"):
         model(work.batch)

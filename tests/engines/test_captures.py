@@ -16,6 +16,7 @@ from lowtide import Workload
 from lowtide.engines import apply, graph, plan
 from lowtide.planning.solvers.solver import fastest_program
 from lowtide.tracing.capture.loss import CompiledLoss
+from tests.engines.warned import warned
 
 from .counting import Planner, results
 from .lowering.test_ops import layers
@@ -90,7 +91,7 @@ def test_a_setting_that_cannot_be_captured_runs_the_plain_step_and_says_so() -> 
     model[1].momentum = None
     model.zero_grad()
     twin = copy.deepcopy(model)
-    with pytest.warns(RuntimeWarning, match="no longer captured as one graph .* runs as it is"):
+    with warned("captured"):
         loss(work.batch).backward()
     squares(twin, work.batch).backward()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
@@ -117,7 +118,7 @@ def test_a_class_that_is_patched_between_plan_and_apply_runs_as_patched(monkeypa
     monkeypatch.setattr(Patched, "forward", lambda self, x: x + self.inner(x).relu())
     expected = results(work, lambda batch: work.compute_loss(batch=batch))
     with apply(chosen, work) as step:
-        with pytest.warns(RuntimeWarning, match="not the one that was planned"):
+        with warned("planned anew"):
             found_now = results(work, step.loss)
         for ours, plains in zip(found_now, expected, strict=True):
             assert torch.equal(ours, plains)
@@ -132,7 +133,7 @@ def test_another_kind_of_attention_is_captured_anew() -> None:
         model.zero_grad()
         with sdpa_kernel(SDPBackend.MATH):
             expected = results(work, lambda batch: work.compute_loss(batch=batch))
-            with pytest.warns(RuntimeWarning, match="not the one that was planned"):
+            with warned("planned anew"):
                 ours = results(work, step.loss)
             torch.testing.assert_close(ours, expected)
 

@@ -18,6 +18,7 @@ from lowtide.planning import Choice
 from lowtide.profiling import profile
 from lowtide.techniques.optimal import Optimal
 from lowtide.workload import Workload
+from tests.refusals import refused
 
 from ..contract.workloads import Residual
 from .planned import smallest_plan, squares, work_of
@@ -37,7 +38,7 @@ class Recurrent(nn.Module):
 
 
 class Branching(nn.Module):
-    """What runs depends on the data; the number that decides it is read in Python, which breaks a graph."""
+    """The data decides which branch runs. Python reads the number, which breaks a graph."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -224,5 +225,5 @@ def planned_before_compiling(work: Workload) -> Step:
 
 
 def test_a_recurrent_network_without_blocks_is_told_what_is_missing() -> None:
-    with pytest.raises(BudgetError, match=r"optimal needs a nn.Sequential or nn.ModuleList of two or more blocks"):
+    with refused("optimal", "nn.Sequential", kind=BudgetError):
         plan(zoo.small("lstm"), "50%", fake=True, engine="eager", tune=False)

@@ -17,6 +17,8 @@ from lowtide.planning.graph_candidates import GraphCandidates
 from lowtide.planning.solvers.chain import ChainSolver
 from lowtide.techniques import Fidelity, register
 from lowtide.tracing.capture import loss as captured_loss
+from tests.engines.warned import warned
+from tests.refusals import refused
 
 from ..contract.outcomes import assert_restored, snapshot
 from ..planning.steps import chain
@@ -41,7 +43,7 @@ def test_fit_refuses_a_plan_that_does_not_keep_its_promise(
     before = snapshot(work.model)
     with register(Off(Fidelity.BITWISE)) as registered:
         monkeypatch.setattr("lowtide.planning.search.predict", lambda w, o, b, **_: replace(b, graph=tiny(b.graph)))
-        with pytest.raises(PlanError, match="does not give what it promised"):
+        with refused("promised", kind=PlanError):
             fit(work.model, work.loss, work.batch, work.optimizer, budget="60%")
     registered()
     assert_restored(work.model, before)
@@ -55,12 +57,12 @@ def tiny(graph: Any) -> Any:
 def test_fit_corrects_the_class_of_a_plan_that_is_off_by_rounding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     work = divided()
     monkeypatch.setattr(GraphCandidates, "fidelity", Fidelity.BITWISE)
-    with pytest.warns(RuntimeWarning, match=r"off by rounding, .*: the plan is roundoff\. allow='bitwise'"):
+    with warned("roundoff", "allow='bitwise'"):
         step = fit(work.model, work.loss, work.batch, budget="99%", engine="graph")
     assert step.plan.fidelity is Fidelity.ROUNDOFF
     assert "off by rounding" in step.plan.notes[-1]
     step.undo()
-    with pytest.raises(PlanError, match=r"\(bitwise\): off by rounding alone"):
+    with refused("bitwise", "rounding", kind=PlanError):
         fit(work.model, work.loss, work.batch, budget="99%", engine="graph", allow="bitwise")
 
 
@@ -69,7 +71,7 @@ def test_fit_falls_back_to_the_eager_engine_where_a_graph_breaks_its_promise(mon
     monkeypatch.setattr(PlannedLoss, "__call__", lambda self, model, x: 1.1 * self.work.compute_loss(batch=x))
     solve = ChainSolver.solve  # said to be the fastest, so that auto takes it
     monkeypatch.setattr(ChainSolver, "solve", lambda *given: [replace(each, seconds=-1.0) for each in solve(*given)])
-    with pytest.warns(RuntimeWarning, match="the eager engine runs instead"):
+    with warned("eager engine"):
         step = fit(work.model, work.loss, work.batch, budget="60%")
     assert step.plan.engine == "eager"
     step.undo()

@@ -18,6 +18,7 @@ from lowtide.engines import apply, plan
 from lowtide.planning.graph_candidates import graph_candidates
 from lowtide.tracing import tracer as capture
 from lowtide.tracing.capture.loss import sharing_captures
+from tests.engines.warned import warned
 
 from ..soak import in_soak
 from ..tracing.allocator import allocated_peak_after_others
@@ -106,7 +107,7 @@ class Looking(Model):
 def test_a_first_step_that_is_not_captured_does_not_stand_in_the_way() -> None:
     work = workload(Looking())
     step = apply(verified(work).plan, work)
-    with pytest.warns(RuntimeWarning, match="no longer captured as one graph"):
+    with warned("captured"):
         step(work.batch)
     with warnings.catch_warnings(action="error"):
         step(work.batch)

@@ -99,7 +99,7 @@ def test_a_program_of_another_graph_is_refused_when_it_should_run(ready: Ready) 
     assert ready.step.plan.program is not None
     wrong = replace(ready.step.plan, program=replace(other, graph=ready.step.plan.program.graph))
     step = apply(Plan.from_json(wrong.to_json()), ready.work)
-    with pytest.raises(PlanError, match="not of this step"):
+    with pytest.raises(PlanError):
         step.loss(ready.work.batch)
 
 

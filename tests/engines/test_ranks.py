@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowtide.engines import Step, apply, plan
 from lowtide.errors import PlanError
 from lowtide.workload import Workload
+from tests.refusals import refused
 
 from ..contract.workloads import Residual
 from ..ranks import on_two_ranks
@@ -25,7 +25,7 @@ from .test_eager import Trained, assert_same, deepest, planned, train, usual
 
 
 class PlannedModule(nn.Module):
-    """What DDP wraps: its forward is the planned loss."""
+    """The module that DDP wraps: its forward is the planned loss."""
 
     def __init__(self, step: Step) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def ddp_around_the_planned_loss_is_ddp_around_the_plain_one(rank: int) -> None:
 
 def a_ddp_model_is_not_captured_and_that_is_said(rank: int) -> None:
     inside = Workload(DistributedDataParallel(layers()), squares, torch.randn(96, 24))
-    with pytest.raises(PlanError, match="not captured as one graph"):
+    with refused("captured", kind=PlanError):
         plan(inside, "70%", engine="graph", tune=False)
 
 

@@ -32,7 +32,7 @@ def test_many_lengths_need_no_capture_beside_the_planned_one(
     lines = [record.getMessage() for record in caplog.records if record.name == "lowtide"]
     assert len(lines) == 2
     assert any("runs as the plain step" in line for line in lines)
-    assert any("checkpoints on the eager engine" in line for line in lines)
+    assert any("checkpoints in the model's own code" in line for line in lines)
 
 
 def test_a_smaller_last_batch_runs_as_the_plain_step_where_that_fits(captures: list[Any]) -> None:

@@ -12,6 +12,7 @@ from lowtide.errors import BudgetError
 from lowtide.planning import apply_options, resolve_budget
 from lowtide.profiling import Profile, profile
 from lowtide.techniques import Fidelity
+from tests.refusals import refused
 
 from ..contract.outcomes import assert_restored, snapshot
 from ..soak import count
@@ -46,12 +47,12 @@ def test_a_budget_is_read_as_people_write_it(written: float | str, size: int) ->
     ],
 )  # fmt: skip
 def test_what_is_no_budget_is_refused(written: int | str) -> None:
-    with pytest.raises(BudgetError, match=r"Write for example|negative"):
+    with pytest.raises(BudgetError):
         resolve_budget(written, 1000, "cpu")
 
 
 def test_device_is_an_error_on_a_cpu() -> None:
-    with pytest.raises(BudgetError, match="about a GPU"):
+    with refused("device", kind=BudgetError):
         resolve_budget("device", 1000, "cpu")
 
 
@@ -105,7 +106,7 @@ def test_a_larger_budget_is_never_predicted_slower(plain: Profile, shares: tuple
 
 def test_an_impossible_budget_names_the_smallest_one_and_that_one_works(plain: Profile) -> None:
     work = chain()
-    with pytest.raises(BudgetError, match=r"below the smallest plan \(.*, \d+ bytes\)") as error:
+    with pytest.raises(BudgetError) as error:
         plan(work, "10%", profile=plain, tune=False)
     smallest = int(str(error.value).split(", ")[1].split(" bytes")[0])
     assert plan(work, smallest, profile=plain, tune=False).peak_bytes == smallest

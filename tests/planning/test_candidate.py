@@ -8,6 +8,7 @@ from lowtide.engines import plan
 from lowtide.errors import BudgetError, PlanError
 from lowtide.profiling import Profile
 from lowtide.techniques import Fidelity, register
+from tests.refusals import refused
 
 from .steps import Loose, chain
 
@@ -21,7 +22,7 @@ def test_loose_techniques_wait_for_permission(plain: Profile) -> None:
 def test_a_class_or_a_name_gives_permission(plain: Profile, allow: str | list[str], only) -> None:
     only()
     with register(Loose()):
-        with pytest.raises(BudgetError, match=r"Allow loose \(changed\) to reach"):
+        with refused("loose (changed)", kind=BudgetError):
             plan(chain(), "70%", profile=plain, tune=False)
         with pytest.raises(BudgetError):
             plan(chain(), "70%", profile=plain, allow="unbiased", tune=False)
@@ -40,10 +41,10 @@ def test_no_permission_is_none_and_what_is_no_text_is_refused(plain: Profile) ->
     work = chain()
     assert plan(work, "90%", allow=None, tune=False).fidelity <= Fidelity.ROUNDOFF
     for wrong in (3, [3]):
-        with pytest.raises(PlanError, match="Cannot allow"):
+        with refused(repr(wrong), kind=PlanError):
             plan(work, "90%", allow=wrong, tune=False)  # pyright: ignore[reportArgumentType]
 
 
 def test_an_unknown_permission_is_refused(plain: Profile) -> None:
-    with pytest.raises(PlanError, match="neither a fidelity class nor a technique"):
+    with refused("everything", kind=PlanError):
         plan(chain(), "60%", profile=plain, allow="everything", tune=False)

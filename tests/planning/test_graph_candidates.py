@@ -24,6 +24,7 @@ from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.capture.loss import capture_joint
 from lowtide.tracing.plain_aten.gradient_accumulation import held_by_call
 from lowtide.workload import Workload
+from tests.refusals import refused
 
 from ..contract.outcomes import assert_restored, snapshot
 from ..engines.planned import Block, smallest_budget, squares, work_of
@@ -89,7 +90,7 @@ def test_both_engines_together_are_never_slower_than_one(work: Workload, plain: 
 def test_the_smallest_budget_is_named_and_works_and_one_byte_less_does_not(work: Workload, plain: Profile) -> None:
     smallest = smallest_budget(work, plain)
     assert plan(work, smallest, profile=plain, engine="graph", tune=False).peak_bytes == smallest
-    with pytest.raises(BudgetError, match=f"{smallest} bytes"):
+    with refused(f"{smallest} bytes", kind=BudgetError):
         plan(work, smallest - 1, profile=plain, engine="graph", tune=False)
 
 
@@ -98,7 +99,7 @@ def test_no_program_is_smaller_than_the_smallest_budget_that_is_named() -> None:
     work = Workload(nn.Sequential(*layers), squares, torch.randn(6, 16))
     before = profile(work)
     programs = GraphCandidates(capture_joint(work), before)
-    peaks = [programs.profile(solution).peak_bytes for solution in programs.solutions]
+    peaks = [programs.forecast.profile(solution.program).peak_bytes for solution in programs.solutions]
     assert smallest_budget(work, before) <= min(peaks)
 
 
@@ -106,7 +107,7 @@ def test_every_program_simulates_to_what_its_trace_peaks_at(work: Workload, plai
     programs = GraphCandidates(capture_joint(work), plain)
     peaks: set[int] = set()
     for solution in programs.solutions:
-        traced = programs.profile(solution)
+        traced = programs.forecast.profile(solution.program)
         forward_and_backward = plain.static_bytes + simulate(solution.program).peak_bytes
         assert traced.storage_peak_bytes == forward_and_backward
         assert traced.peak_bytes >= traced.storage_peak_bytes
@@ -156,7 +157,7 @@ def test_what_is_not_captured_is_refused_by_name_and_planned_eagerly(name: str) 
     work = Workload(nn.Sequential(*(block() for _ in range(5))), squares, torch.randn(*shape))
     before = profile(work)
     held = snapshot(work.model)
-    with pytest.raises(PlanError, match=rf"no plan on the graph engine.*{reason}"):
+    with refused("graph", reason, kind=PlanError):
         plan(work, "85%", profile=before, engine="graph", tune=False)
     chosen = plan(work, "85%", profile=before, engine="auto", tune=False)
     assert chosen.engine == "eager"
@@ -166,11 +167,11 @@ def test_what_is_not_captured_is_refused_by_name_and_planned_eagerly(name: str) 
 
 
 def test_a_predicted_step_is_not_captured_and_that_is_said(work: Workload) -> None:
-    with pytest.raises(PlanError, match="only predicted"):
+    with refused("predicted", kind=PlanError):
         plan(work, "60%", fake=True, engine="graph", tune=False)
 
 
-@pytest.mark.parametrize("where", [Joint.__init__, GraphCandidates.profile, GraphCandidates.chosen, None])
+@pytest.mark.parametrize("where", [Joint.__init__, GraphCandidates.contender, GraphCandidates.choice, None])
 def test_planning_leaves_the_model_as_it_was_also_where_it_fails(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("for a test")

@@ -13,6 +13,7 @@ import pytest
 from lowtide.engines import plan
 from lowtide.errors import PlanError
 from lowtide.planning import Plan
+from tests.refusals import refused
 
 from .steps import chain
 
@@ -76,7 +77,7 @@ def with_config(data: dict[str, Any], value: Any) -> dict[str, Any]:
     ],
 )
 def test_a_malformed_plan_is_refused_with_the_reason(found: Plan, change: Any, reason: str) -> None:
-    with pytest.raises(PlanError, match=reason):
+    with refused(reason, kind=PlanError):
         Plan.from_json(change(found.to_json()))
 
 
@@ -109,11 +110,11 @@ def without(field: str) -> Callable[[dict[str, Any]], Any]:
     ],
 )
 def test_a_malformed_program_is_refused_with_the_reason(with_program: Plan, change: Any, reason: str) -> None:
-    with pytest.raises(PlanError, match=reason):
+    with refused(reason, kind=PlanError):
         Plan.from_json(change(with_program.to_json()))
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"version": ' + "9" * 5000 + "}"])
 def test_json_that_cannot_be_read_is_no_plan(text: str) -> None:
-    with pytest.raises(PlanError, match="The plan is not JSON"):
+    with refused("JSON", kind=PlanError):
         Plan.from_json(text)

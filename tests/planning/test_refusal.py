@@ -53,6 +53,7 @@ def test_tips_of_torch_over_many_lines_are_not_part_of_a_note(monkeypatch: pytes
         raise RuntimeError("a different number of tensors was saved\nTip 1\nTip 2")
 
     monkeypatch.setattr(search_module, "predict", failing)
-    with pytest.raises(BudgetError, match="a different number of tensors was saved") as error:
+    with pytest.raises(BudgetError) as error:
         plan(layers(), "80%", engine="eager", tune=False)
+    assert "tensors was saved" in str(error.value)
     assert "Tip" not in str(error.value)

@@ -14,6 +14,7 @@ from lowtide.errors import BudgetError
 from lowtide.planning import search as search_module
 from lowtide.profiling import Profile
 from lowtide.techniques import Fidelity, register
+from tests.refusals import refused
 
 from ..contract.outcomes import assert_restored, snapshot
 from .steps import Loose, chain, tanh_layers
@@ -35,9 +36,7 @@ def seen_together(model: nn.Module, x: Tensor) -> Tensor:
 def test_a_technique_that_the_loss_does_not_allow_is_found_out_before_the_first_step() -> None:
     work = tanh_layers(seen_together)
     before = snapshot(work.model)
-    with pytest.raises(
-        BudgetError, match=r"microbatch .* was left out: The loss of .* it is neither of them"
-    ) as caught:
+    with pytest.raises(BudgetError) as caught:
         plan(work, 1, allow="microbatch", tune=False)
     assert str(caught.value).count("microbatch") == 1  # not once for every size
     assert_restored(work.model, before)
@@ -57,7 +56,7 @@ def test_where_the_smallest_estimates_cannot_be_used_others_are_looked_at() -> N
 def test_what_fails_in_a_prediction_is_noted_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     mixing = torch.randn(96, 96)
     work = Workload(nn.Linear(24, 24), lambda m, x: (mixing @ m(x)).square().mean(), torch.randn(96, 24))
-    with pytest.raises(BudgetError, match=r"microbatch .* was left out: "):
+    with refused("microbatch", kind=BudgetError):
         plan(work, 1, allow="microbatch", tune=False)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -83,8 +82,9 @@ def test_whether_a_loss_can_be_split_is_asked_of_each_size() -> None:
     work = tanh_layers(in_fours)
     chosen = plan(work, "50%", engine="eager", allow="microbatch", tune=False)
     assert [choice.option.technique for choice in chosen.choices] == ["microbatch"]
-    with pytest.raises(BudgetError, match=r"microbatch .* was left out") as caught:
+    with pytest.raises(BudgetError) as caught:
         plan(work, 1, engine="eager", allow="microbatch", tune=False)
+    assert "microbatch" in str(caught.value)
     assert int(str(caught.value).split(", ")[1].split()[0]) <= chosen.peak_bytes
 
 

@@ -56,10 +56,10 @@ class Chain:
         stages = len(self.forward_seconds)
         if not stages:
             raise LowtideError("A chain has at least one stage, this one has none")
-        given = {field.name: list(getattr(self, field.name)) for field in fields(self)}
-        for name in list(given)[4:]:
-            given[name] = given[name] or given.get(_DEFAULTS.get(name, ""), [0] * stages)
-        for name, numbers in given.items():
+        arrays = {field.name: list(getattr(self, field.name)) for field in fields(self)}
+        for name in list(arrays)[4:]:
+            arrays[name] = arrays[name] or arrays.get(_DEFAULTS.get(name, ""), [0] * stages)
+        for name, numbers in arrays.items():
             wanted = stages + (name in ("value_bytes", "gradient_bytes"))
             if len(numbers) != wanted:
                 raise LowtideError(f"{name} of a chain of {stages} stages has {wanted} numbers, not {len(numbers)}")

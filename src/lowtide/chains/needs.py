@@ -97,7 +97,7 @@ class Smallest:
         L(s, t) = min( over variants of max(keeping(s, t), ā_s + L(s + 1, t)),    and L(s, s) of keeping(s, s)
                        min over s < j <= t of max(waiting(t) + passed(s, j - 1), a_j + L(j, t), L(s, j - 1)) )
 
-    with j no further than a segment that starts with s may end. Of ways with the same bytes the fastest is taken.
+    with j no further than a segment that starts with s may end. Among ways with the same bytes, the fastest wins.
     Going down from the whole chain, a part may take a faster way within the bytes that are left to it.
     """
 

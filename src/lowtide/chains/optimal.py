@@ -1,7 +1,7 @@
 """The fastest schedule of a chain that fits a budget in bytes: Rotor's dynamic programme (Beaumont et al., 2019).
 
-With E(s, t, m) the seconds of recomputing while stages s to t go forward and backward in m bytes beyond the input
-of s, f forward seconds, r their tail, a value bytes, and a variant's ā saved bytes and l seconds (see ``Needs``):
+E(s, t, m) are the seconds of recomputing while stages s to t go forward and backward in m bytes beyond the input of s.
+f are forward seconds, r their tail, a value bytes, ā and l a variant's saved bytes and seconds (see ``Needs``):
 
     E(s, s, m) = min over variants of l_s                            if m >= keeping(s, s)
     E(s, t, m) = min( over variants of l_s + E(s + 1, t, m - ā_s)    if m >= keeping(s, t): keep s
@@ -47,7 +47,7 @@ class OptimalSchedules:
     Memory is counted in slots, on grids that depend on the chain alone. The first grid covers the bytes of keeping
     everything, each further one the lowest quarter of the one before. Sizes are rounded so that a schedule never
     needs more than its budget. A larger budget has every schedule of a smaller one, so it is never slower.
-    A chain with fewer bytes than slots is not rounded: its schedule is the best persistent one, as long as no
+    A chain with fewer bytes than slots is not rounded. Its schedule is then the best persistent one, as long as no
     gradient is larger than its value.
 
     A grid of n stages takes O(n³ · slots) time and 2 · n² · slots bytes. It is built when a budget first needs it;
@@ -163,8 +163,8 @@ class _Grid:
     def fastest(self, room: int) -> Schedule | None:
         """The fastest schedule in some bytes beyond the chain's input, or none.
 
-        float32 cannot tell nearly equal seconds apart, so near schedules are compared in float64. Those at lower
-        points are compared too, lest the last digits make a larger room slower.
+        float32 cannot tell nearly equal seconds apart, so near schedules are compared in float64. Schedules at lower
+        points take part too, lest the last digits make a larger room slower.
         """
         again = self.again[: self._reach(room) + 1]
         if not np.isfinite(again[-1:]).any():

@@ -111,7 +111,7 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Write the plan there, as JSON.")] = None,
     program: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write what runs when there, as text; of a plan on the graph engine."),
+        typer.Option(metavar="FILE", help="Write the plan's program there as text, if it has one."),
     ] = None,
     html: Html = None,
     fake: Fake = False,
@@ -122,7 +122,7 @@ def plan(
     """Find the fastest step that fits a budget, and say what it changes and why."""
     from lowtide import engines, planning
     from lowtide.planning.baseline import baseline_profile
-    from lowtide.planning.engine import engines_named
+    from lowtide.planning.engine import AUTO, engines_named
     from lowtide.reporting.html import check_name
 
     engines_named(engine)  # before a trace, which may be long
@@ -141,8 +141,9 @@ def plan(
     if program is None and html is None:
         return Outcome(chosen.to_json())
     if program is not None and chosen.program is None:
+        captures = next(each.name for each in engines_named(AUTO) if each.captures)
         reason = "The plain step fits" if chosen.is_plain else f"The {chosen.engine} engine runs no program"
-        hint = "Name a smaller budget." if chosen.is_plain else "Add --engine graph."
+        hint = "Name a smaller budget." if chosen.is_plain else f"Add --engine {captures}."
         raise PlanError(f"{reason}, so there is no program to write to {program}", hint=hint)
     with working("Predicting the planned step"):
         prediction = planning.predict_plan(work, chosen, before)

@@ -49,11 +49,12 @@ Allow = Annotated[
     list[str] | None,
     typer.Option(help="Allow more than bitwise and roundoff: a fidelity class or a technique. Repeatable."),
 ]
+_ENGINES = ", ".join(f"{engine.summary} ({name})" for name, engine in BUILT_IN["engine"].items())
 Engine = Annotated[
     str,
     typer.Option(
         metavar=f"[auto|{'|'.join(BUILT_IN['engine'])}]",
-        help="What may run the step: the model's own code (eager), a captured graph (graph), or the faster (auto).",
+        help=f"What may run the step: {_ENGINES}, or the fastest (auto).",
     ),
 ]
 Html = Annotated[Path | None, typer.Option(help="Write a report: one HTML file that works offline.")]

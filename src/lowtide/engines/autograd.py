@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lowtide.compat.dispatch import without_autocast
 from lowtide.compat.tensors import is_view, version_of
-from lowtide.engines.lowering.lowering import Lowered, Piece
 from lowtide.errors import LowtideError
+from lowtide.planning.lowering import Lowered, Piece
 from lowtide.planning.programs.program import Program, Value
 from lowtide.tracing.capture.joint import Joint
 
@@ -47,11 +47,11 @@ class Runner:
         """Give buffers their new values, those of one dtype at once."""
         groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for index, place in self.moved:
-            into, given = groups.setdefault(values[index].dtype, ([], []))
+            into, new = groups.setdefault(values[index].dtype, ([], []))
             into.append(inputs[place])
-            given.append(values[index])
-        for into, given in groups.values():
-            _aten._foreach_copy_(into, given)
+            new.append(values[index])
+        for into, new in groups.values():
+            _aten._foreach_copy_(into, new)
 
     def _run_forward(self, inputs: list[Any]) -> list[Tensor]:
         """New values of buffers, kept values, and the loss."""

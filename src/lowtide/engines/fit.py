@@ -38,10 +38,13 @@ def fit(
 ) -> Step:
     """Plan the step for a budget, check it against the plain one, and apply it: ``step(batch)`` trains.
 
-    The budget, the engine and ``tune`` are as in ``plan``. Where bits were promised and results are off by rounding
-    alone, the plan becomes one of roundoff, with a warning. Another that does not give the promised results is replaced
-    by the other engine's, with a warning, or refused with ``PlanError``. A measured peak above the budget is warned
-    about. Until it returns, the model is as it was.
+    The budget, the engine and ``tune`` are as in ``plan``. The model changes only when ``fit`` returns.
+
+    | verification finds | ``fit`` |
+    |---|---|
+    | bits were promised, and results are off by rounding | warns, and the plan becomes roundoff |
+    | results break the promise | warns and takes another engine's plan, or raises ``PlanError`` |
+    | a peak above the budget | warns |
 
     >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
     >>> step = fit(model, lambda model, x: model(x).mean(), torch.ones(512, 64), budget="70%")

@@ -21,18 +21,19 @@ from lowtide.batches import tensors
 from lowtide.compat.dispatch import active_modes
 from lowtide.compat.dynamo import aot_autograd, cause_of, is_recaptured_too_often, is_uncaptured, traced_metadata
 from lowtide.engines.autograd import Runner
-from lowtide.engines.lowering.lowering import LOWERINGS, Lowering
 from lowtide.engines.lowering.ops import OpsLowering, boxed, graphs_of
 from lowtide.engines.other_shapes import OtherShapes, Planner
 from lowtide.engines.uncaptured import Uncaptured
 from lowtide.engines.watch import unwatched
 from lowtide.errors import LowtideError, PlanError
 from lowtide.planning.graph_candidates import GraphCandidates, graph_candidates
+from lowtide.planning.lowering import LOWERINGS, Lowering
 from lowtide.planning.plan import Plan
 from lowtide.planning.prediction import apply_options
 from lowtide.planning.programs.program import Program
 from lowtide.planning.programs.transfer import check_runs_on
 from lowtide.profiling import Profile
+from lowtide.registry import PLAIN_ENGINE
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.capture.loss import Capture, CapturedGraph, CompiledLoss, call_key
 from lowtide.tracing.step_state import parameters_of, watch_modules
@@ -141,7 +142,10 @@ class PlannedLoss:
                 return self.work.compute_loss(batch=batch)  # which says that nothing is trained
             what = next(iter(str(error).splitlines()), "")
             return self._give_up(
-                key, batch, f"The loss is no longer captured as one graph ({what})", "Plan with engine='eager'"
+                key,
+                batch,
+                f"The loss is no longer captured as one graph ({what})",
+                f"Plan with engine={PLAIN_ENGINE!r}",
             )
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -167,7 +171,7 @@ class PlannedLoss:
             self._captured.popitem()[1][1].release()
 
     def _give_up(self, key: Any, batch: Any, why: str, hint: str) -> Tensor:
-        """The plain loss, from now on for such batches. Where that fails too, its error says why, and that is all.
+        """The plain loss, from now on for such batches. If that fails too, only its own error is raised.
 
         After a first step, which may store tensors on the model, the loss is captured once more.
         """
@@ -216,8 +220,9 @@ class _Backend:
         self.planner, self.lowering = weakref.ref(planner), lowering
 
     def runner(self, joint: Joint, program: Program, mutated: Sequence[int]) -> Runner:
-        """The program as code behind autograd."""
-        return Runner(joint, program, self.lowering.lower(joint, program), mutated)
+        """The program as code behind autograd; op by op if the lowering cannot run it, as for another shape."""
+        lowering = self.lowering if self.lowering.can_run(joint, program) else OpsLowering()
+        return Runner(joint, program, lowering.lower(joint, program), mutated)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         planned: list[tuple[Joint, Program]] = []

@@ -12,11 +12,12 @@ from lowtide.engines.step_difference import Setting, step_difference
 from lowtide.errors import TraceError
 from lowtide.fingerprint import batch_shapes
 from lowtide.planning.graph_candidates import GraphCandidates
+from lowtide.planning.lowering import LOWERINGS
 from lowtide.planning.plan import Plan, ProgramChoice
 from lowtide.planning.programs.program import Program, simulate
 from lowtide.planning.programs.program_profile import node_seconds
 from lowtide.planning.programs.transfer import check_runs_on, transferred
-from lowtide.planning.solvers.solver import Solution, fastest_program
+from lowtide.planning.solvers.solver import fastest_program
 from lowtide.profiling import profile
 from lowtide.sizes import format_size
 from lowtide.tracing.capture.joint import Joint
@@ -66,14 +67,13 @@ class OtherShapes:
         budget = self.plan.budget_bytes
         plain = profile(work, fake=True, device=self.plan.device, measure=True)
         candidates = GraphCandidates(capture_joint(work), plain)
-        peaks: dict[Solution, int] = {}
-        for solution in candidates.worthwhile(budget):
-            peaks[solution] = candidates.profile(solution).peak_bytes
-            if peaks[solution] <= budget:
-                return candidates.chosen(solution, peaks[solution], budget), True
-        smallest = min(peaks, key=lambda solution: peaks[solution])
-        self._warn_too_large(work.batch, format_size(peaks[smallest]))
-        return candidates.chosen(smallest, peaks[smallest], peaks[smallest]), False
+        fastest = candidates.fastest(self.plan.engine, LOWERINGS[self.planned.lowering], budget)
+        if fastest is None:
+            raise TraceError(f"The {self.planned.lowering} lowering runs no program of this batch")
+        fits = fastest.peak_bytes <= budget
+        if not fits:
+            self._warn_too_large(work.batch, format_size(fastest.peak_bytes))
+        return candidates.choice(fastest, budget if fits else fastest.peak_bytes), fits
 
     def _warn_too_large(self, batch: Any, takes: str) -> None:
         warnings.warn(

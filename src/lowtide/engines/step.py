@@ -40,8 +40,8 @@ def apply(plan: Plan, work: Workload) -> Step:
 class Measured:
     """Seconds and peak of the first steps, without earlier tensors that the step does not use.
 
-    ``peak_bytes`` is None where none was measured. On a CPU those are the second and third step, with batches like the
-    planned one, of models that replace none of their tensors: the first may capture the loss.
+    ``peak_bytes`` is None where none was measured. On a CPU the second and third step are measured, since the first may
+    capture the loss. They need batches like the planned one, and a model that replaces none of its tensors.
     """
 
     peak_bytes: int | None

@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from math import inf
 
+from lowtide.planning.baseline import baseline_profile
 from lowtide.planning.budget import plans
-from lowtide.planning.engine import AUTO, ENGINES
+from lowtide.planning.candidate import Permission
+from lowtide.planning.engine import AUTO, ENGINES, engines_named
 from lowtide.planning.plan import Plan
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import best_seconds, has_ranks
@@ -51,8 +53,11 @@ def plan(
     check_workload(work, call="lowtide.plan(work, budget)")
     is_here = not fake and device in (None, work.device.type) and work.device.type != "meta"
     most = _RIVALS if tune and is_here and not has_ranks() else 1
+    permitted = Permission.of(allow)
+    engines_named(engine)
     with sharing_captures(work):
-        rivals = plans(work, budget, allow=allow, profile=profile, fake=fake, device=device, engine=engine, most=most)
+        baseline = profile or baseline_profile(work, fake=fake, device=device)
+        rivals = plans(work, budget, baseline, permitted=permitted, engine=engine, most=most)
         if most == 1 or (len(rivals) == 1 and not rivals[0].choices):
             return rivals[0]
         return _fastest(work, rivals)

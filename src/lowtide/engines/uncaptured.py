@@ -14,6 +14,7 @@ from lowtide.fingerprint import batch_shapes
 from lowtide.planning.plan import Plan
 from lowtide.planning.prediction import apply_options, estimate_peak
 from lowtide.profiling import Profile, profile
+from lowtide.registry import PLAIN_ENGINE
 from lowtide.sizes import format_size
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Fidelity, Option
@@ -52,7 +53,7 @@ class Uncaptured:
         if options is None:
             self._say(str(shape), f"{self._title(batch)}: the step is captured for it, which takes seconds. {_ADVICE}")
             return None
-        way = "the plain step" if not options else f"checkpoints on the eager engine ({options[0]})"
+        way = "the plain step" if not options else f"checkpoints in the model's own code ({options[0]})"
         budget = format_size(self.plan.budget_bytes)
         self._say(way, f"{self._title(batch)}: runs as {way}, within {budget}. Further such shapes are not listed")
         return lambda batch: self._run(options, batch)
@@ -119,7 +120,7 @@ class Uncaptured:
             _log.warning("lowtide: %s", line)
 
 
-_ADVICE = "Pad to few lengths, or plan with engine='eager'"
+_ADVICE = f"Pad to few lengths, or plan with engine={PLAIN_ENGINE!r}"
 
 
 def _worth_a_trace(before: Profile, budget: int) -> Iterator[Option]:

@@ -43,10 +43,10 @@ _NOISE = 10  # two runs with noise can lie this many times further apart than tw
 def verify(work: Workload, plan: Plan) -> Verification:
     """Run the plain and the planned step from the same state, compare them, and restore everything.
 
-    That is the state after a step, where a model keeps tensors that its first one makes.
-    Losses, gradients, buffers, the parameters after the optimizer and the generators must agree as the plan's
-    fidelity says; the peak and the seconds are measured. Where the plain step does not fit, only those are. Where it
-    differs from itself, when run twice, by more than kernels with roundoff would, nothing can be verified.
+    If the first step stores tensors on the model, both start from the state after one. Losses, gradients, buffers, the
+    parameters after the optimizer and the generators must agree as the plan's fidelity says. The peak and the seconds
+    are measured, also if the plain step does not fit on the device. Nothing can be verified if two plain steps differ
+    by more than roundoff.
     """
     check_plan(plan, work, call="lowtide.verify(work, plan)")
     if work.device.type == "meta":

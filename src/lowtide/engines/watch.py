@@ -85,8 +85,8 @@ class BatchWatch:
         if len(self._peaks) > _MOST_PREDICTED:
             self._gave_up = True
             return (
-                f"Batches come in more than {_MOST_PREDICTED} shapes beside the planned {planned}, now {shapes}: "
-                "no more of them are predicted, and the budget is not promised for larger ones"
+                f"Batches come in more than {_MOST_PREDICTED} shapes beside the planned {planned}, now {shapes}. "
+                "No more of them are predicted, and the budget is not promised for larger ones"
             )
         budget = self.plan.budget_bytes
         peak = self._predict(shape, batch)
@@ -157,7 +157,7 @@ class ParameterWatch:
         budget = self.plan.budget_bytes
         return (
             f"Gradients of {format_size(held)} ({held} bytes) exist before the step and come on top of what was "
-            f"planned: it can take up to {format_size(peak + held)}, and {format_size(budget)} were promised. "
+            f"planned. It can take up to {format_size(peak + held)}, and {format_size(budget)} were promised. "
             "Unless that much was left free, plan with a budget smaller by it, or free them before: "
             "model.zero_grad(set_to_none=True)"
         )

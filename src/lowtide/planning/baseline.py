@@ -19,7 +19,7 @@ _TIMED_STEPS = 4  # the first is not the fastest
 def baseline_profile(work: Workload, *, fake: bool, device: str | None) -> Profile:
     """Trace the plain step after warm-up steps, since the first fills caches and chooses kernels.
 
-    Where a GPU waits for the host, the seconds of its ops are less than the step's: they are given their share of that.
+    If a GPU waits for the host, its ops take less than the step. They are then scaled to the step's seconds.
     """
     if fake or device not in (None, work.device.type) or work.device.type == "meta":
         return profile_step(work, fake=fake, device=device)

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
 from lowtide.errors import BudgetError, LowtideError, PlanError
 from lowtide.fingerprint import Fingerprint
-from lowtide.planning.baseline import baseline_profile
 from lowtide.planning.candidate import Contender, Permission
-from lowtide.planning.engine import AUTO, engines_named
-from lowtide.planning.plan import PLAIN, Baseline, Choice, Plan
+from lowtide.planning.engine import AUTO
+from lowtide.planning.plan import Baseline, Choice, Plan
 from lowtide.planning.refusal import no_plan
 from lowtide.planning.search import CLOSE, Search
 from lowtide.profiling import Profile
 from lowtide.profiling.devices import find_device
+from lowtide.registry import PLAIN_ENGINE
 from lowtide.sizes import format_size, parse_size
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Option
-from lowtide.workload import Workload, check_workload
+from lowtide.workload import Workload
 
 _FRAGMENTATION = 0.03  # of a GPU, what the allocator is expected to lose
 _LARGEST_SHARE = 1e9  # in percent: more is a slip, and soon no number of bytes
@@ -31,30 +30,23 @@ _CONTEXT_BYTES = 600 * 2**20  # of a GPU that is not here, what its CUDA context
 def plans(
     work: Workload,
     budget: float | str,
+    baseline: Profile,
     *,
-    allow: str | Collection[str] | None = (),
-    profile: Profile | None = None,
-    fake: bool = False,
-    device: str | None = None,
+    permitted: Permission,
     engine: str = AUTO,
     most: int = 1,
     close: float = CLOSE,
 ) -> list[Plan]:
     """The plan predicted to be the fastest, then at most ``most - 1`` others of other techniques or engines.
 
-    They are predicted to take at most ``close`` times as long as the first. For one profile, a larger budget never
-    gives a slower first plan. ``lowtide.plan`` times them and takes one.
+    They are predicted to take at most ``close`` times as long as the first. ``baseline`` is the plain step's profile:
+    for one of them, a larger budget never gives a slower first plan. ``lowtide.plan`` times them and takes one.
     """
-    check_workload(work, call="lowtide.plan(work, budget)")
-    engines_named(engine)
     fingerprint = Fingerprint.of(work)
-    if profile is not None:
-        _check_profile(profile, fingerprint)
-    baseline = profile or baseline_profile(work, fake=fake, device=device)
+    _check_profile(baseline, fingerprint)
     wanted = resolve_budget(budget, baseline.peak_bytes, baseline.graph.device, baseline.other_bytes)
-    permitted = Permission.of(allow)
     fits = baseline.peak_bytes <= wanted.bytes
-    search = Search(work, baseline, PLAIN if fits else engine, wanted.bytes)
+    search = Search(work, baseline, PLAIN_ENGINE if fits else engine, wanted.bytes)
     rivals = search.contenders(wanted.bytes, permitted, most=1 if fits else most, close=close)
     if not rivals:
         raise no_plan(search, wanted.bytes, permitted)

@@ -22,11 +22,17 @@ class Candidate:
     change: Option | Hashable | None
     price: Price
     estimate: int
+    lowering: str = ""  # of a program
 
     @property
-    def key(self) -> tuple[str, Option | Hashable | None]:
+    def key(self) -> tuple[str, Option | Hashable | None, str]:
         """Names the candidate among others of one step."""
-        return self.engine, self.change
+        return self.engine, self.change, self.lowering
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """Engine, technique and lowering: of each kind, at most one candidate is timed."""
+        return self.engine, self.technique, self.lowering
 
     @property
     def technique(self) -> str:

@@ -1,6 +1,6 @@
 """A captured step beside the plain one: the joint graph, and the fidelity class that its results have earned.
 
-Capture can take another way than the plain step: Dynamo may choose another branch of the model's code, and a formula of
+Capture can take another way than the plain step. Dynamo may choose another branch of the model's code, and a formula of
 autograd's may look at values. So the joint graph is run once, op by op, on the step's own tensors.
 """
 
@@ -28,6 +28,7 @@ from lowtide.planning.rounding import (
     parts_equal,
 )
 from lowtide.profiling import Profile
+from lowtide.registry import NEEDS_NO_CAPTURE
 from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.capture.joint import Joint, is_random
 from lowtide.tracing.capture.loss import Capture, capture_loss
@@ -77,7 +78,7 @@ def capture_and_compare(work: Workload, profiled: Profile | None = None) -> Capt
     if not all(rounding.explains(what, plain[what], captured[what]) for what in differing):
         raise TraceError(
             f"The captured graph gives other {', '.join(differing)} than the plain step ({error:.1e} off)",
-            hint="The eager engine needs no capture.",
+            hint=NEEDS_NO_CAPTURE,
         )
     note = (
         f"The captured graph rounds otherwise than the plain step, by {error:.1e}: Dynamo or autograd took another way."
@@ -90,7 +91,7 @@ def check_draws(joint: Joint, plain: Profile) -> None:
     if _draws(plain.graph) > sum(map(is_random, joint.forward)):
         raise TraceError(
             "The step draws random numbers that nothing uses, and a captured graph leaves them out",
-            hint="The eager engine needs no capture.",
+            hint=NEEDS_NO_CAPTURE,
         )
 
 
@@ -99,7 +100,7 @@ def _plain(work: Workload, captured: Parts) -> Parts:
     if plain["gradients"].keys() != captured["gradients"].keys():
         raise TraceError(
             "The captured graph gives gradients to other parameters than the plain step",
-            hint="The eager engine needs no capture.",
+            hint=NEEDS_NO_CAPTURE,
         )
     return plain
 
@@ -117,14 +118,14 @@ def _run(work: Workload, joint: Joint, inputs: Sequence[Any]) -> list[Parts]:
         written = {
             address(inputs[place]): value for place, value in zip(joint.written, outputs, strict=True) if place >= 0
         }
-        given = {address(tensor): gradient for tensor, gradient in zip(inputs, gradients, strict=True)}
+        by_address = {address(tensor): gradient for tensor, gradient in zip(inputs, gradients, strict=True)}
         return [
             {
                 "loss": {"loss": on_host(outputs[joint.outputs.index(joint.loss)])},
                 "gradients": {
-                    name: on_host(given[address(parameter)])
+                    name: on_host(by_address[address(parameter)])
                     for name, parameter in named(work).items()
-                    if given.get(address(parameter)) is not None
+                    if by_address.get(address(parameter)) is not None
                 },
                 "buffers": {
                     name: on_host(written.get(address(buffer), buffer))

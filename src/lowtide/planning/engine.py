@@ -43,12 +43,12 @@ class Candidates(Protocol):
 
     note: str  # for the plan; may be empty
 
-    def offers(self) -> Sequence[Candidate]:
-        """The changes, each with price and estimate."""
+    def offers(self, engine: str) -> Sequence[Candidate]:
+        """The changes as candidates of this engine, each with price and estimate."""
         ...
 
-    def contender(self, candidate: Candidate) -> Contender:
-        """A candidate with its exact peaks."""
+    def contender(self, candidate: Candidate) -> Contender | None:
+        """A candidate with its exact peaks; None if it cannot run."""
         ...
 
     def choice(self, contender: Contender, budget_bytes: int) -> ProgramChoice | None:

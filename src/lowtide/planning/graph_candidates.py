@@ -10,13 +10,15 @@ from lowtide.errors import TraceError
 from lowtide.planning.baseline import OUT_OF_MEMORY
 from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender
 from lowtide.planning.captured import Captured, capture_and_compare, check_draws
+from lowtide.planning.lowering import LOWERINGS, Lowering
 from lowtide.planning.plan import PlannedStage, ProgramChoice
 from lowtide.planning.programs.program import simulate
 from lowtide.planning.programs.program_profile import Forecast, check_results
 from lowtide.planning.solvers.solver import Problem, Solution, solutions
 from lowtide.profiling import Profile
+from lowtide.registry import PLAIN_ENGINE
 from lowtide.sizes import format_size
-from lowtide.techniques.technique import Fidelity, Price
+from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.capture.batchnorm import is_left_batch_norm
 from lowtide.tracing.capture.joint import Joint, size_of
 from lowtide.tracing.snapshot import steady
@@ -26,7 +28,7 @@ _SHOWN = 12  # stages that a plan gives reasons for: the largest
 
 
 class GraphCandidates:
-    """The programs of a captured step, from the fastest to the smallest."""
+    """The programs of a captured step, with each lowering."""
 
     def __init__(self, joint: Joint, plain: Profile, *, earned: Fidelity = Fidelity.ROUNDOFF, note: str = "") -> None:
         check_draws(joint, plain)
@@ -34,52 +36,72 @@ class GraphCandidates:
         self.joint, self.plain, self.note = joint, plain, note
         self._earned = earned  # by the results of the captured graph, where they were compared
         self.forecast = Forecast(joint, plain)
-        self.solutions = solutions(Problem(joint, self.forecast.seconds, self.forecast.workspace))
+        self.problem = Problem(joint, self.forecast.seconds, self.forecast.workspace)
+        self.solutions = solutions(self.problem)
 
     @property
     def fidelity(self) -> Fidelity:
         """The class that the captured graph's results earned, and no better than its ops.
 
-        For a batch norm on a GPU that has no running statistics, or whose statistics the model reads, a captured graph
-        has PyTorch's own op instead of cuDNN's.
+        On a GPU, a captured graph has PyTorch's own batch norm instead of cuDNN's in two cases: without running
+        statistics, and if the model reads them.
         """
         on_gpu = self.plain.graph.tensor_device != "cpu"
         other = on_gpu and any(map(is_left_batch_norm, self.joint.forward))
         return Fidelity.ROUNDOFF if other else self._earned
 
-    def offers(self) -> list[Candidate]:
-        """Every program as a candidate of the graph engine."""
+    def offers(self, engine: str) -> list[Candidate]:
+        """Every program, once for each lowering."""
+        return [candidate for lowering in LOWERINGS.values() for candidate in self.lowered(engine, lowering)]
+
+    def lowered(self, engine: str, lowering: Lowering) -> list[Candidate]:
+        """Every program with one lowering, the fastest first."""
         fidelity = self.fidelity
-        return [
-            Candidate("graph", solution, Price(fidelity, compute_seconds=solution.seconds), self.estimate(solution))
+        candidates = (
+            Candidate(
+                engine,
+                solution,
+                lowering.price(self.problem, solution, fidelity),
+                self.estimate(solution),
+                lowering.name,
+            )
             for solution in self.solutions
-        ]
+        )
+        return sorted(candidates, key=lambda candidate: candidate.order)
 
     def estimate(self, solution: Solution) -> int:
         """Allocated peak of the step, estimated by the solver."""
         constants = sum(map(size_of, self.joint.constants.values()))
         return self.plain.static_bytes + constants + solution.estimate_bytes
 
-    def worthwhile(self, budget_bytes: int) -> list[Solution]:
-        """The programs that may fit a budget by their estimates, and the smallest ones; the fastest first."""
-        smallest = sorted(self.solutions, key=self.estimate)[:SMALLEST]
-        return [s for s in self.solutions if s in smallest or self.estimate(s) <= budget_bytes * PROGRAM_SLACK]
+    def fastest(self, engine: str, lowering: Lowering, budget_bytes: int) -> Contender | None:
+        """The fastest program of one lowering that fits a budget, or else the smallest; None if it can run none.
 
-    def profile(self, solution: Solution) -> Profile:
-        """The planned step, as if it had been traced."""
-        return self.forecast.profile(solution.program)
+        Programs whose estimates are far above the budget are not simulated, except the few smallest.
+        """
+        candidates = self.lowered(engine, lowering)
+        smallest = sorted(candidates, key=lambda candidate: candidate.estimate)[:SMALLEST]
+        rest: list[Contender] = []
+        for candidate in candidates:
+            if candidate in smallest or candidate.estimate <= budget_bytes * PROGRAM_SLACK:
+                contender = self.contender(candidate)
+                if contender is not None and contender.peak_bytes <= budget_bytes:
+                    return contender
+                rest += [] if contender is None else [contender]
+        return min(rest, key=lambda contender: contender.peak_bytes, default=None)
 
-    def contender(self, candidate: Candidate) -> Contender:
-        """A program with its simulated peaks."""
-        after = self.profile(cast(Solution, candidate.change))
+    def contender(self, candidate: Candidate) -> Contender | None:
+        """A program with its simulated peaks; None if its lowering cannot run it."""
+        program = cast(Solution, candidate.change).program
+        if not LOWERINGS[candidate.lowering].can_run(self.joint, program):
+            return None
+        after = self.forecast.profile(program)
         return Contender(candidate, after.peak_bytes, after.storage_peak_bytes)
 
     def choice(self, contender: Contender, budget_bytes: int) -> ProgramChoice:
-        """A program as a plan carries it."""
-        return self.chosen(cast(Solution, contender.candidate.change), contender.peak_bytes, budget_bytes)
-
-    def chosen(self, solution: Solution, peak_bytes: int, budget_bytes: int) -> ProgramChoice:
-        """A program with its reasons, in bytes of the whole step."""
+        """A program with its reasons, in bytes of the whole step, as a plan carries it."""
+        candidate, peak_bytes = contender.candidate, contender.peak_bytes
+        solution = cast(Solution, candidate.change)
         beside = peak_bytes - solution.estimate_bytes
         stages = tuple(
             stage._replace(choice=replace(stage.choice, peak_bytes_if_kept=stage.choice.peak_bytes_if_kept + beside))
@@ -88,11 +110,11 @@ class GraphCandidates:
         return ProgramChoice(
             instructions=solution.program,
             graph=self.joint.digest,
-            lowering="ops",
+            lowering=candidate.lowering,
             solver=solution.solver,
             room_bytes=simulate(solution.program).peak_bytes + budget_bytes - peak_bytes,
-            seconds=solution.seconds,
-            fidelity=self.fidelity,
+            seconds=candidate.price.seconds,
+            fidelity=candidate.price.fidelity,
             why=_reasons(stages, budget_bytes),
             stages=stages,
         )
@@ -120,7 +142,7 @@ def graph_candidates(work: Workload, plain: Profile) -> GraphCandidates:
     if OUT_OF_MEMORY in plain.graph.notes:
         raise TraceError(
             "The plain step ran out of memory on this device, and only a step that ran is captured",
-            hint="Plan with engine='eager', or with a smaller batch.",
+            hint=f"Plan with engine={PLAIN_ENGINE!r}, or with a smaller batch.",
         )
     if plain.graph.fake:
         raise TraceError("A step that is only predicted is not captured")

@@ -11,11 +11,10 @@ from lowtide.chains import StageChoice
 from lowtide.errors import PlanError
 from lowtide.fingerprint import Fingerprint
 from lowtide.planning.programs.program import Program
+from lowtide.registry import PLAIN_ENGINE
 from lowtide.sizes import format_seconds, format_size
 from lowtide.techniques.technique import Fidelity, Option
 from lowtide.workload import Workload, check_workload
-
-PLAIN = "eager"  # the engine of a step that needs no change
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ class Plan:
     @property
     def is_plain(self) -> bool:
         """Whether the plain step fits, so that nothing is changed."""
-        return self.engine == PLAIN and not self.choices
+        return self.engine == PLAIN_ENGINE and not self.choices
 
     @property
     def fidelity(self) -> Fidelity:
@@ -117,10 +116,10 @@ class Plan:
         differs = self.fingerprint.difference(Fingerprint.of(work), was="planned")
         if differs:
             raise PlanError(f"The plan is of {differs}", hint="Plan again for this step.")
-        given = device or work.device.type
-        if given != "meta" and (given == "cpu") != (self.device == "cpu"):
+        actual = device or work.device.type
+        if actual != "meta" and (actual == "cpu") != (self.device == "cpu"):
             raise PlanError(
-                f"The plan is for another device: {self.device} was planned, {given} is given",
+                f"The plan is for another device: {self.device} was planned, {actual} is given",
                 hint="Plan again for this device, or move the model and the batch.",
             )
 

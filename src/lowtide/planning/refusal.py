@@ -26,7 +26,7 @@ _REASONS = 2  # reasons that the error gives for techniques that do not help
 def no_plan(search: Search, wanted: int, permitted: Permission) -> BudgetError:
     """Three lines: a budget that works; the share that every plan holds; what to allow, or how small a batch.
 
-    Where nothing was captured, or options were not traced, a smaller plan may exist: "at most" says so.
+    "At most" says that a smaller plan may exist, since nothing was captured or options were not traced.
     """
     least = search.least(permitted)
     bound = "" if search.is_complete else "at most "

@@ -127,8 +127,8 @@ def norms(plain: Tensor, other: Tensor) -> tuple[float, float]:
     if plain.shape != other.shape:
         return 0.0, math.inf
     wide = torch.complex128 if plain.is_complex() else torch.float64
-    exact, given = _dense(plain).to(wide), _dense(other).to(wide)
-    off = float(torch.where(_same(exact, given), 0.0, given - exact).norm())
+    exact, rounded = _dense(plain).to(wide), _dense(other).to(wide)
+    off = float(torch.where(_same(exact, rounded), 0.0, rounded - exact).norm())
     return float(torch.where(exact.isfinite(), exact, 0.0).norm()), math.inf if math.isnan(off) else off
 
 

@@ -12,10 +12,11 @@ from typing import Any
 from lowtide.errors import PlanError, TraceError
 from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
 from lowtide.planning.engine import AUTO, Candidates, Engine, engines_named
-from lowtide.planning.plan import PLAIN, ProgramChoice
+from lowtide.planning.plan import ProgramChoice
 from lowtide.planning.prediction import apply_options, estimate_peak, predict
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import has_ranks
+from lowtide.registry import PLAIN_ENGINE
 from lowtide.techniques.registry import measure, study, techniques
 from lowtide.techniques.technique import Fidelity, Option, Price, Technique
 from lowtide.tracing.snapshot import unchanged
@@ -43,7 +44,7 @@ class Search:
         self._sources: dict[str, Candidates] = {}  # by engine
         self._unstudied: set[str] = set()  # techniques that know more of the step once they captured it
         self._unmeasured: set[str] = set()  # techniques that know their seconds once they ran
-        plain = Candidate(PLAIN, None, Price(Fidelity.BITWISE), baseline.peak_bytes)
+        plain = Candidate(PLAIN_ENGINE, None, Price(Fidelity.BITWISE), baseline.peak_bytes)
         self._plain = Contender(plain, baseline.peak_bytes, baseline.storage_peak_bytes)
         self._exact: dict[Any, Contender | None] = {plain.key: self._plain}
         self._runnable: dict[Option, bool] = {}
@@ -69,20 +70,20 @@ class Search:
         return graph.static_bytes + sum(graph.rounded(s.bytes) for s in gradients)
 
     def contenders(self, budget: int, permitted: Permission, *, most: int = 1, close: float = CLOSE) -> list[Contender]:
-        """The first candidates by seconds that fit: at most one of each technique and one of each engine's own.
+        """The first candidates by seconds that fit: at most one of each engine and technique, or lowering.
 
         Beside the fastest only those predicted to take at most ``close`` times as long: they may measure in another
-        order. Where an option did not fit, options of its technique with a higher estimate are skipped.
+        order. Options with a higher estimate than one of their technique that did not fit are skipped.
         """
         smallest = {candidate.key for candidate in self._smallest(permitted)}
         failed: dict[str, float] = {}
-        rivals: dict[tuple[str, str], Contender] = {}
+        rivals: dict[tuple[str, str, str], Contender] = {}
         limit = math.inf
         for candidate in self.candidates:
             seconds = self.baseline.seconds + candidate.price.seconds
             if len(rivals) == most or (rivals and seconds > limit):
                 break
-            name, kind = candidate.technique, (candidate.engine, candidate.technique)
+            name, kind = candidate.technique, candidate.kind
             if name in self._unstudied and kind not in rivals and candidate.estimate <= budget * _SLACK:
                 self._study()
                 return self.contenders(budget, permitted, most=most, close=close)
@@ -110,19 +111,20 @@ class Search:
         """The candidate with the smallest peak, of the smallest estimates that can be used."""
         self._study()
         looked_at = [self._plain]
-        seen: Counter[bool] = Counter()
-        unusable: Counter[str] = Counter()
+        seen: Counter[Any] = Counter()
+        unusable: Counter[Any] = Counter()
         for candidate in self._by_estimate(permitted):
-            is_option = isinstance(candidate.change, Option)
-            if seen[is_option] == (traced if is_option else SMALLEST) or unusable[candidate.technique] == _TRACED:
+            is_option, kind = isinstance(candidate.change, Option), candidate.kind
+            group, limit = (Option, traced) if is_option else (kind, SMALLEST)
+            if seen[group] == limit or unusable[kind] == _TRACED:
                 self.is_complete &= not is_option
                 continue
             contender = self.exact(candidate)
             if contender is not None and self._runs(candidate):
                 looked_at.append(contender)
-                seen[is_option] += 1
+                seen[group] += 1
             else:
-                unusable[candidate.technique] += 1
+                unusable[kind] += 1
         return min(looked_at, key=lambda contender: contender.peak_bytes)
 
     def exact(self, candidate: Candidate) -> Contender | None:
@@ -150,11 +152,11 @@ class Search:
 
     def _smallest(self, permitted: Permission) -> Iterator[Candidate]:
         """Candidates that are looked at for any budget."""
-        seen: Counter[bool] = Counter()
+        seen: Counter[Any] = Counter()
         for candidate in self._by_estimate(permitted):
-            is_option = isinstance(candidate.change, Option)
-            if seen[is_option] < (_TRACED if is_option else SMALLEST):
-                seen[is_option] += 1
+            group, limit = (Option, _TRACED) if isinstance(candidate.change, Option) else (candidate.kind, SMALLEST)
+            if seen[group] < limit:
+                seen[group] += 1
                 yield candidate
 
     def _by_estimate(self, permitted: Permission) -> list[Candidate]:
@@ -175,7 +177,7 @@ class Search:
             return ()
         self._sources[engine.name] = source
         self.notes += filter(None, [source.note])
-        return source.offers()
+        return source.offers(engine.name)
 
     # -- options of techniques ---------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from lowtide.planning.programs.strategies import plain
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.capture.loss import capture_joint
 from tests.planning.orders import EXP, convolutions, lstm, mlp, orders
+from tests.refusals import refused
 
 
 def test_the_courses_example_takes_three_two_or_one_buffer() -> None:
@@ -64,7 +65,7 @@ def test_a_value_that_nobody_reads_lives_for_its_op_and_a_kept_one_to_the_end() 
     ],
 )
 def test_an_order_that_cannot_run_is_refused(ops: tuple[Access, ...], sizes: tuple[int, ...], said: str) -> None:
-    with pytest.raises(LowtideError, match=said):
+    with refused(said, kind=LowtideError):
         Order(ops, sizes)
 
 

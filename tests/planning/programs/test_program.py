@@ -26,7 +26,7 @@ def test_a_program_that_lost_an_instruction_is_refused(programs: list[Program]) 
     program = programs[1]
     read = {value for each in program.backward for value in each.reads}
     computed = [
-        place for place, each in enumerate(program.backward) if each.kind is Kind.RECOMPUTE and each.cell in read
+        place for place, each in enumerate(program.backward) if each.kind is Kind.RECOMPUTE and each.value in read
     ]
     for place in random.Random(0).sample(computed, 5):
         shorter = replace(program, backward=(*program.backward[:place], *program.backward[place + 1 :]))
@@ -55,6 +55,6 @@ def test_the_programs_simulator_counts_between_in_place_and_sharing(name: str) -
 def test_a_program_prints_what_runs_again(smallest: Planner) -> None:
     text = str(smallest.programs[0])
     assert re.search(r"recompute native_dropout\w* \(run \d\) from", text)
-    assert "(generator)" in text
+    assert ".state" in text
     assert "go to backward --" in text
     assert any(i.kind is Kind.FREE for i in smallest.programs[0].backward)

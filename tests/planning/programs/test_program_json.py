@@ -26,7 +26,7 @@ def test_an_instruction_takes_few_bytes(programs: list[Program]) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 2},
+        {"version": 1},
         {"ops": ""},
         {"values": "0;0"},
         {"values": "0 0 9"},

@@ -1,4 +1,4 @@
-"""What ops of a captured graph are said to take: as in the plain step, or as when run alone."""
+"""Costs of a captured graph's ops: as in the plain step, or as when run alone."""
 
 from __future__ import annotations
 

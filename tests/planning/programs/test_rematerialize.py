@@ -58,7 +58,7 @@ def test_without_cheap_results_convolutions_alone_are_kept() -> None:
 def test_only_cheap_results_run_again_and_each_once() -> None:
     joint = capture_joint(STEPS["resnet"]())
     program = without_cheap(joint)
-    again = [each.cell.op for each in program.backward if each.kind == "recompute"]
+    again = [each.value.op for each in program.backward if each.kind == "recompute"]
     assert again
     assert len(again) == len(set(again)) == program.recomputed
     cheap = [node for node in joint.forward if is_elementwise(node) or is_batch_norm(node) or is_item(node)]

@@ -54,6 +54,6 @@ def test_a_transferred_program_takes_what_a_new_one_would(programs: list[Program
 def test_a_graph_of_other_ops_takes_no_program_of_this_one(programs: list[Program]) -> None:
     other = capture_joint(awkward(tied=False))
     assert transferred(programs[0], other) is None
-    with pytest.raises(PlanError, match="not of this step"):
+    with pytest.raises(PlanError):
         check_runs_on(programs[0], other)
     check_runs_on(fastest_program(other, 2**40), other)

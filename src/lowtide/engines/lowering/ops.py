@@ -13,9 +13,11 @@ from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import mark_boxed
 from lowtide.compat.fx import bound_forward, box_arguments
 from lowtide.compat.operators import schema_of
-from lowtide.engines.lowering.lowering import Lowered, Piece
+from lowtide.planning.lowering import Lowered, Piece
 from lowtide.planning.programs.in_place import in_place_form
-from lowtide.planning.programs.program import Instruction, Kind, Program, Value
+from lowtide.planning.programs.program import Instruction, Kind, Program, Role, Value
+from lowtide.planning.solvers.solver import Problem, Solution
+from lowtide.techniques.technique import Fidelity, Price
 from lowtide.tracing.capture.batchnorm import inputs_of, is_batch_norm, without_statistics
 from lowtide.tracing.capture.joint import Joint
 
@@ -27,6 +29,14 @@ class OpsLowering:
     """Runs one op after another: the plain step's ops, so the plain step's bits."""
 
     name = "ops"
+
+    def can_run(self, joint: Joint, program: Program) -> bool:
+        """Every program."""
+        return True
+
+    def price(self, problem: Problem, solution: Solution, fidelity: Fidelity) -> Price:
+        """The price of the ops themselves."""
+        return Price(fidelity, compute_seconds=solution.seconds)
 
     def lower(self, joint: Joint, program: Program) -> Lowered:
         """Generated Python for forward, and for each piece of backward."""
@@ -56,7 +66,7 @@ def forward_graph(joint: Joint, program: Program, kept: Iterable[Value]) -> fx.G
         forward.take(Value(node.name), node.name, node.meta)
     states = {cell.op for cell in program.kept if cell.is_state}
     for instruction in program.forward:
-        forward.write(instruction, saves_state=instruction.cell.op in states)
+        forward.write(instruction, saves_state=instruction.value.op in states)
     for amount in dict.fromkeys(amount for _, amount in joint.counters):
         counters = [forward.now[Value(node.name)] for node, by in joint.counters if by == amount]
         forward.graph.call_function(_aten._foreach_add_.Scalar, (counters, amount))
@@ -78,7 +88,7 @@ def pieces_of(joint: Joint, program: Program) -> list[Piece]:
     tangents = [Value(node.name) for node in joint.tangents]
     written: list[Piece] = []
     for index, piece in enumerate(pieces):
-        here = dict.fromkeys(each.cell for each in piece)
+        here = dict.fromkeys(each.value for each in piece)
         read = dict.fromkeys(cell for each in piece for cell in each.reads if cell not in here)
         cells = [cell for cell in read if cell not in primals and (index or cell not in tangents)]
         inputs_read = [cell for cell in read if cell in primals]
@@ -90,8 +100,8 @@ def pieces_of(joint: Joint, program: Program) -> list[Piece]:
             graph.take(cell, f"given_{_name(cell)}", joint.nodes[cell.op].meta)
         for each in piece:
             graph.write(each)
-        given = {each.cell: graph.now[each.reads[0]] for each in piece if each.kind is Kind.RETURN_GRAD}
-        graph.graph.output((*given.values(), [graph.now[cell] for cell in results]))
+        returned = {each.value: graph.now[each.reads[0]] for each in piece if each.kind is Kind.RETURN_GRAD}
+        graph.graph.output((*returned.values(), [graph.now[cell] for cell in results]))
         written.append(
             Piece(
                 index,
@@ -100,7 +110,7 @@ def pieces_of(joint: Joint, program: Program) -> list[Piece]:
                 tuple(results),
                 tuple(primals[cell] for cell in inputs_read),
                 tuple(primals[cell] for cell in bases if cell in primals and cell not in inputs_read),
-                tuple(primals[Value(cell.op.removesuffix(".grad"))] for cell in given),
+                tuple(primals[Value(cell.op)] for cell in returned),
             )
         )
     return written
@@ -120,7 +130,7 @@ class _Graph:
         self.now[cell].meta = {**meta, "val": self._fake_state()} if cell.is_state else dict(meta)
 
     def write(self, instruction: Instruction, *, saves_state: bool = False) -> None:
-        cell = instruction.cell
+        cell = instruction.value
         if instruction.kind in (Kind.FREE, Kind.RETURN_GRAD) or cell.is_state:
             return
         node = self._nodes[cell.op]
@@ -143,7 +153,7 @@ class _Graph:
             both = self.graph.call_function(_run_and_save_state, (node.target, *args), kwargs)
             state = self.graph.call_function(operator.getitem, (both, 0))
             state.meta["val"] = self._fake_state()
-            self.now[Value(cell.op, is_state=True)] = state
+            self.now[Value(cell.op, role=Role.STATE)] = state
             result = self.graph.call_function(operator.getitem, (both, 1))
         elif instruction.reads and instruction.reads[-1].is_state:
             result = self.graph.call_function(
@@ -173,7 +183,7 @@ class _Graph:
 
 
 def _name(cell: Value) -> str:
-    return f"{cell.op}_{cell.run}{'_state' * cell.is_state}{'_host' * cell.on_host}"
+    return f"{cell.op}_{cell.run}_{cell.role}"
 
 
 def _to_host(value: Tensor, device: torch.device) -> Tensor:

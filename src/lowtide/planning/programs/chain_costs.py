@@ -19,8 +19,8 @@ from lowtide.tracing.capture.joint import bytes_of
 def complete_chain(stages: Stages, seconds: Callable[[fx.Node], float], workspace: Callable[[fx.Node], int]) -> Chain:
     """Complete a chain with each stage's temporary bytes and the cost of recomputing cheap results.
 
-    Both are read off the program that keeps everything and the one that keeps all lightly: what lives beyond the
-    chain's own count while a stage runs, what it leaves behind, and which ops run again.
+    Both are measured on two programs: one keeps everything, the other keeps all stages lightly. They show the bytes
+    that live beyond the chain's own count, the bytes that a stage leaves, and the ops that run again.
     """
     chain = stages.chain(seconds)
     reader = _StageBytes(stages, chain, workspace)
@@ -28,7 +28,7 @@ def complete_chain(stages: Stages, seconds: Callable[[fx.Node], float], workspac
     again = np.zeros(len(stages))
     for stage, each in reader.backward(light):
         if each.kind is Kind.RECOMPUTE:
-            again[stage] += seconds(stages.joint.nodes[each.cell.op])
+            again[stage] += seconds(stages.joint.nodes[each.value.op])
     forward, backward, left = reader.temporaries(whole)
     return replace(
         chain,
@@ -54,17 +54,16 @@ class _StageBytes:
         """Each instruction with its stage."""
         stage = 0
         for each in program.forward:
-            node = self.stages.joint.nodes.get(each.cell.op)
-            stage = self.stages.of.get(node, stage) if node is not None and each.kind is not Kind.FREE else stage
+            if each.kind is Kind.COMPUTE:
+                stage = self.stages.of.get(self.stages.joint.nodes[each.value.op], stage)
             yield stage, each
 
     def backward(self, program: Program) -> list[tuple[int, Instruction]]:
         """Each instruction with its stage: recomputed and prepared values belong to the stage that reads them next."""
         stage, staged = 0, list[tuple[int, Instruction]]()
         for each in reversed(program.backward):
-            node = self.stages.joint.nodes.get(each.cell.op)
-            if node is not None and each.kind is Kind.COMPUTE:
-                stage = self.backward_of.get(node, stage)
+            if each.kind is Kind.COMPUTE:
+                stage = self.backward_of.get(self.stages.joint.nodes[each.value.op], stage)
             staged.append((stage, each))
         return staged[::-1]
 
@@ -118,6 +117,5 @@ class _StageBytes:
         return forward.tolist(), backward, left.tolist()
 
     def _cost(self, each: Instruction) -> Cost:
-        node = self.stages.joint.nodes.get(each.cell.op)
-        runs = each.kind in (Kind.COMPUTE, Kind.RECOMPUTE) and not each.cell.is_state
-        return Cost(workspace_bytes=self.workspace(node)) if runs and node is not None else Cost()
+        runs = each.kind in (Kind.COMPUTE, Kind.RECOMPUTE) and not each.value.is_state
+        return Cost(workspace_bytes=self.workspace(self.stages.joint.nodes[each.value.op])) if runs else Cost()

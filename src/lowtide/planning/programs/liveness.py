@@ -152,13 +152,13 @@ class _StorageNumbers:
     def _access(self, each: Instruction) -> Access:
         reads = tuple(dict.fromkeys(value for cell in each.reads for value in self.shown.get(cell, ())))
         known = len(self.sizes)
-        self.shown[each.cell] = self._shows(each)
+        self.shown[each.value] = self._shows(each)
         return Access(reads, tuple(range(known, len(self.sizes))), self._over(each))
 
     def _shows(self, each: Instruction) -> tuple[int, ...]:
-        if each.cell.is_state:
-            return self._new([self.program.bytes[each.cell]])
-        node = self.joint.nodes[each.cell.op]
+        if each.value.is_state:
+            return self._new([self.program.bytes[each.value]])
+        node = self.joint.nodes[each.value.op]
         given = dict(zip(inputs_of(node, again=each.kind is Kind.RECOMPUTE), each.reads, strict=False))
         source = viewed(node)
         if source is not None:
@@ -176,8 +176,8 @@ class _StorageNumbers:
         return tuple(range(known, len(self.sizes)))
 
     def _over(self, each: Instruction) -> tuple[int, ...]:
-        node = self.joint.nodes[each.cell.op]
-        if each.cell.is_state or not is_elementwise(node):
+        node = self.joint.nodes[each.value.op]
+        if each.value.is_state or not is_elementwise(node):
             return ()
         alike: set[int] = set()
         other: set[int] = set()

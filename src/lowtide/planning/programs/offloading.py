@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from lowtide.errors import PlanError
-from lowtide.planning.programs.program import Instruction, Kind, Program, Value
+from lowtide.planning.programs.program import Instruction, Kind, Program, Role, Value
 
 
 def with_offloaded(program: Program, cells: Collection[Value]) -> Program:
@@ -15,7 +15,7 @@ def with_offloaded(program: Program, cells: Collection[Value]) -> Program:
 
     Only a result with a storage of its own can: not a view, nor one of several, nor what others are views of.
     """
-    copies = {cell: cell._replace(on_host=True) for cell in cells}
+    copies = {cell: cell._replace(role=Role.HOST) for cell in cells}
     for cell in copies:
         _check(program, cell)
     fetched = {cell: cell._replace(run=_next_run(program, cell)) for cell in cells}
@@ -31,7 +31,7 @@ def with_offloaded(program: Program, cells: Collection[Value]) -> Program:
 
 def _check(program: Program, cell: Value) -> None:
     holders = Counter(storage for other in program.kept for storage in program.held(other))
-    if cell not in program.kept or cell not in program.bytes or cell.is_state or cell.on_host:
+    if cell not in program.kept or cell not in program.bytes or cell.role:
         raise PlanError(f"{cell} is not a result that the program keeps in a storage of its own")
     if program.held(cell) != (cell,) or holders[cell] > 1:
         raise PlanError(f"{cell} shares its storage with another result that is kept")
@@ -39,12 +39,12 @@ def _check(program: Program, cell: Value) -> None:
 
 def _next_run(program: Program, cell: Value) -> int:
     """Return an unused run number of the op."""
-    runs = (each.cell.run for each in (*program.forward, *program.backward) if each.cell.op == cell.op)
+    runs = (each.value.run for each in (*program.forward, *program.backward) if each.value.op == cell.op)
     return max(runs, default=0) + 1
 
 
 def _offloaded(forward: Sequence[Instruction], copies: dict[Value, Value]) -> Iterator[Instruction]:
-    last = {cell: place for place, each in enumerate(forward) for cell in (each.cell, *each.reads) if cell in copies}
+    last = {cell: place for place, each in enumerate(forward) for cell in (each.value, *each.reads) if cell in copies}
     for place, each in enumerate(forward):
         yield each
         for cell in (cell for cell, end in last.items() if end == place):
@@ -64,4 +64,4 @@ def _fetched(
                 yield Instruction(Kind.FREE, copies[cell])
         into = fetched.get(each.into, each.into) if each.into is not None else None
         reads = tuple(fetched.get(cell, cell) for cell in each.reads)
-        yield replace(each, cell=fetched.get(each.cell, each.cell), reads=reads, into=into)
+        yield replace(each, value=fetched.get(each.value, each.value), reads=reads, into=into)

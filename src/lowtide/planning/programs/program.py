@@ -25,20 +25,48 @@ class Kind(StrEnum):
     FETCH = "fetch"  # and back
 
 
-class Value(NamedTuple):
-    """Result of one run of an op, or its copy on the host.
+class Role(StrEnum):
+    """Relation of a value to its op."""
 
-    The generator state that a recomputed random op needs is a cell too.
+    RESULT = ""
+    STATE = "state"  # of the generator, before a random op that is recomputed
+    HOST = "host"  # a copy of the result there
+    GRAD = "grad"  # the input's gradient, as autograd gets it
+    STORED = "stored"  # the result, as the model stores it on itself
+    BEFORE = "before"  # the result that the model stored in the step before
+    ARRAY = "array"  # an input that the step makes from a numpy array
+
+
+class Value(NamedTuple):
+    """Result of one run of an op, one part of it, or a tensor beside it.
+
+    >>> str(Value("relu", run=1)), Value("split", part=2).name, Value("primals_1", role=Role.GRAD).name
+    ('relu (run 2)', 'split[2]', 'primals_1.grad')
     """
 
     op: str
     run: int = 0
-    is_state: bool = False
-    on_host: bool = False
+    role: Role = Role.RESULT
+    part: int | None = None  # of an op with several results
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it is a generator's state."""
+        return self.role is Role.STATE
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is a copy in the host's memory."""
+        return self.role is Role.HOST
+
+    @property
+    def name(self) -> str:
+        """The value without its run."""
+        part = "" if self.part is None else f"[{self.part}]"
+        return f"{self.op}{part}.{self.role}" if self.role else f"{self.op}{part}"
 
     def __str__(self) -> str:
-        run = f" (run {self.run + 1})" if self.run else ""
-        return f"{self.op}{run}{' (generator)' if self.is_state else ''}{' (on the host)' if self.on_host else ''}"
+        return f"{self.name} (run {self.run + 1})" if self.run else self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +74,12 @@ class Instruction:
     """One op with its inputs, one complete gradient, or one cell that is copied or freed."""
 
     kind: Kind
-    cell: Value
+    value: Value
     reads: tuple[Value, ...] = ()
     into: Value | None = None  # one of those it reads, for the last time, and writes over
 
     def __str__(self) -> str:
-        what = f"{self.kind:9} {self.cell}"
+        what = f"{self.kind:9} {self.value}"
         what += f" from {', '.join(map(str, self.reads))}" if self.reads else ""
         return what if self.into is None else f"{what}, in place of {self.into}"
 
@@ -89,8 +117,8 @@ def check_program(program: Program) -> None:
 
     Values that no instruction makes are parameters and inputs. Backward starts with the kept values alone.
     """
-    computed = {each.cell for each in (*program.forward, *program.backward) if each.kind is not Kind.FREE}
-    used = {cell for each in (*program.forward, *program.backward) for cell in (each.cell, *each.reads)}
+    computed = {each.value for each in (*program.forward, *program.backward) if each.kind is not Kind.FREE}
+    used = {cell for each in (*program.forward, *program.backward) for cell in (each.value, *each.reads)}
     inputs = {cell for cell in (*used, *program.kept) if cell not in computed and cell == Value(cell.op)}
     live = set(inputs)
     for number, each in enumerate((*program.forward, *program.backward)):
@@ -99,11 +127,11 @@ def check_program(program: Program) -> None:
                 raise PlanError("The program keeps values that forward does not leave", hint="Plan again.")
             live = set(program.kept)
         if each.kind is Kind.FREE:
-            live.discard(each.cell)
+            live.discard(each.value)
             continue
         if not live.issuperset(each.reads) or (each.into is not None and each.into not in each.reads):
             raise PlanError(f"Instruction {number} of the program cannot run: {each}", hint="Plan again.")
-        live.add(each.cell)
+        live.add(each.value)
     if not {cell for cell in program.gradients if cell is not None} <= computed | inputs:
         raise PlanError("The program returns gradients that it does not compute", hint="Plan again.")
     if min(program.bytes.values(), default=0) < 0:
@@ -138,7 +166,7 @@ def simulate(program: Program, cost: Callable[[Instruction], Cost] = lambda _: C
     lives, during, hosts = list[int](), list[int](), list[int]()
     for instruction in (*program.forward, *program.backward):
         change = -1 if instruction.kind is Kind.FREE else 1
-        for storage in program.held(instruction.cell):
+        for storage in program.held(instruction.value):
             before = holders.get(storage, 0)
             holders[storage] = before + change
             if not before or not holders[storage]:

@@ -1,7 +1,8 @@
 """Programs as compact JSON: tables of whole numbers, written as text.
 
-Rows are separated by ";" and numbers by spaces. A value is a row "op run flags" of ``values``: an op is a place in
-``ops``, and trailing zeros are left out. An instruction is "kind value into reads…", with -1 for no ``into``.
+Rows are separated by ";" and numbers by spaces. A value is a row "op run role part" of ``values``. Its op is a place in
+``ops``, parts count from 1, and trailing zeros are left out. An instruction is "kind value into reads…", with -1 for
+no ``into``.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from lowtide.planning.programs.program import Instruction, Kind, Program, Value, check_program
+from lowtide.planning.programs.program import Instruction, Kind, Program, Role, Value, check_program
 
-PROGRAM_VERSION = 1
+PROGRAM_VERSION = 2
 _KINDS = tuple(Kind)
-_STATE, _HOST = 1, 2  # flags of a value
+_ROLES = tuple(Role)
 
 
 def program_to_json(program: Program) -> dict[str, Any]:
@@ -26,7 +27,7 @@ def program_to_json(program: Program) -> dict[str, Any]:
 
     def rows(instructions: Iterable[Instruction]) -> str:
         return _text(
-            (_KINDS.index(each.kind), number(each.cell), number(each.into), *map(number, each.reads))
+            (_KINDS.index(each.kind), number(each.value), number(each.into), *map(number, each.reads))
             for each in instructions
         )
 
@@ -40,7 +41,8 @@ def program_to_json(program: Program) -> dict[str, Any]:
     }
     rows_of_values: list[list[int]] = []
     for value in values:
-        row = [ops.setdefault(value.op, len(ops)), value.run, _STATE * value.is_state + _HOST * value.on_host]
+        part = 0 if value.part is None else value.part + 1
+        row = [ops.setdefault(value.op, len(ops)), value.run, _ROLES.index(value.role), part]
         while len(row) > 1 and not row[-1]:
             row.pop()
         rows_of_values.append(row)
@@ -75,10 +77,10 @@ def program_from_json(data: Mapping[str, Any]) -> Program:
 
 
 def _value(row: Sequence[int], ops: Sequence[str]) -> Value:
-    op, run, flags = (*row, 0, 0)[: max(len(row), 3)]
-    if run < 0 or not 0 <= flags <= _STATE + _HOST:
+    op, run, role, part = (*row, 0, 0, 0)[: max(len(row), 4)]
+    if run < 0 or part < 0:
         raise ValueError(f"{row} is not a value of a program")
-    return Value(ops[_place(op, ops)], run, bool(flags & _STATE), bool(flags & _HOST))
+    return Value(ops[_place(op, ops)], run, _ROLES[_place(role, _ROLES)], part - 1 if part else None)
 
 
 def _instruction(row: Sequence[int], value: Callable[[int], Value]) -> Instruction:

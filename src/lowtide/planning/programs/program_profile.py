@@ -19,6 +19,7 @@ from lowtide.profiling import Profile
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.kernels import Workspaces, modelled_workspace, seconds_alone
 from lowtide.profiling.roofline import op_seconds
+from lowtide.registry import NEEDS_NO_CAPTURE
 from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.capture.joint import Joint, is_item, is_random, module_of, size_of
 from lowtide.tracing.dense_parts import dtype_name, flatten, leaves
@@ -70,8 +71,8 @@ class Forecast:
 def check_results(joint: Joint, plain: Profile) -> None:
     """Raise ``TraceError`` if an op of the plain step returned another result than its fake kernel.
 
-    A captured graph knows its results by torch's word. Where one is laid out otherwise, ops after it may fail; where
-    one has a larger storage, a program would take more than its bytes.
+    A captured graph takes sizes from fake kernels. If a real result has another layout, ops after it may fail. If its
+    storage is larger, a program would take more than its bytes.
     """
     graph = plain.graph
     layouts: dict[str, list[Any]] = {}
@@ -89,7 +90,7 @@ def check_results(joint: Joint, plain: Profile) -> None:
         if layout not in layouts.get(op.signature, [layout]) or size not in sizes.get(op.signature, [size]):
             raise TraceError(
                 f"{short_name(op.name)} gives another result here than torch says: its program would not be true",
-                hint="The eager engine needs no capture.",
+                hint=NEEDS_NO_CAPTURE,
             )
 
 
@@ -229,8 +230,8 @@ class _Planned:
                 self._walk(instruction, phase)
             if phase == "forward":
                 self._name(range(len(statics), len(self.storages)), "activation")
-        given = [each.cell for each in self.program.backward if each.kind is Kind.RETURN_GRAD and each.reads]
-        gradients = {self.index[s] for cell in given for s in self.program.held(cell) if s in self.index}
+        returned = [each.value for each in self.program.backward if each.kind is Kind.RETURN_GRAD and each.reads]
+        gradients = {self.index[s] for cell in returned for s in self.program.held(cell) if s in self.index}
         self._name(gradients, "gradient")
         shift = len(self.ops) - first
         end = shift + len(plain.ops)
@@ -250,8 +251,8 @@ class _Planned:
         return replace(graph, saved=handed_on(graph))
 
     def _walk(self, each: Instruction, phase: Any) -> None:
-        node = self.forecast.joint.nodes.get(each.cell.op)
-        runs = each.kind in (Kind.COMPUTE, Kind.RECOMPUTE) and not each.cell.is_state
+        node = self.forecast.joint.nodes.get(each.value.op)
+        runs = each.kind in (Kind.COMPUTE, Kind.RECOMPUTE) and not each.value.is_state
         if runs and node is not None and not is_free(self.forecast.joint, node):
             cost = self.forecast.costs[node.name]
             self.ops.append(
@@ -267,13 +268,13 @@ class _Planned:
                     workspace_bytes=cost.workspace_bytes + self._state_bytes(each, node),
                 )
             )
-        elif each.kind is Kind.RETURN_GRAD and each.cell in self.program.bytes and each.reads:
+        elif each.kind is Kind.RETURN_GRAD and each.value in self.program.bytes and each.reads:
             self.ops.append(Op(len(self.ops), "aten.clone.default", phase, "", "", (), (), "", False, 0.0, 0))
         elif each.kind in (Kind.OFFLOAD, Kind.FETCH):
-            seconds = self.program.bytes[each.cell] / find_device(self.forecast.plain.graph.device).host_bandwidth
+            seconds = self.program.bytes[each.value] / find_device(self.forecast.plain.graph.device).host_bandwidth
             name = f"lowtide.{each.kind}"
             self.ops.append(Op(len(self.ops), name, phase, "", "", (), (), "", False, seconds, 0))
-        for storage in self.program.held(each.cell):
+        for storage in self.program.held(each.value):
             self._hold(storage, each, node)
 
     def _state_bytes(self, each: Instruction, node: fx.Node) -> int:
@@ -297,7 +298,7 @@ class _Planned:
             # A returned gradient that reads nothing lives before, as the loss's gradient.
             is_result = each.kind is not Kind.RETURN_GRAD or bool(each.reads)
             birth = max(0, len(self.ops) - is_result)
-            op, module = each.cell.op, module_of(node) if node is not None else ""
+            op, module = each.value.name, module_of(node) if node is not None else ""
             place, label = len(self.storages), f"{op} {list(shape)}"
             self.storages.append(
                 Storage(place, size, device, dtype, "temporary", birth, -1, label, module, "", shape, op)

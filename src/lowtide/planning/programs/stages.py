@@ -26,7 +26,7 @@ class Stages:
 
     def __init__(self, joint: Joint) -> None:
         self.joint = joint
-        # What backward does not read, such as a sum that goes into a ReLU, is written over: cut behind the ReLU.
+        # A value that backward does not read is overwritten, as a sum before a ReLU is: cut behind the ReLU.
         read = _read_by_backward(joint)
         cuts = [(position, value) for position, value in _cuts(joint) if value in read]
         self._divide(cuts)

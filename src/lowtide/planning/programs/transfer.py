@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from torch import fx
@@ -29,36 +28,33 @@ def transferred(program: Program, joint: Joint) -> Program | None:
 
 
 def _has_ops_of(program: Program, joint: Joint) -> bool:
-    values = {value for each in _instructions(program) for value in (each.cell, *each.reads)}
-    forward = [each.cell.op for each in program.forward if each.kind is Kind.COMPUTE and not each.cell.is_state]
+    values = {value for each in _instructions(program) for value in (each.value, *each.reads)}
+    forward = [each.value.op for each in program.forward if each.kind is Kind.COMPUTE and not each.value.is_state]
     gradients = [node.name if isinstance(node, fx.Node) else None for node in joint.gradients]
     return (
         forward == [node.name for node in joint.forward]
         and [value and value.op for value in program.gradients] == gradients
-        and all(_node(value, joint) is not None for value in values)
+        and all(value.op in joint.nodes for value in values)
         and all(_reads_inputs(each, joint) for each in _instructions(program))
     )
 
 
 def _reads_inputs(each: Instruction, joint: Joint) -> bool:
     """Whether an op's instruction reads the results that the graph's op reads."""
-    if each.kind not in (Kind.COMPUTE, Kind.RECOMPUTE) or each.cell.is_state:
+    if each.kind not in (Kind.COMPUTE, Kind.RECOMPUTE) or each.value.is_state:
         return True
-    node = joint.nodes.get(each.cell.op)
-    if node is None:
-        return False
+    node = joint.nodes[each.value.op]
     inputs = [value.name for value in inputs_of(node, again=each.kind is Kind.RECOMPUTE)]
     return [value.op for value in each.reads if not value.is_state] == inputs
 
 
 def _is_alike(each: Instruction, program: Program, joint: Joint) -> bool:
     """Whether a result can still be written in place, and a gradient still be handed on without a copy."""
-    node = _node(each.cell, joint)
-    assert node is not None
+    node = joint.nodes[each.value.op]
     if each.into is not None:
         target = joint.nodes[each.into.op]
         return _lie_alike(target, node) and bytes_of(joint.storages[target]) == bytes_of(node)
-    if each.kind is Kind.RETURN_GRAD and each.reads and each.cell in program.storages:
+    if each.kind is Kind.RETURN_GRAD and each.reads and each.value in program.storages:
         return _lie_alike(joint.nodes[each.reads[0].op], node)
     return True
 
@@ -71,18 +67,8 @@ def _instructions(program: Program) -> tuple[Instruction, ...]:
     return (*program.forward, *program.backward)
 
 
-_PART = re.compile(r"(\w+)(?:\[(\d+)\]|\.\w+)?")  # an op, one of its results, or a tensor beside it ("primals_1.grad")
-
-
-def _node(value: Value, joint: Joint) -> fx.Node | None:
-    match = _PART.fullmatch(value.op)
-    return joint.nodes.get(match[1]) if match else None
-
-
 def _bytes(value: Value, joint: Joint) -> int:
-    match, node = _PART.fullmatch(value.op), _node(value, joint)
-    assert match is not None
-    assert node is not None
     if value.is_state:
         return STATE_BYTES
-    return size_of(node.meta["val"][int(match[2])]) if match[2] else bytes_of(node)
+    node = joint.nodes[value.op]
+    return bytes_of(node) if value.part is None else size_of(node.meta["val"][value.part])

@@ -13,7 +13,7 @@ from torch import fx
 from lowtide.chains import Action as Step
 from lowtide.chains import Schedule
 from lowtide.planning.programs.in_place import lies_like, written_over
-from lowtide.planning.programs.program import Instruction, Kind, Program, Value
+from lowtide.planning.programs.program import Instruction, Kind, Program, Role, Value
 from lowtide.planning.programs.rematerialize import LightStages, sources_of
 from lowtide.planning.programs.stages import Stages
 from lowtide.tracing.capture.batchnorm import inputs_of
@@ -60,7 +60,7 @@ class Writer:
         backward = list(self._given(backward, gradients))
         read = {cell for instruction in backward for cell in instruction.reads}
         handed = [cell for cell in saved if cell in read]
-        states = [Value(node.name, is_state=True) for node in self.joint.forward if node in self.replayed]
+        states = [Value(node.name, role=Role.STATE) for node in self.joint.forward if node in self.replayed]
         states = [state for state in states if state in read]
         for state in states:
             self.bytes[state] = STATE_BYTES
@@ -69,7 +69,7 @@ class Writer:
         given = [cell for cell in (*handed, *states) if cell in self.bytes or cell in self.storages]
         stored, beside = list(self._stored()), self._held_beside()
         freed_at = {cell: self._last_use(backward, inputs) for cell, inputs in beside.items()}
-        held = {each.cell for each in (*backward, *stored) if each.kind is Kind.RETURN_GRAD} | set(tangents)
+        held = {each.value for each in (*backward, *stored) if each.kind is Kind.RETURN_GRAD} | set(tangents)
         over: dict[Value, Value] = {}
         forward = self._in_place(forward, over, held={loss, *moved, *handed})
         backward = self._in_place(backward, over, held=held, given=given)
@@ -98,25 +98,24 @@ class Writer:
     def _stored(self) -> Iterator[Instruction]:
         """Results that the model stores on itself, until the next step's forward ends."""
         for node in self.joint.stored:
-            cell, given = Value(f"{node.name}.stored"), Value(node.name)
+            cell, given = Value(node.name, role=Role.STORED), Value(node.name)
             self.storages[cell] = self.held(given)
             yield Instruction(Kind.RETURN_GRAD, cell, (given,))
 
     def _held_beside(self) -> dict[Value, list[fx.Node]]:
         """Extra live tensors beside parameters, buffers and the batch, with the inputs they may alias.
 
-        These are results that the model stored in the step before, until this step replaces them (a held input of the
-        same size, if any), and tensors that the step makes from numpy arrays.
+        One kind are results that the model stored in the step before. This step replaces them, and may read them as an
+        input of the same size. The other kind are tensors that the step makes from numpy arrays.
         """
         origins = self.joint.origins
         beside: dict[Value, list[fx.Node]] = {}
         for node in dict.fromkeys(self.joint.storages[node] for node in self.joint.stored):
             alike = [each for each in origins if origins[each] == "kept" and bytes_of(each) == bytes_of(node)]
-            beside[Value(f"{node.name}.before")] = alike
-            self.bytes[Value(f"{node.name}.before")] = bytes_of(node)
+            beside[Value(node.name, role=Role.BEFORE)] = alike
         for node in (node for node, origin in origins.items() if origin == "array"):
-            beside[Value(f"{node.name}.array")] = [node]
-            self.bytes[Value(f"{node.name}.array")] = bytes_of(node)
+            beside[Value(node.name, role=Role.ARRAY)] = [node]
+        self.bytes.update((value, bytes_of(self.joint.nodes[value.op])) for value in beside)
         return beside
 
     def _last_use(self, backward: Sequence[Instruction], inputs: Collection[fx.Node]) -> int:
@@ -137,14 +136,14 @@ class Writer:
     def _given(self, backward: list[Instruction], gradients: tuple[Value | None, ...]) -> Iterator[Instruction]:
         """Return gradients in groups during the backward pass, once a group is large enough.
 
-        Whoever gets one may step its parameter at once: so not before the parameter is read for the last time.
+        An optimizer may step the parameter at once, so its last reader must have run.
         """
         inputs: dict[Value, list[fx.Node]] = {}
         for node, cell in zip(self.joint.primals, gradients, strict=True):
             if cell is not None:
                 inputs.setdefault(cell, []).append(node)
         last = {cell: position for position, each in enumerate(backward) for cell in each.reads}
-        computed = {each.cell for each in backward}
+        computed = {each.value for each in backward}
         in_use: dict[fx.Node, int] = {}
         for position, each in enumerate(backward):
             in_use.update(
@@ -155,8 +154,8 @@ class Writer:
         enough = sum(size.values()) / _PIECES
         for position, each in enumerate(backward):
             yield each
-            waiting += [each.cell] if each.cell in inputs else []
-            following = self.joint.nodes[backward[position + 1].cell.op] if position + 1 < len(backward) else None
+            waiting += [each.value] if each.value in inputs else []
+            following = self.joint.nodes[backward[position + 1].value.op] if position + 1 < len(backward) else None
             if following is not None and (is_item(following) or sum(size[cell] for cell in waiting) < enough):
                 continue
             ready = [cell for cell in waiting if all(in_use.get(node, -1) <= position for node in inputs[cell])]
@@ -169,7 +168,7 @@ class Writer:
 
     def _give(self, gradient: Value, node: fx.Node, *, own: bool) -> Instruction:
         """Autograd takes a gradient that nobody else holds and that lies in memory as its parameter does."""
-        cell = Value(f"{node.name}.grad")
+        cell = Value(node.name, role=Role.GRAD)
         if own and lies_like(self.joint.nodes[gradient.op].meta.get("val"), node.meta.get("val")):
             self.storages[cell] = self.held(gradient)
         else:
@@ -190,7 +189,7 @@ class Writer:
         """
         last: dict[Value, int] = {}  # by storage: where it is last of use
         for position, each in enumerate(instructions):
-            for cell in (each.cell, *each.reads):
+            for cell in (each.value, *each.reads):
                 last.update(dict.fromkeys(self.held(cell), position))
         for cell in held:
             last.update(dict.fromkeys(self.held(cell), len(instructions)))
@@ -202,15 +201,15 @@ class Writer:
             target = self._target(each, dying & self.bytes.keys())  # an input's has no bytes here, and is not ours
             if target is not None:
                 (storage,) = self.held(target)
-                over[each.cell] = over.get(storage, storage)
-            ours.update(self.held(each.cell))
+                over[each.value] = over.get(storage, storage)
+            ours.update(self.held(each.value))
             written.append(each if target is None else replace(each, into=target))
         return written
 
     def _target(self, each: Instruction, dying: set[Value]) -> Value | None:
         """Input cell that an op may overwrite, if any."""
-        node = self.joint.nodes.get(each.cell.op)
-        if each.kind is Kind.RETURN_GRAD or node is None or each.cell not in self.bytes or node in self.replayed:
+        node = self.joint.nodes.get(each.value.op)
+        if each.kind is Kind.RETURN_GRAD or node is None or each.value not in self.bytes or node in self.replayed:
             return None
         read = dict(zip(inputs_of(node, again=each.kind is Kind.RECOMPUTE), each.reads, strict=False))
         shown = Counter(storage for cell in read.values() for storage in self.held(cell))
@@ -221,7 +220,7 @@ class Writer:
                 alike
                 and shown[storages[0]] == 1
                 and set(storages) <= dying
-                and self.bytes[storages[0]] == self.bytes[each.cell]
+                and self.bytes[storages[0]] == self.bytes[each.value]
             ):
                 return read[value]
         return None
@@ -290,7 +289,7 @@ class Writer:
     def _run(self, node: fx.Node, kind: Kind) -> Instruction:
         reads = tuple(self.now[value] for value in inputs_of(node, again=kind is Kind.RECOMPUTE))
         if kind is Kind.RECOMPUTE and node in self.replayed:
-            reads = (*reads, Value(node.name, is_state=True))
+            reads = (*reads, Value(node.name, role=Role.STATE))
         run = self.runs.get(node, -1) + 1
         cell = self.now[node] = Value(node.name, run)
         self.runs[node] = run
@@ -302,13 +301,13 @@ class Writer:
         if source is not None:  # the cell it reads: another run of that op may be the latest of the storage's own
             self.storages[cell] = self.held(self.now[source])
         elif isinstance(values, (tuple, list)):
-            parts = tuple(Value(f"{node.name}[{i}]", cell.run) for i in range(len(values)))
+            parts = tuple(cell._replace(part=i) for i in range(len(values)))
             self.storages[cell] = parts
             self.bytes.update(zip(parts, map(size_of, values), strict=True))
         elif is_item(node):
             op, index = node.args
             source = self.now[op]  # pyright: ignore[reportArgumentType]
-            self.storages[cell] = (Value(f"{source.op}[{index}]", source.run),)
+            self.storages[cell] = (source._replace(part=index),)
         else:
             self.bytes[cell] = bytes_of(node)
 
@@ -321,7 +320,7 @@ def _needed(instructions: Sequence[Instruction], wanted: set[Value]) -> list[Ins
     """Drop instructions whose results nobody reads."""
     needed: list[Instruction] = []
     for instruction in reversed(instructions):
-        if instruction.cell in wanted:
+        if instruction.value in wanted:
             needed.append(instruction)
             wanted |= set(instruction.reads)
     return needed[::-1]
@@ -342,7 +341,7 @@ def _freed(
     last: dict[Value, int] = dict.fromkeys(given, -1)
     state_of = {state.op: state for state in states}
     for position, instruction in enumerate(instructions):
-        last[instruction.cell] = position
+        last[instruction.value] = position
         for cell in instruction.reads:
             if cell in last:
                 last[cell] = position
@@ -356,6 +355,6 @@ def _freed(
     yield from _frees(ends.get(-1, []), ())
     for position, instruction in enumerate(instructions):
         yield instruction
-        if instruction.cell.op in state_of and instruction.kind is Kind.COMPUTE:
-            yield Instruction(Kind.COMPUTE, state_of[instruction.cell.op])
+        if instruction.value.op in state_of and instruction.kind is Kind.COMPUTE:
+            yield Instruction(Kind.COMPUTE, state_of[instruction.value.op])
         yield from _frees(ends.get(position, []), ())

@@ -30,6 +30,7 @@ from lowtide.compat.dynamo import (
 from lowtide.compat.frames import evaluate_frames_by_default
 from lowtide.compat.modules import GLOBAL_HOOKS, in_ddp_forward
 from lowtide.errors import TraceError
+from lowtide.registry import NEEDS_NO_CAPTURE
 from lowtide.tracing.capture.decompositions import plain_composites
 from lowtide.tracing.capture.joint import Joint, Origin, origin_of
 from lowtide.tracing.compiled import compiled_modules
@@ -62,7 +63,7 @@ def capture_loss(work: Workload, run: Callable[[Joint, Sequence[Any]], None] | N
         with unchanged(work, fake=run is None):
             call_until_captured(compiled, work)
         if not backend.graphs:
-            raise TraceError("The loss is not captured as one graph", hint="The eager engine needs no capture.")
+            raise TraceError("The loss is not captured as one graph", hint=NEEDS_NO_CAPTURE)
     except BaseException:
         compiled.release()
         raise
@@ -79,9 +80,7 @@ def call_until_captured(compiled: CompiledLoss, work: Workload) -> None:
         if isinstance(cause, CapturedError):
             return
         what = next(iter(str(cause).splitlines()), type(cause).__name__)
-        raise TraceError(
-            f"The loss is not captured as one graph ({what})", hint="The eager engine needs no capture."
-        ) from error
+        raise TraceError(f"The loss is not captured as one graph ({what})", hint=NEEDS_NO_CAPTURE) from error
 
 
 def capture_joints(work: Workload) -> list[Joint]:

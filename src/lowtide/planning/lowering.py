@@ -1,4 +1,7 @@
-"""The contract of a lowering: from a program to code, a forward pass and the pieces of a backward pass."""
+"""The contract of a lowering: price a program, and turn it into code.
+
+The classes stand in ``lowtide/engines/lowering``; ``lowtide/registry.py`` lists them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lowtide.planning.programs.program import Program, Value
+from lowtide.planning.solvers.solver import Problem, Solution
 from lowtide.registry import Registry
+from lowtide.techniques.technique import Fidelity, Price
 from lowtide.tracing.capture.joint import Joint
 
 
@@ -34,9 +39,20 @@ class Lowered:
 
 
 class Lowering(Protocol):
-    """Turns programs into code."""
+    """Turns programs into code. The planner offers each program once for each lowering that can run it."""
 
     name: str
+
+    def can_run(self, joint: Joint, program: Program) -> bool:
+        """Whether ``lower`` takes this program, on the devices that are here."""
+        ...
+
+    def price(self, problem: Problem, solution: Solution, fidelity: Fidelity) -> Price:
+        """The fidelity of the lowered program, and the seconds that its step takes longer than the plain one.
+
+        ``fidelity`` and ``solution.seconds`` are those of the graph's ops, run one after another.
+        """
+        ...
 
     def lower(self, joint: Joint, program: Program) -> Lowered:
         """Code that runs a program over a joint graph."""
