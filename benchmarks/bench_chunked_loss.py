@@ -161,10 +161,10 @@ def steps(name: str, options: dict[str, Any], device: str, results: Path) -> Non
     expected: Tensor | None = None
     for subject, way in ways.items():
         with way():
-            found = step_gradients(work)
-        expected = found if expected is None else expected
-        off = float((found - expected).norm() / expected.norm())
-        del found
+            actual = step_gradients(work)
+        expected = actual if expected is None else expected
+        off = float((actual - expected).norm() / expected.norm())
+        del actual
         if off > (5e-2 if device == "cuda" else 1e-4):
             raise SystemExit(f"{case}, {subject}: gradients differ by {off:.1e}")
         rows.append(Row.of(case, subject, "gradients differ by", [off], ""))

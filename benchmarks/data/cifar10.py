@@ -102,8 +102,8 @@ _RECONSTRUCT = cast(Callable[..., object], np.empty(0).__reduce__()[0])
 def _unpack(path: Path) -> tuple[Pixels, Pixels, int]:
     """Images, classes, and how many of them are for training.
 
-    A header in JSON, then LZMA streams: the planes G, R - G and B - G as differences (modulo 256) from the
-    prediction of JPEG-LS, image after image, and the classes. Lossless.
+    A header in JSON, then LZMA streams: the planes G, R - G and B - G, image after image, and the classes. Planes are
+    stored as differences (modulo 256) from the prediction of JPEG-LS. Lossless.
     """
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
