@@ -5,6 +5,7 @@ import torch
 
 from lowtide import zoo
 from lowtide.errors import WorkloadError
+from tests.refusals import refused
 from tests.zoo.families import EVERY
 
 
@@ -52,34 +53,34 @@ def test_the_meta_device_gives_the_same_shapes(name: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "message"),
+    ("name", "arguments", "words"),
     [
-        ("resnet5", {}, "resnet5.*resnet50"),
-        ("zzz", {}, "zzz.*lenet, resnet18"),
-        ("resnet18", {"depths": 50}, "depths.*zoo:resnet18.*depth"),
-        ("resnet18", {"batch_size": 4}, "batch_size.*batch"),
-        ("resnet18", {"depth": 19}, "19.*18, 34"),
-        ("resnet18", {"dims": 3}, "dims=3"),
-        ("resnet18", {"groups": 32}, "no groups"),
-        ("resnet18", {"seq": 128}, "image"),
-        ("resnet18", {"batch": 0}, "batch of 0"),
-        ("resnet18", {"optimizer": "adamx"}, "adamx.*adam"),
-        ("gpt2", {"image": 224}, "seq, not image"),
-        ("gpt2", {"seq": 0}, "seq=0"),
-        ("gpt2", {"seq": 64, "block_size": 32}, "seq=64.*block_size=32"),
-        ("gpt2", {"heads": 7}, "768.*7 heads"),
-        ("gpt2", {"channels_last": True}, "channels_last"),
-        ("resnet18-1d", {"channels_last": True}, "channels_last"),
-        ("resnet18-1d", {"image": 224}, "seq, not image"),
-        ("roberta-base", {"heads": 7}, "768.*7 heads"),
-        ("lenet", {"image": 32}, "image=32.*28"),
-        ("unet", {"image": 100}, "image=100.*16, 32, 48"),
-        ("wrn28-2", {"depth": 27}, "depth 27"),
-        ("wrn38", {"blocks": (3, 3, 6, 3)}, "WRN-38"),
+        ("resnet5", {}, ("'resnet5'", "resnet50")),
+        ("zzz", {}, ("zzz", "lenet, resnet18")),
+        ("resnet18", {"depths": 50}, ("'depths'", "zoo:resnet18", " depth")),
+        ("resnet18", {"batch_size": 4}, ("'batch_size'", " batch")),
+        ("resnet18", {"depth": 19}, ("19", "18, 34")),
+        ("resnet18", {"dims": 3}, ("dims=3",)),
+        ("resnet18", {"groups": 32}, ("no groups",)),
+        ("resnet18", {"seq": 128}, ("image",)),
+        ("resnet18", {"batch": 0}, ("batch of 0",)),
+        ("resnet18", {"optimizer": "adamx"}, ("'adamx'", " adam")),
+        ("gpt2", {"image": 224}, ("seq, not image",)),
+        ("gpt2", {"seq": 0}, ("seq=0",)),
+        ("gpt2", {"seq": 64, "block_size": 32}, ("seq=64", "block_size=32")),
+        ("gpt2", {"heads": 7}, ("768", "7 heads")),
+        ("gpt2", {"channels_last": True}, ("channels_last",)),
+        ("resnet18-1d", {"channels_last": True}, ("channels_last",)),
+        ("resnet18-1d", {"image": 224}, ("seq, not image",)),
+        ("roberta-base", {"heads": 7}, ("768", "7 heads")),
+        ("lenet", {"image": 32}, ("image=32", "28")),
+        ("unet", {"image": 100}, ("image=100", "16, 32, 48")),
+        ("wrn28-2", {"depth": 27}, ("depth 27",)),
+        ("wrn38", {"blocks": (3, 3, 6, 3)}, ("WRN-38",)),
     ],
 )
-def test_wrong_arguments_are_named(name: str, arguments: dict[str, object], message: str):
-    with pytest.raises(WorkloadError, match=message):
+def test_wrong_arguments_are_named(name: str, arguments: dict[str, object], words: tuple[str, ...]):
+    with refused(*words, kind=WorkloadError):
         zoo.workload(name, device="meta", **arguments)
 
 
