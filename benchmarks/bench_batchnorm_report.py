@@ -310,7 +310,7 @@ def _points(results: Path) -> dict[str, list[dict[str, Any]]]:
     """The points of each experiment on each device, by the latest rows."""
     path = results / f"{NAME}_losses.csv"
     if not path.exists():
-        raise SystemExit(f"{path} is not there: train first")
+        raise SystemExit(f"{path} is missing: train first")
     latest = {(row["hardware"], row["case"], row["subject"]): row for row in read(path)}
     points: dict[str, list[dict[str, Any]]] = {}
     for (hardware, case, variant), row in latest.items():

@@ -138,7 +138,7 @@ class Memory(NamedTuple):
 
 
 def memory(forward: Callable[[], Tensor], backward: Callable[[Tensor], Any], device: str) -> Memory:
-    """Count both passes by the allocator, after one of each: what libraries keep for themselves is there by then."""
+    """Count both passes by the allocator, after one of each, which allocates what libraries keep."""
     backward(forward())
     gc.collect()
     if device == "cpu":

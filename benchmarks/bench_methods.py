@@ -91,7 +91,7 @@ def measure_case(case: str, settings: dict[str, Any], device: str, repeats: int,
     """The rows of the plain step, then of one method after the other."""
     half = {**settings, "batch": settings["batch"] // 2}
     plain = zoo.workload(device=device, **settings)
-    for _ in range(3):  # its state, and the workspaces of libraries, are there before anything is counted
+    for _ in range(3):  # allocates its state and the workspaces of libraries before anything is counted
         plain_step(plain)
     assert plain.optimizer is not None
     plain.optimizer.zero_grad()

@@ -4,7 +4,7 @@ On a GPU: the parameters of GPT-2 medium in float32. AdamW with 8-bit states mov
 fused AdamW moves 28: ``lowtide`` is the kernel in ``lowtide/kernels/triton/adamw8bit.py``; bitsandbytes stands beside
 it where it is installed. "time" is of 20 steps in a row, which are launched ahead of the GPU.
 
-On a CPU: a smaller set of parameters, and the result: LeNet on MNIST where the data is there.
+On a CPU: a smaller set of parameters, and the result: LeNet on MNIST if the data is found.
 
     PYTHONPATH=src:. python -m benchmarks.bench_optimizer [--data DIR] [--results DIR]
 """

@@ -216,7 +216,7 @@ def table(name: str, *, results: Path = RESULTS) -> str:
     """The latest rows of a benchmark as Markdown, and a line on where they come from."""
     path = results / f"{name}.csv"
     if not path.exists():
-        raise FileNotFoundError(f"{path} is not there: run lowtide bench {name} first")
+        raise FileNotFoundError(f"{path} is missing: run lowtide bench {name} first")
     latest = {(e["hardware"], e["case"], e["subject"], e["metric"]): e for e in read(path)}
     parts: list[str] = []
     for hardware in dict.fromkeys(e["hardware"] for e in latest.values()):

@@ -30,8 +30,8 @@ Pixels = NDArray[np.uint8]
 def cifar10(folder: str | os.PathLike[str] | None = None) -> tuple[Samples, Samples]:
     """The training and the test images: (count, 3, 32, 32), labels 0 (airplane) to 9 (truck).
 
-    Reads the python batches, without running what a pickle may hold, or compact copies ``cifar10_*.impk``: all
-    that are there, in the order of their names. 740 MB as floats.
+    Reads the python batches, without running code of a pickle, or all compact copies ``cifar10_*.impk`` in the order of
+    their names. 740 MB as floats.
     """
     home = CIFAR10.folder(folder)
     for place in (home, home / "cifar-10-batches-py"):

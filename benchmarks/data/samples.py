@@ -52,7 +52,7 @@ class Source:
         )
 
     def damaged(self, path: Path, why: object) -> LowtideError:
-        """The error for a file that is there and is not what it should be."""
+        """The error for a file that exists and is damaged, or is another."""
         return LowtideError(
             f"{path.name} is not a file of {self.name}: {why}",
             where=str(path),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmarks.harness import read
 from tests.soak import in_soak
 
 from benchmarks import bench_mrpc
@@ -18,8 +18,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
 
 
 def rows(path: Path) -> dict[tuple[str, str], float]:
-    with path.open(newline="") as file:
-        return {(row["subject"], row["metric"]): float(row["value"]) for row in csv.DictReader(file)}
+    return {(row["subject"], row["metric"]): float(row["value"]) for row in read(path)}
 
 
 def test_the_documents_savings_are_predicted_for_roberta_base(tmp_path: Path):

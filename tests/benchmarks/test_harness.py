@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import csv
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,6 @@ from tests.refusals import refused
 from benchmarks import harness
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_nothing_is_timed_where_the_answers_differ() -> None:
@@ -55,7 +49,7 @@ def test_rows_are_appended_with_hardware_and_versions(tmp_path: Path) -> None:
     row = harness.Row.of("case, with a comma", "ours", "time", [0.01, 0.02, 0.03], "s")
     harness.record("demo", [row], results=tmp_path)
     path = harness.record("demo", [row, row], results=tmp_path)
-    entries = rows_of(path)
+    entries = harness.read(path)
     assert len(entries) == 3
     assert entries[0]["case"] == "case, with a comma"
     assert (entries[0]["value"], entries[0]["low"], entries[0]["high"]) == ("0.02", "0.015", "0.025")
