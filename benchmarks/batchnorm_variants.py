@@ -24,7 +24,7 @@ def own(strategy: Literal["standard", "checkpoint"]) -> Convert:
         from lowtide.nn import BatchNormAct1d
 
         def layer(norm: nn.BatchNorm1d, activation: str) -> nn.Module:
-            made = BatchNormAct1d(
+            replacement = BatchNormAct1d(
                 norm.num_features,
                 activation=activation,
                 strategy=strategy,
@@ -33,8 +33,8 @@ def own(strategy: Literal["standard", "checkpoint"]) -> Convert:
                 affine=norm.affine,
                 track_running_stats=norm.track_running_stats,
             )
-            made.load_state_dict(norm.state_dict())
-            return made
+            replacement.load_state_dict(norm.state_dict())
+            return replacement
 
         return _replace(model, layer, joined=True)
 

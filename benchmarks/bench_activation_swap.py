@@ -1,9 +1,9 @@
 """Does it matter which of ReLU and leaky ReLU a network was trained with, or is validated with? On CIFAR-10.
 
 In-place batch norm needs an activation that can be inverted: leaky ReLU, of slope 0.01. Table 1 of its paper (Rota
-Bulò, Porzi and Kontschieder, 2018) trains one ResNeXt-101 on ImageNet with each of the two, validates each with both,
-and finds them within a point: from one run each. So here a small ResNet-18 is trained several times with each, from the
-same parameters and on the same batches, and the accuracies are set side by side, seed by seed.
+Bulò, Porzi and Kontschieder, 2018) trains one ResNeXt-101 on ImageNet with each of the two. It validates each with
+both. The accuracies are within a point, from one run each. This benchmark trains a small ResNet-18 several times with
+each. A seed gives both the same parameters and batches, and accuracies are compared seed by seed.
 
 The images stay on the device, where they are cropped and flipped. Rows are appended after every seed. Needs a folder
 with CIFAR-10; without a GPU it is left out unless it is asked for.
@@ -69,19 +69,19 @@ def main(
 
 
 def rows(case: str, accuracies: dict[tuple[str, str], list[float]]) -> list[Row]:
-    found: list[Row] = []
+    table_rows: list[Row] = []
     for trained, validated in PAIRS:
         subject = f"trained with {trained}, validated with {validated}"
         mine = accuracies[trained, validated]
-        found.append(Row.of(case, subject, "mean accuracy", [statistics.fmean(mine)], "%"))
+        table_rows.append(Row.of(case, subject, "mean accuracy", [statistics.fmean(mine)], "%"))
         spread = statistics.stdev(mine) if len(mine) > 1 else 0.0
-        found.append(Row.of(case, subject, "standard deviation", [spread], "%"))
-        found.append(Row.of(case, subject, "seeds", [len(mine)], ""))
-        found.append(Row.of(case, subject, "median accuracy", mine, "%"))
+        table_rows.append(Row.of(case, subject, "standard deviation", [spread], "%"))
+        table_rows.append(Row.of(case, subject, "seeds", [len(mine)], ""))
+        table_rows.append(Row.of(case, subject, "median accuracy", mine, "%"))
         # Seed by seed, since two runs differ more by their seeds than by their activations.
         for name, other in (("swap alone", accuracies[trained, trained]), ("from all ReLU", accuracies[PAIRS[0]])):
-            found.append(Row.of(case, subject, name, [a - b for a, b in zip(mine, other, strict=True)], "%"))
-    return found
+            table_rows.append(Row.of(case, subject, name, [a - b for a, b in zip(mine, other, strict=True)], "%"))
+    return table_rows
 
 
 # -- One run -------------------------------------------------------------------------------------------
@@ -166,14 +166,5 @@ def _autocast(device: str) -> AbstractContextManager[object]:
 
 
 if __name__ == "__main__":
-    main(
-        **arguments(
-            __doc__,
-            "data",
-            "device",
-            "quick",
-            epochs={"type": int, "default": 20},
-            seeds={"type": int, "default": 5},
-            results={"default": None},
-        )
-    )
+    own = {"epochs": {"default": 20}, "seeds": {"default": 5}, "results": {"default": None}}
+    main(**arguments(__doc__, "data", "device", "quick", **own))

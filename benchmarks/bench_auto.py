@@ -2,8 +2,8 @@
 
     PYTHONPATH=src:. python -m benchmarks.bench_auto [--device cpu|cuda] [--only NAME] [--results DIR]
 
-For each model and budget, the best plan of each technique and of the graph engine is timed, in turns with the plain
-step and with the plan that ``lowtide.plan`` takes. Ratios are of medians over the rounds, to the fastest plan.
+For each model and budget, the best plan of each technique and of the graph engine is timed. It takes turns with the
+plain step and with the plan that ``lowtide.plan`` chooses. Ratios are of medians over the rounds, to the fastest plan.
 Models are the zoo's and, where installed, those of transformers and torchvision, with random weights.
 """
 

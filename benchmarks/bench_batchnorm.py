@@ -1,10 +1,11 @@
 """How many passes over memory do batch norm + activation take, forward and backward?
 
-One pass is the activation's bytes over the bandwidth of a copy. "passes" is the GPU's time, by replaying a CUDA graph;
-"passes as launched" is what one call after the other takes, Python included, which small tensors cannot hide.
+One pass is the activation's bytes over the bandwidth of a copy. "passes" is the GPU's time, by replaying a CUDA graph.
+"passes as launched" is the time of one call after the other. It includes Python, which small tensors cannot hide.
 
-The floor is 8 when the tensor is read from memory in every sweep (3 forward, 5 backward), 5 when a channel stays on the
-chip between the two; a rebuilt z adds 2. Peers, in the same run: PyTorch eager in both layouts, torch.compile.
+The floor is 8 when the tensor is read from memory in every sweep: 3 forward, 5 backward. It is 5 when a channel stays
+on the chip between two sweeps. A rebuilt z adds 2. Peers, in the same run: PyTorch eager in both layouts,
+torch.compile.
 
 Without a GPU: seconds. lowtide's layers run ATen's kernels there, and should be no slower than PyTorch's.
 
@@ -69,7 +70,7 @@ def on_a_cpu(results: Path) -> None:
 
 def contenders(shape: tuple[int, ...], dtype: torch.dtype, *, compiled: bool) -> dict[str, Callable[[], object]]:
     """A forward and a backward pass each. Their results are compared before anything is timed."""
-    made: dict[str, Callable[[], object]] = {}
+    steps: dict[str, Callable[[], object]] = {}
     for layout, memory_format in LAYOUTS.items():
         x = torch.randn(shape, device="cuda").to(dtype).to(memory_format=memory_format).requires_grad_()
         gradient = torch.randn(shape, device="cuda").to(dtype).to(memory_format=memory_format)
@@ -81,16 +82,16 @@ def contenders(shape: tuple[int, ...], dtype: torch.dtype, *, compiled: bool) ->
         kept_x = BatchNormAct2d(channels, "relu", "checkpoint").cuda()
         agree(in_place, eager["leaky"], x, gradient)
         agree(kept_x, eager["relu"], x, gradient)
-        made[f"PyTorch eager {layout}, leaky ReLU"] = step(eager["leaky"], x, gradient)
-        made[f"PyTorch eager {layout}, ReLU"] = step(eager["relu"], x, gradient)
+        steps[f"PyTorch eager {layout}, leaky ReLU"] = step(eager["leaky"], x, gradient)
+        steps[f"PyTorch eager {layout}, ReLU"] = step(eager["relu"], x, gradient)
         if compiled:
             torch._dynamo.reset()
-            made[f"torch.compile {layout}, leaky ReLU"] = step(
+            steps[f"torch.compile {layout}, leaky ReLU"] = step(
                 torch.compile(eager["leaky"], dynamic=False), x, gradient
             )
-        made[f"lowtide {layout}, leaky ReLU in place"] = step(in_place, x, gradient)
-        made[f"lowtide {layout}, ReLU by checkpoint, z rebuilt"] = step(kept_x, x, gradient, read=True)
-    return made
+        steps[f"lowtide {layout}, leaky ReLU in place"] = step(in_place, x, gradient)
+        steps[f"lowtide {layout}, ReLU by checkpoint, z rebuilt"] = step(kept_x, x, gradient, read=True)
+    return steps
 
 
 def _plain() -> dict[str, nn.Module]:
@@ -125,8 +126,8 @@ class _Reader(torch.autograd.Function):
 
 
 def agree(ours: nn.Module, theirs: nn.Module, x: Tensor, gradient: Tensor) -> None:
-    found, expected = (torch.autograd.grad(model(x), x, gradient)[0].float() for model in (ours, theirs))
-    error = float((found - expected).norm() / expected.norm())
+    actual, expected = (torch.autograd.grad(model(x), x, gradient)[0].float() for model in (ours, theirs))
+    error = float((actual - expected).norm() / expected.norm())
     if error > 1e-2:
         raise SystemExit(f"the gradients differ by {error:.1e}")
 

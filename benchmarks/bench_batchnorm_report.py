@@ -1,15 +1,15 @@
-"""Does batch norm that computes again save memory, and what does it cost? The experiments of the report.
+"""Does batch norm that recomputes save memory, and what does it cost? The experiments of the report.
 
-"Lowering Memory in the Batch Normalization Layer to Try to Speed Up Training" (Eng, 2024) trains LeNet on MNIST for
-10 epochs of batches of 64, and a 1-D ResNet on Speech Commands for one epoch of batches of 32, by Adam at 1e-3, with
-PyTorch's BatchNorm1d and with a layer of its own, without and with recomputation; the median of three runs counts. Its
-own layer without recomputation keeps the normalised data beside the input. PyTorch's does not, and neither does
-lowtide's "standard", which is PyTorch's: so a layer like the report's stands beside them.
+"Lowering Memory in the Batch Normalization Layer to Try to Speed Up Training" (Eng, 2024) trains two networks by
+Adam at 1e-3: LeNet on MNIST for 10 epochs of batches of 64, a 1-D ResNet on Speech Commands for one of batches of 32.
+Each has PyTorch's BatchNorm1d, or a layer of its own without and with recomputation. The median of three runs counts.
+Its own layer without recomputation keeps the normalised data beside the input. PyTorch's does not, and lowtide's
+"standard" is PyTorch's. So a layer like the report's stands beside them.
 
 All variants start a run from the same parameters and see the same batches. Before anything is timed, gradients over the
 first steps are set beside PyTorch's, in float32 and in float64. Rows are appended after every round of runs. Needs a
 folder with both data sets. The loss curves go to docs/images/batchnorm_report_losses.svg where altair is installed;
---draw draws those of the rows that are there, and trains nothing.
+--draw draws the rows so far, and trains nothing.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def gradient_differences(experiment: Experiment, device: str, steps: int = 3) ->
 
     The largest difference over all parameters, relative to that gradient's largest entry. PyTorch trains, and the
     others start each step from its parameters: Adam would blow up rounding otherwise. A bias right before a batch norm
-    is left out: its gradient is zero, and what is found is rounding.
+    is left out: its gradient is zero, and its error is rounding.
     """
     torch.manual_seed(0)
     plain = experiment.build().to(device)
@@ -164,7 +164,7 @@ def gradient_differences(experiment: Experiment, device: str, steps: int = 3) ->
     models = {subject: convert(copy.deepcopy(plain)).to(device) for subject, convert in VARIANTS.items()}
     optimizer = _adam(plain)
     void = _biases_before_norms(plain)
-    found = dict.fromkeys(VARIANTS, (0.0, 0.0))
+    differences = dict.fromkeys(VARIANTS, (0.0, 0.0))
     order = torch.arange(len(experiment.train.labels))[: steps * experiment.batch]
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
         for inputs, labels in _batches(experiment, order):
@@ -177,11 +177,11 @@ def gradient_differences(experiment: Experiment, device: str, steps: int = 3) ->
             for subject, model in models.items():
                 for mine, theirs, wanted in zip(*(m.parameters() for m in (model, plain, exact)), strict=True):
                     if id(theirs) not in void:
-                        difference, error = found[subject]
+                        difference, error = differences[subject]
                         difference = max(difference, _relative(mine.grad, theirs.grad))
-                        found[subject] = difference, max(error, _relative(mine.grad, wanted.grad))
+                        differences[subject] = difference, max(error, _relative(mine.grad, wanted.grad))
             optimizer.step()
-    return found
+    return differences
 
 
 def _relative(mine: Tensor | None, other: Tensor | None) -> float:
@@ -310,26 +310,16 @@ def _points(results: Path) -> dict[str, list[dict[str, Any]]]:
     """The points of each experiment on each device, by the latest rows."""
     path = results / f"{NAME}_losses.csv"
     if not path.exists():
-        raise SystemExit(f"{path} is not there: train first")
+        raise SystemExit(f"{path} is missing: train first")
     latest = {(row["hardware"], row["case"], row["subject"]): row for row in read(path)}
-    found: dict[str, list[dict[str, Any]]] = {}
+    points: dict[str, list[dict[str, Any]]] = {}
     for (hardware, case, variant), row in latest.items():
         experiment, _, step = case.rpartition(", step ")
         point = {"step": int(step), "loss": float(row["value"]), "variant": variant}
-        found.setdefault(f"{experiment} ({hardware})", []).append(point)
-    return found
+        points.setdefault(f"{experiment} ({hardware})", []).append(point)
+    return points
 
 
 if __name__ == "__main__":
-    main(
-        **arguments(
-            __doc__,
-            "data",
-            "device",
-            "quick",
-            "draw",
-            epochs={"type": int, "help": "of LeNet; 10 in the report"},
-            runs={"type": int, "default": 3},
-            results={"default": None},
-        )
-    )
+    own = {"epochs": {"help": "of LeNet; 10 in the report"}, "runs": {"default": 3}, "results": {"default": None}}
+    main(**arguments(__doc__, "data", "device", "quick", "draw", **own))

@@ -4,8 +4,8 @@ The in-place paper (Rota Bulò, Porzi and Kontschieder, 2018) times such a block
 two networks that it trains, stage by stage: half the side, twice the channels.
 
 "kept" is what stays allocated after the forward pass, but for the block's output: by the allocator's own count, where
-nothing of lowtide is used. The block's input is another op's output that nobody else holds, as in a network, so it is
-counted where the block needs it and gone where not. "peak" is over both passes, the gradients of all parameters
+nothing of lowtide is used. The block's input is another op's output that nobody else holds, as in a network. So it
+counts only where the block needs it. "peak" is over both passes, the gradients of all parameters
 included. On a GPU "time" is the GPU's alone, by replaying a CUDA graph; "time as launched" has Python's share.
 
     PYTHONPATH=src:. python -m benchmarks.bench_block [--results DIR]
@@ -124,8 +124,8 @@ def agree(blocks: dict[str, Block]) -> None:
 
     expected = run(blocks[PLAIN])
     for name, block in blocks.items():
-        for found, right in zip(run(block), expected, strict=True):
-            error = float((found - right).norm() / right.norm())
+        for result, right in zip(run(block), expected, strict=True):
+            error = float((result - right).norm() / right.norm())
             if error > 1e-3:  # the convolution rounds its inputs to TF32
                 raise SystemExit(f"{name}: results differ from PyTorch's by {error:.1e}")
 
@@ -138,7 +138,7 @@ class Memory(NamedTuple):
 
 
 def memory(forward: Callable[[], Tensor], backward: Callable[[Tensor], Any], device: str) -> Memory:
-    """Count both passes by the allocator, after one of each: what libraries keep for themselves is there by then."""
+    """Count both passes by the allocator, after one of each, which allocates what libraries keep."""
     backward(forward())
     gc.collect()
     if device == "cpu":
@@ -154,14 +154,14 @@ def memory(forward: Callable[[], Tensor], backward: Callable[[Tensor], Any], dev
 
 def _cpu_memory(forward: Callable[[], Tensor], backward: Callable[[Tensor], Any]) -> Memory:
     """The same from the events of torch.profiler, which has one for every allocation."""
-    with _events() as found:
+    with _events() as recording:
         out = forward()
-    kept = sum(_sizes(found)) - out.nbytes
+    kept = sum(_sizes(recording)) - out.nbytes
     level = peak = 0
     del out
-    with _events() as found:
+    with _events() as recording:
         backward(forward())
-    for size in _sizes(found):
+    for size in _sizes(recording):
         level += size
         peak = max(peak, level)
     return Memory(kept, peak)
@@ -172,9 +172,9 @@ def _events() -> torch.profiler.profile:
     return torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True)
 
 
-def _sizes(found: torch.profiler.profile) -> list[int]:
+def _sizes(recording: torch.profiler.profile) -> list[int]:
     """Bytes allocated (positive) and freed (negative), in order."""
-    profiler: Any = found.profiler
+    profiler: Any = recording.profiler
     events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 

@@ -4,12 +4,12 @@
 
 Peaks are all bytes that torch's allocator gives out during a step, parameters and optimizer state included. A step is
 zero_grad, loss, backward, optimizer. Checkpointing by hand is ``torch.utils.checkpoint`` over every block, over √n
-segments of blocks, and ``checkpoint_sequential``. Plans are of the graph engine; three of the ten budgets are just what
-checkpointing by hand takes, the others lie evenly between the smallest and the plain step's.
+segments of blocks, and ``checkpoint_sequential``. Plans are of the graph engine. Three of the ten budgets are the peaks
+of checkpointing by hand. The others lie evenly between the smallest peak and the plain step's.
 
-Each way is timed in turns with the plain step, since the host's speed drifts: ratios are of the same rounds. Where a
-step draws no random numbers it is also replayed as one CUDA graph, which is how long its kernels take when no host is
-waited for, and the memory that the graph would hold for good.
+Each way is timed in turns with the plain step, since the host's speed drifts: ratios are of the same rounds. A step
+without random numbers is also replayed as one CUDA graph. That gives the time of its kernels without the host, and the
+memory that the graph would hold for good.
 """
 
 from __future__ import annotations
@@ -153,12 +153,12 @@ def times_in_turn(
     way: Workload, plain: Workload, under: Callable[[], Any] = nullcontext, rounds: int = 9
 ) -> list[tuple[float, float]]:
     """Seconds of a step one way, which may need a context, and of the plain one right after."""
-    found: list[tuple[float, float]] = []
+    pairs: list[tuple[float, float]] = []
     for _ in range(rounds + 1):
         with under():
             seconds = seconds_of(way)
-        found.append((seconds, seconds_of(plain)))
-    return found[1:]
+        pairs.append((seconds, seconds_of(plain)))
+    return pairs[1:]
 
 
 def graphed(case: str, name: str, work: Workload) -> list[Row]:

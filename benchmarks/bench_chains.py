@@ -2,9 +2,9 @@
 
 Equal stages that save their output alone, backward twice as long as forward: memory in stage outputs, time as a ratio
 to keeping everything. Naive, √n, recursive and reversible are the table of Gomez et al. (2017) in numbers. Reversible
-is a formula, since it is another network: it holds a stage's output, the input rebuilt from it and their
-gradients, and runs each stage forward once more. All else is simulated, and every budget checked. The chart goes to
-docs/images/chains.svg where altair is installed; --draw draws the rows that are there.
+is a formula, since it is another network. It holds a stage's output, the input rebuilt from it and their gradients, and
+runs each stage forward once more. All else is simulated, and every budget checked. The chart goes to
+docs/images/chains.svg where altair is installed; --draw draws the rows so far.
 """
 
 from __future__ import annotations
@@ -61,25 +61,25 @@ def growth(depth: int) -> list[Row]:
     """Memory and time of one depth."""
     chain = Chain.uniform(depth, backward_seconds=2)
     plain = simulate(chain, keep_all(chain)).seconds
-    found: dict[str, tuple[float, float]] = {}
+    figures: dict[str, tuple[float, float]] = {}
     for subject, rule in RULES.items():
         result = simulate(chain, rule(chain))
-        found[subject] = result.peak_bytes, result.seconds
+        figures[subject] = result.peak_bytes, result.seconds
     if depth <= DEEPEST_OPTIMAL:
         planner = OptimalSchedules(chain, SLOTS)
-        budgets = {f"{of}'s": int(found[rule][0]) for of, rule in SAME.items()}
-        if (half := int(found["keep everything"][0]) // 2) > planner.smallest_bytes:
+        budgets = {f"{of}'s": int(figures[rule][0]) for of, rule in SAME.items()}
+        if (half := int(figures["keep everything"][0]) // 2) > planner.smallest_bytes:
             budgets["half of all"] = half
         for of, budget in budgets.items():
             result = simulate(chain, planner.schedule(budget))
-            if result.peak_bytes > budget or (of[:-2] in SAME and result.seconds > found[SAME[of[:-2]]][1]):
+            if result.peak_bytes > budget or (of[:-2] in SAME and result.seconds > figures[SAME[of[:-2]]][1]):
                 raise SystemExit(f"depth {depth}: the optimum in {of} memory is none")
-            found[f"optimal in {of} memory"] = result.peak_bytes, result.seconds
-    found["reversible"] = 4, depth * (2 + 2)
+            figures[f"optimal in {of} memory"] = result.peak_bytes, result.seconds
+    figures["reversible"] = 4, depth * (2 + 2)
     case = f"{depth} equal stages"
     return [
         row
-        for subject, (memory, taken) in found.items()
+        for subject, (memory, taken) in figures.items()
         for row in (
             Row.of(case, subject, "memory", [memory], ""),
             Row.of(case, subject, "time ratio", [taken / plain], "x"),

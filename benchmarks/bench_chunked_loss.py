@@ -1,9 +1,9 @@
 """What does a head with its cross entropy take when the logits are never whole?
 
 First the loss alone, forward and backward, at the shapes of GPT-2 medium with batch 16 and 1024 tokens, in bf16
-autocast. Before anything is timed, gradients are set beside those of float64: lowtide's may be off by at most 1.5 times
-what PyTorch's are. "time" is the GPU's, by replaying a CUDA graph; "time as launched" is with Python. "peak" is above
-what is there between steps, and counts the gradients of the input and of the weight.
+autocast. Before anything is timed, gradients are compared with float64's: lowtide's error may be 1.5 times PyTorch's.
+"time" is the GPU's, by replaying a CUDA graph; "time as launched" includes Python. "peak" is above static bytes, and
+counts the gradients of the input and of the weight.
 
 Then whole steps of GPT-2 medium with its blocks checkpointed: the gradients must be those of the step without chunks.
 
@@ -161,10 +161,10 @@ def steps(name: str, options: dict[str, Any], device: str, results: Path) -> Non
     expected: Tensor | None = None
     for subject, way in ways.items():
         with way():
-            found = step_gradients(work)
-        expected = found if expected is None else expected
-        off = float((found - expected).norm() / expected.norm())
-        del found
+            actual = step_gradients(work)
+        expected = actual if expected is None else expected
+        off = float((actual - expected).norm() / expected.norm())
+        del actual
         if off > (5e-2 if device == "cuda" else 1e-4):
             raise SystemExit(f"{case}, {subject}: gradients differ by {off:.1e}")
         rows.append(Row.of(case, subject, "gradients differ by", [off], ""))

@@ -1,8 +1,9 @@
 """What do compressed activations save, what do they cost, and does a model still learn? Beside what people use instead.
 
-Steps: the plain one, torch's ``save_on_cpu``, √n recomputation, and lowtide in 8, 4 and 2 bits: allocated peak, bytes
-saved for backward, seconds, and the error of the gradients. Quality: LeNet on scikit-learn's digits, test accuracy over
-three seeds. On a GPU also the kernels alone, as a share of their floor: every byte once over the bandwidth of a copy.
+Steps: the plain one, torch's ``save_on_cpu``, √n recomputation, and lowtide in 8, 4 and 2 bits. Figures: allocated
+peak, bytes saved for backward, seconds, and the error of the gradients. Quality: LeNet on scikit-learn's digits, test
+accuracy over three seeds. On a GPU also the kernels alone, as a share of their floor: every byte once over the
+bandwidth of a copy.
 
     PYTHONPATH=src:. python -m benchmarks.bench_compress [--results DIR]
 """
@@ -123,9 +124,11 @@ def quality(seeds: int = 3, epochs: int = 15) -> list[Row]:
     labels = torch.tensor(digits.target)
     rows: list[Row] = []
     for bits in (0, 8, 4, 2):
-        found = [100 * _accuracy(images, labels, bits, seed, epochs) for seed in range(seeds)]
+        accuracies = [100 * _accuracy(images, labels, bits, seed, epochs) for seed in range(seeds)]
         subject = f"lowtide, {bits} bits" if bits else "plain"
-        rows.append(Row.of(f"LeNet on digits, {epochs} epochs, {seeds} seeds", subject, "test accuracy", found, "%"))
+        rows.append(
+            Row.of(f"LeNet on digits, {epochs} epochs, {seeds} seeds", subject, "test accuracy", accuracies, "%")
+        )
     return rows
 
 
@@ -147,10 +150,10 @@ def _accuracy(images: Tensor, labels: Tensor, bits: int, seed: int, epochs: int)
         return float((model(images[test]).argmax(1) == labels[test]).float().mean())
 
 
-def _error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def _error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Relative error of all gradients as one vector."""
     names = [name for name in expected if name.endswith(".grad")]
-    return relative_error((found[name] for name in names), (expected[name] for name in names))
+    return relative_error((actual[name] for name in names), (expected[name] for name in names))
 
 
 def _bits(option: Any) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
     PYTHONPATH=src:. python -m benchmarks.bench_convert_compiled [--variants NAME] [--results DIR]
 
 torchvision's ResNeXt-101 trains in each variant from the same parameters on the same batch, in turns. "host" is the
-time until a step returns, without waiting for the GPU; "host, small batch" is a step on two small images, which the GPU
-finishes at once. "kernels" is the GPU's own time, the sum over the kernels of a step. "CUDA graphs" is
+time until a step returns, without waiting for the GPU. "host, small batch" is the same on two small images, which the
+GPU finishes at once. "kernels" is the GPU's own time, the sum over the kernels of a step. "CUDA graphs" is
 ``mode="reduce-overhead"``; its peak counts the memory that the graphs hold between steps, too.
 
 Gradients are compared first: each variant's differ from plain eager's by 0.1% at most. That is in float32 on the same

@@ -1,9 +1,9 @@
 """How near are a few bits to the derivative of each activation, and what do they cost beside torch's own?
 
 The tables' RMSE is √∫(f'−q)²w over standard normal inputs, for 1 to 8 bits. Then forward and backward of GELU: seconds,
-and bytes kept for backward, beside PyTorch eager and torch.compile, after checking that the outputs have the same bits
-and that gradients differ as the tables say. On a GPU "GPU time" is by replaying a CUDA graph, "time as launched" is
-what one call after the other takes. The curves and their steps are drawn to docs/images/fewbit.svg, with altair.
+and bytes kept for backward, beside PyTorch eager and torch.compile. Before that, outputs must have the same bits, and
+gradients must differ as the tables say. On a GPU "GPU time" is by replaying a CUDA graph, "time as launched" is that of
+one call after the other. The curves and their steps are drawn to docs/images/fewbit.svg, with altair.
 
     PYTHONPATH=src:. python -m benchmarks.bench_fewbit [--draw] [--no-compile] [--results DIR]
 """
@@ -98,10 +98,10 @@ def on_a_gpu(compiled: bool, results: Path) -> None:
 
 def contenders() -> dict[str, nn.Module]:
     """Torch's own first."""
-    made: dict[str, nn.Module] = {"PyTorch eager": nn.GELU()}
+    modules: dict[str, nn.Module] = {"PyTorch eager": nn.GELU()}
     for bits in (3, 4, 2, 1, 8):
-        made[f"lowtide, {bits} bit{'s' * (bits > 1)}"] = fewbit.GELU(bits=bits)
-    return made
+        modules[f"lowtide, {bits} bit{'s' * (bits > 1)}"] = fewbit.GELU(bits=bits)
+    return modules
 
 
 def step(module: Any, x: Tensor, dy: Tensor) -> Callable[[], object]:
@@ -113,8 +113,8 @@ def agree(module: nn.Module, x: Tensor, dy: Tensor) -> None:
     if not torch.equal(module(x), nn.functional.gelu(x)):
         raise SystemExit(f"{module} has another output than torch")
     ones = torch.ones_like(dy)
-    found, expected = (torch.autograd.grad(run(x), x, ones)[0].float() for run in (module, nn.functional.gelu))
-    error = float((found - expected).square().mean().sqrt())
+    actual, expected = (torch.autograd.grad(run(x), x, ones)[0].float() for run in (module, nn.functional.gelu))
+    error = float((actual - expected).square().mean().sqrt())
     rmse = table_of(Activation.pointwise("gelu"), module.bits).rmse if isinstance(module, fewbit.GELU) else 0.0
     if abs(error - rmse) > 0.02 * rmse + 1e-3:  # bfloat16 rounds slopes too
         raise SystemExit(f"{module}: the gradients' error is {error:.4f}, not {rmse:.4f}")

@@ -43,8 +43,8 @@ def measure(case: str, work: Workload, repeats: int) -> list[Row]:
     ways = {"plain PyTorch": work, "graph engine": planned}
 
     def check() -> None:
-        expected, found = map(outcome, ways.values())
-        different = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+        expected, programmed = map(outcome, ways.values())
+        different = [name for name, value in expected.items() if not torch.equal(programmed[name], value)]
         if different:
             raise SystemExit(f"{case}: {different[0]} differs from the plain step's")
 

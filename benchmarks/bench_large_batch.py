@@ -1,11 +1,11 @@
 """Does a batch 4 and 16 times as large reach the same accuracy in as many epochs? With and without the large-batch kit.
 
-LeNet without batch norm on MNIST's first 20,000 images, five epochs, SGD with momentum at a rate that suits a batch of
-32; accuracy on the 10,000 test images, mean over the seeds. "as it is" keeps the rate; "scaled" multiplies it by the
-batch (linear scaling) after a warm-up over the first of the epochs; LARS and LAMB are those of bitsandbytes.
+LeNet without batch norm trains on MNIST's first 20,000 images for five epochs: SGD with momentum, at a rate that suits
+a batch of 32. Accuracy is on the 10,000 test images, the mean over the seeds. "as it is" keeps the rate. "scaled"
+multiplies it by the batch (linear scaling) after a warm-up over the first epoch. LARS and LAMB are bitsandbytes'.
 
-How the numbers were chosen: with 0.02 instead of 0.005 (and fewer images) SGD scaled by 16 diverged, so the rate was
-lowered for all; with a warm-up over a tenth of the steps it depended on the seed. LARS' bound and LAMB's rate are the
+The rate is 0.005 for all: at 0.02, with fewer images, SGD scaled by 16 diverged. With a warm-up over a tenth of the
+steps, the result depended on the seed. LARS' bound and LAMB's rate are the
 better of two that were tried by short runs, on test images.
 
     LOWTIDE_DATA=folder PYTHONPATH=src:. python -m benchmarks.bench_large_batch [--data DIR] [--results DIR]

@@ -1,9 +1,9 @@
-"""What does planning by liveness save, over depth, and what do cheap results and segments made again cost in time?
+"""What does planning by liveness save, over depth, and what time does it cost to recompute cheap results and segments?
 
-Bytes of results in a step, but for parameters and their gradients, by the strategies of Chen et al. (2016): from
-AOTAutograd's joint graph, nothing measured. At one depth of each network the step also runs: its gradients must be the
-plain step's, bit for bit, before it is timed. One thread computes: several that wait for each other on a busy machine
-measure the machine. The curves go to docs/images/liveness.svg; --draw draws those of the rows that are there.
+Bytes of results in a step, without parameters and their gradients, by the strategies of Chen et al. (2016). They come
+from AOTAutograd's joint graph; nothing is measured. At one depth of each network the step also runs: its gradients must
+be the plain step's, bit for bit, before it is timed. One thread computes: several that wait for each other on a busy
+machine measure the machine. The curves go to docs/images/liveness.svg; --draw draws the rows so far.
 """
 
 from __future__ import annotations

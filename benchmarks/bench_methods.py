@@ -4,9 +4,10 @@
 
 The columns are those of the table of methods in "Neural Networks Memory Footprint Reduction during Training" (Gusak,
 2022): GPUs, approximate or not, what is communicated, the batch per GPU, floating-point operations; and peak and time,
-measured. Every registered technique is applied by its own options, with usual knobs or else those of the lowest
-estimated peak: one option, or all that have the same knobs and act in different places. Operations are those of matrix
-products, convolutions and attention, counted over the traced step; what a Triton kernel does inside counts as none.
+measured. Every registered technique is applied by its own options, with usual settings or else those of the lowest
+estimated peak. That is one option, or all options with the same settings in different places. Operations are those of
+matrix products, convolutions and attention, counted over the traced step; what a Triton kernel does inside counts as
+none.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 BUDGET = "75%"
-# What people would take: not the fewest bits or the smallest pieces that there are.
+# Settings that people would choose: not the fewest bits or the smallest pieces.
 USUAL: dict[str, Callable[[int], dict[str, Any]]] = {
     "fewbit": lambda batch: {"bits": 3},
     "randomized": lambda batch: {"ratio": 0.2},
@@ -90,7 +91,7 @@ def measure_case(case: str, settings: dict[str, Any], device: str, repeats: int,
     """The rows of the plain step, then of one method after the other."""
     half = {**settings, "batch": settings["batch"] // 2}
     plain = zoo.workload(device=device, **settings)
-    for _ in range(3):  # its state, and the workspaces of libraries, are there before anything is counted
+    for _ in range(3):  # allocates its state and the workspaces of libraries before anything is counted
         plain_step(plain)
     assert plain.optimizer is not None
     plain.optimizer.zero_grad()
@@ -146,9 +147,9 @@ def methods(work: Workload) -> Iterator[Method]:
 
 
 def best_options(technique: Technique, baseline: Profile, usual: Mapping[str, Any] | None = None) -> list[Option]:
-    """One option, or all with the same knobs in different places: those with the lowest estimated peak.
+    """Return the options with the lowest estimated peak: one, or all with the same settings in different places.
 
-    Where some have the ``usual`` knobs, no others count.
+    If some have the ``usual`` settings, no others count.
     """
     sets: dict[Config | Option, list[Option]] = {}
     offered = technique.options(baseline)

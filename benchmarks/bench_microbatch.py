@@ -1,7 +1,7 @@
 """What does a batch in pieces save, what does it cost, and what does it change? Beside a loop that accumulates.
 
-Before anything is timed, gradients are set beside the full batch's; without batch norm they must be the same to
-rounding, and with it lowtide's must be those of the loop. The quality of steps with batch norm, which are changed ones,
+Before anything is timed, gradients are compared with the full batch's. Without batch norm they must be the same to
+rounding. With it, lowtide's must be those of the loop. The quality of steps with batch norm, which are changed ones,
 is the accuracy of a LeNet on MNIST (with --data or LOWTIDE_DATA). On a CPU one thread computes.
 
     PYTHONPATH=src:. python -m benchmarks.bench_microbatch [--data DIR] [--results DIR]
@@ -44,7 +44,7 @@ GPU: dict[str, Case] = {
     "ResNet-50, batch 256": ({"name": "resnet50", "batch": 256}, (128, 64, 32), 3e-2),
 }
 
-# Of the training with batch norm.
+# The training with batch norm.
 BATCH, IMAGES, EPOCHS, SEEDS = 128, 6_000, 2, (0, 1, 2)
 
 
@@ -102,13 +102,13 @@ def measure(
     expected = gradients(work, ways["plain step"])
     rows: list[Row] = []
     for subject, run in ways.items():
-        found = gradients(work, run)
-        error = relative_error(found, expected)
+        actual = gradients(work, run)
+        error = relative_error(actual, expected)
         loop = ways.get(subject.replace("lowtide", "a loop"))
         if loop is not None and subject.startswith("lowtide"):
             reference = gradients(work, loop) if normed else expected
-            if relative_error(found, reference) > tolerance:
-                raise SystemExit(f"{case}, {subject}: gradients are off by {relative_error(found, reference):.1e}")
+            if relative_error(actual, reference) > tolerance:
+                raise SystemExit(f"{case}, {subject}: gradients are off by {relative_error(actual, reference):.1e}")
         if device == "cuda":
             with unchanged(work):  # the next ones' gradients are of the same weights
                 run()
@@ -142,9 +142,9 @@ def quality(train: Any, test: Any, device: str) -> list[Row]:
         ways[f"pieces of {size}, exact"] = lambda work, size=size: microbatch(work, size, exact=True)
     rows: list[Row] = []
     for subject, way in ways.items():
-        found = [100 * accuracy(way, train, test, seed, device) for seed in SEEDS]
-        mean = sum(found) / len(found)
-        rows.append(Row(case, subject, "accuracy", mean, min(found), max(found), "%", len(found)))
+        accuracies = [100 * accuracy(way, train, test, seed, device) for seed in SEEDS]
+        mean = sum(accuracies) / len(accuracies)
+        rows.append(Row(case, subject, "accuracy", mean, min(accuracies), max(accuracies), "%", len(accuracies)))
     return rows
 
 

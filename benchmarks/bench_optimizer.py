@@ -4,7 +4,7 @@ On a GPU: the parameters of GPT-2 medium in float32. AdamW with 8-bit states mov
 fused AdamW moves 28: ``lowtide`` is the kernel in ``lowtide/kernels/triton/adamw8bit.py``; bitsandbytes stands beside
 it where it is installed. "time" is of 20 steps in a row, which are launched ahead of the GPU.
 
-On a CPU: a smaller set of parameters, and the result: LeNet on MNIST where the data is there.
+On a CPU: a smaller set of parameters, and the result: LeNet on MNIST if the data is found.
 
     PYTHONPATH=src:. python -m benchmarks.bench_optimizer [--data DIR] [--results DIR]
 """
@@ -162,9 +162,9 @@ def quality(data: str | None, results: Path) -> None:
     case = "LeNet on MNIST, 2 epochs of 6,000 images, batch 64"
     rows: list[Row] = []
     for subject, (dtype, make) in ways.items():
-        found = [_train(seed, dtype, make, images[:6_000], labels[:6_000], test) for seed in range(3)]
+        trainings = [_train(seed, dtype, make, images[:6_000], labels[:6_000], test) for seed in range(3)]
         for metric, index, unit in (("loss", 0, ""), ("accuracy", 1, "%")):
-            values = [each[index] for each in found]
+            values = [each[index] for each in trainings]
             rows.append(Row(case, subject, metric, sum(values) / 3, min(values), max(values), unit, 3))
     record("optimizer_quality", rows, results=results)
 

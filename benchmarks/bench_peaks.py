@@ -1,8 +1,8 @@
 """How right are the peaks? Real trace within 1% of the GPU's allocator, fake within 2%, without a GPU within 5%.
 
-On a GPU, each workload runs in a process of its own: plain steps under torch's own counter, then a real trace, then a
-fake one whose kernels are measured once per signature. Elsewhere, the same steps are predicted for the H200 and set
-beside the figures that were measured there. ``--kernels FILE`` writes what the kernels allocated.
+On a GPU, each workload runs in a process of its own: plain steps under torch's own counter, a real trace, a fake one.
+The fake trace measures kernels once per signature. Elsewhere, the same steps are predicted for the H200 and compared
+with the figures that were measured there. ``--kernels FILE`` writes the bytes that the kernels allocated.
 """
 
 from __future__ import annotations

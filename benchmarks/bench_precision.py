@@ -1,7 +1,7 @@
 """What does a step in 16 bits take, and how far are its gradients from the plain step's?
 
 A small GPT-2 on a CPU, GPT-2 medium's width on a GPU. "gradient error" is the norm of the difference from the float32
-step's gradients, relative to theirs. bfloat16 on a CPU without instructions for it is slow; the peak is the point.
+step's gradients, relative to theirs. On a CPU without instructions for bfloat16, it is slow; the peak is the point.
 
     PYTHONPATH=src:. python -m benchmarks.bench_precision [--results DIR]
 """
@@ -40,12 +40,12 @@ def main(*, results: Path = RESULTS) -> None:
         subject = "float32" if option is None else _name(option)
         applied = None if option is None else technique.apply(work, [option])
         step = work if applied is None else applied.work
-        found = plain if applied is None else profile(step)
+        profiled = plain if applied is None else profile(step)
         error = float((gradients(step) - exact).norm() / exact.norm())
         if error > 0.1:
             raise SystemExit(f"{subject}: the gradients differ by {error:.1e}")
-        rows.append(Row.of(case, subject, "peak", [found.peak_bytes], "B"))
-        rows.append(Row.of(case, subject, "saved for backward", [found.saved_bytes], "B"))
+        rows.append(Row.of(case, subject, "peak", [profiled.peak_bytes], "B"))
+        rows.append(Row.of(case, subject, "saved for backward", [profiled.saved_bytes], "B"))
         rows.append(Row.of(case, subject, "gradient error", [round(100 * error, 3)], "%"))
         rows += compare(case, {subject: partial(plain_step, step)}, check=lambda: None, repeats=5, device=device)[:1]
         if applied is not None:

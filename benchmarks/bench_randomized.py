@@ -1,8 +1,8 @@
 """What does a linear layer take and keep that sketches its input, beside ``nn.Linear``?
 
 Forward and backward passes of one layer, bf16 on a GPU: 16,384 rows, 1024 to 4096 features and back, at ratio 0.2.
-"kept" is what autograd holds of the input, counted; "gradient error" is √(variance) over the norm of the weight's
-gradient, for a random input and a gradient that depends on it, as the mean over a few draws.
+"kept" is the bytes that autograd holds of the input, counted. "gradient error" is √(variance) over the norm of the
+weight's gradient, the mean over a few draws. The input is random, and the gradient depends on it.
 
     PYTHONPATH=src:. python -m benchmarks.bench_randomized [--results DIR]
 """
@@ -80,19 +80,19 @@ def step(layer: nn.Module, x: Tensor, gradient: Tensor) -> object:
 
 def agree(layer: nn.Module, plain: nn.Module, x: Tensor, gradient: Tensor) -> None:
     """The output and the exact gradients bit for bit; the weight's within a few times what the ratio lets expect."""
-    expected, found = step(plain, x, gradient), step(layer, x, gradient)
+    expected, sketched = step(plain, x, gradient), step(layer, x, gradient)
     if not torch.equal(layer(x), plain(x)):
         raise SystemExit(f"{layer} gives another output")
     for place in (0, 2):
-        if not torch.equal(found[place], expected[place]):
+        if not torch.equal(sketched[place], expected[place]):
             raise SystemExit(f"{layer} gives another gradient of the {('input', '', 'bias')[place]}")
     if (off := error(layer, plain, x, gradient)) > 4:
         raise SystemExit(f"the weight's gradient of {layer} is off by {off:.1f} times its norm")
 
 
 def error(layer: nn.Module, plain: nn.Module, x: Tensor, gradient: Tensor) -> float:
-    found, expected = (step(m, x, gradient)[1].float() for m in (layer, plain))
-    return float((found - expected).norm() / expected.norm())
+    sketched, expected = (step(m, x, gradient)[1].float() for m in (layer, plain))
+    return float((sketched - expected).norm() / expected.norm())
 
 
 def kept_bytes(layer: nn.Module, x: Tensor) -> float:

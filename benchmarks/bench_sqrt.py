@@ -1,7 +1,7 @@
 """What does √n recomputation save, and what does it cost? Beside torch's checkpoint_sequential, on a CPU or a GPU.
 
-Before anything is timed, losses, gradients, buffers and generators of each way are set beside the plain step's, and
-the tensors that differ are counted: none may for lowtide. torch's checkpoint runs batch norm twice, and shows it.
+Before anything is timed, losses, gradients, buffers and generators of each way are compared with the plain step's.
+Tensors that differ are counted: none may for lowtide. They show that torch's checkpoint runs batch norm twice.
 On a CPU one thread computes: several that wait for each other on a busy machine measure the machine.
 """
 
@@ -83,8 +83,8 @@ def measure(case: str, work: Workload, paths: tuple[str, ...], device: str, repe
     rows: list[Row] = []
     for subject, way in ways.items():
         with way():
-            found, traced = outcome(work), profile(work)
-        different = sum(not torch.equal(found[name], value) for name, value in expected.items())
+            results, traced = outcome(work), profile(work)
+        different = sum(not torch.equal(results[name], value) for name, value in expected.items())
         if different and subject.startswith("lowtide"):
             raise SystemExit(f"{case}, {subject}: {different} tensors differ from the plain step's")
         rows.append(Row.of(case, subject, "allocated peak", [traced.peak_bytes], "B"))

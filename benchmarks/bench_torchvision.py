@@ -1,9 +1,9 @@
 """Does ``lowtide.convert`` leave torchvision's networks what they are, and save what it says? Needs a GPU.
 
 Each network runs a forward and a backward pass as it is, converted, and in float64, from the same parameters on the
-same batch. An error is the norm of the difference from float64 over the norm: what float32 itself costs is PyTorch's
-own, and lowtide's must be at most twice that. "kept for backward" is what stays allocated after the forward pass, "peak
-above static" the most above what stays between steps. What is predicted is what ``convert`` says, without running.
+same batch. An error is the norm of the difference from float64 over the norm. lowtide's must be at most twice PyTorch's
+own. "kept for backward" is the bytes that stay allocated after the forward pass, "peak above static" the peak without
+static bytes. The predicted bytes are those that ``convert`` reports, without running.
 After ``undo()`` classes, ``state_dict`` and output are the original's bit for bit.
 
     PYTHONPATH=src:. python -m benchmarks.bench_torchvision [--only NAME] [--results DIR]
@@ -159,11 +159,11 @@ class Results:
         }
 
 
-def _errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> list[float]:
+def _errors(actual: dict[str, Tensor], exact: dict[str, Tensor]) -> list[float]:
     """Errors of the tensors that are not nearly 0: a bias before a batch norm has no gradient but rounding."""
     norms = {name: float(tensor.double().norm()) for name, tensor in exact.items()}
     least = 1e-4 * max(norms.values())
-    return [float((found[name].double() - exact[name]).norm()) / norm for name, norm in norms.items() if norm > least]
+    return [float((actual[name].double() - exact[name]).norm()) / norm for name, norm in norms.items() if norm > least]
 
 
 def logits(model: nn.Module, images: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def main(name: str = "resnet50", batch: int = 4, repeats: int = 5, results: Path
 
 
 def profiler_peak(work: Workload) -> int:
-    """The peak of a plain step: what is there before it, and the allocations that torch.profiler sees."""
+    """The peak of a plain step: bytes allocated before it, and the allocations that torch.profiler sees."""
     assert work.optimizer is not None
     work.optimizer.zero_grad(set_to_none=True)
     state = [t for s in work.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]

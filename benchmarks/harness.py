@@ -206,7 +206,7 @@ def cpu_name() -> str:
     return f"{match[1].strip() if match else platform.machine()}, {cores} cores"
 
 
-# What a value and its range are, where they are of few seeds.
+# Tables whose values and ranges are over a few seeds.
 SPREADS = dict.fromkeys(
     ("large_batch", "microbatch_quality", "optimizer_quality"), "mean (range) of seeds, median of times"
 )
@@ -216,7 +216,7 @@ def table(name: str, *, results: Path = RESULTS) -> str:
     """The latest rows of a benchmark as Markdown, and a line on where they come from."""
     path = results / f"{name}.csv"
     if not path.exists():
-        raise FileNotFoundError(f"{path} is not there: run lowtide bench {name} first")
+        raise FileNotFoundError(f"{path} is missing: run lowtide bench {name} first")
     latest = {(e["hardware"], e["case"], e["subject"], e["metric"]): e for e in read(path)}
     parts: list[str] = []
     for hardware in dict.fromkeys(e["hardware"] for e in latest.values()):
@@ -286,10 +286,13 @@ def format_value(value: float, unit: str) -> str:
 _SHARED: dict[str, dict[str, Any]] = {
     "data": {"help": "the folder with the data sets; LOWTIDE_DATA otherwise"},
     "device": {"choices": ["cpu", "cuda"], "help": "the GPU if there is one"},
-    "draw": {"action": "store_true", "help": "draw the rows that are there"},
+    "draw": {"action": "store_true", "help": "draw the rows so far"},
+    "epochs": {"type": int},
     "no_compile": {"action": "store_false", "dest": "compiled", "help": "leave torch.compile out"},
     "only": {"default": "", "help": "cases whose name holds this"},
     "quick": {"action": "store_true", "help": "a small run, with rows in a temporary folder"},
+    "runs": {"type": int},
+    "seeds": {"type": int},
     "results": {"type": Path, "default": RESULTS, "help": "where the rows go"},
 }
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from lowtide import demo
 from lowtide.errors import MissingExtra
 from lowtide.sizes import format_size
+from tests.refusals import refused
 from tests.soak import SOAK
 
 
@@ -63,5 +64,5 @@ def test_the_digits_are_all_used_once_and_the_test_set_is_apart() -> None:
 
 def test_without_scikit_learn_the_demo_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(MissingExtra, match=r"lowtide\[demo\]"):
+    with refused("lowtide[demo]", kind=MissingExtra):
         demo.load_digits_as_batches()

@@ -28,7 +28,7 @@ def test_every_name_of_the_front_door_opens() -> None:
 
 
 def test_a_wrong_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'profiel'"):
+    with pytest.raises(AttributeError):
         _ = lowtide.profiel  # pyright: ignore[reportAttributeAccessIssue]
 
 

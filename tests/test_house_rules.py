@@ -41,15 +41,16 @@ def room(path: str) -> str:
     return path.partition("/")[0].removesuffix(".py")
 
 
-def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """The rooms that a module imports, with the lines; those for types alone too."""
+def imported(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and room of each import from lowtide, absolute or relative. Imports for types alone count too."""
+    package = ["lowtide", *path.split("/")[:-1]]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module == "lowtide":
-            names = [f"lowtide.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*above, *filter(None, [node.module])])
+            names = [f"{module}.{alias.name}" for alias in node.names]
         else:
             continue
         yield from ((node.lineno, name.split(".")[1]) for name in names if name.startswith("lowtide."))
@@ -57,7 +58,7 @@ def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def imports_to_the_right(path: str, tree: ast.Module, rooms: list[str]) -> list[str]:
     here = rooms.index(room(path))
-    return [f"{path}:{line} imports {name}" for line, name in imported(tree) if rooms.index(name) > here]
+    return [f"{path}:{line} imports {name}" for line, name in imported(path, tree) if rooms.index(name) > here]
 
 
 def test_every_import_goes_to_the_left():
@@ -71,10 +72,27 @@ def test_every_import_goes_to_the_left():
     assert wrong == []
 
 
-@pytest.mark.parametrize("line", ["from lowtide.planning.plan import Plan", "from lowtide import planning"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import lowtide.planning.plan",
+        "from lowtide.planning.plan import Plan",
+        "from lowtide import planning",
+        "from ..planning.plan import Plan",
+        "from ..planning import plan",
+        "from .. import planning",
+    ],
+)
 def test_an_import_to_the_right_is_found(line):
     assert imports_to_the_right("tracing/graph.py", ast.parse(line), order()) == ["tracing/graph.py:1 imports planning"]
     assert imports_to_the_right("reporting/html.py", ast.parse(line), order()) == []
+
+
+def test_a_relative_import_starts_at_its_own_folder():
+    line = ast.parse("from . import planning")
+    assert imports_to_the_right("workload.py", line, order()) == ["workload.py:1 imports planning"]
+    assert imports_to_the_right("tracing/graph.py", line, order()) == []
+    assert imports_to_the_right("tracing/__init__.py", line, order()) == []
 
 
 # -- names ---------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 
 from lowtide.errors import PlanError
 from lowtide.registry import BUILT_IN, BuiltIn, Registry
+from tests.refusals import refused
 
 
 @dataclass
@@ -39,7 +40,7 @@ def test_a_registered_one_is_known_until_the_undo_and_names_are_unique(registry:
     with registry.register(toy := Toy()):
         assert registry["toy"] is toy
         assert list(registry)[-1] == "toy"
-        with pytest.raises(PlanError):
+        with refused("'toy'", kind=PlanError):
             registry.register(Toy())
     assert "toy" not in registry
 

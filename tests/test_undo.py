@@ -18,10 +18,10 @@ def test_undo_takes_back_the_rest_when_one_action_fails() -> None:
     done: list[int] = []
 
     def fail() -> None:
-        raise ValueError("no")
+        raise KeyError
 
     undo = Undo(lambda: done.append(1), fail, lambda: done.append(3))
-    with pytest.raises(ValueError, match="no"):
+    with pytest.raises(KeyError):
         undo()
     assert done == [3, 1]
 
@@ -33,10 +33,10 @@ def test_a_failed_apply_takes_back_what_it_had_done() -> None:
         with Undo() as undo:
             undo.add(lambda: done.append(1))
             if fail:
-                raise ValueError("half way")
+                raise KeyError
             return undo.keep()
 
-    with pytest.raises(ValueError, match="half way"):
+    with pytest.raises(KeyError):
         apply(fail=True)
     assert done == [1]
     undo = apply(fail=False)

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide import Workload, plan, profile, verify
 from lowtide.errors import WorkloadError
+from tests.refusals import refused
 
 
 def square_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -23,7 +24,7 @@ def square_loss(model: nn.Module, batch: Any) -> Tensor:
 )
 def test_a_lazy_model_is_to_run_forward_first(layer: nn.Module, name: str) -> None:
     model, batch = nn.Sequential(layer, nn.Linear(4, 2)), torch.randn(3, 4)
-    with pytest.raises(WorkloadError, match=rf"{name} has no shape yet.*Run one forward first"):
+    with refused(name, "forward", kind=WorkloadError):
         Workload(model, square_loss, batch)
     model(batch)
     assert profile(Workload(model, square_loss, batch)).peak_bytes > 0
@@ -35,7 +36,7 @@ def test_a_batch_of_inference_mode_that_is_saved_is_named(model: nn.Module) -> N
         batch = torch.ones(3, 4, dtype=torch.int64 if isinstance(model, nn.Embedding) else torch.float32)
     work = Workload(model, square_loss, batch)
     for run in (work.compute_loss, lambda: profile(work)):
-        with pytest.raises(WorkloadError, match=r"shape \[3, 4\].*torch\.inference_mode\(\).*batch\.clone\(\)"):
+        with refused("[3, 4]", "torch.inference_mode()", "batch.clone()", kind=WorkloadError):
             run()
 
 
@@ -46,21 +47,21 @@ def test_a_batch_of_inference_mode_that_is_not_saved_is_traced() -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         return (next(model.parameters()) + batch).mean()
 
-    found, plain = (profile(Workload(nn.Linear(4, 3), loss, b)) for b in (batch, batch.clone()))
-    assert found.storage_peak_bytes == plain.storage_peak_bytes
+    traced, plain = (profile(Workload(nn.Linear(4, 3), loss, b)) for b in (batch, batch.clone()))
+    assert traced.storage_peak_bytes == plain.storage_peak_bytes
 
 
 def test_an_error_of_the_loss_that_is_not_about_inference_mode_stays_as_it_is() -> None:
     with torch.inference_mode():
         batch = torch.randn(3, 5)
-    with pytest.raises(RuntimeError, match="must match the size"):
+    with refused("size of tensor", kind=RuntimeError):
         Workload(nn.Linear(4, 3), lambda model, batch: batch + model.weight, batch).compute_loss()
 
 
 @pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 def test_a_complex_loss_says_what_to_write(fake: bool) -> None:
     model, batch = nn.Linear(4, 4, dtype=torch.complex64), torch.randn(3, 4, dtype=torch.complex64)
-    with pytest.raises(WorkloadError, match=r"complex64.*loss\.abs\(\) or loss\.real"):
+    with refused("complex64", "loss.abs()", "loss.real", kind=WorkloadError):
         profile(Workload(model, square_loss, batch), fake=fake)
     work = Workload(model, lambda model, batch: square_loss(model, batch).real, batch)
     assert profile(work, fake=fake).peak_bytes > 0
@@ -86,7 +87,7 @@ def test_the_optimizers_step_hooks_run_in_a_real_step_alone(fake: bool) -> None:
 def test_an_optimizer_of_another_model_is_refused():
     model, other = nn.Linear(3, 1), nn.Linear(3, 1)
     optimizer = torch.optim.SGD(other.parameters())
-    with pytest.raises(WorkloadError, match="another model"):
+    with refused("optimizer", "another model", kind=WorkloadError):
         Workload(model, lambda model, x: model(x).mean(), torch.ones(2, 3), optimizer)
     optimizer.add_param_group({"params": list(model.parameters())})
     Workload(model, lambda model, x: model(x).mean(), torch.ones(2, 3), optimizer)
@@ -143,8 +144,7 @@ def test_an_optimizer_that_steps_with_another_is_traced_and_both_are_restored() 
     model(batch).sum().backward()
     optimizer.step()
     before = {p: {key: value.clone() for key, value in s.items()} for p, s in optimizer.inner.state.items()}
-    found = profile(work), profile(work, fake=True)
-    assert found[0].storage_peak_bytes == found[1].storage_peak_bytes
+    assert profile(work).storage_peak_bytes == profile(work, fake=True).storage_peak_bytes
     assert optimizer.steps == 1
     for p, state in before.items():
         assert all(torch.equal(value, optimizer.inner.state[p][key]) for key, value in state.items())
@@ -162,23 +162,23 @@ def test_an_optimizer_that_accelerate_prepared_is_planned_for() -> None:
 
 @pytest.mark.parametrize("autocast", ["bf16", torch.float64])
 def test_an_autocast_that_cannot_be_says_what_can(autocast: Any) -> None:
-    with pytest.raises(WorkloadError, match="bfloat16"):
+    with refused("bfloat16", kind=WorkloadError):
         Workload(nn.Linear(4, 4), square_loss, torch.randn(3, 4), autocast=autocast)
 
 
 @pytest.mark.parametrize(
-    ("loss", "says"),
+    ("loss", "word"),
     [
         (lambda model, x: model(x).mean().detach(), "no graph"),
-        (lambda model, x: model(x), r"shape \[3, 4\]"),
+        (lambda model, x: model(x), "[3, 4]"),
         (lambda model, x: None, "NoneType"),
     ],
 )
-def test_a_loss_without_a_backward_pass_is_refused(loss: Any, says: str) -> None:
-    with pytest.raises(WorkloadError, match=says):
+def test_a_loss_without_a_backward_pass_is_refused(loss: Any, word: str) -> None:
+    with refused(word, kind=WorkloadError):
         Workload(nn.Linear(4, 4), loss, torch.randn(3, 4)).compute_loss()
 
 
 def test_a_batch_on_another_device_is_refused() -> None:
-    with pytest.raises(WorkloadError, match="meta"):
+    with refused("meta", kind=WorkloadError):
         Workload(nn.Linear(4, 4), square_loss, torch.randn(3, 4, device="meta"))

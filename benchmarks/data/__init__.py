@@ -4,8 +4,8 @@
 
     (images, labels), test = mnist("~/data")
 
-Nothing is downloaded. The folder is the argument, or else the environment variable ``LOWTIDE_DATA``; where a data
-set is not there, the error says what to download, from which page, and how to lay it out.
+Nothing is downloaded. The folder is the argument, or else the environment variable ``LOWTIDE_DATA``. The error for a
+missing data set says what to download, from which page, and how to lay it out.
 """
 
 from benchmarks.data.cifar10 import cifar10

@@ -30,8 +30,8 @@ Pixels = NDArray[np.uint8]
 def cifar10(folder: str | os.PathLike[str] | None = None) -> tuple[Samples, Samples]:
     """The training and the test images: (count, 3, 32, 32), labels 0 (airplane) to 9 (truck).
 
-    Reads the python batches, without running what a pickle may hold, or compact copies ``cifar10_*.impk``: all
-    that are there, in the order of their names. 740 MB as floats.
+    Reads the python batches, without running code of a pickle, or all compact copies ``cifar10_*.impk`` in the order of
+    their names. 740 MB as floats.
     """
     home = CIFAR10.folder(folder)
     for place in (home, home / "cifar-10-batches-py"):
@@ -102,8 +102,8 @@ _RECONSTRUCT = cast(Callable[..., object], np.empty(0).__reduce__()[0])
 def _unpack(path: Path) -> tuple[Pixels, Pixels, int]:
     """Images, classes, and how many of them are for training.
 
-    A header in JSON, then LZMA streams: the planes G, R - G and B - G as differences (modulo 256) from the
-    prediction of JPEG-LS, image after image, and the classes. Lossless.
+    A header in JSON, then LZMA streams: the planes G, R - G and B - G, image after image, and the classes. Planes are
+    stored as differences (modulo 256) from the prediction of JPEG-LS. Lossless.
     """
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:

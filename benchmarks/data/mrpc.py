@@ -48,7 +48,7 @@ def _read(path: Path, *, part: str | None = None) -> Pairs:
         # Not the csv module: a quotation mark is part of a sentence. GLUE's files start with a byte order mark.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
         columns = _columns(lines[0].rstrip("\r").split("\t"))
-        found: list[tuple[str, str, int]] = []
+        pairs: list[tuple[str, str, int]] = []
         for number, line in enumerate(lines[1:], start=2):
             if not line.strip():
                 continue
@@ -56,15 +56,15 @@ def _read(path: Path, *, part: str | None = None) -> Pairs:
             if len(cells) <= max(columns.values()):
                 raise ValueError(f"line {number} has {len(cells)} columns")
             if part is None or cells[columns["glue_split"]] == part:
-                found.append((cells[columns["first"]], cells[columns["second"]], int(cells[columns["label"]])))
-        if not found:
+                pairs.append((cells[columns["first"]], cells[columns["second"]], int(cells[columns["label"]])))
+        if not pairs:
             raise ValueError(f"there are no pairs of the part {part!r}" if part else "there are no pairs")
-        answers = labels(np.array([answer for *_, answer in found]), classes=2)
-    return Pairs([first for first, *_ in found], [second for _, second, _ in found], answers)
+        answers = labels(np.array([answer for *_, answer in pairs]), classes=2)
+    return Pairs([first for first, *_ in pairs], [second for _, second, _ in pairs], answers)
 
 
 def _columns(header: list[str]) -> dict[str, int]:
-    """Where each column is; GLUE's names and plain ones."""
+    """Find each column, by GLUE's names or plain ones."""
     if header[:1] == ["index"]:
         raise ValueError("it is GLUE's test part, which has no labels")
     names = {

@@ -1,4 +1,4 @@
-"""What a loader returns, where it looks, and what it says where a data set is missing or damaged."""
+"""Parts that loaders share: their result, their folders, and their errors for missing or damaged data sets."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Source:
     page: str
     layout: str
 
-    def folder(self, given: str | os.PathLike[str] | None) -> Path:
+    def folder(self, path: str | os.PathLike[str] | None) -> Path:
         """The folder from the argument or from ``LOWTIDE_DATA``, if it is one."""
-        named = os.environ.get("LOWTIDE_DATA", "") if given is None else given
+        named = os.environ.get("LOWTIDE_DATA", "") if path is None else path
         if not os.fspath(named):
             raise self.missing(f"No folder is given for {self.name}")
         folder = Path(named).expanduser()
@@ -52,7 +52,7 @@ class Source:
         )
 
     def damaged(self, path: Path, why: object) -> LowtideError:
-        """The error for a file that is there and is not what it should be."""
+        """The error for a file that exists and is damaged, or is another."""
         return LowtideError(
             f"{path.name} is not a file of {self.name}: {why}",
             where=str(path),

@@ -37,9 +37,9 @@ def speech_commands(
 ) -> tuple[Samples, Samples, Samples]:
     """Training, validation and test clips: waves (count, 1, 8000) from -1 to 1, labels as indices into ``words``.
 
-    The parts are the official ones, by speaker. Reads the published folders of 16-bit mono wav files, resampled to
-    8 kHz through a low-pass filter and padded or cut to a second, or compact copies ``speech_*.npz`` (8-bit mu-law).
-    Clips of words that are not asked for are left out.
+    The parts are the official ones, by speaker. Reads the published folders of 16-bit mono wav files, or compact
+    copies ``speech_*.npz`` (8-bit mu-law). Files are resampled to 8 kHz through a low-pass filter, and padded or cut to
+    a second. Clips of words that are not asked for are left out.
     """
     home = SPEECH_COMMANDS.folder(folder)
     for place in (home, home / "speech_commands", *sorted((home / "SpeechCommands").glob("speech_commands_v*"))):
@@ -54,7 +54,7 @@ def _join(clips: list[tuple[int, int, Waves]]) -> tuple[Samples, Samples, Sample
     """Clips as (part, label, wave) to the three parts."""
 
     def part(number: int) -> Samples:
-        mine = [(label, wave) for found, label, wave in clips if found == number]
+        mine = [(label, wave) for part_number, label, wave in clips if part_number == number]
         waves: Tensor = torch.from_numpy(np.stack([wave for _, wave in mine])) if mine else torch.empty(0, RATE)
         return Samples(waves[:, None], torch.tensor([label for label, _ in mine], dtype=torch.int64))
 
@@ -127,7 +127,7 @@ def _unpack(paths: Sequence[Path], words: Sequence[str]) -> tuple[Samples, Sampl
 
 
 def _mu_law() -> Waves:
-    """What each code stands for: 128 is zero, and the levels to both sides are spaced by mu-law with mu = 255."""
+    """Map codes to levels: 128 is zero, and the levels to both sides are spaced by mu-law with mu = 255."""
     level = (np.arange(256) - 128) / 127
     return (np.sign(level) * (256 ** np.abs(level) - 1) / 255).astype(np.float32)
 

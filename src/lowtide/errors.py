@@ -1,5 +1,8 @@
 """Errors of lowtide: each says what is wrong, where, and what to try."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class LowtideError(Exception):
     """The base of all of lowtide's errors.
@@ -53,3 +56,11 @@ class MissingExtra(LowtideError, ImportError):
             f"This needs {package}, which is not installed",
             hint=f'Install it with: pip install "lowtide[{extra}]"',
         )
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str], *, where: str = "") -> WorkloadError:
+    """Build the error for an unknown name, with the names near it."""
+    known = list(known)
+    near = get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(near)}?" if near else f"There are: {', '.join(known)}."
+    return WorkloadError(f"There is no {kind} {name!r}", where=where, hint=hint)

@@ -39,16 +39,16 @@ class Fingerprint:
             autocast="none" if work.autocast is None else _dtype(work.autocast),
         )
 
-    def difference(self, given: Fingerprint, *, was: str) -> str:
-        """In words, what of a ``given`` step is not as it ``was`` here; "" where all is."""
-        if given.model != self.model:
+    def difference(self, other: Fingerprint, *, was: str) -> str:
+        """Say in words how another step differs from this one, which ``was`` planned or profiled; "" if equal."""
+        if other.model != self.model:
             return (
                 "another model: names, shapes or dtypes of parameters and buffers differ, or which of them are trained"
             )
-        if given.modules != self.modules:
+        if other.modules != self.modules:
             return "another model: its modules are of other types, or set otherwise"
         for what in ("batch", "optimizer", "autocast"):
-            ours, theirs = getattr(self, what), getattr(given, what)
+            ours, theirs = getattr(self, what), getattr(other, what)
             if ours != theirs:
                 return f"another {what}: {ours or 'no tensor'} was {was}, {theirs or 'no tensor'} is given"
         return ""
@@ -64,7 +64,7 @@ def batch_shapes(batch: Any) -> str:
 
 
 def _type(module: nn.Module) -> str:
-    """A module's class, as it was before FSDP2 made one of its own; of torch's also strides, in-place and the like."""
+    """A module's class, without FSDP2's subclass; for torch's modules also their settings, such as strides."""
     kind = next(each for each in type(module).__mro__ if all(base.__name__ != "FSDPModule" for base in each.__mro__))
     is_torchs = kind.__module__.startswith("torch.nn.modules.")  # another's text may hold values that change
     return f"{kind.__name__}({module.extra_repr() if is_torchs else ''})"

@@ -21,8 +21,8 @@ class Workload:
 
     ``batch`` is any structure of tensors: a pytree, another mapping (a tokenizer's encoding), an object that has them.
     ``autocast`` is the dtype to run the loss under (``torch.bfloat16``, ``torch.float16``), or None.
-    An optimizer that only hands on to another, as accelerate's does after ``prepare``, is replaced by that one.
-    lowtide owns nothing here: the model, the batch and the optimizer stay the caller's.
+    An optimizer that only wraps another, as accelerate's does after ``prepare``, is replaced by the inner one.
+    The model, the batch and the optimizer stay the caller's.
 
     >>> model = nn.Linear(4, 1)
     >>> work = Workload(model, lambda model, batch: model(batch).mean(), torch.zeros(2, 4))
@@ -37,7 +37,7 @@ class Workload:
     autocast: torch.dtype | None = None
     name: str = ""
     captures: list[Any] | None = field(default=None, init=False, repr=False, compare=False)
-    """The loss as planning captured it, for an engine to take. None where no call of lowtide's shares it."""
+    """Captured losses that planning leaves for an engine. None: captures are not shared."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -115,7 +115,7 @@ class Workload:
 
 
 def check_workload(work: object, *, call: str) -> Workload:
-    """The step; or an error that shows the ``call`` as it is written, if it is none, or cannot be traced."""
+    """Return the step if it can be traced. The error shows how to write the ``call``."""
     if not isinstance(work, Workload):
         raise WorkloadError(
             f"The step is a {type(work).__name__}, not a Workload",
@@ -176,7 +176,7 @@ def _steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """The optimizer behind wrappers whose groups and state are properties: those of the optimizer inside."""
+    """Return the optimizer behind wrappers whose groups and state are properties that forward to it."""
     inner = vars(optimizer).get("optimizer") if optimizer is not None else None
     if not isinstance(inner, torch.optim.Optimizer) or not {"param_groups", "state"}.isdisjoint(vars(optimizer)):
         return optimizer

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import pytest
 import torch
 from benchmarks.bench_methods import best_options, flops
+from benchmarks.harness import read
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import bench_methods
@@ -65,8 +65,8 @@ def test_a_case_has_a_row_of_the_plain_step_and_of_each_technique(tmp_path: Path
         bench_methods.main(device="cpu", only="sqrt (", repeats=1, results=tmp_path)
     finally:
         torch.set_num_threads(threads)
-    with (tmp_path / "methods.csv").open(newline="") as file:
-        rows = {(row["subject"].partition(" ")[0], row["metric"]): float(row["value"]) for row in csv.DictReader(file)}
+    entries = read(tmp_path / "methods.csv")
+    rows = {(row["subject"].partition(" ")[0], row["metric"]): float(row["value"]) for row in entries}
     assert {subject for subject, _ in rows} == {"plain", "sqrt"}
     assert rows["plain", "FLOPs"] == 1 < rows["sqrt", "FLOPs"] < 4 / 3
     assert rows["sqrt", "peak"] < rows["plain", "peak"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmarks.harness import read
 from tests.soak import in_soak
 
 from benchmarks import bench_mrpc
@@ -18,8 +18,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
 
 
 def rows(path: Path) -> dict[tuple[str, str], float]:
-    with path.open(newline="") as file:
-        return {(row["subject"], row["metric"]): float(row["value"]) for row in csv.DictReader(file)}
+    return {(row["subject"], row["metric"]): float(row["value"]) for row in read(path)}
 
 
 def test_the_documents_savings_are_predicted_for_roberta_base(tmp_path: Path):
@@ -29,7 +28,7 @@ def test_the_documents_savings_are_predicted_for_roberta_base(tmp_path: Path):
     plain = written["plain", "peak, predicted for the H200"]
     aims = {"3-bit GELU": 13.8, "randomized linear": 18.6, "both": 32.7}
     assert all(written[way, "saving"] >= aims[way] for way in ways)
-    # Of 12 blocks: 3 bits of the 32 of each input of a GELU; nothing else of a peak changes by as much.
+    # 12 blocks store 3 bits of the 32 of each input of a GELU. Nothing else changes the peak by as much.
     coded = plain - 12 * 128 * 128 * 3072 * 4 * (1 - 3 / 32)
     assert written["3-bit GELU", "peak, predicted for the H200"] == pytest.approx(coded, rel=1e-3)
 

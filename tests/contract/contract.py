@@ -59,9 +59,9 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "strided": lambda t: torch.stack([t, t], dim=-1)[..., 0],
     "empty": lambda t: t[:0],
 }
-_profiles: dict[tuple[str, str], Profile] = {}  # of the plain steps, by name and device: they do not change
-_results: dict[tuple[str, str, bool], Outcome] = {}  # of the plain steps, which start from the same seed
-_options: dict[tuple[int, int], tuple[Technique, list[Option]]] = {}  # of a technique for a step, neither changes
+_profiles: dict[tuple[str, str], Profile] = {}  # plain steps, by name and device
+_results: dict[tuple[str, str, bool], Outcome] = {}  # plain steps, from the same seed
+_options: dict[tuple[int, int], tuple[Technique, list[Option]]] = {}  # by technique and step
 
 
 class TechniqueContract:

@@ -106,12 +106,12 @@ def moved(work: Workload, device: str) -> Workload:
 
 
 def seeded(make: Callable[[], Workload]) -> Callable[[], Workload]:
-    def made() -> Workload:
+    def make_seeded() -> Workload:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return make()
 
-    return made
+    return make_seeded
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {

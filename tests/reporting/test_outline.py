@@ -10,10 +10,10 @@ def module(path: str, kind: str, size: int) -> ModuleUsage:
 
 def test_blocks_that_are_built_alike_share_a_line(make_profile):
     lines = outline(make_profile(root="layers", blocks=9).by_module)
-    found = {line.name: line for line in lines}
-    assert found["0 … 8"].type == "9 × Block"
-    assert found["0 … 8"].usage.saved_bytes == 9 * 64 * MIB
-    assert found["relu"].type == "9 × ReLU"
+    by_name = {line.name: line for line in lines}
+    assert by_name["0 … 8"].type == "9 × Block"
+    assert by_name["0 … 8"].usage.saved_bytes == 9 * 64 * MIB
+    assert by_name["relu"].type == "9 × ReLU"
     assert [line.depth for line in lines] == [0, 1, 2, 3, 3]
 
 

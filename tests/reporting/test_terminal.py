@@ -8,6 +8,7 @@ from rich.console import Console
 from lowtide.errors import MissingExtra
 from lowtide.profiling.profile import Outside
 from lowtide.reporting.terminal import progress, show, show_sweep
+from tests.refusals import refused
 
 MIB = 2**20
 
@@ -86,5 +87,5 @@ def test_measured_untimed_and_empty_profiles_are_shown(make_profile):
 def test_a_missing_rich_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.delitem(sys.modules, "lowtide.reporting.terminal")
-    with pytest.raises(MissingExtra, match=r"rich.*lowtide\[cli\]"):
+    with refused("rich", "lowtide[cli]", kind=MissingExtra):
         import_module("lowtide.reporting.terminal")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.errors import LowtideError
 from lowtide.zoo.wordpiece import WordPiece
+from tests.refusals import refused
 
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "un", "##aff", "##able", "creme", "a", "b", "##b", "'", "$", "京", "ab"]
 
@@ -55,5 +55,5 @@ def test_a_vocabulary_is_read_from_a_file_and_must_have_the_markers(tmp_path: Pa
     path = tmp_path / "vocab.txt"
     path.write_text("\n".join(VOCAB) + "\n", encoding="utf-8")
     assert WordPiece.load(path).vocab == VOCAB
-    with pytest.raises(LowtideError, match=r"no \[SEP\]"):
+    with refused("[SEP]"):
         WordPiece(["[PAD]", "[UNK]", "[CLS]"])

@@ -1,4 +1,4 @@
-"""The command line's door: ``lowtide``, or ``python -m lowtide``. What it does is in ``commands``."""
+"""The command line's door: ``lowtide``, or ``python -m lowtide``. ``commands`` has the commands."""
 
 from __future__ import annotations
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import csv
-import difflib
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, unknown_name
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -64,9 +63,7 @@ def choose(known: list[Benchmark], names: list[str]) -> list[Benchmark]:
     by_name = {benchmark.name: benchmark for benchmark in known}
     for name in names:
         if name not in by_name:
-            near = difflib.get_close_matches(name, by_name, n=1)
-            hint = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(by_name)}."
-            raise LowtideError(f"There is no benchmark {name!r}", hint=hint)
+            raise unknown_name("benchmark", name, by_name)
     return [by_name[name] for name in names]
 
 

@@ -105,10 +105,12 @@ def command(function: Callable[..., Outcome]) -> Callable[..., None]:
 
 
 def _signature(function: Callable[..., Outcome]) -> Signature:
-    """Signature for typer: a command's own options, those of its target if it has one, and those of every command."""
-    given = signature(function, eval_str=True).parameters.values()
-    own = [p for p in given if p.kind is not p.VAR_KEYWORD and p.name != "as_json"]
-    hints = get_type_hints(TargetOptions, include_extras=True) if any(p.kind is p.VAR_KEYWORD for p in given) else {}
+    """Signature for typer: a command's own options, its target's if it has one, and the options of every command."""
+    parameters = signature(function, eval_str=True).parameters.values()
+    own = [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "as_json"]
+    hints = (
+        get_type_hints(TargetOptions, include_extras=True) if any(p.kind is p.VAR_KEYWORD for p in parameters) else {}
+    )
     shared = [(name, None, hint) for name, hint in hints.items()]
     shared += [("as_json", False, AsJson), ("traceback", False, Traceback)]
     return Signature([*own, *(Parameter(n, Parameter.KEYWORD_ONLY, default=d, annotation=a) for n, d, a in shared)])
@@ -132,7 +134,7 @@ def working(what: str) -> Generator[None]:
 
 @contextmanager
 def _plain_warnings() -> Generator[None]:
-    """Show a warning as what it says, without the line of ours that raised it."""
+    """Show the text of a warning, without the line that raised it."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         _tell("warning", str(message), "bold yellow")

@@ -52,27 +52,27 @@ def guess(args: Mapping[str, str]) -> dict[str, Any]:
 
 
 def bind(
-    function: Callable[..., Any], args: Mapping[str, str], given: Mapping[str, Any], *, where: str
+    function: Callable[..., Any], args: Mapping[str, str], settings: Mapping[str, Any], *, where: str
 ) -> dict[str, Any]:
-    """Build the keyword arguments of a call: ``args`` converted as annotated, ``given`` as they are.
+    """Build the keyword arguments of a call: ``args`` converted as annotated, ``settings`` as they are.
 
     Raises for arguments that the function does not take, and for missing ones.
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {k: p for k, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    for key in (*args, *given):
+    for key in (*args, *settings):
         if key not in named and not takes_all:
             raise WorkloadError(
                 f"{where} takes no {key!r}",
                 hint=f"It takes {', '.join(named) or 'no arguments'}. Add the parameter: def "
                 f"{function.__name__}({', '.join([*named, key])}).",
             )
-    both = sorted(set(args) & set(given))
+    both = sorted(set(args) & set(settings))
     if both:
         raise WorkloadError(f"{both[0]} is given twice", where=where, hint=f"Leave out --arg {both[0]}.")
     kinds = _kinds(function, named)
-    called = {key: _convert(key, text, kinds.get(key, str), where) for key, text in args.items()} | dict(given)
+    called = {key: _convert(key, text, kinds.get(key, str), where) for key, text in args.items()} | dict(settings)
     missing = [k for k, p in named.items() if p.default is p.empty and k not in called]
     if missing:
         options = [f"--{key} N" if key in ("batch", "seq", "image") else f"--arg {key}=..." for key in missing]

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.compat import pytree
-from lowtide.errors import MissingExtra, WorkloadError
+from lowtide.errors import MissingExtra, WorkloadError, unknown_name
 from lowtide.workload import Workload
-from lowtide.zoo import make_optimizer, seeded, unknown
+from lowtide.zoo import make_optimizer, seeded
 
 
 def torchvision(
@@ -32,7 +32,7 @@ def torchvision(
     _check_axis(where, "images", "image", "seq", seq)
     models = _import("torchvision.models")
     if name not in models.list_models():
-        raise unknown("model of torchvision", name, models.list_models())
+        raise unknown_name("model of torchvision", name, models.list_models())
     kind = models.get_model_builder(name).__module__
     if any(other in kind for other in ("detection", "optical_flow", "video")):
         raise _write_your_own(where, "neither classifies nor segments images")
@@ -64,7 +64,7 @@ def timm(
     _check_axis(where, "images", "image", "seq", seq)
     library = _import("timm")
     if not library.is_model(name):
-        raise unknown("model of timm", name, library.list_models())
+        raise unknown_name("model of timm", name, library.list_models())
 
     def build() -> tuple[nn.Module, Any]:
         net = library.create_model(name, pretrained=False, **options)
@@ -95,7 +95,7 @@ def transformers(
     library = _import("transformers")
     known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
     if name not in known:
-        raise unknown("model type of transformers", name, known)
+        raise unknown_name("model type of transformers", name, known)
     config = library.AutoConfig.for_model(name, **{"use_cache": False, **options})
     heads = (library.AutoModelForMaskedLM, library.AutoModelForCausalLM, library.AutoModelForSeq2SeqLM)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
@@ -137,8 +137,8 @@ def _workload(
     return Workload(net, loss, batch, make_optimizer(optimizer, net, where=where), name=where)
 
 
-def _check_axis(where: str, takes: str, option: str, wrong: str, given: int | None) -> None:
-    if given is not None:
+def _check_axis(where: str, takes: str, option: str, wrong: str, size: int | None) -> None:
+    if size is not None:
         raise WorkloadError(f"{where} takes {takes}", hint=f"Write --{option}, not --{wrong}.")
 
 

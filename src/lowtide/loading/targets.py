@@ -6,11 +6,11 @@ that returns a ``Workload``. ``make_loader`` builds it in several sizes.
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import sysconfig
 import traceback
@@ -44,8 +44,8 @@ Build = Callable[[Mapping[str, str], dict[str, Any], "str | None"], Workload]
 def load(target: str, args: Mapping[str, str] | None = None, **settings: Unpack[Settings]) -> Workload:
     """Build the workload that a target names.
 
-    A function gets ``args`` (text, converted to what its annotations and defaults say) and the settings, for
-    which it needs parameters of the same names; a named model gets the settings, and ``args`` as options.
+    A function gets ``args``, converted as its annotations and defaults say, and the settings. It needs parameters of
+    the same names. A named model gets the settings, and ``args`` as options.
 
     >>> load("zoo:lenet", batch=2, device="meta").name
     'lenet'
@@ -95,13 +95,12 @@ def _named(builder: Callable[..., Workload], name: str) -> Build:
 
 def _user(function: Callable[..., Any], target: str, folder: Path) -> Build:
     def build(args: Mapping[str, str], sizes: dict[str, Any], device: str | None) -> Workload:
-        parameters = inspect.signature(function).parameters
-        given = dict(sizes)
-        if device is not None and "device" in parameters:
-            given["device"] = device
-        called = bind(function, args, given, where=target)
+        settings = dict(sizes)
+        if device is not None and "device" in inspect.signature(function).parameters:
+            settings["device"] = device
+        called = bind(function, args, settings, where=target)
         hint = "It was called with device='meta', which holds no values." if device == "meta" else ""
-        with _importable(folder), _said_plainly(f"{target} failed", hint=hint if "device" in given else ""):
+        with _importable(folder), _said_plainly(f"{target} failed", hint=hint if "device" in settings else ""):
             work = function(**called)
         if not isinstance(work, Workload):
             raise WorkloadError(
@@ -192,28 +191,16 @@ def _half_a_target(target: str) -> WorkloadError:
         return WorkloadError(f"{target} needs its place", hint=f"Write zoo:{target}.")
     path = Path(target)
     if path.is_file():
-        try:
-            tree = ast.parse(path.read_text())
-        except (SyntaxError, UnicodeDecodeError):
-            return WorkloadError(f"{target} names no function", hint=f"Write {target}:workload.")
-        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-        building = [node.name for node in functions if _names_workload(node)]
-        names = building or [node.name for node in functions if not node.args.args]
+        names = re.findall(r"^def (\w+)", path.read_text(errors="replace"), re.MULTILINE)
+        name = "workload" if "workload" in names or not names else names[-1]
         return WorkloadError(
             f"{target} names no function",
-            hint=f"Write {target}:{names[0] if names else 'workload'}."
-            + (f" It has {', '.join(names)}." if len(names) > 1 else ""),
+            hint=f"Write {target}:{name}." + (f" It has {', '.join(names)}." if len(names) > 1 else ""),
         )
     return WorkloadError(
         f"{target!r} is not a workload",
         hint="Write path/to/train.py:function or zoo:model, as in zoo:resnet50.",
     )
-
-
-def _names_workload(function: ast.FunctionDef) -> bool:
-    """Whether a function's code names ``Workload``, and so may build one."""
-    named = (getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(function))
-    return "Workload" in named
 
 
 def _no_function(place: str, name: str, module: ModuleType, value: object) -> WorkloadError:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Generator, Mapping
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.errors import WorkloadError
+from lowtide.errors import WorkloadError, unknown_name
 from lowtide.workload import Workload
 from lowtide.zoo.batches import classification_loss, next_token_loss, random_batch
 from lowtide.zoo.catalog import ENTRIES, Entry
@@ -116,15 +115,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer | None]] = {
 def make_optimizer(name: str, net: nn.Module, *, where: str) -> torch.optim.Optimizer | None:
     """Build an optimizer by name."""
     if name not in OPTIMIZERS:
-        raise unknown("optimizer", name, OPTIMIZERS, where=where)
+        raise unknown_name("optimizer", name, OPTIMIZERS, where=where)
     return OPTIMIZERS[name](net)
-
-
-def unknown(kind: str, given: str, known: Collection[str], *, where: str = "") -> WorkloadError:
-    """The error for a name that is not known, with the names near it."""
-    near = difflib.get_close_matches(given, known, n=3, cutoff=0.5)
-    hint = f"Did you mean {' or '.join(near)}?" if near else f"There are: {', '.join(known)}."
-    return WorkloadError(f"There is no {kind} {given!r}", where=where, hint=hint)
 
 
 @contextmanager
@@ -138,7 +130,7 @@ def seeded(seed: int, device: torch.device) -> Generator[None]:
 
 def _entry(name: str) -> Entry:
     if name not in ENTRIES:
-        raise unknown("model", name, ENTRIES, where="lowtide.zoo")
+        raise unknown_name("model", name, ENTRIES, where="lowtide.zoo")
     return ENTRIES[name]
 
 
@@ -160,18 +152,18 @@ def _settings(
     for option in options:
         if option not in parameters:
             names = [*parameters, *(other for other in also if other not in ("name", "options"))]
-            raise unknown("option", option, names, where=f"zoo:{name}")
+            raise unknown_name("option", option, names, where=f"zoo:{name}")
     defaults = {key: p.default for key, p in parameters.items() if p.default is not p.empty}
     return {**defaults, **entry.options, **options}
 
 
 def _size(name: str, entry: Entry, *, seq: int | None, image: int | None) -> int:
     is_image = entry.inputs in ("images", "pixels")
-    given, wrong = (image, seq) if is_image else (seq, image)
+    size, wrong = (image, seq) if is_image else (seq, image)
     if wrong is not None:
         right = "image (pixels per side), not seq" if is_image else "seq, not image"
         raise WorkloadError(f"{name} takes {right}", where=f"zoo:{name}")
-    size = entry.size if given is None else given
+    size = entry.size if size is None else size
     if size not in entry.sizes:
         first, step = entry.sizes.start, entry.sizes.step
         takes = f"{first}" if len(entry.sizes) == 1 else f"{first}, {first + step}, {first + 2 * step}, ..."

@@ -72,10 +72,10 @@ class Layers:
 
 
 class Residual(nn.Module):
-    """Convolutions of the given widths and kernels, each with batch norm, and a shortcut.
+    """Convolutions of these widths and kernels, each with batch norm, and a shortcut.
 
-    Kernels of 3 and 3 are the block of ResNet-18 and 34; those of 1, 3, 1 are the bottleneck of deeper ones, and of
-    ResNeXt. The first kernel of 3 strides, and has the groups.
+    Kernels of 3 and 3 are the block of ResNet-18 and 34. Kernels of 1, 3 and 1 are the bottleneck of deeper networks.
+    The first kernel of 3 strides, and has the groups of a ResNeXt.
     """
 
     def __init__(self, layers: Layers, widths: Sequence[int], kernels: Sequence[int], stride: int, groups: int) -> None:

@@ -15,7 +15,7 @@ class Roberta(nn.Module):
 
     The defaults are RoBERTa-base: 124,647,170 parameters, those of transformers' classifier with two labels.
     Every id is read as a token: there is no padding mask. ``block_size`` is the longest sequence it takes.
-    Attention is matmul, softmax, dropout, matmul, so its scores are kept: what "eager" attention costs.
+    Attention is matmul, softmax, dropout, matmul, so its scores are kept, as in "eager" attention.
     """
 
     def __init__(

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 class UNet(nn.Module):
     """Images (batch, channels, height, width) to logits (batch, classes, height, width).
 
-    Sides are multiples of 16: there are five levels, ``width`` channels at the top and twice as many at each
-    level below, transposed convolutions on the way up. Convolutions are padded, without bias, and followed by
-    batch norm, as U-Nets are written today: 31,037,698 parameters for 3 channels and 2 classes (31,037,633
-    for one class), the counts commonly given for this variant; the paper gives none.
+    Sides are multiples of 16. There are five levels: ``width`` channels at the top, twice as many at each level below.
+    Convolutions are padded, without bias, and followed by batch norm. Transposed convolutions lead up. 3 channels and 2
+    classes have 31,037,698 parameters, one class 31,037,633: the usual counts for this variant.
     """
 
     def __init__(self, *, channels: int = 3, classes: int = 2, width: int = 64) -> None:

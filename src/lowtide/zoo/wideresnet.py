@@ -76,7 +76,7 @@ class WiderResNet(nn.Module):
 class Block(nn.Module):
     """Norm, ReLU, convolution, as often as there are ``widths``: two 3x3, or a bottleneck of 1x1, 3x3, 1x1.
 
-    The first convolution strides. Where the shape changes, the shortcut convolves the first ReLU.
+    The first convolution strides. If the shape changes, the shortcut convolves the first ReLU's output.
     """
 
     def __init__(self, wide_in: int, widths: tuple[int, ...], stride: int = 1) -> None:

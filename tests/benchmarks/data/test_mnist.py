@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.refusals import refused
 
 from benchmarks.data import mnist
-from lowtide.errors import LowtideError
 
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 PIXELS = np.random.default_rng(0).integers(0, 256, (7, 28, 28), dtype=np.uint8)
@@ -59,44 +59,34 @@ def test_the_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: p
     assert len(mnist()[0].labels) == 5
 
 
-@pytest.mark.parametrize("given", [None, "", "nowhere", "."])
-def test_a_missing_data_set_says_what_to_download_and_from_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("LOWTIDE_DATA", raising=False)
-    with pytest.raises(LowtideError, match=r"train-images-idx3-ubyte\.gz.*yann\.lecun\.com.*MNIST/raw.*LOWTIDE_DATA"):
-        mnist(given)
-
-
 @pytest.mark.parametrize("name", FILES[1:])
 def test_a_missing_file_is_named(tmp_path: Path, name: str):
     (publish(tmp_path) / name).unlink()
-    with pytest.raises(LowtideError, match=f"^{name} is not in"):
+    with refused(name):
         mnist(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", "does not start as an idx file"),
-        (b"<html>not found</html>", "does not start as an idx file"),
-        (idx(DIGITS), "does not start as an idx file of bytes in 3 dimensions"),
-        (idx(PIXELS[:5])[:-1], "3919 bytes for 5 x 28 x 28"),
-        (idx(PIXELS[:5]) + b"x", "3921 bytes for 5 x 28 x 28"),
-        (idx(PIXELS[:4]), r"shape \(4, 28, 28\) with 5 labels"),
-        (idx(PIXELS[:5, :27]), r"shape \(5, 27, 28\) with 5 labels"),
+        (b"", "idx"),
+        (b"<html>not found</html>", "idx"),
+        (idx(DIGITS), "3 dimensions"),
+        (idx(PIXELS[:5])[:-1], "3919 bytes"),
+        (idx(PIXELS[:5]) + b"x", "3921 bytes"),
+        (idx(PIXELS[:4]), "(4, 28, 28) with 5 labels"),
+        (idx(PIXELS[:5, :27]), "(5, 27, 28) with 5 labels"),
     ],
 )
 def test_a_damaged_idx_file_is_refused(tmp_path: Path, content: bytes, why: str):
     (publish(tmp_path) / FILES[0]).write_bytes(content)
-    with pytest.raises(LowtideError, match=f"is not a file of MNIST.*{why}.*Download"):
+    with refused(FILES[0], "MNIST", why, "Download"):
         mnist(tmp_path)
 
 
 def test_labels_that_are_no_digits_are_refused(tmp_path: Path):
     (publish(tmp_path) / FILES[1]).write_bytes(idx(DIGITS[:5] + 6))
-    with pytest.raises(LowtideError, match="labels from 6 to 15, for 10 classes"):
+    with refused("6 to 15"):
         mnist(tmp_path)
 
 
@@ -104,18 +94,15 @@ def test_labels_that_are_no_digits_are_refused(tmp_path: Path):
 def test_a_truncated_archive_is_refused(tmp_path: Path, cut: int):
     path = publish(tmp_path, zipped=True) / f"{FILES[0]}.gz"
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(LowtideError, match=r"train-images-idx3-ubyte\.gz is not a file of MNIST"):
+    with refused(path.name, "MNIST"):
         mnist(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a zip", b"PK\x03\x04 cut"])
 def test_a_damaged_packed_file_is_refused(tmp_path: Path, content: bytes):
     (tmp_path / "mnist.npz").write_bytes(content)
-    with pytest.raises(LowtideError, match=r"mnist\.npz is not a file of MNIST"):
+    with refused("mnist.npz", "MNIST"):
         mnist(tmp_path)
-
-
-def test_a_packed_file_without_an_array_is_refused(tmp_path: Path):
     np.savez(tmp_path / "mnist.npz", x_train=PIXELS)
-    with pytest.raises(LowtideError, match="y_train"):
+    with refused("y_train"):
         mnist(tmp_path)

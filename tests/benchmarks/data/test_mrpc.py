@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.refusals import refused
 
 from benchmarks.data import mrpc
-from lowtide.errors import LowtideError
 
 HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String"
 TRAIN = ['1\t7\t8\tHe said " no " .\tHe said no .', "0\t9\t10\tTwo of us left .\tNo one left ."]
@@ -38,51 +38,41 @@ def test_folders_of_the_download_and_windows_lines_are_known(tmp_path: Path, pla
     assert train.second == ["He said no .", "No one left ."]
 
 
-def test_the_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("LOWTIDE_DATA", str(publish(tmp_path)))
-    assert len(mrpc()[0].labels) == 2
-
-
 def test_one_file_that_marks_both_parts_gives_the_same(tmp_path: Path):
     marked = [f"{line}\t{part}" for part, lines in (("train", TRAIN), ("dev", DEV)) for line in lines]
     header = "label\tid1\tid2\tsentence1\tsentence2\tglue_split"
     (tmp_path / "mrpc_train.tsv").write_text("\n".join([header, *reversed(marked)]), encoding="utf-8")
-    (found, found_dev), (train, dev) = mrpc(tmp_path), mrpc(publish(tmp_path / "glue"))
-    assert (found.first[::-1], found.second[::-1]) == (train.first, train.second)
-    assert found.labels.flip(0).tolist() == train.labels.tolist()
-    assert (found_dev.first, found_dev.second) == (dev.first, dev.second)
-
-
-def test_a_missing_data_set_says_what_to_download_and_from_where(tmp_path: Path):
-    with pytest.raises(LowtideError, match=r"train\.tsv.*gluebenchmark\.com.*MRPC/.*LOWTIDE_DATA"):
-        mrpc(tmp_path)
+    (marked_train, marked_dev), (train, dev) = mrpc(tmp_path), mrpc(publish(tmp_path / "glue"))
+    assert (marked_train.first[::-1], marked_train.second[::-1]) == (train.first, train.second)
+    assert marked_train.labels.flip(0).tolist() == train.labels.tolist()
+    assert (marked_dev.first, marked_dev.second) == (dev.first, dev.second)
 
 
 def test_a_missing_part_is_named(tmp_path: Path):
     (publish(tmp_path) / "dev.tsv").unlink()
-    with pytest.raises(LowtideError, match=r"^dev\.tsv is not in"):
+    with refused("dev.tsv"):
         mrpc(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ("", "its columns are"),
-        ("sentence\tlabel\na fine film\t1\n", "its columns are sentence, label"),
-        (f"{HEADER}\n", "there are no pairs"),
-        (f"{HEADER}\n1\t7\t8\tcut off\n", "line 2 has 4 columns"),
-        (f"{HEADER}\nyes\t7\t8\ta\tb\n", "invalid literal"),
-        (f"{HEADER}\n2\t7\t8\ta\tb\n", "labels from 2 to 2, for 2 classes"),
-        ("index\t#1 ID\t#2 ID\t#1 String\t#2 String\n0\t7\t8\ta\tb\n", "test part, which has no labels"),
+        ("", "columns"),
+        ("sentence\tlabel\na fine film\t1\n", "sentence, label"),
+        (f"{HEADER}\n", "no pairs"),
+        (f"{HEADER}\n1\t7\t8\tcut off\n", "line 2"),
+        (f"{HEADER}\nyes\t7\t8\ta\tb\n", "yes"),
+        (f"{HEADER}\n2\t7\t8\ta\tb\n", "2 to 2"),
+        ("index\t#1 ID\t#2 ID\t#1 String\t#2 String\n0\t7\t8\ta\tb\n", "test part"),
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path: Path, content: str, why: str):
     (publish(tmp_path) / "train.tsv").write_text(content, encoding="utf-8")
-    with pytest.raises(LowtideError, match=rf"train\.tsv is not a file of MRPC.*{why}.*Download"):
+    with refused("train.tsv", "MRPC", why, "Download"):
         mrpc(tmp_path)
 
 
 def test_a_file_that_is_not_text_is_refused(tmp_path: Path):
     (publish(tmp_path) / "dev.tsv").write_bytes(b"\xff\xfe\x00\x81")
-    with pytest.raises(LowtideError, match=r"dev\.tsv is not a file of MRPC"):
+    with refused("dev.tsv", "MRPC"):
         mrpc(tmp_path)

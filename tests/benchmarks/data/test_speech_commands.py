@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.refusals import refused
 
 from benchmarks.data import COMMANDS, speech_commands
-from lowtide.errors import LowtideError
 
 WORDS = ("yes", "no")
 
@@ -45,8 +45,8 @@ def test_the_official_parts_are_kept(tmp_path: Path):
         assert waves.dtype == torch.float32
         assert labels.dtype == torch.int64
         assert labels.tolist() == [0, 1]
-        for found, hertz in zip(waves, (440, 660), strict=True):
-            assert int(torch.fft.rfft(found[0]).abs().argmax()) == hertz * (take + 1)  # bins of 1 Hz: a second
+        for wave_of_word, hertz in zip(waves, (440, 660), strict=True):
+            assert int(torch.fft.rfft(wave_of_word[0]).abs().argmax()) == hertz * (take + 1)  # bins of 1 Hz: a second
 
 
 @pytest.mark.parametrize("place", ["speech_commands", "SpeechCommands/speech_commands_v0.02"])
@@ -111,35 +111,30 @@ def test_a_compact_file_holds_mu_law(tmp_path: Path):
 
 def test_a_word_that_is_not_there_is_named(tmp_path: Path):
     pack(tmp_path / "speech_a.npz", np.zeros((1, 8000), np.uint8), spoken=[0], parts=[0])
-    with pytest.raises(LowtideError, match=r"no word 'marvin'.*'yes', 'no'"):
+    with refused("'marvin'", "'yes', 'no'"):
         speech_commands(tmp_path, words=["marvin"])
     publish(tmp_path / "speech_commands")
-    with pytest.raises(LowtideError, match=r"no clips of 'marvin'.*Download"):
+    with refused("'marvin'", "Download"):
         speech_commands(tmp_path, words=["yes", "marvin"])
-
-
-def test_a_missing_data_set_says_what_to_download_and_from_where(tmp_path: Path):
-    with pytest.raises(LowtideError, match=r"speech_commands_v0\.02\.tar\.gz.*tensorflow\.org.*testing_list\.txt"):
-        speech_commands(tmp_path)
 
 
 def test_a_missing_list_is_named(tmp_path: Path):
     (publish(tmp_path) / "validation_list.txt").unlink()
-    with pytest.raises(LowtideError, match=r"^validation_list\.txt is not in"):
+    with refused("validation_list.txt"):
         speech_commands(tmp_path, words=WORDS)
 
 
 @pytest.mark.parametrize("content", [b"", b"RIFF", b"not a wav at all"])
 def test_a_damaged_clip_is_refused(tmp_path: Path, content: bytes):
     (publish(tmp_path) / "no" / "0b_nohash_1.wav").write_bytes(content)
-    with pytest.raises(LowtideError, match=r"0b_nohash_1\.wav is not a file of Speech Commands"):
+    with refused("0b_nohash_1.wav", "Speech Commands"):
         speech_commands(tmp_path, words=WORDS)
 
 
 @pytest.mark.parametrize(("channels", "bits"), [(2, 16), (1, 8)])
 def test_other_kinds_of_wav_are_refused(tmp_path: Path, channels: int, bits: int):
     write(publish(tmp_path) / "yes" / "0a_nohash_0.wav", tone(440), channels=channels, bits=bits)
-    with pytest.raises(LowtideError, match=f"{bits} bits in {channels} channels; 16 bits in one"):
+    with refused(f"{bits} bits in {channels} channels"):
         speech_commands(tmp_path, words=WORDS)
 
 
@@ -150,12 +145,9 @@ def test_a_damaged_compact_file_is_refused(tmp_path: Path, damage: str):
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:100])
     elif damage in ("stream", "counts"):
-        with np.load(path) as arrays:
-            kept = dict(arrays)
-        if damage == "stream":
-            kept["big_lzma"] = kept["big_lzma"][:-4]
-        else:
-            kept["split"] = kept["split"][:1]
-        np.savez(path, **kept)
-    with pytest.raises(LowtideError, match=r"speech_a\.npz is not a file of Speech Commands"):
+        with np.load(path) as file:
+            arrays = dict(file)
+        name, end = ("big_lzma", -4) if damage == "stream" else ("split", 1)
+        np.savez(path, **arrays | {name: arrays[name][:end]})
+    with refused("speech_a.npz", "Speech Commands"):
         speech_commands(tmp_path)

@@ -242,9 +242,7 @@
     // Seconds since the step began, up to the optimizer where that has its own scale.
     function secondTicks(pen, base) {
       const end = own ? Math.min(place(view[1]), starts[stepping.indexOf(true)]) : place(view[1]);
-      const rough = shownPlaces() / Math.max(2, plotWidth() / 110);
-      const power = 10 ** Math.floor(Math.log10(rough));
-      const gap = power * ([1, 2, 5].find((n) => n * power >= rough) || 10);
+      const gap = roundUp(shownPlaces() / Math.max(2, plotWidth() / 110));
       for (let n = Math.ceil(place(view[0]) / gap); n * gap <= end; n++) {
         const x = PLOT.left + ((n * gap - place(view[0])) / shownPlaces()) * plotWidth();
         const label = n ? clock(n * gap) : "0 s";
@@ -375,10 +373,12 @@
     choose(chosen);
   }
 
-  const nice = (number) => {
+  // To 1, 2 or 5 times a power of ten.
+  const roundUp = (number) => {
     const power = 10 ** Math.floor(Math.log10(number));
-    return Math.max(1, power * ([1, 2, 5].find((n) => n * power >= number) || 10));
+    return power * ([1, 2, 5].find((n) => n * power >= number) || 10);
   };
+  const nice = (number) => Math.max(1, roundUp(number));
 
   function scale(top) {
     const [unit, bytes] = UNITS.find(([, scale]) => top >= scale) || ["B", 1];
@@ -389,7 +389,7 @@
     return ticks;
   }
 
-  // What is alive while an op runs, largest first; storages are sorted already.
+  // Storages alive while an op runs, largest first: they are sorted already.
   function inspect(profile, op, panel) {
     const { ops, storages, live } = profile;
     const named = [];
