@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.compat.operators import OpOverload
 from lowtide.techniques.microbatch import layouts
 from lowtide.techniques.microbatch.facts import (
     FIXED,
@@ -34,7 +33,7 @@ from lowtide.techniques.microbatch.facts import (
 aten: Any = torch.ops.aten
 
 
-def follow(call: PairedCall, op: OpOverload) -> Fact:
+def follow(call: PairedCall, op: Any) -> Fact:
     """The fact about the result of an op."""
     rule = _SIZED.get(call.op)
     if rule is not None:
