@@ -13,6 +13,7 @@ from torch.distributed.tensor import distribute_tensor
 import lowtide.optim as lo
 from lowtide import LowtideError
 from lowtide.optim.in_backward import is_stepped_in_backward
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -90,14 +91,32 @@ def test_torchs_clipping_is_restored_when_the_last_optimizer_is_freed_without_an
     del optimizer
     gc.collect()
     assert not any(watched())
-    model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("act", [lo.step_in_backward, lo.store_gradients])
+def test_backward_raises_after_its_optimizer_was_freed_without_an_undo(act):
+    model, x = nn.Linear(2, 2, bias=False), torch.ones(1, 2)
+    act(torch.optim.SGD(model.parameters()))
+    gc.collect()
+    before = model.weight.detach().clone()
+    with refused("(2, 2)", "reference", "undo()"):
+        model(x).sum().backward()
+    assert torch.equal(model.weight, before)
+    with act(torch.optim.SGD(model.parameters())):  # the undo holds the optimizer
+        gc.collect()
+        model(x).sum().backward()
+        assert model.weight.grad is None
+    gc.collect()
+    model.zero_grad()
+    model(x).sum().backward()
     assert model.weight.grad is not None
 
 
-def test_an_optimizer_that_steps_in_backward_is_freed_with_its_model():
+@pytest.mark.parametrize("act", [lo.step_in_backward, lo.store_gradients])
+def test_an_optimizer_that_uses_gradients_in_backward_is_freed_with_its_model(act):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    lo.step_in_backward(optimizer)
+    act(optimizer)
     model(torch.ones(1, 2)).sum().backward()
     weight = weakref.ref(model.weight)
     del model, optimizer
