@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowtide.errors import LowtideError
 from lowtide.kernels import randomized as chooser
 from lowtide.kernels.reference import randomized as reference
 from lowtide.kernels.reference.randomized import KINDS, Sketch, philox
 from tests.kernels.devices import DEVICE, GPU, TOLERANCE, assert_near
+from tests.refusals import refused
 
 from ..nn.variance import variance
 from ..soak import SOAK, count, in_soak
@@ -113,10 +113,17 @@ def test_products_are_right_on_average_with_the_variance_of_theory(kind, blocks)
 
 
 @pytest.mark.parametrize(
-    "arguments", [("fft",), ("rows", 0.0), ("rows", 1.5), ("rows", float("nan")), ("rows", 0.5, 1)]
+    ("arguments", "named"),
+    [
+        (("fft",), "'fft'"),
+        (("rows", 0.0), "ratio=0.0"),
+        (("rows", 1.5), "ratio=1.5"),
+        (("rows", float("nan")), "ratio=nan"),
+        (("rows", 0.5, 1), "block=1"),
+    ],
 )
-def test_what_is_no_sketch_is_refused(arguments):
-    with pytest.raises(LowtideError):
+def test_what_is_no_sketch_is_refused(arguments, named):
+    with refused(named):
         Sketch(*arguments)
 
 

@@ -11,25 +11,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import lowtide.optim as lo
-from lowtide import LowtideError
 from lowtide.optim.in_backward import is_stepped_in_backward
 from tests.refusals import refused
 
 
 @pytest.mark.parametrize(
-    "before",
+    ("before", "named"),
     [
-        lambda optimizer: lo.store_gradients(optimizer, "8bit"),
-        lambda optimizer: lo.scale_rates(optimizer, 4, warmup_steps=2),
-        lambda optimizer: lo.LossScale().guard(optimizer),
+        (lambda optimizer: lo.store_gradients(optimizer, "8bit"), "Stored gradients"),
+        (lambda optimizer: lo.scale_rates(optimizer, 4, warmup_steps=2), "Scaled rates"),
+        (lambda optimizer: lo.LossScale().guard(optimizer), "scaled loss"),
     ],
     ids=["stored gradients", "scaled rates", "a scaled loss"],
 )
-def test_what_needs_the_step_refuses_steps_in_backward(before):
+def test_what_needs_the_step_refuses_steps_in_backward(before, named):
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.5)
     with before(optimizer):
-        with pytest.raises(LowtideError):
+        with refused(named, "steps in backward"):
             lo.step_in_backward(optimizer)
         assert not is_stepped_in_backward(weight)
     lo.step_in_backward(optimizer)()
@@ -54,9 +53,8 @@ def test_clipping_is_refused_where_gradients_are_gone(act, clip):
     with act(optimizer):
         (model(torch.ones(2, 4)) + other(torch.ones(2, 4))).sum().backward()
         for parameters in (model.parameters(), [*model.parameters(), *other.parameters()]):
-            with pytest.raises(LowtideError) as refusal:
+            with refused("(4, 4)"):
                 clip(parameters, 1e-3)
-            assert "(4, 4)" in str(refusal.value)
         assert is_clipped(other)
     model(torch.ones(2, 4)).sum().backward()
     assert is_clipped(model)
@@ -134,7 +132,7 @@ def test_clipping_nothing_still_warns_while_it_is_watched():
 
 def test_a_closure_is_refused():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.5)
-    with lo.step_in_backward(optimizer), pytest.raises(LowtideError):
+    with lo.step_in_backward(optimizer), refused("closure"):
         optimizer.step(lambda: 0.0)
 
 
@@ -153,11 +151,10 @@ def test_whole_parameters_among_several_processes_are_refused_before_anything_is
     sharded = nn.Parameter(distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,))))
     before = model.weight.detach().clone()
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
-    with pytest.raises(LowtideError) as refusal:
+    with refused("fully_shard"):
         model(torch.randn(2, 4)).sum().backward()
-    assert "fully_shard" in str(refusal.value)
     assert torch.equal(model.weight, before)
     undo()
-    with pytest.raises(LowtideError):
+    with refused("fully_shard"):
         act(torch.optim.SGD(model.parameters(), lr=0.1))
     act(torch.optim.SGD([sharded], lr=0.1))()
