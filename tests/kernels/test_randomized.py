@@ -26,7 +26,7 @@ def matrix(kind, rows, block, ratio, seed=SEED):
 
 def bounds(rows, block, ratio):
     sketch = Sketch("rows", ratio, block)
-    saved, blocks = sketch.kept(rows), sketch.blocks(rows)
+    saved, blocks = sketch.sketch_rows(rows), sketch.blocks(rows)
     for b in range(blocks):
         yield slice(b * saved // blocks, (b + 1) * saved // blocks), slice(b * rows // blocks, (b + 1) * rows // blocks)
 
