@@ -1,4 +1,4 @@
-"""Errors that name the cause, whatever the sentence around it."""
+"""Errors and warnings that name the cause, whatever the sentence around it."""
 
 from __future__ import annotations
 
@@ -17,3 +17,11 @@ def refused(*words: str, kind: type[Exception] = LowtideError) -> Generator[None
         yield
     for word in words:
         assert word in str(caught.value)
+
+
+@contextmanager
+def warned(*words: str) -> Generator[pytest.WarningsRecorder]:
+    """Expect a ``RuntimeWarning`` whose message holds all of these words."""
+    with pytest.warns(RuntimeWarning) as caught:
+        yield caught
+    assert any(all(word in str(each.message) for word in words) for each in caught)

@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import lowtide
+from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,7 +27,7 @@ def test_every_name_of_the_front_door_opens() -> None:
 
 
 def test_a_wrong_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError):
+    with refused("lowtide", "'profiel'", kind=AttributeError):
         _ = lowtide.profiel  # pyright: ignore[reportAttributeAccessIssue]
 
 

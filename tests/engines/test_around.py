@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.engines import Step, apply, plan
 from lowtide.workload import Workload
-from tests.engines.warned import warned
+from tests.refusals import warned
 
 Only = Callable[..., None]
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from lowtide import Workload, apply, plan
 from lowtide.errors import LowtideError
-from tests.engines.warned import warned
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 from .counting import Counter
 from .planned import Loss, Ready, planned, squares

@@ -16,7 +16,7 @@ from lowtide import Workload
 from lowtide.engines import apply, graph, plan
 from lowtide.planning.solvers.solver import fastest_program
 from lowtide.tracing.capture.loss import CompiledLoss
-from tests.engines.warned import warned
+from tests.refusals import warned
 
 from .counting import Planner, results
 from .lowering.test_ops import layers

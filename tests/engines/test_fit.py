@@ -17,8 +17,7 @@ from lowtide.planning.graph_candidates import GraphCandidates
 from lowtide.planning.solvers.chain import ChainSolver
 from lowtide.techniques import Fidelity, register
 from lowtide.tracing.capture import loss as captured_loss
-from tests.engines.warned import warned
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 from ..contract.outcomes import assert_restored, snapshot
 from ..planning.steps import chain

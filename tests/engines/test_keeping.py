@@ -18,7 +18,7 @@ from lowtide.engines import apply, plan
 from lowtide.planning.graph_candidates import graph_candidates
 from lowtide.tracing import tracer as capture
 from lowtide.tracing.capture.loss import sharing_captures
-from tests.engines.warned import warned
+from tests.refusals import warned
 
 from ..soak import in_soak
 from ..tracing.allocator import allocated_peak_after_others

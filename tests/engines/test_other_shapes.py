@@ -14,7 +14,7 @@ from lowtide.engines import uncaptured as uncaptured_module
 from lowtide.engines.other_shapes import OtherShapes
 from lowtide.profiling import profile
 from lowtide.workload import Workload
-from tests.engines.warned import warned
+from tests.refusals import warned
 
 from ..tracing.allocator import allocated_peak
 from .planned import smallest_budget, squares

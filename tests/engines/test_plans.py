@@ -18,6 +18,7 @@ from lowtide.planning import Plan
 from lowtide.profiling import Profile, profile
 from lowtide.techniques import Fidelity
 from lowtide.zoo.catalog import ENTRIES
+from tests.refusals import refused
 
 from ..contract.outcomes import assert_restored, snapshot
 from ..soak import in_soak
@@ -99,7 +100,7 @@ def test_a_program_of_another_graph_is_refused_when_it_should_run(ready: Ready) 
     assert ready.step.plan.program is not None
     wrong = replace(ready.step.plan, program=replace(other, graph=ready.step.plan.program.graph))
     step = apply(Plan.from_json(wrong.to_json()), ready.work)
-    with pytest.raises(PlanError):
+    with refused("program", "graph", kind=PlanError):
         step.loss(ready.work.batch)
 
 

@@ -18,8 +18,7 @@ from lowtide.errors import LowtideError, PlanError, WorkloadError
 from lowtide.planning import Choice, Plan
 from lowtide.techniques import Fidelity, register
 from lowtide.workload import Workload
-from tests.engines.warned import warned
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 from ..contract.outcomes import assert_restored, snapshot
 from ..contract.workloads import WORKLOADS, larger

@@ -15,8 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from lowtide import apply, plan
 from lowtide.engines import Step
 from lowtide.errors import WorkloadError
-from tests.engines.warned import warned
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 from .planned import layers, squares, work_of
 

@@ -19,8 +19,7 @@ from lowtide.profiling import profile
 from lowtide.techniques import Applied, Check, Fidelity, Forward, Option, register, replace_forward, techniques
 from lowtide.techniques.registry import study
 from lowtide.workload import Workload
-from tests.engines.warned import warned
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 from ..contract.outcomes import assert_restored, snapshot
 from ..contract.workloads import WORKLOADS, larger

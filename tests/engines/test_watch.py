@@ -17,7 +17,7 @@ from lowtide.engines import Step, apply, plan
 from lowtide.engines import watch as watch_module
 from lowtide.profiling import Profile, profile
 from lowtide.workload import Workload
-from tests.engines.warned import warned
+from tests.refusals import warned
 
 from ..planning.steps import chain
 from ..tracing.allocator import allocated_peak

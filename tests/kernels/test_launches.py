@@ -6,10 +6,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.kernels import launches
 from lowtide.kernels.reference.batchnorm import Running
+from lowtide.kernels.reference.chunked_loss import Rules
+from lowtide.kernels.reference.randomized import Sketch
 from lowtide.tracing.tracer import _launch
 
 pytest.importorskip("triton")
 from lowtide.kernels.triton import batchnorm as kernels
+from lowtide.kernels.triton import chunked_loss, randomized
 
 
 def test_a_watcher_may_leave_a_launch_out():
@@ -19,6 +22,16 @@ def test_a_watcher_may_leave_a_launch_out():
     assert mean.shape == (3,)
     assert seen == [("measure", (4, 3, 5, 5))]
     assert launches.watcher is None
+
+
+def test_launches_of_the_loss_and_of_sketches_are_shown_by_name():
+    seen = []
+    with launches.watched(lambda name, tensors, launch: seen.append((name, tuple(tensors[0].shape)))), FakeTensorMode():
+        target = torch.zeros(6, dtype=torch.long)
+        chunked_loss.rows_(torch.ones(6, 100), target, torch.empty(6), Rules(), torch.tensor(1.0))
+        for kind in ("rademacher", "rows"):
+            assert randomized.project(torch.ones(50, 4), torch.tensor(1), Sketch(kind, 0.2)).shape == (10, 4)
+    assert seen == [("chunked_loss_rows", (6, 100)), ("project_rows", (50, 4)), ("sample_rows", (50, 4))]
 
 
 def test_what_a_watcher_launches_is_not_shown_again():

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowtide.errors import LowtideError
 from lowtide.kernels import randomized as chooser
 from lowtide.kernels.reference import randomized as reference
 from lowtide.kernels.reference.randomized import KINDS, Sketch, philox
 from tests.kernels.devices import DEVICE, GPU, TOLERANCE, assert_near
+from tests.refusals import refused
 
 from ..nn.variance import variance
 from ..soak import SOAK, count, in_soak
@@ -26,7 +26,7 @@ def matrix(kind, rows, block, ratio, seed=SEED):
 
 def bounds(rows, block, ratio):
     sketch = Sketch("rows", ratio, block)
-    saved, blocks = sketch.kept(rows), sketch.blocks(rows)
+    saved, blocks = sketch.sketch_rows(rows), sketch.blocks(rows)
     for b in range(blocks):
         yield slice(b * saved // blocks, (b + 1) * saved // blocks), slice(b * rows // blocks, (b + 1) * rows // blocks)
 
@@ -113,10 +113,17 @@ def test_products_are_right_on_average_with_the_variance_of_theory(kind, blocks)
 
 
 @pytest.mark.parametrize(
-    "arguments", [("fft",), ("rows", 0.0), ("rows", 1.5), ("rows", float("nan")), ("rows", 0.5, 1)]
+    ("arguments", "named"),
+    [
+        (("fft",), "'fft'"),
+        (("rows", 0.0), "ratio=0.0"),
+        (("rows", 1.5), "ratio=1.5"),
+        (("rows", float("nan")), "ratio=nan"),
+        (("rows", 0.5, 1), "block=1"),
+    ],
 )
-def test_what_is_no_sketch_is_refused(arguments):
-    with pytest.raises(LowtideError):
+def test_what_is_no_sketch_is_refused(arguments, named):
+    with refused(named):
         Sketch(*arguments)
 
 

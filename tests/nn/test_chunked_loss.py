@@ -187,8 +187,12 @@ def test_what_it_cannot_do_is_refused_with_a_reason():
     for chunk in (0, 2.5):
         with raises(LowtideError, str(chunk)):
             linear_cross_entropy(x, w, target, chunk=chunk)
-    for wrong in ({"reduction": "median"}, {"chunk": 0}, {"label_smoothing": 3}):
-        with pytest.raises(LowtideError):
+    for wrong, named in (
+        ({"reduction": "median"}, "'median'"),
+        ({"chunk": 0}, "chunk of 0"),
+        ({"label_smoothing": 3}, "=3"),
+    ):
+        with raises(LowtideError, named):
             LinearCrossEntropy(4, 5, **wrong)
     with raises(IndexError, "60"):
         linear_cross_entropy(x, w, target.masked_fill(target == target[1], 60))
@@ -254,6 +258,18 @@ def test_gradients_of_many_rows_do_not_overflow(device, dtype):
     w = torch.zeros(10, 8, dtype=dtype, device=device).requires_grad_()
     target = torch.zeros(128, dtype=torch.int64, device=device)
     torch.testing.assert_close(*(outcome(f, x, w, None, target) for f in (linear_cross_entropy, plain)))
+
+
+def test_a_grad_scalers_step_through_the_layer_moves_by_the_true_gradient():
+    head, x, target = LinearCrossEntropy(8, 10, bias=False), torch.full((128, 8), 4.0), torch.zeros(128).long()
+    nn.init.zeros_(head.weight)
+    optimizer, scaler = torch.optim.SGD(head.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**13)
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = head(x, target)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    # 0.1 * 4 * (1 - 1/10): ten equal logits; float16 rounds probabilities
+    torch.testing.assert_close(head.weight[0], torch.full((8,), 0.36), rtol=1e-3, atol=0.0)
 
 
 @pytest.mark.parametrize("device", DEVICES)

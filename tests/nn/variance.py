@@ -7,7 +7,7 @@ import torch
 
 def variance(kind, x, y, sketch):
     """Over the blocks that a sketch cuts the rows into, which are independent of each other."""
-    rows, saved, blocks = len(x), sketch.kept(len(x)), sketch.blocks(len(x))
+    rows, saved, blocks = len(x), sketch.sketch_rows(len(x)), sketch.blocks(len(x))
     total = 0.0
     for b in range(blocks):
         own = slice(b * rows // blocks, (b + 1) * rows // blocks)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import lowtide.optim as lo
-from lowtide.errors import LowtideError
 from tests.optim.training import BATCHES, OPTIMIZERS, equal, make, train
+from tests.refusals import refused
 
 
 def test_8bit_states_follow_torchs_adamw():
@@ -237,18 +237,21 @@ def test_a_state_that_torch_saved_is_loaded_as_a_lowered_one_would_go_on(dtype, 
 
 
 @pytest.mark.parametrize(
-    "make_optimizer",
-    [lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), lambda ps: torch.optim.AdamW(ps, amsgrad=True)],
+    ("make_optimizer", "named"),
+    [
+        (lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), "momentum_buffer"),
+        (lambda ps: torch.optim.AdamW(ps, amsgrad=True), "amsgrad"),
+    ],
     ids=["SGD", "amsgrad"],
 )
-def test_a_state_of_another_optimizer_is_refused_and_nothing_is_changed(make_optimizer):
+def test_a_state_of_another_optimizer_is_refused_and_nothing_is_changed(make_optimizer, named):
     model = make()
     stranger = make_optimizer(model.parameters())
     train(model, stranger, BATCHES[:1])
     optimizer = OPTIMIZERS["AdamW8bit"](model.parameters())
     train(model, optimizer, BATCHES[:1])
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(LowtideError):
+    with refused(named):
         optimizer.load_state_dict(stranger.state_dict())
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
@@ -261,7 +264,7 @@ def test_a_state_of_another_optimizer_is_refused_and_nothing_is_changed(make_opt
 def test_amsgrad_is_refused_for_a_group_too():
     model = make()
     optimizer = OPTIMIZERS["AdamW8bit"](model[0].parameters())
-    with pytest.raises(LowtideError):
+    with refused("amsgrad"):
         optimizer.add_param_group({"params": list(model[2].parameters()), "amsgrad": True})
     assert len(optimizer.param_groups) == 1
 
@@ -272,6 +275,5 @@ def test_a_sparse_gradient_after_a_dense_one_is_refused():
     weight.grad = torch.ones(100, 64)
     optimizer.step()
     weight.grad = torch.ones(100, 64).to_sparse()
-    with pytest.raises(LowtideError) as refusal:
+    with refused("sparse=False"):
         optimizer.step()
-    assert "sparse=False" in str(refusal.value)

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import lowtide.optim as lo
-from lowtide.errors import LowtideError
 from lowtide.optim.gradients import COUNT, PIECES, pack, packed_bytes, unpack
 from tests.optim.training import BATCHES, make
+from tests.refusals import refused
 from tests.soak import count
 
 DRAWS = count(500, soak=2000)
@@ -93,7 +93,7 @@ def test_a_refusal_leaves_the_optimizer_as_it_was():
     model, optimizer = built()
     before = copy.deepcopy(optimizer.state_dict())
     with lo.round_updates(optimizer):
-        with pytest.raises(LowtideError):
+        with refused("stochastic", "16bit"):
             lo.store_gradients(optimizer)
         model(BATCH).sum().backward()
         assert all(p.grad is not None for p in model.parameters())
@@ -102,12 +102,12 @@ def test_a_refusal_leaves_the_optimizer_as_it_was():
 
 
 @pytest.mark.parametrize(
-    ("parameter", "kind"),
-    [(torch.ones(2, dtype=torch.complex64), torch.optim.SGD), (torch.ones(2), torch.optim.LBFGS)],
+    ("parameter", "kind", "named"),
+    [(torch.ones(2, dtype=torch.complex64), torch.optim.SGD, "complex"), (torch.ones(2), torch.optim.LBFGS, "LBFGS")],
     ids=["complex", "LBFGS"],
 )
-def test_what_cannot_be_stored_is_refused(parameter, kind):
-    with pytest.raises(LowtideError):
+def test_what_cannot_be_stored_is_refused(parameter, kind, named):
+    with refused(named):
         lo.store_gradients(kind([nn.Parameter(parameter)], lr=0.1))
 
 
@@ -115,9 +115,8 @@ def test_a_sparse_gradient_says_what_to_do_and_is_not_lost():
     table = nn.Embedding(10, 4, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
     with lo.store_gradients(optimizer):
-        with pytest.raises(LowtideError) as refusal:
+        with refused("sparse=False"):
             table(torch.tensor([1, 2])).sum().backward()
-        assert "sparse=False" in str(refusal.value)
         assert table.weight.grad is not None
 
 

@@ -9,9 +9,10 @@ from torch import nn
 
 import lowtide
 import lowtide.optim as lo
-from lowtide.errors import LowtideError, MissingExtra
+from lowtide.errors import MissingExtra
 from lowtide.profiling import profile
 from tests.optim.training import BATCHES, OPTIMIZERS, equal, make, resumes, started, train
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
@@ -68,20 +69,19 @@ def test_what_cannot_be_lowered_says_so():
         (torch.optim.RMSprop([weight]), "8bit", "RMSprop"),
         (torch.optim.AdamW([weight]), "3bit", "'3bit'"),
     ):
-        with pytest.raises(LowtideError) as refusal:
+        with refused(named):
             lo.lower_state(optimizer, state)
-        assert named in str(refusal.value)
     optimizer = torch.optim.AdamW([weight])
-    with lo.step_in_backward(optimizer), pytest.raises(LowtideError):
+    with lo.step_in_backward(optimizer), refused("stepped in backward", "undo()"):
         lo.step_in_backward(optimizer)
-    with lo.lower_state(optimizer, "cpu"), pytest.raises(LowtideError):
+    with lo.lower_state(optimizer, "cpu"), refused("host", "stochastic"):
         lo.round_updates(optimizer)
 
 
 @pytest.mark.parametrize("state", ["8bit", "cpu"])
 def test_a_closure_is_refused_while_states_are_lowered(state):
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
-    with lo.lower_state(optimizer, state), pytest.raises(LowtideError):
+    with lo.lower_state(optimizer, state), refused("closure"):
         optimizer.step(lambda: 0.0)
     optimizer.step(lambda: 0.0)
 
@@ -132,7 +132,7 @@ def test_4bit_states_are_on_the_host_in_neither_order():
     pytest.importorskip("torchao")
     for first, second in (("4bit", "cpu"), ("cpu", "4bit")):
         optimizer = OPTIMIZERS["AdamW"](make().parameters())
-        with lo.lower_state(optimizer, first), pytest.raises(LowtideError):
+        with lo.lower_state(optimizer, first), refused("4 bits", "host"):
             lo.lower_state(optimizer, second)
         assert type(optimizer) is torch.optim.AdamW
 
@@ -189,9 +189,8 @@ def test_amsgrad_of_one_group_is_refused(kind):
     model = make()
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "amsgrad": True}]
     optimizer = torch.optim.AdamW(groups)
-    with pytest.raises(LowtideError) as refusal:
+    with refused("amsgrad"):
         lo.lower_state(optimizer, kind)
-    assert "amsgrad" in str(refusal.value)
     assert type(optimizer) is torch.optim.AdamW
 
 

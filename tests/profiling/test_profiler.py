@@ -6,6 +6,7 @@ import torch
 from lowtide import zoo
 from lowtide.errors import TraceError
 from lowtide.profiling import profile
+from tests.refusals import refused
 
 
 def test_seconds_are_measured_where_the_step_ran_and_modelled_where_not():
@@ -31,5 +32,5 @@ def test_the_gpt2_medium_step_is_predicted_without_memory():
 
 
 def test_a_device_that_is_not_known_is_refused():
-    with pytest.raises(TraceError):
+    with refused("'h2oo'", kind=TraceError):
         profile(zoo.small("lenet"), device="h2oo")

@@ -7,6 +7,7 @@ from torch import nn
 from lowtide import Workload, zoo
 from lowtide.errors import BudgetError, WorkloadError
 from lowtide.profiling import max_batch, profile, sweep
+from tests.refusals import refused
 
 
 def linear(batch, seq=1):
@@ -56,7 +57,7 @@ def test_a_limit_is_read_as_people_write_it():
 
 @pytest.mark.parametrize("axes", [{}, {"batch": []}, {"a": [1], "b": [1], "c": [1]}])
 def test_a_sweep_without_one_or_two_axes_says_what_to_write(axes):
-    with pytest.raises(WorkloadError):
+    with refused("axes", "batch=", kind=WorkloadError):
         sweep(linear, **axes)
 
 

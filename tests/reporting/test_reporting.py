@@ -4,6 +4,7 @@ import sys
 import pytest
 
 import lowtide.reporting
+from tests.refusals import refused
 
 
 def test_import_leaves_the_extras_alone():
@@ -18,5 +19,5 @@ def test_every_exported_name_is_there(name):
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError):
+    with refused("lowtide.reporting", "'plot'", kind=AttributeError):
         lowtide.reporting.plot  # noqa: B018

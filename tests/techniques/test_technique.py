@@ -11,6 +11,7 @@ import pytest
 from lowtide import zoo
 from lowtide.errors import PlanError
 from lowtide.techniques import Config, Fidelity, Interval, Option, Price, Technique, techniques
+from tests.refusals import refused
 
 
 def test_fidelity_is_ordered_from_strict_to_loose() -> None:
@@ -74,7 +75,7 @@ def test_a_config_that_does_not_fit_its_option_is_refused() -> None:
     with pytest.raises(PlanError) as refusal:
         Option("any", ("a",)).config_as(Widths)
     assert "Widths" in str(refusal.value)
-    with pytest.raises(PlanError):
+    with refused("any", "rows", "Config", kind=PlanError):
         Option("any", ("a",), (("rows", 1),))
 
 

@@ -23,11 +23,6 @@ _is_batch: Any = _TRANSFORMS.find("torch._C:_functorch.is_batchedtensor")
 _is_legacy_batch: Any = _TRANSFORMS.find("torch._C:_functorch.is_legacy_batchedtensor")
 
 
-def in_forward_mode() -> bool:
-    """Tell whether code runs inside forward-mode differentiation."""
-    return forward_ad._current_level >= 0
-
-
 def is_transformed() -> bool:
     """Tell whether ``torch.func``, forward-mode differentiation or ``torch.jit.trace`` sees the ops that run."""
     return functorch_is_active() or forward_ad._current_level >= 0 or is_jit_traced()

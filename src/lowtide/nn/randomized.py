@@ -89,7 +89,7 @@ def _runs_plain(x: Tensor, weight: Tensor, sketch: Sketch) -> bool:
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or x.is_inference():
         return True
     rows = x.shape[:-1].numel()
-    if sketch.kept(rows) >= rows or not x.numel() or not weight.numel():
+    if sketch.sketch_rows(rows) >= rows or not x.numel() or not weight.numel():
         return True
     return is_transformed()
 

@@ -37,7 +37,8 @@ def store_gradients(optimizer: torch.optim.Optimizer, bits: Bits = "16bit", *, s
     ``backward`` leaves ``p.grad`` at None and ``optimizer.step()`` unpacks a parameter at a time. Several backwards
     before a step are summed, each sum rounded stochastically. Whoever reads ``p.grad`` in between finds none, and
     torch's clipping raises. ``optimizer.zero_grad()`` frees them; ``model.zero_grad()`` knows nothing of them. The
-    undo puts what waits for a step into ``p.grad``.
+    undo puts what waits for a step into ``p.grad``. Keep a reference to the optimizer: once it is freed without an
+    undo, ``backward`` raises.
     """
     if bits not in ("16bit", "8bit"):
         raise LowtideError(f"Gradients cannot be kept in {bits!r}", hint='Pass "16bit" or "8bit".')

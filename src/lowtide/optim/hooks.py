@@ -100,7 +100,7 @@ def set_amp_scaling(optimizer: torch.optim.Optimizer, value: bool) -> Undo:
 
 
 class WeakHook:
-    """Calls a hook that the optimizer holds, and has its attributes; does nothing once the optimizer is freed.
+    """Calls a hook that the optimizer holds, and has its attributes; raises once the optimizer is freed.
 
     torch never frees an object that a parameter's own hook refers to and that refers to the parameter.
     """
@@ -110,18 +110,33 @@ class WeakHook:
 
     def __call__(self, parameter: Tensor) -> None:
         hook = self._hook()
-        if hook is not None:
-            hook(parameter)
+        if hook is None:
+            raise LowtideError(
+                f"A parameter of {tuple(parameter.shape)} is stepped in backward, or has its gradient stored, "
+                "by an optimizer that was freed",
+                hint="Keep a reference to the optimizer, or call undo() before you drop it.",
+            )
+        hook(parameter)
+
+    def is_freed(self) -> bool:
+        """Whether the optimizer was freed without an undo."""
+        return self._hook() is None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._hook(), name)
 
 
 def use_gradients(optimizer: torch.optim.Optimizer, hook: Callable[[Tensor], None]) -> Undo:
-    """Call ``hook``, which the optimizer holds, in backward for each parameter whose gradient is complete."""
+    """Call ``hook``, which the optimizer holds, in backward for each parameter whose gradient is complete.
+
+    Replaces hooks of optimizers that were freed without an undo: nothing else could remove them.
+    """
     undo = Undo(refuse_clipping(optimizer))
     weak = WeakHook(hook)
     for parameter in trainable_parameters(optimizer):
+        hooks = gradient_hooks(parameter)
+        for key in [key for key, other in hooks.items() if isinstance(other, WeakHook) and other.is_freed()]:
+            del hooks[key]
         undo.add(parameter.register_post_accumulate_grad_hook(weak).remove)
     return undo
 

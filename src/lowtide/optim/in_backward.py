@@ -28,7 +28,8 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> Undo:
     The optimizer stays the same object with the same state: schedulers and ``state_dict`` go on working, and
     ``optimizer.step()`` finds nothing left to do. The results are those of a plain step, bit for bit. One backward is
     one step: gradients cannot be accumulated over several, nor clipped or unscaled after backward. So torch's clipping
-    and a ``GradScaler``'s step raise, and a step with a closure does, too. Steps end when the optimizer is freed.
+    and a ``GradScaler``'s step raise, and a step with a closure does, too. Keep a reference to the optimizer: once it
+    is freed without an undo, ``backward`` raises.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)

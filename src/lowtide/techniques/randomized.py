@@ -195,7 +195,7 @@ class _Inputs:
         """A sketch for each input that is read, and that of the output's gradient while the weight's is computed."""
         for group in self._groups(sites):
             first, x = group[0], group[0].x
-            if sketch.kept(x.shape[0]) >= x.shape[0]:
+            if sketch.sketch_rows(x.shape[0]) >= x.shape[0]:
                 continue
             products = [self._products.get((r.path, r.x.storage)) for r in group]
             ends = [product.index + 1 for product in products if product is not None]
@@ -213,7 +213,7 @@ class _Inputs:
         total = 0.0
         for group in self._groups(sites):
             x = group[0].x
-            rows, kept = x.shape[0], sketch.kept(x.shape[0])
+            rows, kept = x.shape[0], sketch.sketch_rows(x.shape[0])
             rate = device.rates.get(x.dtype, device.rates["float32"])
             block = rows / sketch.blocks(rows) if rows else 0
             for columns in (x.shape[1], *(read.features for read in group)):
@@ -240,4 +240,4 @@ def _is_product(name: str) -> bool:
 
 def _bytes(x: TensorView, sketch: Sketch) -> int:
     rows = x.shape[0]
-    return x.bytes // rows * sketch.kept(rows) if rows else 0
+    return x.bytes // rows * sketch.sketch_rows(rows) if rows else 0

@@ -38,6 +38,11 @@ def test_folders_of_the_download_and_windows_lines_are_known(tmp_path: Path, pla
     assert train.second == ["He said no .", "No one left ."]
 
 
+def test_the_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LOWTIDE_DATA", str(publish(tmp_path)))
+    assert mrpc()[0].labels.tolist() == [1, 0]
+
+
 def test_one_file_that_marks_both_parts_gives_the_same(tmp_path: Path):
     marked = [f"{line}\t{part}" for part, lines in (("train", TRAIN), ("dev", DEV)) for line in lines]
     header = "label\tid1\tid2\tsentence1\tsentence2\tglue_split"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lowtide.errors import TraceError
 from lowtide.nn import BatchNormAct2d
 from lowtide.techniques.batchnorm import convert
+from tests.refusals import refused
 from tests.techniques.batchnorm.converting import RESIDUALS, assert_converts, calls
 from tests.techniques.batchnorm.models import (
     Decoder,
@@ -228,5 +229,5 @@ def test_torch_fx_traces_a_converted_model() -> None:
 def test_torch_fx_of_a_root_whose_forward_was_replaced_is_refused() -> None:
     block = Block()
     convert(block)
-    with pytest.raises(TraceError):
+    with refused("Block", "nn.Sequential(model)", kind=TraceError):
         torch.fx.symbolic_trace(block)

@@ -11,6 +11,7 @@ from lowtide.errors import TraceError, WorkloadError
 from lowtide.nn import BatchNormAct2d
 from lowtide.techniques.batchnorm import Memory, convert
 from lowtide.workload import Workload
+from tests.refusals import refused
 from tests.soak import in_soak
 from tests.tracing.allocator import allocated_peak, kept_bytes
 
@@ -90,7 +91,7 @@ def assert_plain(model: nn.Module) -> None:
 
 def test_a_step_of_another_model_is_refused_and_nothing_is_changed() -> None:
     model = chain().model
-    with pytest.raises(WorkloadError):
+    with refused("convert(work.model, work=work)", kind=WorkloadError):
         convert(model, work=chain())
     assert_plain(model)
 
@@ -105,9 +106,16 @@ def of_plain_layers(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).sum()
 
 
-@pytest.mark.parametrize(("loss", "error"), [(by_values, TraceError), (of_plain_layers, KeyboardInterrupt)])
-def test_a_step_that_cannot_be_predicted_or_converted_leaves_the_model_as_it_was(loss, error) -> None:
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (by_values, refused("work=", "lowtide.profile(work)", kind=TraceError)),
+        (of_plain_layers, pytest.raises(KeyboardInterrupt)),
+    ],
+    ids=["prediction", "conversion"],
+)
+def test_a_step_that_cannot_be_predicted_or_converted_leaves_the_model_as_it_was(loss, expected) -> None:
     work = chain()
-    with pytest.raises(error):
+    with expected:
         convert(work.model, work=Workload(work.model, loss, work.batch))
     assert_plain(work.model)

@@ -54,7 +54,7 @@ def test_pieces_run_one_after_the_other_with_the_samples_they_should_have() -> N
     work = mlp(7, loss=loss)
     work = replace(work, batch=(*work.batch, torch.arange(7)))
     lowtide.microbatch(work, 3, reduction="mean").compute_loss()
-    assert seen == [[0, 1, 2], [3, 4], [5, 6]]  # none is left alone, for a batch norm
+    assert seen == [[0, 1, 2], [3, 4], [5, 6]]  # none is left alone
 
 
 @dataclass

@@ -38,6 +38,14 @@ def test_a_layer_that_runs_twice_moves_twice() -> None:
     assert actual["0.num_batches_tracked"] == before["0.num_batches_tracked"] == 2
 
 
+def test_no_sample_is_left_alone_for_a_batch_norm() -> None:
+    work = normed(nn.BatchNorm2d(3), samples=16)
+    lengths: list[int] = []
+    work.model[0].register_forward_pre_hook(lambda _, args: lengths.append(len(args[0])))
+    lowtide.microbatch(work, 5, reduction="mean").compute_loss().backward()
+    assert lengths == [5, 5, 3, 3]
+
+
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("tracks", [False, True])
 def test_instance_norm_is_as_of_the_full_batch(exact: bool, tracks: bool) -> None:
@@ -69,20 +77,25 @@ def test_however_a_layer_is_called(how: str, exact: bool) -> None:
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])  # for Ctrl-C, torch calls no hooks
-def test_a_layer_is_as_it_was_after_an_error_inside(
-    error: type[BaseException], exact: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("function", "piece"),
+    [("batch_norm", 3), ("batch_norm", 2), ("cross_entropy", 2)],
+    ids=["the layer in the first piece", "the layer in a later piece", "the loss"],
+)
+def test_a_layer_is_as_it_was_after_an_error(
+    function: str, piece: int, error: type[BaseException], exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = normed(nn.BatchNorm2d(3))
+    work = normed(nn.BatchNorm2d(3))  # 7 samples: pieces of 3, 2 and 2
     norm = work.model[0]
     attributes, buffers = dict(vars(norm)), dict(norm._buffers)
-    plain = torch.nn.functional.batch_norm
+    plain = getattr(torch.nn.functional, function)
 
-    def fails_later(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if len(x) == 2:
+    def fails(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if len(x) == piece:
             raise error
         return plain(x, *args, **kwargs)
 
-    monkeypatch.setattr(torch.nn.functional, "batch_norm", fails_later)
+    monkeypatch.setattr(torch.nn.functional, function, fails)
     with pytest.raises(error):
         lowtide.microbatch(work, 3, reduction="mean", exact=exact).compute_loss()
     assert vars(norm) == attributes

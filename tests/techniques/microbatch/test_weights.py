@@ -76,10 +76,15 @@ def test_a_mean_over_what_counts_beside_something_else_is_refused_where_not_all_
             pieces.compute_loss(batch=ignoring.batch)
 
 
-def test_padding_at_the_end_of_a_batch_shows_in_the_trial() -> None:
-    work = mlp(8, loss=masked_mean, targets=torch.tensor([1, 0, 2, 1, 2, -100, -100, -100]))
+@pytest.mark.parametrize(
+    ("targets", "size"),
+    [(torch.tensor([1, 0, 2, 1, 2, -100, -100, -100]), 2), (IGNORED, 3)],
+    ids=["at the end", "scattered"],
+)
+def test_padding_that_a_mean_leaves_out_shows_in_the_trial(targets: Tensor, size: int) -> None:
+    work = mlp(8, loss=masked_mean, targets=targets)
     with names(pytest.raises(WorkloadError), "weight=", "neither"):
-        lowtide.microbatch(work, 2).compute_loss()
+        lowtide.microbatch(work, size).compute_loss()
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])

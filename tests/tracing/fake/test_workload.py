@@ -1,11 +1,16 @@
 """A step on fake tensors is the user's own: the same model object, optimizer and sharing of storages."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 from lowtide import Workload
+from lowtide.compat.autograd import gradient_hooks
 from lowtide.compat.fake import FakeTensor, FakeTensorMode
+from lowtide.optim import step_in_backward, store_gradients
 from lowtide.tracing.fake.workload import fake_workload
 from tests.soak import in_soak
 from tests.tracing.comparing import assert_fake_is_real
@@ -70,3 +75,17 @@ def test_tied_weights_stay_tied_and_the_model_is_restored():
         assert all(isinstance(p, FakeTensor) for p in model.parameters())
         assert fake.batch[0].untyped_storage().nbytes() == 2 * 4 * 4
     assert all(left is right for left, right in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("act", [step_in_backward, store_gradients])
+def test_fake_parameters_and_their_optimizer_are_freed(act):
+    model = nn.Linear(4, 4)
+    work = Workload(model, loss, torch.randn(3, 4), torch.optim.SGD(model.parameters(), lr=0.1))
+    with act(work.optimizer):
+        with fake_workload(work, FakeTensorMode(), torch.device("cpu")) as fake:
+            held = [weakref.ref(fake.optimizer), *map(weakref.ref, fake.model.parameters())]
+            assert all(gradient_hooks(p) for p in fake.model.parameters())
+        del fake
+        gc.collect()
+        assert [each() for each in held] == [None] * 3
+        assert all(gradient_hooks(p) for p in model.parameters())

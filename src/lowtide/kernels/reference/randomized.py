@@ -35,7 +35,7 @@ class Sketch:
 
     A block keeps at least one row: where the ratio is less than 1 / block, blocks are larger.
 
-    >>> Sketch("rademacher", 0.2).kept(1000), Sketch("rademacher", 0.2).blocks(1000)
+    >>> Sketch("rademacher", 0.2).sketch_rows(1000), Sketch("rademacher", 0.2).blocks(1000)
     (200, 8)
     """
 
@@ -53,20 +53,20 @@ class Sketch:
                 f"block={self.block!r} is no number of rows", hint="Use 2 rows or more, or None for one block."
             )
 
-    def kept(self, rows: int) -> int:
+    def sketch_rows(self, rows: int) -> int:
         """K: how many rows the sketch of so many rows has."""
         return max(1, round(self.ratio * rows)) if rows else 0
 
     def blocks(self, rows: int) -> int:
         """How many blocks so many rows are cut into."""
         wanted = 1 if self.block is None else -(-rows // self.block)
-        return max(1, min(wanted, self.kept(rows)))
+        return max(1, min(wanted, self.sketch_rows(rows)))
 
 
 def project(x: Tensor, seed: Tensor, sketch: Sketch, dtype: torch.dtype | None = None) -> Tensor:
     """S·x for x with N rows: K rows, in x's dtype or another. ``seed`` is an int64 scalar on x's device."""
     dtype = dtype or x.dtype
-    cut = Cut(x.shape[0], sketch.kept(x.shape[0]), sketch.blocks(x.shape[0]))
+    cut = Cut(x.shape[0], sketch.sketch_rows(x.shape[0]), sketch.blocks(x.shape[0]))
     wide = torch.promote_types(x.dtype, torch.float32)
     if sketch.kind == "rows":
         places, scale = _chosen(seed, cut)

@@ -28,7 +28,7 @@ _RADEMACHER, _GAUSSIAN, _DCT = (tl.constexpr(KINDS.index(kind)) for kind in ("ra
 def project(x: Tensor, seed: Tensor, sketch: Sketch, dtype: torch.dtype | None = None) -> Tensor:
     """S·x for a matrix of any strides, as ``reference.project`` has it; rows and dct in blocks of ``MOST_ROWS``."""
     rows, columns = x.shape
-    cut = Cut(rows, sketch.kept(rows), sketch.blocks(rows))
+    cut = Cut(rows, sketch.sketch_rows(rows), sketch.blocks(rows))
     out = x.new_empty(cut.kept, columns, dtype=dtype)
     most = cut.most(cut.kept)
     tile = max(16, min(128, 1 << (most - 1).bit_length()))  # of kept rows: 16 at least for a product of matrices

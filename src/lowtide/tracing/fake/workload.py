@@ -21,6 +21,7 @@ from lowtide.compat.tensors import storage_id
 from lowtide.errors import TraceError
 from lowtide.tracing.snapshot import Restoring
 from lowtide.tracing.step_state import modules_of
+from lowtide.undo import Undo
 from lowtide.workload import Workload
 
 
@@ -47,7 +48,7 @@ def fake_workload(work: Workload, mode: FakeTensorMode, device: torch.device) ->
         if work.optimizer is not None:
             _make_code_tables(work.optimizer)
             optimizer = _fake_optimizer(work.optimizer, twins)
-            _carry_hooks(work.optimizer, optimizer)
+            restoring.add("the hooks of fake parameters", _carry_hooks(work.optimizer, optimizer))
         FOREACH_TYPES.append(FakeTensor)  # else optimizers would leave their foreach path
         restoring.add("torch's list of types", FOREACH_TYPES.remove, FakeTensor)
         yield replace(work, batch=batch, optimizer=optimizer)
@@ -127,13 +128,18 @@ def _fake_optimizer(optimizer: torch.optim.Optimizer, twins: _Twins) -> torch.op
     return fake
 
 
-def _carry_hooks(optimizer: torch.optim.Optimizer, fake: torch.optim.Optimizer) -> None:
-    """Copy lowtide's gradient hooks to fake parameters; users' hooks are left out."""
+def _carry_hooks(optimizer: torch.optim.Optimizer, fake: torch.optim.Optimizer) -> Undo:
+    """Copy lowtide's gradient hooks to fake parameters; users' hooks are left out.
+
+    The undo lets torch free the fakes: a hook refers to the fake optimizer, and that to the hook's parameter.
+    """
+    undo = Undo()
     for group, twins in zip(optimizer.param_groups, fake.param_groups, strict=True):
         for parameter, twin in zip(group["params"], twins["params"], strict=True):
             for hook in gradient_hooks(parameter).values():
                 if hasattr(hook, "of"):
-                    twin.register_post_accumulate_grad_hook(hook.of(fake))
+                    undo.add(twin.register_post_accumulate_grad_hook(hook.of(fake)).remove)
+    return undo
 
 
 def _known(key: str, twin: Tensor, original: Tensor) -> Tensor:
