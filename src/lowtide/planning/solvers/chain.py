@@ -7,8 +7,8 @@ from dataclasses import replace
 from lowtide.chains import Chain, OptimalSchedules, Schedule, explain, keep_all, simulate
 from lowtide.planning.plan import PlannedStage
 from lowtide.planning.programs.chain_costs import complete_chain
+from lowtide.planning.programs.chain_order import program_of
 from lowtide.planning.programs.stages import Stages
-from lowtide.planning.programs.writer import program_of
 from lowtide.planning.solvers.solver import Problem, Solution
 from lowtide.tracing.capture.joint import module_of
 
