@@ -1,0 +1,77 @@
+"""Runs that trade seconds for bytes: descend from several first guesses, then keep again what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lowtide.planning.solvers.moves import filled, shrunk
+from lowtide.planning.solvers.runs import Again, Ops, Timeline
+from lowtide.planning.solvers.segments import segmented
+
+_TARGETS = 24  # peaks at which runs are sought
+_STEP = 0.93  # of the peak, at most, in one round of a descent
+_PATIENCE = 4  # rounds that may fail to lower the peak
+_GUESSES = 3  # segmentations that are descended from: the smallest
+_STARTS = 3  # timelines that are filled for a target: the fastest, beside the one for the target before
+_ROUNDS = 3  # of keeping again
+
+
+def frontier(ops: Ops) -> list[Timeline]:
+    """Timelines from the fastest to the smallest: each smaller one takes more seconds."""
+    plain = Timeline(ops, {})
+    guesses = sorted((Timeline(ops, again) for again in segmented(ops)), key=lambda guess: guess.peak_bytes)
+    descents = [list(_descent(start)) for start in (plain, *guesses[:_GUESSES])]
+    descents += [[guess] for guess in guesses[_GUESSES:]]
+    smallest = min(timeline.peak_bytes for descent in descents for timeline in descent)
+    best: list[Timeline] = [plain]
+    before: Timeline | None = None
+    for step in range(_TARGETS):
+        target = int(smallest * (plain.peak_bytes / smallest) ** (step / _TARGETS))
+        fit = [next((each for each in descent if each.peak_bytes <= target), None) for descent in descents]
+        starts = sorted((each for each in (*fit, before) if each is not None), key=_cost)[:_STARTS]
+        if before is not None and before not in starts:
+            starts.append(before)
+        before = min((_filled(start, target) for start in starts), key=_cost)
+        best.append(before)
+    return _undominated(best)
+
+
+def _cost(timeline: Timeline) -> tuple[float, int]:
+    return timeline.seconds, timeline.peak_bytes
+
+
+def _undominated(timelines: list[Timeline]) -> list[Timeline]:
+    chosen: list[Timeline] = []
+    for timeline in sorted(timelines, key=_cost):
+        if not chosen or timeline.peak_bytes < chosen[-1].peak_bytes:
+            chosen.append(timeline)
+    return chosen
+
+
+def _descent(timeline: Timeline) -> Iterator[Timeline]:
+    """Timelines with falling peaks, until nothing helps."""
+    yield timeline
+    lowest = timeline.peak_bytes
+    banned: set[tuple[int, int]] = set()
+    failed = 0
+    while failed < _PATIENCE:
+        again, freed = shrunk(timeline, int(timeline.peak_bytes * _STEP), banned)
+        if not freed:
+            return
+        following = Timeline(timeline.ops, again)
+        if following.peak_bytes < lowest:
+            lowest, failed, timeline = following.peak_bytes, 0, following
+            yield timeline
+        else:
+            failed += 1
+            banned |= freed
+
+
+def _filled(timeline: Timeline, target: int) -> Timeline:
+    for _ in range(_ROUNDS):
+        again: Again = filled(timeline, target)
+        following = Timeline(timeline.ops, again)
+        if following.peak_bytes > target or following.seconds >= timeline.seconds:
+            return timeline
+        timeline = following
+    return timeline
