@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from benchmarks.shapes import SHAPES, work_of
+
 from lowtide import Workload, zoo
 from lowtide.engines import graph
 from lowtide.planning.programs.program import Program, check_program, simulate

@@ -8,7 +8,8 @@ from lowtide.planning.solvers.moves import filled, shrunk
 from lowtide.planning.solvers.runs import Again, Ops, Timeline
 from lowtide.planning.solvers.segments import segmented
 
-_TARGETS = 24  # peaks at which runs are sought
+# Peaks at which runs are sought, from the smallest to the plain one: closer where every byte is dear.
+_SHARES = [*(0.16 * step / 8 for step in range(8)), *(0.16 + 0.84 * step / 28 for step in range(28))]
 _STEP = 0.93  # of the peak, at most, in one round of a descent
 _PATIENCE = 4  # rounds that may fail to lower the peak
 _GUESSES = 3  # segmentations that are descended from: the smallest
@@ -23,10 +24,10 @@ def frontier(ops: Ops) -> list[Timeline]:
     descents = [list(_descent(start)) for start in (plain, *guesses[:_GUESSES])]
     descents += [[guess] for guess in guesses[_GUESSES:]]
     smallest = min(timeline.peak_bytes for descent in descents for timeline in descent)
-    best: list[Timeline] = [plain]
+    best = [plain, *(timeline for descent in descents for timeline in descent)]
     before: Timeline | None = None
-    for step in range(_TARGETS):
-        target = int(smallest * (plain.peak_bytes / smallest) ** (step / _TARGETS))
+    for share in _SHARES:
+        target = smallest + int(share * (plain.peak_bytes - smallest))
         fit = [next((each for each in descent if each.peak_bytes <= target), None) for descent in descents]
         starts = sorted((each for each in (*fit, before) if each is not None), key=_cost)[:_STARTS]
         if before is not None and before not in starts:

@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from functools import cached_property
 from typing import NamedTuple
 
-from lowtide.planning.solvers.runs import Again, Ops, Timeline, with_runs, without_runs
+from lowtide.planning.solvers.runs import Again, Timeline, with_runs, without_runs
 
 _SMALL = 0.02  # of a freed value: a source as small is kept for it
 
