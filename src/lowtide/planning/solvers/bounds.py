@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.planning.solvers.runs import Ops, Timeline
+from lowtide.planning.solvers.runs import Timeline
 
 _PLACES = 32  # ops of the plain order at which a knapsack is filled: more raise the bound little
 
@@ -77,8 +77,3 @@ class Bounds:
             change[first] += self.ops.bytes[value]
             change[last] -= self.ops.bytes[value]
         return np.cumsum(change[:-1])
-
-
-def bounds_of(ops: Ops) -> Bounds:
-    """The bounds of ops in their order."""
-    return Bounds(Timeline(ops, {}))

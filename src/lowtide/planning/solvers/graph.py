@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from lowtide.chains import StageChoice
+from lowtide.planning.plan import PlannedStage
 from lowtide.planning.solvers.frontier import frontier
 from lowtide.planning.solvers.joint_ops import JointOps
-from lowtide.planning.solvers.runs import Timeline
+from lowtide.planning.solvers.runs import Timeline, without_runs
 from lowtide.planning.solvers.solver import Problem, Solution
+from lowtide.tracing.capture.joint import module_of
 
 
 class GraphSolver:
@@ -15,8 +18,7 @@ class GraphSolver:
 
     def solve(self, problem: Problem) -> list[Solution]:
         """Programs that trade bytes for seconds, the fastest first."""
-        kernels = JointOps(problem.joint, problem.seconds, problem.workspace)
-        return [_solution(kernels, timeline) for timeline in frontier(kernels.ops)]
+        return [_solution(problem.kernels, timeline) for timeline in frontier(problem.kernels.ops)]
 
 
 def _solution(kernels: JointOps, timeline: Timeline) -> Solution:
@@ -28,4 +30,32 @@ def _solution(kernels: JointOps, timeline: Timeline) -> Solution:
         seconds=timeline.seconds,
         estimate_bytes=peak,
         write=lambda: kernels.program(again),
+        explain=lambda: tuple(_explain(kernels, Timeline(kernels.ops, again))),
     )
+
+
+def _explain(kernels: JointOps, timeline: Timeline) -> list[PlannedStage]:
+    """Parts of the model with the bytes that they save for backward, and the seconds of recomputing some."""
+    ops, backward = kernels.ops, kernels.ops.backward
+    parts: dict[str, list[int]] = {}
+    for op in range(backward):
+        path = module_of(kernels.nodes[op])
+        parts.setdefault(path.rpartition(".")[0] or path, []).append(op)
+    saved = {op for reader in range(backward, len(ops)) for op in ops.sources[reader]}
+    times: dict[int, list[int]] = {}  # by op: the ops before which it runs again
+    for stage, runs in timeline.again.items():
+        for op in runs:
+            times.setdefault(op, []).append(stage)
+    stages: list[PlannedStage] = []
+    for place, (path, members) in enumerate(parts.items()):
+        again = [(stage, op) for op in members for stage in times.get(op, ())]
+        peak = Timeline(ops, without_runs(timeline.again, again)).peak_bytes if again else timeline.peak_bytes
+        choice = StageChoice(
+            stage=place,
+            runs=1 + max(len(times.get(op, ())) for op in members),
+            saved_bytes=sum(ops.size[op] for op in members if op in saved),
+            seconds_again=sum(ops.seconds[op] for _, op in again),
+            peak_bytes_if_kept=peak,
+        )
+        stages.append(PlannedStage(path or "the loss", choice))
+    return stages
