@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowtide.planning.solvers.moves import filled, shrunk
-from lowtide.planning.solvers.runs import Again, Ops, Timeline
+from lowtide.planning.solvers.runs import Again, Ops, Timeline, without_runs
 from lowtide.planning.solvers.segments import segmented
 
 # Peaks at which runs are sought, from the smallest to the plain one: closer where every byte is dear.
@@ -15,6 +15,7 @@ _PATIENCE = 4  # rounds that may fail to lower the peak
 _GUESSES = 3  # segmentations that are descended from: the smallest
 _STARTS = 3  # timelines that are filled for a target: the fastest, beside the one for the target before
 _ROUNDS = 3  # of keeping again
+_POLISHED = 400  # ops, times attempts to keep one value for others: small graphs are searched more thoroughly
 
 
 def frontier(ops: Ops) -> list[Timeline]:
@@ -32,7 +33,7 @@ def frontier(ops: Ops) -> list[Timeline]:
         starts = sorted((each for each in (*fit, before) if each is not None), key=_cost)[:_STARTS]
         if before is not None and before not in starts:
             starts.append(before)
-        before = min((_filled(start, target) for start in starts), key=_cost)
+        before = _polished(min((_filled(start, target) for start in starts), key=_cost), target)
         best.append(before)
     return _undominated(best)
 
@@ -75,4 +76,32 @@ def _filled(timeline: Timeline, target: int) -> Timeline:
         if following.peak_bytes > target or following.seconds >= timeline.seconds:
             return timeline
         timeline = following
+    return timeline
+
+
+def _polished(timeline: Timeline, target: int) -> Timeline:
+    """Keep one value and free others for it, as long as that saves seconds."""
+    tried: set[tuple[int, int]] = set()
+    for _ in range(_POLISHED // len(timeline.ops)):
+        runs = [(stage, op) for stage, ops in timeline.again.items() for op in ops if (stage, op) not in tried]
+        if not runs:
+            break
+        run = max(runs, key=lambda run: (timeline.ops.seconds[run[1]], run))
+        tried.add(run)
+        other = _repaired(Timeline(timeline.ops, without_runs(timeline.again, [run])), target, run)
+        if other.peak_bytes <= target:
+            timeline = min(timeline, _filled(other, target), key=_cost)
+    return timeline
+
+
+def _repaired(timeline: Timeline, target: int, kept: tuple[int, int]) -> Timeline:
+    """Free values other than one, until the peak is at the target."""
+    stage, op = kept
+    for _ in range(_PATIENCE):
+        if timeline.peak_bytes <= target:
+            break
+        again, freed = shrunk(timeline, target, {(op, stage)})
+        if not freed:
+            break
+        timeline = Timeline(timeline.ops, again)
     return timeline

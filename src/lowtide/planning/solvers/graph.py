@@ -6,6 +6,7 @@ from lowtide.chains import StageChoice
 from lowtide.planning.plan import PlannedStage
 from lowtide.planning.solvers.frontier import frontier
 from lowtide.planning.solvers.joint_ops import JointOps
+from lowtide.planning.solvers.outline import outline
 from lowtide.planning.solvers.runs import Timeline, without_runs
 from lowtide.planning.solvers.solver import Problem, Solution
 from lowtide.tracing.capture.joint import module_of
@@ -47,7 +48,7 @@ def _explain(kernels: JointOps, timeline: Timeline) -> list[PlannedStage]:
         for op in runs:
             times.setdefault(op, []).append(stage)
     stages: list[PlannedStage] = []
-    for place, (path, members) in enumerate(parts.items()):
+    for place, members in enumerate(parts.values()):
         again = [(stage, op) for op in members for stage in times.get(op, ())]
         peak = Timeline(ops, without_runs(timeline.again, again)).peak_bytes if again else timeline.peak_bytes
         choice = StageChoice(
@@ -57,5 +58,5 @@ def _explain(kernels: JointOps, timeline: Timeline) -> list[PlannedStage]:
             seconds_again=sum(ops.seconds[op] for _, op in again),
             peak_bytes_if_kept=peak,
         )
-        stages.append(PlannedStage(path or "the loss", choice))
+        stages.append(PlannedStage(outline([kernels.nodes[op] for op in members]), choice))
     return stages
