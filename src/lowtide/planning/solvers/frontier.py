@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lowtide.planning.solvers.exact import fastest
 from lowtide.planning.solvers.moves import filled, shrunk
 from lowtide.planning.solvers.runs import Again, Ops, Timeline, without_runs
 from lowtide.planning.solvers.segments import segmented
@@ -15,7 +16,9 @@ _PATIENCE = 4  # rounds that may fail to lower the peak
 _GUESSES = 3  # segmentations that are descended from: the smallest
 _STARTS = 3  # timelines that are filled for a target: the fastest, beside the one for the target before
 _ROUNDS = 3  # of keeping again
-_POLISHED = 400  # ops, times attempts to keep one value for others: small graphs are searched more thoroughly
+_POLISHED = 40_000  # ops squared, times attempts to keep one value for others: small graphs are searched more
+_MOST_POLISHED = 64  # attempts
+_EXACT = 16  # ops of a graph that is solved exactly
 
 
 def frontier(ops: Ops) -> list[Timeline]:
@@ -35,7 +38,18 @@ def frontier(ops: Ops) -> list[Timeline]:
             starts.append(before)
         before = _polished(min((_filled(start, target) for start in starts), key=_cost), target)
         best.append(before)
-    return _undominated(best)
+    return _undominated([*best, *_exact(plain)])
+
+
+def _exact(plain: Timeline) -> Iterator[Timeline]:
+    """The fastest timelines of a small graph, each below the peak of the one before."""
+    timeline = plain
+    while len(plain.ops) <= _EXACT:
+        again = fastest(plain.ops, timeline.peak_bytes - 1)
+        if again is None:
+            return
+        timeline = Timeline(plain.ops, again)
+        yield timeline
 
 
 def _cost(timeline: Timeline) -> tuple[float, int]:
@@ -82,7 +96,7 @@ def _filled(timeline: Timeline, target: int) -> Timeline:
 def _polished(timeline: Timeline, target: int) -> Timeline:
     """Keep one value and free others for it, as long as that saves seconds."""
     tried: set[tuple[int, int]] = set()
-    for _ in range(_POLISHED // len(timeline.ops)):
+    for _ in range(min(_MOST_POLISHED, _POLISHED // len(timeline.ops) ** 2)):
         runs = [(stage, op) for stage, ops in timeline.again.items() for op in ops if (stage, op) not in tried]
         if not runs:
             break
