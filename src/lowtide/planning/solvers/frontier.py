@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from lowtide.planning.solvers.exact import fastest
@@ -11,13 +12,15 @@ from lowtide.planning.solvers.segments import segmented
 
 # Peaks at which runs are sought, from the smallest to the plain one: closer where every byte is dear.
 _SHARES = [*(0.16 * step / 8 for step in range(8)), *(0.16 + 0.84 * step / 28 for step in range(28))]
-_STEP = 0.93  # of the peak, at most, in one round of a descent
+# Rounds of a descent: the share of the peak to reach, and whether recomputed sources are held on to their next readers.
+_ATTEMPTS = ((0.93, True), (0.98, True), (0.98, False))
 _PATIENCE = 4  # rounds that may fail to lower the peak
-_GUESSES = 3  # segmentations that are descended from: the smallest
+_GUESSES = 2  # segmentations that are descended from: the smallest
 _STARTS = 3  # timelines that are filled for a target: the fastest, beside the one for the target before
 _ROUNDS = 3  # of keeping again
 _POLISHED = 40_000  # ops squared, times attempts to keep one value for others: small graphs are searched more
 _MOST_POLISHED = 64  # attempts
+_CLOSE = 0.995  # of a peak: not worth another program
 _EXACT = 16  # ops of a graph that is solved exactly
 
 
@@ -57,9 +60,12 @@ def _cost(timeline: Timeline) -> tuple[float, int]:
 
 
 def _undominated(timelines: list[Timeline]) -> list[Timeline]:
+    """The fastest at each peak, the smallest, and none that is hardly smaller than a faster one."""
+    smallest = min(timeline.peak_bytes for timeline in timelines)
     chosen: list[Timeline] = []
     for timeline in sorted(timelines, key=_cost):
-        if not chosen or timeline.peak_bytes < chosen[-1].peak_bytes:
+        last = chosen[-1].peak_bytes if chosen else math.inf
+        if timeline.peak_bytes < _CLOSE * last or timeline.peak_bytes == smallest < last:
             chosen.append(timeline)
     return chosen
 
@@ -67,17 +73,19 @@ def _undominated(timelines: list[Timeline]) -> list[Timeline]:
 def _descent(timeline: Timeline) -> Iterator[Timeline]:
     """Timelines with falling peaks, until nothing helps."""
     yield timeline
-    lowest = timeline.peak_bytes
     banned: set[tuple[int, int]] = set()
     failed = 0
     while failed < _PATIENCE:
-        again, freed = shrunk(timeline, int(timeline.peak_bytes * _STEP), banned)
-        if not freed:
-            return
-        following = Timeline(timeline.ops, again)
-        if following.peak_bytes < lowest:
-            lowest, failed, timeline = following.peak_bytes, 0, following
-            yield timeline
+        freed: set[tuple[int, int]] = set()
+        for step, held_on in _ATTEMPTS:
+            again, freed = shrunk(timeline, int(timeline.peak_bytes * step), banned, held_on=held_on)
+            if not freed:
+                return
+            following = Timeline(timeline.ops, again)
+            if following.peak_bytes < timeline.peak_bytes:
+                timeline, failed = following, 0
+                yield timeline
+                break
         else:
             failed += 1
             banned |= freed

@@ -43,10 +43,7 @@ def _explain(kernels: JointOps, timeline: Timeline) -> list[PlannedStage]:
         path = module_of(kernels.nodes[op])
         parts.setdefault(path.rpartition(".")[0] or path, []).append(op)
     saved = {op for reader in range(backward, len(ops)) for op in ops.sources[reader]}
-    times: dict[int, list[int]] = {}  # by op: the ops before which it runs again
-    for stage, runs in timeline.again.items():
-        for op in runs:
-            times.setdefault(op, []).append(stage)
+    times = timeline.stages_of
     stages: list[PlannedStage] = []
     for place, members in enumerate(parts.values()):
         again = [(stage, op) for op in members for stage in times.get(op, ())]

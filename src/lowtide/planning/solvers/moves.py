@@ -26,24 +26,26 @@ class _Freed(NamedTuple):
         return self.seconds / self.bytes if self.bytes > 0 else math.inf
 
 
-def shrunk(timeline: Timeline, target: int, banned: set[tuple[int, int]]) -> tuple[Again, set[tuple[int, int]]]:
+def shrunk(
+    timeline: Timeline, target: int, banned: set[tuple[int, int]], *, held_on: bool = True
+) -> tuple[Again, set[tuple[int, int]]]:
     """Free the cheapest values at the peak until it would be at the target.
 
-    Returns the runs, and the freed ops with the ops before which they run again.
+    Sources that are recomputed for them are ``held_on`` to where they run again anyway, or run again there too. Returns
+    the runs, and the freed ops with the ops before which they run again.
     """
-    return _AtPeak(timeline, banned).free(target)
+    return _AtPeak(timeline, banned, held_on=held_on).free(target)
 
 
 class _AtPeak:
     """Values that live at the peak, unread there, and their recomputation right before their next reads."""
 
-    def __init__(self, timeline: Timeline, banned: set[tuple[int, int]]) -> None:
-        self.timeline, self.ops, self.banned = timeline, timeline.ops, banned
+    def __init__(self, timeline: Timeline, banned: set[tuple[int, int]], *, held_on: bool) -> None:
+        self.timeline, self.ops, self.banned, self.held_on = timeline, timeline.ops, banned, held_on
         self.place = int(timeline.live.argmax())
         self.again = timeline.again
         self.freed: dict[int, int] = {}  # ops freed in this move, and the op before which they run again
         self.needed: dict[int, int] = {}  # ops that this move's runs read, and the first op before which they do
-        self.starts = _starts(timeline)
 
     def free(self, target: int) -> tuple[Again, set[tuple[int, int]]]:
         excess = int(self.timeline.live[self.place]) - target
@@ -122,43 +124,18 @@ class _AtPeak:
             return True
         if op in self.freed:
             return self.freed[op] <= stage
-        births, deaths = self._spans_of.get(value, ((), ()))
-        start = self.starts[stage]
+        births, deaths = self.timeline.spans_of.get(value, ((), ()))
+        start = self.timeline.starts[stage]
         index = bisect_right(births, start - 1) - 1
         return index >= 0 and deaths[index] >= start
-
-    @cached_property
-    def _spans_of(self) -> dict[int, tuple[list[int], list[int]]]:
-        spans: dict[int, tuple[list[int], list[int]]] = {}
-        for value, born, dies in self.timeline.spans:
-            births, deaths = spans.setdefault(value, ([], []))
-            births.append(born)
-            deaths.append(dies)
-        return spans
 
     def _later_run(self, op: int, stage: int) -> int | None:
         """The next op before which an op runs again, to be kept until then."""
         if op in self.freed and self.freed[op] > stage:
             return self.freed[op]
-        stages = self._stages_of.get(op, ())
+        stages = self.timeline.stages_of.get(op, ()) if self.held_on else ()
         index = bisect_right(stages, stage)
         return stages[index] if index < len(stages) else None
-
-    @cached_property
-    def _stages_of(self) -> dict[int, list[int]]:
-        stages: dict[int, list[int]] = {}
-        for run, stage in zip(self.timeline.runs, self.timeline.before, strict=True):
-            if run != stage:
-                stages.setdefault(run, []).append(stage)
-        return stages
-
-
-def _starts(timeline: Timeline) -> list[int]:
-    """Place of the first run before each op."""
-    starts = [0] * (len(timeline.ops) + 1)
-    for place in range(len(timeline.runs) - 1, -1, -1):
-        starts[timeline.before[place]] = place
-    return starts
 
 
 def filled(timeline: Timeline, target: int) -> Again:

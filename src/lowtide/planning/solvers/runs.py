@@ -164,6 +164,36 @@ class Timeline:
                 readers[value, place] = []
         return readers
 
+    @cached_property
+    def spans_of(self) -> dict[int, tuple[list[int], list[int]]]:
+        """By value: where its spans are born, and where they die."""
+        spans: dict[int, tuple[list[int], list[int]]] = {}
+        for value, born, dies in self.spans:
+            if value in spans:
+                births, deaths = spans[value]
+                births.append(born)
+                deaths.append(dies)
+            else:
+                spans[value] = [born], [dies]
+        return spans
+
+    @cached_property
+    def stages_of(self) -> dict[int, list[int]]:
+        """By op: the ops before which it runs again."""
+        stages: dict[int, list[int]] = {}
+        for run, stage in zip(self.runs, self.before, strict=True):
+            if run != stage:
+                stages.setdefault(run, []).append(stage)
+        return stages
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Place of the first run before each op."""
+        starts = [0] * len(self.ops)
+        for place in range(len(self.runs) - 1, -1, -1):
+            starts[self.before[place]] = place
+        return starts
+
 
 def with_runs(again: Again, runs: Iterable[tuple[int, int]]) -> Again:
     """Add runs, each as the op right before which it happens and the op that runs again."""

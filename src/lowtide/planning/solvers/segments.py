@@ -1,7 +1,8 @@
 """First guesses: keep the values that cross a few cuts of the forward pass, and recompute all else on demand.
 
 Any position of the order is a cut, whatever number of values crosses it (Kusumoto et al., 2019: lower sets of the
-graph). Within a window of bytes the cut with the fewest crossing bytes is taken.
+graph). Two kinds of cuts are tried: the fewest crossing bytes among positions that end segments of about equal bytes,
+and the fewest among a number of ops around.
 """
 
 from __future__ import annotations
@@ -9,23 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from itertools import accumulate
 
+import numpy as np
+
 from lowtide.planning.solvers.runs import Again, Ops
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 128, 181, 256)  # segments
+_WIDTHS = (2, 3, 5, 8, 13, 21, 34, 55, 89)  # ops on either side of a cut
 _WINDOW = 0.4  # of a segment's bytes: its end lies in the last part
 
 
 def segmented(ops: Ops) -> Iterator[Again]:
-    """Runs for more and more segments."""
+    """Runs for several choices of cuts, each with its own values kept."""
     crossing = _Crossing(ops)
-    seen: set[tuple[int, ...]] = set()
-    for count in _COUNTS:
-        cuts = crossing.cuts(count)
-        if count - 1 > ops.backward:
-            return
-        if cuts not in seen:
-            seen.add(cuts)
-            yield on_demand(ops, crossing.kept(cuts))
+    cuts = [crossing.equal(count) for count in _COUNTS if count <= ops.backward + 1]
+    cuts += [crossing.valleys(width) for width in _WIDTHS if width <= ops.backward]
+    yield from (on_demand(ops, kept) for kept in dict.fromkeys(map(crossing.kept, cuts)))
 
 
 def on_demand(ops: Ops, kept: Set[int]) -> Again:
@@ -63,7 +62,15 @@ class _Crossing:
         self.bytes = list(accumulate(change[:-1]))  # that cross the position behind each op
         self.weight = list(accumulate(ops.size[op] if saved[op] else 0 for op in range(ops.backward)))
 
-    def cuts(self, count: int) -> tuple[int, ...]:
+    def valleys(self, width: int) -> list[int]:
+        """Positions with the fewest crossing bytes among as many ops before and behind, the last where many have."""
+        crossing = np.array(self.bytes)
+        padded = np.pad(crossing, width, constant_values=crossing.max(initial=0) + 1)
+        windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * width + 1)
+        later = windows[:, width + 1 :].min(axis=1)
+        return np.flatnonzero((crossing <= windows.min(axis=1)) & (crossing < later)).tolist()
+
+    def equal(self, count: int) -> list[int]:
         """Positions behind which a segment ends, for segments of about the same bytes."""
         most = self.weight[-1] / count
         cuts: list[int] = []
@@ -76,9 +83,9 @@ class _Crossing:
                 weight = self.weight[op] - start
             if weight >= (1 - _WINDOW) * most and (best < 0 or self.bytes[op] <= self.bytes[best]):
                 best = op
-        return tuple(cuts)
+        return cuts
 
-    def kept(self, cuts: tuple[int, ...]) -> set[int]:
+    def kept(self, cuts: list[int]) -> frozenset[int]:
         """Ops whose results cross a cut."""
         kept: set[int] = set()
         remaining = list(cuts)
@@ -87,4 +94,4 @@ class _Crossing:
                 remaining.pop(0)
             if remaining and remaining[0] < last:
                 kept.add(op)
-        return kept
+        return frozenset(kept)
