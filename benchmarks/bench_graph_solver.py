@@ -18,7 +18,7 @@ from benchmarks.shapes import SHAPES, Shape, work_of
 from lowtide import Workload, zoo
 from lowtide.planning.programs.program import simulate
 from lowtide.planning.programs.program_profile import node_seconds
-from lowtide.planning.solvers.runs import Timeline
+from lowtide.planning.solvers.runs import RunTimeline
 from lowtide.planning.solvers.solver import SOLVERS, Problem, Solution
 from lowtide.profiling import Profile, profile
 from lowtide.profiling.devices import find_device
@@ -44,7 +44,7 @@ def rows_of(case: str, work: Workload) -> Iterator[Row]:
     plain = profile(work, fake=True)
     joint = capture_joint(work)
     problem = Problem(joint, node_seconds(joint, DEVICE))
-    static = plain.storage_peak_bytes - Timeline(problem.kernels.ops, {}).peak_bytes
+    static = plain.storage_peak_bytes - RunTimeline(problem.kernels.ops, {}).peak_bytes
     step = sum(problem.kernels.ops.seconds)
     for name in SOLVERS:
         start = time.process_time()

@@ -1,11 +1,11 @@
-"""Bounds hold: no choice of runs on small graphs is smaller or faster."""
+"""LowerBounds hold: no choice of runs on small graphs is smaller or faster."""
 
 from __future__ import annotations
 
 import pytest
 
-from lowtide.planning.solvers.bounds import Bounds
-from lowtide.planning.solvers.runs import Timeline
+from lowtide.planning.solvers.bounds import LowerBounds
+from lowtide.planning.solvers.runs import RunTimeline
 
 from ...soak import count
 from .exhaustive import best_peak, best_seconds, random_ops
@@ -14,8 +14,8 @@ from .exhaustive import best_peak, best_seconds, random_ops
 @pytest.mark.parametrize("seed", range(count(4, soak=60)))
 def test_no_choice_beats_a_bound(seed: int) -> None:
     ops = random_ops(seed)
-    plain = Timeline(ops, {})
-    bounds, smallest = Bounds(plain), best_peak(ops)
+    plain = RunTimeline(ops, {})
+    bounds, smallest = LowerBounds(plain), best_peak(ops)
     assert bounds.peak_bytes <= smallest
     assert bounds.seconds(bounds.peak_bytes - 1) == float("inf")
     assert bounds.seconds(plain.peak_bytes) == 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowtide.planning.solvers.exact import fastest
-from lowtide.planning.solvers.runs import Timeline
+from lowtide.planning.solvers.runs import RunTimeline
 
 from ...soak import count
 from .exhaustive import best_peak, best_seconds, random_ops
@@ -16,9 +16,9 @@ def test_the_fewest_seconds_within_a_budget(seed: int) -> None:
     ops = random_ops(seed)
     smallest = best_peak(ops)
     assert fastest(ops, smallest - 1) is None
-    for budget in range(smallest, Timeline(ops, {}).peak_bytes, 3):
+    for budget in range(smallest, RunTimeline(ops, {}).peak_bytes, 3):
         again = fastest(ops, budget)
         assert again is not None
-        timeline = Timeline(ops, again)
+        timeline = RunTimeline(ops, again)
         assert timeline.peak_bytes <= budget
         assert timeline.seconds == best_seconds(ops, budget)

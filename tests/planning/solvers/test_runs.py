@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.planning.solvers.runs import Ops, Timeline, with_runs, without_runs
+from lowtide.planning.solvers.runs import Ops, RunTimeline, with_runs, without_runs
 
 # x -> a -> b, and the backward of each: b's reads b, a's reads a.
 CHAIN = Ops(
@@ -17,27 +17,27 @@ CHAIN = Ops(
 
 
 def test_bytes_of_the_plain_order() -> None:
-    plain = Timeline(CHAIN, {})
+    plain = RunTimeline(CHAIN, {})
     assert plain.live.tolist() == [4, 12, 14, 16, 22, 16]
     assert (plain.peak_bytes, plain.seconds) == (22, 0.0)
 
 
 def test_a_freed_value_lives_again_from_its_run() -> None:
-    timeline = Timeline(CHAIN, {4: frozenset({1})})
+    timeline = RunTimeline(CHAIN, {4: frozenset({1})})
     assert timeline.runs == [0, 1, 2, 3, 1, 4, 5]
     assert timeline.live.tolist() == [4, 12, 14, 8, 14, 22, 16]
     assert timeline.seconds == 2.0
 
 
 def test_runs_whose_results_nobody_reads_are_dropped_with_their_sources() -> None:
-    timeline = Timeline(CHAIN, {5: frozenset({1, 2})})
+    timeline = RunTimeline(CHAIN, {5: frozenset({1, 2})})
     assert timeline.again == {}
     assert timeline.seconds == 0.0
 
 
 def test_a_result_takes_the_place_of_a_dying_value() -> None:
     ops = Ops(((), (0,), (1,)), ((0,), (1,), (2,)), (4, 4, 4), (0.0,) * 3, 2, frozenset(), over=((), (0,), (1,)))
-    assert Timeline(ops, {}).live.tolist() == [4, 4, 4]
+    assert RunTimeline(ops, {}).live.tolist() == [4, 4, 4]
 
 
 def test_added_runs_are_removed_again() -> None:

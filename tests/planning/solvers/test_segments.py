@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from lowtide.planning.solvers.runs import Timeline
+from lowtide.planning.solvers.runs import RunTimeline
 from lowtide.planning.solvers.segments import on_demand, segmented
 
 from .exhaustive import layers
@@ -12,11 +12,11 @@ from .exhaustive import layers
 
 def test_segments_lower_the_peak_and_run_no_op_twice_again() -> None:
     ops = layers(200)
-    guesses = [Timeline(ops, again) for again in segmented(ops)]
+    guesses = [RunTimeline(ops, again) for again in segmented(ops)]
     for guess in guesses:
         runs = Counter(op for stage in guess.again.values() for op in stage)
         assert max(runs.values(), default=0) <= 1
-    assert min(guess.peak_bytes for guess in guesses) < 0.4 * Timeline(ops, {}).peak_bytes
+    assert min(guess.peak_bytes for guess in guesses) < 0.4 * RunTimeline(ops, {}).peak_bytes
 
 
 def test_nothing_runs_again_if_all_is_kept_and_all_that_backward_reads_if_nothing_is() -> None:

@@ -9,15 +9,15 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.planning.solvers.runs import Timeline
+from lowtide.planning.solvers.runs import RunTimeline
 
 _PLACES = 32  # ops of the plain order at which a knapsack is filled: more raise the bound little
 
 
-class Bounds:
-    """Bounds that no choice of runs can beat, since values that no op can recompute, and each op's own, must live."""
+class LowerBounds:
+    """Bytes and seconds that no choice of runs can beat."""
 
-    def __init__(self, plain: Timeline) -> None:
+    def __init__(self, plain: RunTimeline) -> None:
         self.plain, self.ops = plain, plain.ops
 
     @cached_property

@@ -7,6 +7,7 @@ from one op to the next, and which are freed within.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -39,7 +40,7 @@ class _Program:
             self._add_bytes(stage)
 
     def solve(self, budget_bytes: int) -> Again | None:
-        least = [low for _, low in self.rows] + [beside - budget_bytes for _, beside in self.over_budget]
+        least: Any = [low for _, low in self.rows] + [beside - budget_bytes for _, beside in self.over_budget]
         entries = [row for row, _ in self.rows]
         entries += [{variable: -size for variable, size in row.items()} for row, _ in self.over_budget]
         places = [(place, variable, value) for place, row in enumerate(entries) for variable, value in row.items()]
@@ -49,7 +50,7 @@ class _Program:
             np.array(self.cost),
             integrality=np.ones(len(self.cost)),
             bounds=Bounds(0, 1),
-            constraints=LinearConstraint(matrix, lb=np.array(least)),
+            constraints=LinearConstraint(matrix, lb=least),
             options={"node_limit": _NODES},
         )
         if result.x is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from lowtide.planning.solvers.exact import fastest
 from lowtide.planning.solvers.moves import filled, shrunk
-from lowtide.planning.solvers.runs import Again, Ops, Timeline, without_runs
+from lowtide.planning.solvers.runs import Again, Ops, RunTimeline, without_runs
 from lowtide.planning.solvers.segments import segmented
 
 # Peaks at which runs are sought, from the smallest to the plain one: closer where every byte is dear.
@@ -24,15 +24,15 @@ _CLOSE = 0.995  # of a peak: not worth another program
 _EXACT = 16  # ops of a graph that is solved exactly
 
 
-def frontier(ops: Ops) -> list[Timeline]:
+def frontier(ops: Ops) -> list[RunTimeline]:
     """Timelines from the fastest to the smallest: each smaller one takes more seconds."""
-    plain = Timeline(ops, {})
-    guesses = sorted((Timeline(ops, again) for again in segmented(ops)), key=lambda guess: guess.peak_bytes)
+    plain = RunTimeline(ops, {})
+    guesses = sorted((RunTimeline(ops, again) for again in segmented(ops)), key=lambda guess: guess.peak_bytes)
     descents = [list(_descent(start)) for start in (plain, *guesses[:_GUESSES])]
     descents += [[guess] for guess in guesses[_GUESSES:]]
     smallest = min(timeline.peak_bytes for descent in descents for timeline in descent)
     best = [plain, *(timeline for descent in descents for timeline in descent)]
-    before: Timeline | None = None
+    before: RunTimeline | None = None
     for share in _SHARES:
         target = smallest + int(share * (plain.peak_bytes - smallest))
         fit = [next((each for each in descent if each.peak_bytes <= target), None) for descent in descents]
@@ -44,25 +44,25 @@ def frontier(ops: Ops) -> list[Timeline]:
     return _undominated([*best, *_exact(plain)])
 
 
-def _exact(plain: Timeline) -> Iterator[Timeline]:
+def _exact(plain: RunTimeline) -> Iterator[RunTimeline]:
     """The fastest timelines of a small graph, each below the peak of the one before."""
     timeline = plain
     while len(plain.ops) <= _EXACT:
         again = fastest(plain.ops, timeline.peak_bytes - 1)
         if again is None:
             return
-        timeline = Timeline(plain.ops, again)
+        timeline = RunTimeline(plain.ops, again)
         yield timeline
 
 
-def _cost(timeline: Timeline) -> tuple[float, int]:
+def _cost(timeline: RunTimeline) -> tuple[float, int]:
     return timeline.seconds, timeline.peak_bytes
 
 
-def _undominated(timelines: list[Timeline]) -> list[Timeline]:
+def _undominated(timelines: list[RunTimeline]) -> list[RunTimeline]:
     """The fastest at each peak, the smallest, and none that is hardly smaller than a faster one."""
     smallest = min(timeline.peak_bytes for timeline in timelines)
-    chosen: list[Timeline] = []
+    chosen: list[RunTimeline] = []
     for timeline in sorted(timelines, key=_cost):
         last = chosen[-1].peak_bytes if chosen else math.inf
         if timeline.peak_bytes < _CLOSE * last or timeline.peak_bytes == smallest < last:
@@ -70,7 +70,7 @@ def _undominated(timelines: list[Timeline]) -> list[Timeline]:
     return chosen
 
 
-def _descent(timeline: Timeline) -> Iterator[Timeline]:
+def _descent(timeline: RunTimeline) -> Iterator[RunTimeline]:
     """Timelines with falling peaks, until nothing helps."""
     yield timeline
     banned: set[tuple[int, int]] = set()
@@ -81,7 +81,7 @@ def _descent(timeline: Timeline) -> Iterator[Timeline]:
             again, freed = shrunk(timeline, int(timeline.peak_bytes * step), banned, held_on=held_on)
             if not freed:
                 return
-            following = Timeline(timeline.ops, again)
+            following = RunTimeline(timeline.ops, again)
             if following.peak_bytes < timeline.peak_bytes:
                 timeline, failed = following, 0
                 yield timeline
@@ -91,17 +91,17 @@ def _descent(timeline: Timeline) -> Iterator[Timeline]:
             banned |= freed
 
 
-def _filled(timeline: Timeline, target: int) -> Timeline:
+def _filled(timeline: RunTimeline, target: int) -> RunTimeline:
     for _ in range(_ROUNDS):
         again: Again = filled(timeline, target)
-        following = Timeline(timeline.ops, again)
+        following = RunTimeline(timeline.ops, again)
         if following.peak_bytes > target or following.seconds >= timeline.seconds:
             return timeline
         timeline = following
     return timeline
 
 
-def _polished(timeline: Timeline, target: int) -> Timeline:
+def _polished(timeline: RunTimeline, target: int) -> RunTimeline:
     """Keep one value and free others for it, as long as that saves seconds."""
     tried: set[tuple[int, int]] = set()
     for _ in range(min(_MOST_POLISHED, _POLISHED // len(timeline.ops) ** 2)):
@@ -110,13 +110,13 @@ def _polished(timeline: Timeline, target: int) -> Timeline:
             break
         run = max(runs, key=lambda run: (timeline.ops.seconds[run[1]], run))
         tried.add(run)
-        other = _repaired(Timeline(timeline.ops, without_runs(timeline.again, [run])), target, run)
+        other = _repaired(RunTimeline(timeline.ops, without_runs(timeline.again, [run])), target, run)
         if other.peak_bytes <= target:
             timeline = min(timeline, _filled(other, target), key=_cost)
     return timeline
 
 
-def _repaired(timeline: Timeline, target: int, kept: tuple[int, int]) -> Timeline:
+def _repaired(timeline: RunTimeline, target: int, kept: tuple[int, int]) -> RunTimeline:
     """Free values other than one, until the peak is at the target."""
     stage, op = kept
     for _ in range(_PATIENCE):
@@ -125,5 +125,5 @@ def _repaired(timeline: Timeline, target: int, kept: tuple[int, int]) -> Timelin
         again, freed = shrunk(timeline, target, {(op, stage)})
         if not freed:
             break
-        timeline = Timeline(timeline.ops, again)
+        timeline = RunTimeline(timeline.ops, again)
     return timeline

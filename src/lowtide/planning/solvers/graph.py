@@ -7,7 +7,7 @@ from lowtide.planning.plan import PlannedStage
 from lowtide.planning.solvers.frontier import frontier
 from lowtide.planning.solvers.joint_ops import JointOps
 from lowtide.planning.solvers.outline import outline
-from lowtide.planning.solvers.runs import Timeline, without_runs
+from lowtide.planning.solvers.runs import RunTimeline, without_runs
 from lowtide.planning.solvers.solver import Problem, Solution
 from lowtide.tracing.capture.joint import module_of
 
@@ -22,7 +22,7 @@ class GraphSolver:
         return [_solution(problem.kernels, timeline) for timeline in frontier(problem.kernels.ops)]
 
 
-def _solution(kernels: JointOps, timeline: Timeline) -> Solution:
+def _solution(kernels: JointOps, timeline: RunTimeline) -> Solution:
     again, peak = timeline.again, timeline.peak_bytes
     runs = sum(map(len, again.values()))
     return Solution(
@@ -31,11 +31,11 @@ def _solution(kernels: JointOps, timeline: Timeline) -> Solution:
         seconds=timeline.seconds,
         estimate_bytes=peak,
         write=lambda: kernels.program(again),
-        explain=lambda: tuple(_explain(kernels, Timeline(kernels.ops, again))),
+        explain=lambda: tuple(_explain(kernels, RunTimeline(kernels.ops, again))),
     )
 
 
-def _explain(kernels: JointOps, timeline: Timeline) -> list[PlannedStage]:
+def _explain(kernels: JointOps, timeline: RunTimeline) -> list[PlannedStage]:
     """Parts of the model with the bytes that they save for backward, and the seconds of recomputing some."""
     ops, backward = kernels.ops, kernels.ops.backward
     parts: dict[str, list[int]] = {}
@@ -47,7 +47,7 @@ def _explain(kernels: JointOps, timeline: Timeline) -> list[PlannedStage]:
     stages: list[PlannedStage] = []
     for place, members in enumerate(parts.values()):
         again = [(stage, op) for op in members for stage in times.get(op, ())]
-        peak = Timeline(ops, without_runs(timeline.again, again)).peak_bytes if again else timeline.peak_bytes
+        peak = RunTimeline(ops, without_runs(timeline.again, again)).peak_bytes if again else timeline.peak_bytes
         choice = StageChoice(
             stage=place,
             runs=1 + max(len(times.get(op, ())) for op in members),

@@ -9,7 +9,7 @@ from torch import fx
 from lowtide.planning.programs.in_place import lies_like, written_over
 from lowtide.planning.programs.program import Kind, Program
 from lowtide.planning.programs.writer import STATE_BYTES, write
-from lowtide.planning.solvers.runs import Again, Ops, Timeline
+from lowtide.planning.solvers.runs import Again, Ops, RunTimeline
 from lowtide.tracing.capture.batchnorm import inputs_of
 from lowtide.tracing.capture.joint import Joint, bytes_of, is_item, is_random, size_of, viewed
 
@@ -41,7 +41,7 @@ class JointOps:
 
     def program(self, again: Again) -> Program:
         """The program of runs."""
-        return write(self.joint, list(_NodeOrder(self, Timeline(self.ops, again)).backward()))
+        return write(self.joint, list(_NodeOrder(self, RunTimeline(self.ops, again)).backward()))
 
     def _values(self, op: int, node: fx.Node, sizes: list[int]) -> tuple[int, ...]:
         """Number the values that an op makes."""
@@ -116,7 +116,7 @@ def _backward_order(joint: Joint) -> list[fx.Node]:
 class _NodeOrder:
     """Walk runs, and list nodes: kernels, their several results, and views when they are first read."""
 
-    def __init__(self, kernels: JointOps, timeline: Timeline) -> None:
+    def __init__(self, kernels: JointOps, timeline: RunTimeline) -> None:
         self.kernels, self.joint, self.timeline = kernels, kernels.joint, timeline
         self.latest: dict[int, int] = {}  # by op: its latest run
         self.shows: dict[fx.Node, int] = {}  # by view: the run that made its storage

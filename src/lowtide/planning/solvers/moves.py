@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from functools import cached_property
 from typing import NamedTuple
 
-from lowtide.planning.solvers.runs import Again, Timeline, with_runs, without_runs
+from lowtide.planning.solvers.runs import Again, RunTimeline, with_runs, without_runs
 
 _SMALL = 0.02  # of a freed value: a source as small is kept for it
 
@@ -27,7 +27,7 @@ class _Freed(NamedTuple):
 
 
 def shrunk(
-    timeline: Timeline, target: int, banned: set[tuple[int, int]], *, held_on: bool = True
+    timeline: RunTimeline, target: int, banned: set[tuple[int, int]], *, held_on: bool = True
 ) -> tuple[Again, set[tuple[int, int]]]:
     """Free the cheapest values at the peak until it would be at the target.
 
@@ -40,7 +40,7 @@ def shrunk(
 class _AtPeak:
     """Values that live at the peak, unread there, and their recomputation right before their next reads."""
 
-    def __init__(self, timeline: Timeline, banned: set[tuple[int, int]], *, held_on: bool) -> None:
+    def __init__(self, timeline: RunTimeline, banned: set[tuple[int, int]], *, held_on: bool) -> None:
         self.timeline, self.ops, self.banned, self.held_on = timeline, timeline.ops, banned, held_on
         self.place = int(timeline.live.argmax())
         self.again = timeline.again
@@ -138,7 +138,7 @@ class _AtPeak:
         return stages[index] if index < len(stages) else None
 
 
-def filled(timeline: Timeline, target: int) -> Again:
+def filled(timeline: RunTimeline, target: int) -> Again:
     """Keep values in place of running their ops again, the most seconds for their bytes first, within the target."""
     live = timeline.live.copy()
     removed: list[tuple[int, int]] = []
@@ -160,7 +160,7 @@ class _Gap(NamedTuple):
     values: list[tuple[int, int]]
 
 
-def _gaps(timeline: Timeline) -> list[_Gap]:
+def _gaps(timeline: RunTimeline) -> list[_Gap]:
     ops, readers, latest = timeline.ops, timeline.is_read, list(range(len(timeline.ops)))
     dies = {(value, born): last for value, born, last in timeline.spans}
     saved: dict[int, float] = {}

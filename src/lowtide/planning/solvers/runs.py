@@ -68,7 +68,7 @@ class Ops:
         return np.array(self.workspace or (0,) * len(self), np.int64)
 
 
-class Timeline:
+class RunTimeline:
     """Runs in order, without those whose results nobody reads; the spans of values and the bytes at each run."""
 
     def __init__(self, ops: Ops, again: Again) -> None:
