@@ -13,12 +13,12 @@ from lowtide.planning.solvers.segments import segmented
 # Peaks at which runs are sought, from the smallest to the plain one: closer where every byte is dear.
 _SHARES = [*(0.16 * step / 8 for step in range(8)), *(0.16 + 0.84 * step / 28 for step in range(28))]
 # Rounds of a descent: the share of the peak to reach, and whether recomputed sources are held on to their next readers.
-_ATTEMPTS = ((0.93, True), (0.98, True), (0.98, False))
+_ATTEMPTS = ((0.96, True), (0.98, True), (0.98, False))
 _PATIENCE = 4  # rounds that may fail to lower the peak
 _GUESSES = 2  # segmentations that are descended from: the smallest
-_STARTS = 3  # timelines that are filled for a target: the fastest, beside the one for the target before
+_STARTS = 2  # timelines that are filled for a target: the fastest, beside the one for the target before
 _ROUNDS = 3  # of keeping again
-_POLISHED = 40_000  # ops squared, times attempts to keep one value for others: small graphs are searched more
+_POLISHED = 20_000  # ops squared, times attempts to keep one value for others: small graphs are searched more
 _MOST_POLISHED = 64  # attempts
 _CLOSE = 0.995  # of a peak: not worth another program
 _EXACT = 16  # ops of a graph that is solved exactly
