@@ -14,10 +14,11 @@ from pathlib import Path
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.harness import Row, arguments, record, results_of
-from benchmarks.shapes import SHAPES, Shape, work_of
+from benchmarks.shapes import SHAPES, Shape, layers, work_of
 from lowtide import Workload, zoo
 from lowtide.planning.programs.program import simulate
 from lowtide.planning.programs.program_profile import node_seconds
+from lowtide.planning.solvers.frontier import frontier
 from lowtide.planning.solvers.runs import RunTimeline
 from lowtide.planning.solvers.solver import SOLVERS, Problem, Solution
 from lowtide.profiling import Profile, profile
@@ -94,10 +95,6 @@ def _row(case: str, subject: str, metric: str, value: float, unit: str) -> Row:
 
 def growth() -> Iterator[Row]:
     """Processor seconds for graphs of 100 to 10,000 ops."""
-    from tests.planning.solvers.exhaustive import layers
-
-    from lowtide.planning.solvers.frontier import frontier
-
     for size in (100, 1_000, 2_500, 10_000):
         ops = layers(size)
         start = time.process_time()

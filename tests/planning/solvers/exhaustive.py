@@ -84,29 +84,3 @@ def _ends(ops: Ops, stage: int, live: frozenset[int], again: tuple[int, ...]) ->
             alive = [v for v in made if v == run or v in left or last.get(v, -1) >= place]
             peak = max(peak, sum(ops.bytes[value] for value in alive))
         yield frozenset(left), peak
-
-
-def layers(size: int) -> Ops:
-    """About as many ops: blocks of five with residuals, some of which read the first value, and their backward."""
-    forward = size // 2
-    reads: list[tuple[int, ...]] = []
-    for op in range(forward):
-        before = [op - 1] if op else []
-        before += [op - 5] if op % 5 == 4 and op > 5 else []
-        before += [0] if op % 50 == 49 else []
-        reads.append(tuple(dict.fromkeys(before)))
-    for op in reversed(range(forward)):
-        gradient = [2 * forward - 2 - op] if op < forward - 1 else []
-        reads.append(tuple(dict.fromkeys((op, *reads[op], *gradient))))
-    sizes, seconds = (4000, 16000, 16000, 4000, 4000), (1.0, 4.0, 0.5, 4.0, 0.3)
-    return Ops(
-        reads=tuple(reads),
-        makes=tuple((op,) for op in range(2 * forward)),
-        bytes=(*(sizes[op % 5] for op in range(forward)), *(sizes[op % 5] for op in reversed(range(forward)))),
-        seconds=(
-            *(seconds[op % 5] for op in range(forward)),
-            *(2 * seconds[op % 5] for op in reversed(range(forward))),
-        ),
-        backward=forward,
-        repeatable=frozenset(range(forward)),
-    )

@@ -6,11 +6,12 @@ import time
 from itertools import pairwise
 
 import pytest
+from benchmarks.shapes import layers
 
 from lowtide.planning.solvers.frontier import frontier
 
 from ...soak import SOAK, count
-from .exhaustive import best_peak, best_seconds, layers, random_ops
+from .exhaustive import best_peak, best_seconds, random_ops
 
 
 @pytest.mark.parametrize("seed", range(count(6, soak=200)))

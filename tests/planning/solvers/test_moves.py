@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from benchmarks.shapes import layers
+
 from lowtide.planning.solvers.moves import filled, shrunk
 from lowtide.planning.solvers.runs import RunTimeline
 from lowtide.planning.solvers.segments import on_demand
-
-from .exhaustive import layers
 
 
 def test_freeing_at_the_peak_lowers_it_for_seconds() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+from benchmarks.shapes import layers
+
 from lowtide.planning.solvers.runs import RunTimeline
 from lowtide.planning.solvers.segments import on_demand, segmented
-
-from .exhaustive import layers
 
 
 def test_segments_lower_the_peak_and_run_no_op_twice_again() -> None:
