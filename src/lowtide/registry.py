@@ -27,6 +27,7 @@ BUILT_IN: Mapping[str, Mapping[str, BuiltIn]] = {
     },
     "solver": {
         "chain": BuiltIn("lowtide.planning.solvers.chain:ChainSolver", "optimal schedules of a chain of stages"),
+        "graph": BuiltIn("lowtide.planning.solvers.graph:GraphSolver", "any graph, value by value"),
     },
 }
 PLAIN_ENGINE = next(iter(BUILT_IN["engine"]))

@@ -80,7 +80,8 @@ def test_a_plan_on_the_graph_engine_has_a_program_and_a_page(deep: str, tmp_path
     files = ("--out", "plan.json", "--program", "new/program.txt", "--html", "plan.html")
     planned = lowtide("plan", deep, "--budget", "60%", "--engine", "graph", *files, "--json").json()
     assert planned["engine"] == "graph"
-    assert (planned["program"]["solver"], planned["program"]["lowering"]) == ("chain", "ops")
+    assert planned["program"]["solver"] in ("chain", "graph")
+    assert planned["program"]["lowering"] == "ops"
     text = (tmp_path / "new/program.txt").read_text()
     assert text.count("recompute ") == planned["program"]["ops_again"] > 0
     assert "go to backward" in text

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide import Workload
 from lowtide.chains import OptimalSchedules, Schedule, keep_all, recursive, sqrt
 from lowtide.chains import simulate as run_chain
+from lowtide.planning.programs.chain_order import program_of
 from lowtide.planning.programs.program import Program
 from lowtide.planning.programs.stages import Stages
-from lowtide.planning.programs.writer import program_of
 from lowtide.tracing.capture.joint import Joint, bytes_of
 
 PLANS: dict[str, Callable[[OptimalSchedules], Schedule]] = {

@@ -17,7 +17,7 @@ from lowtide.planning.programs.program_profile import Forecast, check_results
 from lowtide.planning.solvers.solver import Problem, Solution, solutions
 from lowtide.profiling import Profile
 from lowtide.registry import PLAIN_ENGINE
-from lowtide.sizes import format_size
+from lowtide.sizes import format_seconds, format_size
 from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.capture.batchnorm import is_left_batch_norm
 from lowtide.tracing.capture.joint import Joint, size_of
@@ -115,9 +115,14 @@ class GraphCandidates:
             room_bytes=simulate(solution.program).peak_bytes + budget_bytes - peak_bytes,
             seconds=candidate.price.seconds,
             fidelity=candidate.price.fidelity,
-            why=_reasons(stages, budget_bytes),
+            why=(*_reasons(stages, budget_bytes), self._gap(solution, budget_bytes - beside)),
             stages=stages,
         )
+
+    def _gap(self, solution: Solution, room_bytes: int) -> str:
+        """A program's seconds beside the bound of every program."""
+        bound = format_seconds(min(self.problem.bounds.seconds(room_bytes), solution.seconds))
+        return f"no program in this order takes less than {bound} more (a relaxed knapsack's bound)"
 
 
 def _reasons(stages: tuple[PlannedStage, ...], budget_bytes: int) -> tuple[str, ...]:

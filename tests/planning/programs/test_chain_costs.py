@@ -6,9 +6,9 @@ import pytest
 
 from lowtide.chains import keep_all, simulate, sqrt
 from lowtide.planning.programs.chain_costs import complete_chain
+from lowtide.planning.programs.chain_order import program_of
 from lowtide.planning.programs.program import simulate as simulate_program
 from lowtide.planning.programs.stages import Stages
-from lowtide.planning.programs.writer import program_of
 from lowtide.tracing.capture.loss import capture_joint
 from lowtide.workload import Workload
 

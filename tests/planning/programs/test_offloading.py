@@ -11,10 +11,10 @@ from lowtide import Workload, zoo
 from lowtide.chains import keep_all, sqrt
 from lowtide.engines.graph import planned_loss
 from lowtide.errors import PlanError
+from lowtide.planning.programs.chain_order import program_of
 from lowtide.planning.programs.offloading import with_offloaded
 from lowtide.planning.programs.program import Kind, Program, Value, simulate
 from lowtide.planning.programs.stages import Stages
-from lowtide.planning.programs.writer import program_of
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.capture.loss import capture_joint
 from tests.engines.counting import executed_peak, results

@@ -9,6 +9,7 @@ import torch
 
 from lowtide.chains import recursive
 from lowtide.engines.graph import planned_loss
+from lowtide.planning.programs.chain_order import program_of
 from lowtide.planning.programs.liveness import is_elementwise
 from lowtide.planning.programs.program import Program
 from lowtide.planning.programs.stages import Stages
@@ -16,7 +17,6 @@ from lowtide.planning.programs.strategies import (
     sqrt_without_cheap,
     without_cheap,
 )
-from lowtide.planning.programs.writer import program_of
 from lowtide.tracing.capture.batchnorm import is_batch_norm
 from lowtide.tracing.capture.joint import Joint, is_item
 from lowtide.tracing.capture.loss import capture_joint

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import fx
 
 from lowtide.chains import Chain, keep_all
+from lowtide.planning.programs.chain_order import program_of
 from lowtide.planning.programs.program import Cost, Instruction, Kind, Program, Value, simulate
 from lowtide.planning.programs.stages import Stages
-from lowtide.planning.programs.writer import program_of
 from lowtide.tracing.capture.joint import bytes_of
 
 

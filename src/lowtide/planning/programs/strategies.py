@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from lowtide.chains import Chain, keep_all, sqrt
 from lowtide.planning.programs.arena import arena, pool, share
+from lowtide.planning.programs.chain_order import program_of
 from lowtide.planning.programs.liveness import Life, Order, lives, lives_in_place, order_of, peak_bytes
 from lowtide.planning.programs.program import Program
 from lowtide.planning.programs.stages import Stages
-from lowtide.planning.programs.writer import program_of
 from lowtide.tracing.capture.joint import Joint
 
 

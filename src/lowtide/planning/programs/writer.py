@@ -1,4 +1,4 @@
-"""Write a schedule as a program: ops in order, returned gradients, in-place writes and frees."""
+"""Write an order of ops as a program: returned gradients, in-place writes, generator states and frees."""
 
 from __future__ import annotations
 
@@ -10,38 +10,33 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from lowtide.chains import Action as Step
-from lowtide.chains import Schedule
 from lowtide.planning.programs.in_place import lies_like, written_over
 from lowtide.planning.programs.program import Instruction, Kind, Program, Role, Value
-from lowtide.planning.programs.rematerialize import LightStages, sources_of
-from lowtide.planning.programs.stages import Stages
 from lowtide.tracing.capture.batchnorm import inputs_of
-from lowtide.tracing.capture.joint import bytes_of, is_item, is_random, size_of, viewed
+from lowtide.tracing.capture.joint import Joint, bytes_of, is_item, is_random, size_of, viewed
 
 STATE_BYTES = torch.get_rng_state().nbytes
 _PIECES = 16  # gradients leave when they make this part of all
 
 
-def program_of(stages: Stages, schedule: Schedule) -> Program:
-    """The program of a chain's schedule."""
-    return Writer(stages, schedule).program()
+def write(joint: Joint, backward: Sequence[tuple[fx.Node, Kind]]) -> Program:
+    """The program that computes the forward pass in its order, and then the given ops.
+
+    Forward's results that these read stay in memory between the passes.
+    """
+    return _Writer(joint, backward).program()
 
 
-class Writer:
-    """Write instructions in the order of a schedule, then free each cell after its last use."""
+class _Writer:
+    """Write instructions in order, then free each cell after its last use."""
 
-    def __init__(self, stages: Stages, schedule: Schedule) -> None:
-        self.stages, self.joint = stages, stages.joint
-        first = next(i for i, step in enumerate(schedule.operations) if step.kind is Step.BACKWARD)
-        self.sweep, self.rest = schedule.operations[:first], schedule.operations[first:]
-        again = {step.stage for step in self.rest if step.kind is not Step.BACKWARD}
-        self.replayed = {node for stage in again for node in stages.forward[stage] if is_random(node)}
-        self.now = {node: Value(node.name) for node in (*self.joint.primals, *self.joint.tangents)}
+    def __init__(self, joint: Joint, backward: Sequence[tuple[fx.Node, Kind]]) -> None:
+        self.joint, self.order = joint, backward
+        self.replayed = {node for node, kind in backward if kind is Kind.RECOMPUTE and is_random(node)}
+        self.now = {node: Value(node.name) for node in (*joint.primals, *joint.tangents)}
         self.runs: dict[fx.Node, int] = {}
         self.storages: dict[Value, tuple[Value, ...]] = {}
         self.bytes: dict[Value, int] = {}
-        self.light = LightStages(stages)
 
     def held(self, cell: Value) -> tuple[Value, ...]:
         """Storages that live as long as a cell does."""
@@ -51,10 +46,8 @@ class Writer:
         forward = [self._run(node, Kind.COMPUTE) for node in self.joint.forward]
         loss = self.now[self.joint.loss]
         moved = [self.now[n] for n in self.joint.outputs if isinstance(n, fx.Node) and n is not self.joint.loss]
-        saved = self._kept()
-        available = {*saved, *(self.now[node] for node in self.joint.tangents)}
-        self.now = {node: cell for node, cell in self.now.items() if cell in available}
-        backward = list(self._backward())
+        saved = [self.now[node] for node in (*self.joint.primals, *self.joint.forward)]
+        backward = [self._run(node, kind) for node, kind in self.order]
         gradients = tuple(self.now[g] if isinstance(g, fx.Node) else None for g in self.joint.gradients)
         backward = _needed(backward, {cell for cell in gradients if cell is not None})
         backward = list(self._given(backward, gradients))
@@ -224,67 +217,6 @@ class Writer:
             ):
                 return read[value]
         return None
-
-    def _kept(self) -> list[Value]:
-        """Cells that the forward sweep keeps: parameters, inputs, checkpoints, and stages' saved values."""
-        keep = set(self.stages.always_kept)
-        for step in self.sweep:
-            self.light.note(step)
-            if step.kind is not Step.NOTHING:
-                keep |= self.stages.inputs[step.stage]
-            if step.kind in (Step.EVERYTHING, Step.LIGHT):
-                keep |= self.stages.kept_by(step.stage)
-        keep -= self.light.stale
-        nodes = [*self.joint.primals, *(node for node in self.joint.forward if node in keep)]
-        return [self.now[node] for node in nodes]
-
-    def _backward(self) -> Iterator[Instruction]:
-        for step in self.rest:
-            self.light.note(step)
-            if step.kind is Step.BACKWARD:
-                prepared: set[fx.Node] = set()
-                for node in self.stages.backward[step.stage]:
-                    yield from self._prepare(node, prepared)
-                    yield self._run(node, Kind.COMPUTE)
-                for node in prepared:
-                    self.now.pop(node)  # computed from results that another run may replace
-            else:
-                for node in self.stages.forward[step.stage]:
-                    if node not in self.joint.copies:  # their sources have changed
-                        yield self._run(node, Kind.RECOMPUTE)
-        for node in self.joint.gradients:
-            if isinstance(node, fx.Node) and node not in self.now:
-                yield from self._prepare_all([node], set())
-
-    def _prepare(self, node: fx.Node, prepared: set[fx.Node]) -> Iterator[Instruction]:
-        if self.light.stale:
-            yield from self._remade([value for value in self.stages.read_by(node) if value in self.light.stale])
-        yield from self._prepare_all([v for v in node.all_input_nodes if v in self.joint.prepared], prepared)
-
-    def _remade(self, waiting: list[fx.Node]) -> Iterator[Instruction]:
-        """Recompute freed cheap results and their freed sources."""
-        while waiting:
-            node = waiting[-1]
-            missing = [v for v in sources_of(self.joint, node) if not self.light.is_available(v)]
-            if self.light.is_available(node):
-                waiting.pop()
-            elif missing:
-                waiting += missing
-            else:
-                waiting.pop()
-                self.light.recomputed(node)
-                yield self._run(node, Kind.RECOMPUTE)
-
-    def _prepare_all(self, waiting: list[fx.Node], prepared: set[fx.Node]) -> Iterator[Instruction]:
-        while waiting:
-            node = waiting[-1]
-            missing = [v for v in node.all_input_nodes if v not in self.now and v in self.joint.prepared]
-            waiting += missing
-            if not missing:
-                waiting.pop()
-                if node not in self.now:
-                    prepared.add(node)
-                    yield self._run(node, Kind.COMPUTE)
 
     def _run(self, node: fx.Node, kind: Kind) -> Instruction:
         reads = tuple(self.now[value] for value in inputs_of(node, again=kind is Kind.RECOMPUTE))

@@ -7,10 +7,10 @@ from dataclasses import replace
 from lowtide.chains import Chain, OptimalSchedules, Schedule, explain, keep_all, simulate
 from lowtide.planning.plan import PlannedStage
 from lowtide.planning.programs.chain_costs import complete_chain
+from lowtide.planning.programs.chain_order import program_of
 from lowtide.planning.programs.stages import Stages
-from lowtide.planning.programs.writer import program_of
+from lowtide.planning.solvers.outline import outline
 from lowtide.planning.solvers.solver import Problem, Solution
-from lowtide.tracing.capture.joint import module_of
 
 _STEPS = 40  # budgets at which a chain is solved
 
@@ -38,7 +38,9 @@ def _solution(stages: Stages, chain: Chain, schedule: Schedule) -> Solution:
         seconds=schedule.forward_seconds(chain) - sum(chain.forward_seconds),
         estimate_bytes=simulate(chain, schedule).peak_bytes,
         write=lambda: program_of(stages, schedule),
-        explain=lambda: tuple(PlannedStage(_outline(stages, each.stage), each) for each in explain(chain, schedule)),
+        explain=lambda: tuple(
+            PlannedStage(outline(stages.forward[each.stage]), each) for each in explain(chain, schedule)
+        ),
     )
 
 
@@ -57,27 +59,3 @@ def schedules(chain: Chain) -> list[Schedule]:
         sizes = [low + (high - low) * step**2 // _STEPS**2 for step in range(_STEPS)]  # close by where little helps
         distinct |= dict.fromkeys(map(plans.schedule, reversed(sizes)))
     return list(distinct)
-
-
-def _outline(stages: Stages, stage: int) -> str:
-    """A stage by its modules and its heavy ops."""
-    nodes = [node for node in stages.forward[stage] if "." in str(node.target)]
-    ops = _heavy_ops([str(node.target).split(".")[1] for node in nodes])
-    return ": ".join(filter(None, (_span(list(map(module_of, nodes))), ops)))
-
-
-def _span(modules: list[str]) -> str:
-    """The first and the last of the modules that ran.
-
-    >>> _span(["blocks.0.wide", "blocks.0.wide"]), _span(["blocks.0.out", "blocks.0", "blocks.1.norm"])
-    ('blocks.0.wide', 'blocks.0.out … blocks.1.norm')
-    """
-    named = list(filter(None, modules))
-    return " … ".join(dict.fromkeys((named[0], named[-1]))) if named else ""
-
-
-def _heavy_ops(ops: list[str]) -> str:
-    """The heavy ops of a stage, or the first ones."""
-    heavy = [op for op in ops if op.endswith(("mm", "convolution")) or "attention" in op]
-    shown = list(dict.fromkeys(heavy or ops))
-    return ", ".join(shown[:2]) + (", …" if len(ops) > 2 else "")

@@ -12,6 +12,9 @@ from torch import fx
 from lowtide.errors import BudgetError
 from lowtide.planning.plan import PlannedStage
 from lowtide.planning.programs.program import Program, simulate
+from lowtide.planning.solvers.bounds import LowerBounds
+from lowtide.planning.solvers.joint_ops import JointOps
+from lowtide.planning.solvers.runs import RunTimeline
 from lowtide.registry import Registry
 from lowtide.sizes import format_size
 from lowtide.tracing.capture.joint import Joint, bytes_of
@@ -24,6 +27,16 @@ class Problem:
     joint: Joint
     seconds: Callable[[fx.Node], float]
     workspace: Callable[[fx.Node], int] = lambda _: 0
+
+    @cached_property
+    def kernels(self) -> JointOps:
+        """Ops and values of the graph, numbered."""
+        return JointOps(self.joint, self.seconds, self.workspace)
+
+    @cached_property
+    def bounds(self) -> LowerBounds:
+        """Bytes and seconds that no program in the graph's order can beat."""
+        return LowerBounds(RunTimeline(self.kernels.ops, {}))
 
 
 @dataclass(frozen=True, eq=False)

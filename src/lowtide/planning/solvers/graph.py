@@ -1,0 +1,59 @@
+"""The graph solver: any graph, in its own order, with values freed between two reads and recomputed for the next."""
+
+from __future__ import annotations
+
+from lowtide.chains import StageChoice
+from lowtide.planning.plan import PlannedStage
+from lowtide.planning.solvers.frontier import frontier
+from lowtide.planning.solvers.joint_ops import JointOps
+from lowtide.planning.solvers.outline import outline
+from lowtide.planning.solvers.runs import RunTimeline, without_runs
+from lowtide.planning.solvers.solver import Problem, Solution
+from lowtide.tracing.capture.joint import module_of
+
+
+class GraphSolver:
+    """Needs no cut vertices: skips, branches and loops are like any other graph."""
+
+    name = "graph"
+
+    def solve(self, problem: Problem) -> list[Solution]:
+        """Programs that trade bytes for seconds, the fastest first."""
+        return [_solution(problem.kernels, timeline) for timeline in frontier(problem.kernels.ops)]
+
+
+def _solution(kernels: JointOps, timeline: RunTimeline) -> Solution:
+    again, peak = timeline.again, timeline.peak_bytes
+    runs = sum(map(len, again.values()))
+    return Solution(
+        solver=GraphSolver.name,
+        label=f"{runs} ops again, {peak} bytes",
+        seconds=timeline.seconds,
+        estimate_bytes=peak,
+        write=lambda: kernels.program(again),
+        explain=lambda: tuple(_explain(kernels, RunTimeline(kernels.ops, again))),
+    )
+
+
+def _explain(kernels: JointOps, timeline: RunTimeline) -> list[PlannedStage]:
+    """Parts of the model with the bytes that they save for backward, and the seconds of recomputing some."""
+    ops, backward = kernels.ops, kernels.ops.backward
+    parts: dict[str, list[int]] = {}
+    for op in range(backward):
+        path = module_of(kernels.nodes[op])
+        parts.setdefault(path.rpartition(".")[0] or path, []).append(op)
+    saved = {op for reader in range(backward, len(ops)) for op in ops.sources[reader]}
+    times = timeline.stages_of
+    stages: list[PlannedStage] = []
+    for place, members in enumerate(parts.values()):
+        again = [(stage, op) for op in members for stage in times.get(op, ())]
+        peak = RunTimeline(ops, without_runs(timeline.again, again)).peak_bytes if again else timeline.peak_bytes
+        choice = StageChoice(
+            stage=place,
+            runs=1 + max(len(times.get(op, ())) for op in members),
+            saved_bytes=sum(ops.size[op] for op in members if op in saved),
+            seconds_again=sum(ops.seconds[op] for _, op in again),
+            peak_bytes_if_kept=peak,
+        )
+        stages.append(PlannedStage(outline([kernels.nodes[op] for op in members]), choice))
+    return stages

@@ -1,0 +1,183 @@
+"""Two moves on runs: free values at the peak and recompute them later, or keep values that fit after all."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from functools import cached_property
+from typing import NamedTuple
+
+from lowtide.planning.solvers.runs import Again, RunTimeline, with_runs, without_runs
+
+_SMALL = 0.02  # of a freed value: a source as small is kept for it
+
+
+class _Freed(NamedTuple):
+    """Runs that are added and removed to free values, their seconds and the bytes they free at the peak."""
+
+    added: frozenset[tuple[int, int]]
+    removed: frozenset[tuple[int, int]]
+    seconds: float
+    bytes: int
+
+    @property
+    def price(self) -> float:
+        """Seconds for each byte."""
+        return self.seconds / self.bytes if self.bytes > 0 else math.inf
+
+
+def shrunk(
+    timeline: RunTimeline, target: int, banned: set[tuple[int, int]], *, held_on: bool = True
+) -> tuple[Again, set[tuple[int, int]]]:
+    """Free the cheapest values at the peak until it would be at the target.
+
+    Sources that are recomputed for them are ``held_on`` to where they run again anyway, or run again there too. Returns
+    the runs, and the freed ops with the ops before which they run again.
+    """
+    return _AtPeak(timeline, banned, held_on=held_on).free(target)
+
+
+class _AtPeak:
+    """Values that live at the peak, unread there, and their recomputation right before their next reads."""
+
+    def __init__(self, timeline: RunTimeline, banned: set[tuple[int, int]], *, held_on: bool) -> None:
+        self.timeline, self.ops, self.banned, self.held_on = timeline, timeline.ops, banned, held_on
+        self.place = int(timeline.live.argmax())
+        self.again = timeline.again
+        self.freed: dict[int, int] = {}  # ops freed in this move, and the op before which they run again
+        self.needed: dict[int, int] = {}  # ops that this move's runs read, and the first op before which they do
+
+    def free(self, target: int) -> tuple[Again, set[tuple[int, int]]]:
+        excess = int(self.timeline.live[self.place]) - target
+        order = [(self.freeing(op, stage).price, -stage, op) for op, stage in self.candidates.items()]
+        for price, _, op in sorted(order):
+            if excess <= 0 or price == math.inf:
+                break
+            stage = min(self.candidates[op], self.needed.get(op, len(self.ops)))
+            change = self.freeing(op, stage)
+            if op in self.freed or change.bytes <= 0 or (op, stage) in self.banned:
+                continue
+            excess -= change.bytes
+            self.again = without_runs(with_runs(self.again, change.added), change.removed)
+            for before, run in change.added:
+                self.freed[run] = before
+                for source in self.ops.sources[run]:
+                    self.needed[source] = min(before, self.needed.get(source, len(self.ops)))
+        return self.again, {(op, stage) for op, stage in self.freed.items()}
+
+    @cached_property
+    def candidates(self) -> dict[int, int]:
+        """Ops whose results may be freed, each with the op before which it has to run again."""
+        timeline, ops, candidates = self.timeline, self.ops, dict[int, int]()
+        now = timeline.before[self.place]
+        blocked: set[int] = set()
+        for value, born, dies in timeline.spans:
+            if not born < self.place <= dies or not ops.bytes[value]:
+                continue
+            op = ops.maker[value]
+            readers = timeline.is_read[value, born]
+            following = bisect_left(readers, self.place)
+            if op not in ops.repeatable or value in ops.held or following == len(readers):
+                blocked.add(op)
+                continue
+            stage = timeline.before[readers[following]]
+            if stage <= now or stage < ops.backward or (op, stage) in self.banned:
+                blocked.add(op)
+            candidates[op] = min(stage, candidates.get(op, stage))
+        return {op: stage for op, stage in candidates.items() if op not in blocked}
+
+    def freeing(self, op: int, stage: int) -> _Freed:
+        """What freeing an op's results takes: runs of the op and of its missing sources before a later op."""
+        added, removed = {(stage, op)}, set[tuple[int, int]]()
+        seconds, gain = self.ops.seconds[op], self._bytes_at_peak(op)
+        small = _SMALL * gain
+        waiting, seen = list(self.ops.reads[op]), {op}
+        while waiting:
+            value = waiting.pop()
+            source = self.ops.maker[value]
+            if source in seen or self._is_available(value, stage):
+                continue
+            if source not in self.ops.repeatable or self.ops.bytes[value] <= small:
+                gain -= self.ops.bytes[value]  # it has to stay
+                continue
+            seen.add(source)
+            added.add((stage, source))
+            later = self._later_run(source, stage)
+            if later is None:
+                seconds += self.ops.seconds[source]
+            else:
+                removed.add((later, source))
+            waiting += self.ops.reads[source]
+        return _Freed(frozenset(added), frozenset(removed), seconds, gain)
+
+    def _bytes_at_peak(self, op: int) -> int:
+        return sum(self.ops.bytes[value] for value in self.ops.makes[op] if value in self._live_at_peak)
+
+    @cached_property
+    def _live_at_peak(self) -> frozenset[int]:
+        return frozenset(value for value, born, dies in self.timeline.spans if born < self.place <= dies)
+
+    def _is_available(self, value: int, stage: int) -> bool:
+        """Whether a value lives right before an op, or is recomputed there."""
+        op = self.ops.maker[value]
+        if op in self.again.get(stage, ()):
+            return True
+        if op in self.freed:
+            return self.freed[op] <= stage
+        births, deaths = self.timeline.spans_of.get(value, ((), ()))
+        start = self.timeline.starts[stage]
+        index = bisect_right(births, start - 1) - 1
+        return index >= 0 and deaths[index] >= start
+
+    def _later_run(self, op: int, stage: int) -> int | None:
+        """The next op before which an op runs again, to be kept until then."""
+        if op in self.freed and self.freed[op] > stage:
+            return self.freed[op]
+        stages = self.timeline.stages_of.get(op, ()) if self.held_on else ()
+        index = bisect_right(stages, stage)
+        return stages[index] if index < len(stages) else None
+
+
+def filled(timeline: RunTimeline, target: int) -> Again:
+    """Keep values in place of running their ops again, the most seconds for their bytes first, within the target."""
+    live = timeline.live.copy()
+    removed: list[tuple[int, int]] = []
+    for gap in sorted(_gaps(timeline), key=lambda gap: (-gap.seconds / max(gap.bytes, 1), -gap.place)):
+        starts = [start for start, _ in gap.values]
+        if all(live[start : gap.place].max(initial=0) + gap.bytes <= target for start in starts):
+            for start, size in gap.values:
+                live[start : gap.place] += size
+            removed.append((timeline.before[gap.place], timeline.runs[gap.place]))
+    return without_runs(timeline.again, removed)
+
+
+class _Gap(NamedTuple):
+    """A run, and the values to keep in its place: from where, and their bytes."""
+
+    place: int
+    seconds: float  # of the run, and of runs that serve it alone
+    bytes: int
+    values: list[tuple[int, int]]
+
+
+def _gaps(timeline: RunTimeline) -> list[_Gap]:
+    ops, readers, latest = timeline.ops, timeline.is_read, list(range(len(timeline.ops)))
+    dies = {(value, born): last for value, born, last in timeline.spans}
+    saved: dict[int, float] = {}
+    gaps: list[_Gap] = []
+    for place, (run, stage) in enumerate(zip(timeline.runs, timeline.before, strict=True)):
+        if run != stage:
+            values: list[tuple[int, int]] = []
+            for value in ops.makes[run]:
+                if readers[value, place]:
+                    died = dies[value, latest[run]]
+                    values.append((died + (timeline.overwritten.get(died) != value), ops.bytes[value]))
+            saved[place] = ops.seconds[run]
+            for source in ops.sources[run]:
+                made = latest[source]
+                if made in saved and all(readers[value, made][-1:] in ([], [place]) and len(readers[value, made]) < 2
+                                         for value in ops.makes[source]):  # fmt: skip
+                    saved[place] += saved[made]
+            gaps.append(_Gap(place, saved[place], sum(size for _, size in values), values))
+        latest[run] = place
+    return gaps

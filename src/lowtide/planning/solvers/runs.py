@@ -1,0 +1,211 @@
+"""Ops in a fixed order, ops that run again in between, and the bytes that live meanwhile.
+
+Nothing here knows torch: numbers in, numbers out. The solver's moves and bounds all work on this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Ops that run again, by the op right before which they do so. An op reads the latest run of each of its sources, and
+# a value is freed after its last read before its maker's next run.
+Again = dict[int, frozenset[int]]
+
+
+@dataclass(frozen=True)
+class Ops:
+    """Ops in execution order. A value is one storage, made by one op, with all of its views.
+
+    Ops and values are numbered. From ``backward`` on, ops may run again before others.
+    """
+
+    reads: tuple[tuple[int, ...], ...]
+    makes: tuple[tuple[int, ...], ...]
+    bytes: tuple[int, ...]  # of values
+    seconds: tuple[float, ...]
+    backward: int  # the first op of the backward pass
+    repeatable: frozenset[int]  # ops that may run again
+    held: frozenset[int] = frozenset()  # values that live to the end
+    workspace: tuple[int, ...] = ()
+    over: tuple[tuple[int, ...], ...] = ()  # values that an op may write its result over
+
+    def __len__(self) -> int:
+        return len(self.reads)
+
+    @cached_property
+    def maker(self) -> tuple[int, ...]:
+        """The op that makes each value."""
+        makers = [0] * len(self.bytes)
+        for op, values in enumerate(self.makes):
+            for value in values:
+                makers[value] = op
+        return tuple(makers)
+
+    @cached_property
+    def size(self) -> tuple[int, ...]:
+        """Bytes that each op makes."""
+        return tuple(sum(self.bytes[value] for value in values) for values in self.makes)
+
+    @cached_property
+    def sources(self) -> tuple[tuple[int, ...], ...]:
+        """The ops whose results each op reads."""
+        maker = self.maker
+        return tuple(tuple(dict.fromkeys(maker[value] for value in values)) for values in self.reads)
+
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """Bytes of each value."""
+        return np.array(self.bytes, np.int64)
+
+    @cached_property
+    def workspaces(self) -> NDArray[np.int64]:
+        """Workspace bytes of each op."""
+        return np.array(self.workspace or (0,) * len(self), np.int64)
+
+
+class RunTimeline:
+    """Runs in order, without those whose results nobody reads; the spans of values and the bytes at each run."""
+
+    def __init__(self, ops: Ops, again: Again) -> None:
+        self.ops, self.asked = ops, again
+        runs, before = list[int](), list[int]()  # the op of each run, and the op right before which it happens
+        for op in range(len(ops)):
+            if op in again:
+                for repeated in sorted(again[op]):
+                    runs.append(repeated)
+                    before.append(op)
+            runs.append(op)
+            before.append(op)
+        self._walk(runs, before)
+
+    def _walk(self, runs: list[int], before: list[int]) -> None:
+        """From the last run to the first: drop runs that nobody reads, and note where each value dies."""
+        reads, makes, held = self.ops.reads, self.ops.makes, self.ops.held
+        last: dict[int, int] = {}  # by value that is read later on: its last read, counted from the end
+        self.runs, self.before = list[int](), list[int]()
+        spans: list[tuple[int, int, int]] = []
+        place = 0
+        for run, stage in zip(reversed(runs), reversed(before), strict=True):
+            if run != stage and not any(value in last for value in makes[run]):
+                continue
+            for value in makes[run]:
+                spans.append((value, place, 0 if value in held else last.pop(value, place)))
+            for value in reads[run]:
+                if value not in last:
+                    last[value] = place
+            self.runs.append(run)
+            self.before.append(stage)
+            place += 1
+        self.runs.reverse()
+        self.before.reverse()
+        end = place - 1
+        # Each value from the run that makes it to its last read: value, born, dies.
+        self.spans = [(value, end - born, end - dies) for value, born, dies in reversed(spans)]
+
+    @cached_property
+    def again(self) -> Again:
+        """Ops that run again and whose results are read."""
+        by_stage: dict[int, list[int]] = {}
+        for run, stage in zip(self.runs, self.before, strict=True):
+            if run != stage:
+                by_stage.setdefault(stage, []).append(run)
+        return {stage: frozenset(runs) for stage, runs in by_stage.items()}
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of ops that run again."""
+        pairs = zip(self.runs, self.before, strict=True)
+        return sum(self.ops.seconds[run] for run, stage in pairs if run != stage)
+
+    @cached_property
+    def overwritten(self) -> dict[int, int]:
+        """By run that writes its result over a value: that value."""
+        ops, over = self.ops, self.ops.over
+        values: dict[int, int] = {}
+        for value, born, dies in self.spans if over else ():
+            run = self.runs[dies]
+            if dies > born and value in over[run] and value not in ops.held and ops.bytes[value] == ops.size[run]:
+                values[dies] = value
+        return values
+
+    @cached_property
+    def live(self) -> NDArray[np.int64]:
+        """Bytes during each run, with its results and its workspace."""
+        spans = np.array(self.spans, np.int64).reshape(-1, 3)
+        sizes = self.ops.sizes[spans[:, 0]]
+        change = np.zeros(len(self.runs) + 1, np.int64)
+        np.add.at(change, spans[:, 1], sizes)
+        np.add.at(change, spans[:, 2] + 1, -sizes)
+        live = np.cumsum(change[:-1]) + self.ops.workspaces[self.runs]
+        for place, value in self.overwritten.items():
+            live[place] -= self.ops.bytes[value]
+        return live
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most bytes that live at once."""
+        return int(self.live.max(initial=0))
+
+    @cached_property
+    def is_read(self) -> dict[tuple[int, int], list[int]]:
+        """By value and the run that made it: the runs that read it, in order."""
+        now: dict[int, int] = {}
+        readers: dict[tuple[int, int], list[int]] = {}
+        for place, run in enumerate(self.runs):
+            for value in self.ops.reads[run]:
+                readers[value, now[value]].append(place)
+            for value in self.ops.makes[run]:
+                now[value] = place
+                readers[value, place] = []
+        return readers
+
+    @cached_property
+    def spans_of(self) -> dict[int, tuple[list[int], list[int]]]:
+        """By value: where its spans are born, and where they die."""
+        spans: dict[int, tuple[list[int], list[int]]] = {}
+        for value, born, dies in self.spans:
+            if value in spans:
+                births, deaths = spans[value]
+                births.append(born)
+                deaths.append(dies)
+            else:
+                spans[value] = [born], [dies]
+        return spans
+
+    @cached_property
+    def stages_of(self) -> dict[int, list[int]]:
+        """By op: the ops before which it runs again."""
+        stages: dict[int, list[int]] = {}
+        for run, stage in zip(self.runs, self.before, strict=True):
+            if run != stage:
+                stages.setdefault(run, []).append(stage)
+        return stages
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Place of the first run before each op."""
+        starts = [0] * len(self.ops)
+        for place in range(len(self.runs) - 1, -1, -1):
+            starts[self.before[place]] = place
+        return starts
+
+
+def with_runs(again: Again, runs: Iterable[tuple[int, int]]) -> Again:
+    """Add runs, each as the op right before which it happens and the op that runs again."""
+    changed: dict[int, set[int]] = {}
+    for stage, op in runs:
+        changed.setdefault(stage, set()).add(op)
+    return again | {stage: again.get(stage, frozenset()) | ops for stage, ops in changed.items()}
+
+
+def without_runs(again: Again, runs: Iterable[tuple[int, int]]) -> Again:
+    """Remove runs."""
+    changed: dict[int, set[int]] = {}
+    for stage, op in runs:
+        changed.setdefault(stage, set()).add(op)
+    return again | {stage: again.get(stage, frozenset()) - ops for stage, ops in changed.items()}

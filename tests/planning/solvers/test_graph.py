@@ -1,0 +1,55 @@
+"""The graph solver: the bits of plain PyTorch and the bytes of its programs, on graphs without cut vertices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from benchmarks.shapes import SHAPES, work_of
+
+from lowtide import Workload, zoo
+from lowtide.engines import graph
+from lowtide.planning.programs.program import Program, check_program, simulate
+from lowtide.planning.solvers.graph import GraphSolver
+from lowtide.planning.solvers.solver import Problem, Solution
+from lowtide.tracing.capture.joint import Joint, bytes_of
+
+from ...engines.counting import executed_peak, results
+
+
+def solve(joint: Joint) -> list[Solution]:
+    return GraphSolver().solve(Problem(joint, lambda node: 1.0 + bytes_of(node)))
+
+
+def check_steps(work: Workload) -> list[Solution]:
+    """Run the smallest program: the plain step's bits, the simulated bytes, which are the estimated ones."""
+    solutions: list[Solution] = []
+
+    def planner(joint: Joint) -> Program:
+        solutions.extend(solve(joint))
+        return solutions[-1].program
+
+    loss = graph.planned_loss(work, planner)
+    expected = results(work, lambda batch: work.compute_loss(batch=batch))
+    for value, plain in zip(results(work, loss), expected, strict=True):
+        assert torch.equal(value, plain)
+    for solution in solutions[:: len(solutions) // 2]:
+        check_program(solution.program)
+        simulated = simulate(solution.program).peak_bytes
+        assert abs(simulated - solution.estimate_bytes) <= 0.02 * simulated
+    assert simulate(solutions[-1].program).peak_bytes == executed_peak(work, loss)
+    assert solutions[-1].program.recomputed > 0 == solutions[0].program.recomputed
+    return solutions
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_programs_of_any_shape_keep_bits_and_bytes(name: str) -> None:
+    solutions = check_steps(work_of(name, depth=2, width=8, rows=160))
+    seconds = [solution.seconds for solution in solutions]
+    sizes = [solution.estimate_bytes for solution in solutions]
+    assert seconds == sorted(seconds)
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("name", ["unet", "gpt2"])
+def test_random_ops_views_and_batch_norms_run_again(name: str) -> None:
+    check_steps(zoo.small(name))
