@@ -69,11 +69,16 @@ class JointOps:
         return tuple(value for value in values if value is not None and value not in self.makes[op])
 
     def _is_repeatable(self, node: fx.Node) -> bool:
-        if node in self.joint.copies or node in self.joint.gradients:
+        if node in self.joint.copies or node in self.joint.gradients or self._is_constant(node):
             return False
         if is_random(node) and bytes_of(node) < 2 * STATE_BYTES:
             return False
         return self.joint.is_forward(node) or node in self.joint.prepared
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        """Whether an op reads constants of the graph alone. Those live anyway, so running it again saves nothing."""
+        inputs = node.all_input_nodes
+        return node.op == "get_attr" or (bool(inputs) and all(map(self._is_constant, inputs)))
 
     def _held(self) -> Iterator[fx.Node]:
         """Results that live to the end."""
