@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lowtide.planning.solvers.exact import fastest
 from lowtide.planning.solvers.moves import filled, shrunk
 from lowtide.planning.solvers.runs import Again, Ops, RunTimeline, without_runs
 from lowtide.planning.solvers.segments import segmented
@@ -21,7 +20,6 @@ _ROUNDS = 3  # of keeping again
 _POLISHED = 20_000  # ops squared, times attempts to keep one value for others: small graphs are searched more
 _MOST_POLISHED = 64  # attempts
 _CLOSE = 0.995  # of a peak: not worth another program
-_EXACT = 16  # ops of a graph that is solved exactly
 
 
 def frontier(ops: Ops) -> list[RunTimeline]:
@@ -41,18 +39,7 @@ def frontier(ops: Ops) -> list[RunTimeline]:
             starts.append(before)
         before = _polished(min((_filled(start, target) for start in starts), key=_cost), target)
         best.append(before)
-    return _undominated([*best, *_exact(plain)])
-
-
-def _exact(plain: RunTimeline) -> Iterator[RunTimeline]:
-    """The fastest timelines of a small graph, each below the peak of the one before."""
-    timeline = plain
-    while len(plain.ops) <= _EXACT:
-        again = fastest(plain.ops, timeline.peak_bytes - 1)
-        if again is None:
-            return
-        timeline = RunTimeline(plain.ops, again)
-        yield timeline
+    return _undominated(best)
 
 
 def _cost(timeline: RunTimeline) -> tuple[float, int]:
