@@ -6,6 +6,7 @@ Forward computes each chunk's logits and losses, and writes the gradient over th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
@@ -22,6 +23,7 @@ from lowtide.kernels.chunked_loss import Rules, wide
 from lowtide.nn.second_order import refuse_create_graph
 
 Reduction = Literal["mean", "sum", "none"]
+OP = "linear_cross_entropy"  # of lowtide, in graphs
 
 _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
 _FEWEST_ROWS = 128
@@ -282,6 +284,48 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
         return *scaled, None, None, None, None
+
+
+@torch.library.custom_op(f"lowtide::{OP}", mutates_args=())
+def linear_cross_entropy_gradients(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    is_mean: bool,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the loss of rows (n, features) in 32 bits, and its gradients of input, weight and bias.
+
+    Gradients have the dtypes of what they are of; those that nobody needs are empty. It is an op of graphs, for
+    float32 and bfloat16.
+    """
+    rules, kind = Rules(ignore_index), wide(x.dtype)
+    total = _total(target, rules, kind) if is_mean else None
+    scale = torch.ones((), dtype=kind, device=x.device) if total is None else total.reciprocal()
+    losses, gradients = _sweep(x, weight, bias, target, rules, scale, list(needs), None, x.dtype)
+    loss = losses.sum()
+    given = (x, weight, x if bias is None else bias)
+    return (
+        loss if total is None else loss / total,
+        *(x.new_empty(0) if each is None else each.to(like.dtype) for each, like in zip(gradients, given, strict=True)),
+    )  # pyright: ignore[reportReturnType]
+
+
+@linear_cross_entropy_gradients.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    is_mean: bool,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given = (x, weight, x if bias is None else bias)
+    gradients = (torch.empty_like(each) if need else x.new_empty(0) for each, need in zip(given, needs, strict=True))
+    return x.new_empty((), dtype=wide(x.dtype)), *gradients  # pyright: ignore[reportReturnType]
 
 
 def _sweep(

@@ -1,0 +1,190 @@
+"""A linear layer and the cross entropy of its result as one op, in which the logits are never whole.
+
+The pattern is found in the graph, so it may stand anywhere: models of Hugging Face compute their loss inside, cast the
+logits to 32 bits and ignore -100. The op gives the gradients too, up to the factor that backward brings.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowtide.nn import chunked_loss
+from lowtide.tracing.capture.joint import size_of
+
+_aten: Any = torch.ops.aten
+_OP: Any = getattr(torch.ops.lowtide, chunked_loss.OP).default
+_RESHAPES = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten._to_copy.default)
+_SAME = (_aten.detach.default, _aten.alias.default, _aten._to_copy.default)
+_DTYPES = (torch.float32, torch.bfloat16)  # in float16, gradients need a scale of their own
+_LEAST_BYTES = 2**26  # of logits: smaller ones gain nothing
+
+
+@dataclass(frozen=True)
+class _Match:
+    """One loss: its nodes in the graph."""
+
+    x: fx.Node
+    weight: fx.Node  # as the product takes it: transposed
+    bias: fx.Node | None
+    target: fx.Node
+    reduction: int
+    ignore_index: int
+    loss: fx.Node
+    tangent: fx.Node
+    dx: tuple[fx.Node, ...]
+    dweight: tuple[fx.Node, ...]
+    dbias: tuple[fx.Node, ...]
+    replaced: tuple[fx.Node, ...]
+
+
+def chunk_losses(graph: fx.Graph, *, least_bytes: int = _LEAST_BYTES) -> int:
+    """Replace each linear layer whose result goes to a cross entropy alone; return how many."""
+    matches = list(_matches(graph, least_bytes))
+    for match in matches:
+        _replace(graph, match)
+    return len(matches)
+
+
+def _matches(graph: fx.Graph, least_bytes: int) -> Iterator[_Match]:
+    for forward in graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default):
+        match = _match(forward)
+        if match is not None and size_of(match.replaced[0].meta["val"]) >= least_bytes:
+            yield match
+
+
+def _match(forward: fx.Node) -> _Match | None:
+    arguments: Any = forward.args
+    given, target, class_weight, reduction, ignore_index = arguments
+    softmax = _source(given)
+    is_plain = class_weight is None and reduction in (1, 2)
+    if not is_plain or softmax.target is not _aten._log_softmax.default or softmax.args[1] not in (1, -1):
+        return None
+    readers = [user for user in _with_copies(softmax) if user.target not in _SAME]
+    by_target = {reader.target: reader for reader in readers}
+    backward = by_target.get(_aten.nll_loss_backward.default)
+    gradient = by_target.get(_aten._log_softmax_backward_data.default)
+    if len(readers) != 3 or backward is None or gradient is None or _source(gradient.args[0]) is not backward:
+        return None
+    inward = _inward(softmax.args[0])
+    outward = _outward(gradient)
+    product, logits_gradient = inward[-1], outward[-1]
+    if product.target not in (_aten.mm.default, _aten.addmm.default) or len(product.users) != 1:
+        return None
+    inputs: Any = product.args
+    *bias, x, weight = inputs
+    if product.meta["val"].dtype not in _DTYPES or x.meta["val"].dtype != product.meta["val"].dtype:
+        return None
+    uses = _uses(logits_gradient, x)
+    loss = next((user for user in forward.users if user.args[1] == 0), None)
+    if uses is None or loss is None:
+        return None
+    dx, dweight, dbias, between = uses
+    tangent: Any = backward.args[0]
+    return _Match(
+        x,
+        weight,
+        bias[0] if bias else None,
+        target,
+        reduction,
+        ignore_index,
+        loss,
+        tangent,
+        tuple(dx),
+        tuple(dweight),
+        tuple(dbias),
+        (product, *inward[:-1], softmax, *_with_copies(softmax), *forward.users, *_with_copies(backward), backward,
+         *outward, *between, *dx, *dweight, *dbias),
+    )  # fmt: skip
+
+
+def _inward(node: Any) -> list[fx.Node]:
+    """From the softmax's input back to the product, through reshapes that nobody else reads."""
+    path: list[Any] = [node]
+    while path[-1].target in _RESHAPES and len(path[-1].users) == 1:
+        path.append(path[-1].args[0])
+    return path
+
+
+def _outward(node: fx.Node) -> list[fx.Node]:
+    """From the softmax's gradient on to the gradient of the product, through reshapes with one reader."""
+    path = [node]
+    while len(path[-1].users) == 1 and (user := next(iter(path[-1].users))).target in _RESHAPES:
+        path.append(user)
+    return path
+
+
+def _uses(gradient: fx.Node, x: fx.Node) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node], list[fx.Node]] | None:
+    """Gradients of input, weight and bias that are read off the logits' gradient, and nodes between; None if others."""
+    dx: list[fx.Node] = []
+    dweight: list[fx.Node] = []
+    dbias: list[fx.Node] = []
+    between: list[fx.Node] = []
+    for user in gradient.users:
+        if user.target is _aten.mm.default and user.args[0] is gradient:
+            dx.append(user)
+        elif user.target is _aten.sum.dim_IntList and user.args[1:] == ([0], True) and not user.kwargs:
+            dbias.append(user)
+        elif user.target is _aten.t.default and all(
+            each.target is _aten.mm.default and each.args[0] is user and each.args[1] is x for each in user.users
+        ):
+            between.append(user)
+            dweight += user.users
+        else:
+            return None
+    return dx, dweight, dbias, between
+
+
+def _replace(graph: fx.Graph, match: _Match) -> None:
+    forward = match.loss.args[0]
+    logits = match.replaced[0].meta["val"]
+    with graph.inserting_before(forward), logits.fake_mode:  # pyright: ignore[reportArgumentType]
+        weight = _called(graph, _aten.t.default, match.weight)
+        needs = [bool(match.dx), bool(match.dweight), bool(match.dbias)]
+        fused = _called(
+            graph, _OP, match.x, weight, match.bias, match.target, match.ignore_index, match.reduction == 1, needs
+        )
+        loss, *gradients = (_called(graph, operator.getitem, fused, place) for place in range(4))
+        if match.loss.meta["val"].dtype != loss.meta["val"].dtype:
+            loss = _called(graph, _aten._to_copy.default, loss, dtype=match.loss.meta["val"].dtype)
+    match.loss.replace_all_uses_with(loss)
+    for gradient, nodes in zip(gradients, (match.dx, match.dweight, match.dbias), strict=True):
+        for node in nodes:
+            with graph.inserting_before(node), logits.fake_mode:
+                scaled = _called(graph, _aten.mul.Tensor, gradient, match.tangent)
+                if scaled.meta["val"].shape != node.meta["val"].shape:  # of the bias, whose sum keeps its dimension
+                    scaled = _called(graph, _aten.view.default, scaled, list(node.meta["val"].shape))
+            scaled.meta = {**node.meta, "val": scaled.meta["val"]}
+            node.replace_all_uses_with(scaled)
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for node in sorted(set(match.replaced), key=lambda node: -order[node]):
+        assert not node.users, node
+        graph.erase_node(node)
+
+
+def _called(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Insert a call, with the fake result that it has."""
+    node = graph.call_function(target, args, kwargs)
+    values = fx.map_arg((args, kwargs), lambda value: value.meta["val"])
+    node.meta["val"] = target(*values[0], **values[1])
+    return node
+
+
+def _source(node: Any) -> fx.Node:
+    """The node behind casts and aliases: on a GPU, autocast casts between the softmax and the loss."""
+    while node.target in _SAME:
+        node = node.args[0]
+    return node
+
+
+def _with_copies(node: fx.Node) -> Iterator[fx.Node]:
+    """Nodes that read a result, directly or through casts and aliases, which are among them."""
+    for user in node.users:
+        yield user
+        if user.target in _SAME:
+            yield from _with_copies(user)

@@ -1,0 +1,199 @@
+"""A linear layer and its cross entropy become one op: plain PyTorch's gradients, and nothing as large as the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from lowtide import Workload
+from lowtide.nn import chunked_loss
+from lowtide.techniques.rewrites.chunked_loss import chunk_losses
+
+from ...engines.lowered import LoweredStep
+
+ROWS, TOKENS, WIDTH, CLASSES = 30, 5, 12, 23
+Loss = Callable[["Model", Tensor, Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """Token ids to features, which a head takes to logits."""
+
+    def __init__(self, *, bias: bool = True, tied: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(CLASSES, WIDTH)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=bias)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def features(self, ids: Tensor) -> Tensor:
+        return self.body(self.tokens(ids)).tanh()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.features(ids))
+
+
+def work_of(
+    loss: Loss,
+    *,
+    ignored: int = 7,
+    frozen: str = "",
+    dtype: torch.dtype = torch.float32,
+    autocast: torch.dtype | None = None,
+    **options: bool,
+) -> Workload:
+    torch.manual_seed(0)
+    model = Model(**options).to(dtype)
+    for name in filter(None, frozen.split()):
+        model.get_parameter(name).requires_grad_(False)
+    ids, target = torch.randint(CLASSES, (2, ROWS // TOKENS, TOKENS)).unbind()
+    target.view(-1)[:ignored] = -100
+    return Workload(model, lambda m, batch: loss(m, *batch), (ids, target), autocast=autocast)
+
+
+def plain(model: Model, ids: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(model(ids).view(-1, CLASSES), target.flatten(), **options)
+
+
+def as_in_transformers(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    """Logits are cast to 32 bits, then flattened; targets are shifted by one."""
+    logits = model(ids).float()
+    target = F.pad(target, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, CLASSES), target.view(-1), ignore_index=-100, reduction="mean")
+
+
+def scaled(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    """The gradient that comes to the loss is not one."""
+    return 3.0 * plain(model, ids, target) + model.head.weight.square().mean()
+
+
+def twice(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    features = model.features(ids).flatten(0, 1)
+    other = F.cross_entropy(F.linear(features, model.head.weight), target.flatten().flip(0), reduction="sum")
+    return F.cross_entropy(model.head(features), target.flatten()) + 0.1 * other
+
+
+CHUNKED: dict[str, Callable[[], Workload]] = {
+    "mean": lambda: work_of(plain),
+    "sum": lambda: work_of(partial(plain, reduction="sum")),
+    "no bias": lambda: work_of(plain, bias=False),
+    "nothing ignored": lambda: work_of(plain, ignored=0),
+    "another class ignored": lambda: work_of(partial(plain, ignore_index=3), ignored=0),
+    "tied weights": lambda: work_of(plain, tied=True, bias=False),
+    "frozen weight": lambda: work_of(plain, frozen="head.weight"),
+    "frozen bias": lambda: work_of(plain, frozen="head.bias"),
+    "frozen body": lambda: work_of(plain, frozen="tokens.weight body.weight body.bias"),
+    "as in transformers": lambda: work_of(as_in_transformers, bias=False),
+    "scaled": lambda: work_of(scaled),
+}
+HALF: dict[str, Callable[[], Workload]] = {
+    "autocast": lambda: work_of(plain, autocast=torch.bfloat16),
+    "autocast, tied weights": lambda: work_of(plain, autocast=torch.bfloat16, tied=True, bias=False),
+    "autocast, as in transformers": lambda: work_of(as_in_transformers, autocast=torch.bfloat16),
+    "bfloat16, as in transformers": lambda: work_of(as_in_transformers, dtype=torch.bfloat16, bias=False),
+}
+
+
+def chunked(work: Workload) -> LoweredStep:
+    return LoweredStep(work, partial(chunk_losses, least_bytes=0))
+
+
+def has_logits(graph: fx.Graph) -> bool:
+    values = [node.meta.get("val") for node in graph.nodes]
+    return any(isinstance(each, Tensor) and each.numel() == ROWS * CLASSES for each in values)
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_gradients_are_plain_pytorchs_and_no_logits_are_left(name: str) -> None:
+    step = chunked(CHUNKED[name]())
+    assert step.rewritten == 1
+    assert not has_logits(step.joint.module.graph)
+    for program in step.programs.values():
+        torch.testing.assert_close(step.results(program), step.plain())
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_gradients_in_bfloat16_are_plain_pytorchs_to_its_rounding(name: str) -> None:
+    step = chunked(HALF[name]())
+    assert step.rewritten == 1
+    assert not has_logits(step.joint.module.graph)
+    *results, state = step.results(step.programs["everything"])
+    *expected, plain_state = step.plain()
+    assert torch.equal(state, plain_state)
+    for result, other in zip(results, expected, strict=True):
+        assert result.dtype == other.dtype
+        assert (result - other).abs().max() <= 0.02 * other.abs().max()
+
+
+def test_each_of_two_losses_is_chunked() -> None:
+    step = chunked(work_of(twice))
+    assert step.rewritten == 2
+    torch.testing.assert_close(step.results(step.programs["smallest"]), step.plain())
+
+
+def test_several_chunks_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_loss, "_CHUNK_BYTES", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr(chunked_loss, "_FEWEST_ROWS", 8)
+    step = chunked(work_of(plain))
+    torch.testing.assert_close(step.results(step.programs["everything"]), step.plain())
+
+
+def test_all_targets_ignored_is_as_undefined_as_in_pytorch() -> None:
+    step = chunked(work_of(plain, ignored=ROWS))
+    torch.testing.assert_close(step.results(step.programs["everything"]), step.plain(), equal_nan=True)
+    assert step.plain()[0].isnan()
+
+
+# -- what is left alone ----------------------------------------------------------------------------------
+
+
+def with_penalty(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    """Another reader of the logits."""
+    logits = model(ids).view(-1, CLASSES)
+    return F.cross_entropy(logits, target.flatten()) + 1e-3 * logits.square().mean()
+
+
+def with_probabilities(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    """Another reader of the log softmax."""
+    logs = model(ids).view(-1, CLASSES).log_softmax(-1)
+    return F.nll_loss(logs, target.flatten()) + 1e-3 * logs.square().mean()
+
+
+def with_class_weights(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    return plain(model, ids, target, weight=torch.linspace(0.5, 2.0, CLASSES))
+
+
+def capped(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    """Logits go through another op before the loss."""
+    return F.cross_entropy(9.0 * (model(ids) / 9.0).tanh().view(-1, CLASSES), target.flatten())
+
+
+LEFT: dict[str, Callable[[], Workload]] = {
+    "logits read elsewhere": lambda: work_of(with_penalty),
+    "log softmax read elsewhere": lambda: work_of(with_probabilities),
+    "class weights": lambda: work_of(with_class_weights),
+    "label smoothing": lambda: work_of(partial(plain, label_smoothing=0.1)),
+    "no reduction": lambda: work_of(lambda m, x, y: plain(m, x, y, reduction="none").square().mean()),
+    "capped": lambda: work_of(capped),
+    "float64": lambda: work_of(plain, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_other_losses_are_left_alone(name: str) -> None:
+    step = chunked(LEFT[name]())
+    assert step.rewritten == 0
+    torch.testing.assert_close(step.results(step.programs["everything"]), step.plain())
+
+
+def test_small_logits_are_left_alone() -> None:
+    assert LoweredStep(work_of(plain), chunk_losses).rewritten == 0
+    size = ROWS * CLASSES * 4
+    assert LoweredStep(work_of(plain), partial(chunk_losses, least_bytes=size + 1)).rewritten == 0
+    assert LoweredStep(work_of(plain), partial(chunk_losses, least_bytes=size)).rewritten == 1
