@@ -24,6 +24,8 @@ BUILT_IN: Mapping[str, Mapping[str, BuiltIn]] = {
     },
     "lowering": {
         "ops": BuiltIn("lowtide.engines.lowering.ops:OpsLowering", "one op after another"),
+        "compiled": BuiltIn("lowtide.engines.lowering.compiled:CompiledLowering", "regions compiled by Inductor"),
+        "seeded": BuiltIn("lowtide.engines.lowering.compiled:SeededLowering", "compiled programs, op by op"),
     },
     "solver": {
         "chain": BuiltIn("lowtide.planning.solvers.chain:ChainSolver", "optimal schedules of a chain of stages"),

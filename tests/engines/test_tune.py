@@ -1,6 +1,8 @@
 """``lowtide.plan``: plans with close predictions are timed before one is chosen."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 
 import lowtide
 from lowtide.engines import tune
+from lowtide.engines.graph import PlannedLoss
 from lowtide.planning import Plan
 from lowtide.profiling import timing
 from lowtide.techniques.technique import Fidelity
@@ -27,7 +30,11 @@ def chain() -> Workload:
 def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Seconds that each engine is said to take; the plain step takes one."""
     seconds = {"graph": 2.0, "eager": 2.0}
-    monkeypatch.setattr(tune, "_round", lambda work, plan, _: [seconds[plan.engine] if plan else 1.0])
+
+    def times(_: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], dict[int, int], list[str]]:
+        return [seconds[plan.engine] if plan else 1.0 for plan in plans], {}, []
+
+    monkeypatch.setattr(tune, "_times", times)
     return seconds
 
 
@@ -43,18 +50,18 @@ def test_a_stricter_plan_is_taken_where_both_are_as_fast(clock: dict[str, float]
     work = chain()
     loose, strict = _rivals(work)
     clock.update({loose.engine: 1.5, strict.engine: 1.52})
-    assert tune._fastest(work, [loose, strict]).engine == strict.engine
+    assert tune._fastest(work, [loose, strict])[0].engine == strict.engine
     clock[strict.engine] = 1.6
-    assert tune._fastest(work, [loose, strict]).engine == loose.engine
+    assert tune._fastest(work, [loose, strict])[0].engine == loose.engine
 
 
 def test_a_plan_whose_step_fails_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(work: Workload, plan: Plan | None, _: object) -> list[float]:
-        if plan and plan.engine == "graph":
+    def seconds(step: Workload) -> list[float]:
+        if isinstance(step.loss, PlannedLoss):
             raise torch.OutOfMemoryError("the GPU is full\nTry something")
         return [1.0]
 
-    monkeypatch.setattr(tune, "_round", seconds)
+    monkeypatch.setattr(tune, "best_seconds", seconds)
     chosen = lowtide.plan(chain(), "70%")
     assert chosen.engine == "eager"
     assert any("the GPU is full" in note for note in chosen.notes)
@@ -81,6 +88,16 @@ def test_timing_changes_nothing() -> None:
     assert_restored(work.model, before)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in work.model.parameters())
+
+
+@pytest.mark.parametrize(("compile", "compiles"), [(False, False), ("auto", False), (True, True)])
+def test_code_is_compiled_where_that_is_asked_for(compile: bool | Literal["auto"], compiles: bool) -> None:
+    chosen = lowtide.plan(chain(), "70%", engine="graph", compile=compile, tune=False)
+    assert chosen.program is not None
+    assert (chosen.program.lowering == "compiled") is compiles
+    assert chosen.fidelity is (Fidelity.ROUNDOFF if compiles else Fidelity.BITWISE)
+    assert any("Inductor" in note for note in chosen.notes) is compiles
+    assert Plan.from_json(chosen.to_json()) == chosen
 
 
 def _rivals(work: Workload) -> tuple[Plan, Plan]:

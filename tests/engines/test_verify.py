@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lowtide.engines import fit, plan, verify
 from lowtide.engines.graph import PlannedLoss
+from lowtide.engines.lowering import compiled
 from lowtide.errors import BudgetError, PlanError, WorkloadError
 from lowtide.planning import Choice, Plan
 from lowtide.profiling import profile
@@ -24,6 +25,8 @@ from tests.refusals import refused, warned
 from ..contract.outcomes import assert_restored, snapshot
 from ..contract.workloads import WORKLOADS, larger
 from ..planning.steps import Loose, chain
+from .lowered import interpreted
+from .lowered import language_model as dropout_model
 
 
 class Scaled(Forward):
@@ -309,3 +312,23 @@ def test_a_graph_that_rounds_otherwise_is_planned_as_roundoff_and_verified(
         plan(work, "99%", engine="graph", allow="bitwise", tune=False)
     monkeypatch.setattr(PlannedLoss, "__call__", lambda self, model, x: 1.1 * self.work.compute_loss(batch=x))
     assert not verify(work, chosen).results_agree
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_compiled_plan_with_dropout_is_compared_with_itself_op_by_op(
+    wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_place_of_inductor(module: Any, inputs: Any) -> Any:
+        code = interpreted(module, inputs)
+        if not wrong:
+            return code
+        return lambda values: [each * 1.1 if each.is_floating_point() else each for each in code(values)]
+
+    monkeypatch.setattr(compiled, "compile_graph", in_place_of_inductor)
+    work = dropout_model(dropout=0.2)
+    chosen = plan(work, "85%", engine="graph", compile=True, tune=False)
+    assert chosen.program is not None
+    assert chosen.program.lowering == "compiled"
+    checked = verify(work, chosen)
+    assert any("op by op" in note for note in checked.notes)
+    assert checked.results_agree is not wrong, str(checked)

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from lowtide.engines import plan
+from lowtide.engines.lowering.compiled import CompiledLowering, SeededLowering
+from lowtide.engines.lowering.ops import OpsLowering
 from lowtide.errors import BudgetError, PlanError
 from lowtide.planning import Plan
 from lowtide.planning.graph_candidates import GraphCandidates, graph_candidates
@@ -98,16 +100,16 @@ def test_no_program_is_smaller_than_the_smallest_budget_that_is_named() -> None:
     layers = [nn.Linear(16, 16), nn.Dropout(0.3), nn.Linear(16, 16), nn.Linear(16, 16)]
     work = Workload(nn.Sequential(*layers), squares, torch.randn(6, 16))
     before = profile(work)
-    programs = GraphCandidates(capture_joint(work), before)
-    peaks = [programs.forecast.profile(solution.program).peak_bytes for solution in programs.solutions]
+    form = GraphCandidates(capture_joint(work), before).form(OpsLowering())
+    peaks = [form.forecast.profile(solution.program).peak_bytes for solution in form.solutions]
     assert smallest_budget(work, before) <= min(peaks)
 
 
 def test_every_program_simulates_to_what_its_trace_peaks_at(work: Workload, plain: Profile) -> None:
-    programs = GraphCandidates(capture_joint(work), plain)
+    form = GraphCandidates(capture_joint(work), plain).form(OpsLowering())
     peaks: set[int] = set()
-    for solution in programs.solutions:
-        traced = programs.forecast.profile(solution.program)
+    for solution in form.solutions:
+        traced = form.forecast.profile(solution.program)
         forward_and_backward = plain.static_bytes + simulate(solution.program).peak_bytes
         assert traced.storage_peak_bytes == forward_and_backward
         assert traced.peak_bytes >= traced.storage_peak_bytes
@@ -140,6 +142,62 @@ def test_a_planned_step_and_its_profile_are_freed_with_their_graph() -> None:
     gc.collect()
     assert left[2]() is None
     assert made.program is not None
+
+
+# -- lowerings -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def candidates(work: Workload, plain: Profile) -> GraphCandidates:
+    return graph_candidates(work, plain)
+
+
+@pytest.mark.parametrize(("compile", "names"), [(False, {"ops"}), (True, {"compiled"}), (None, {"ops", "compiled"})])
+def test_compiled_programs_are_offered_where_they_are_wanted(
+    compile: bool | None, names: set[str], candidates: GraphCandidates
+) -> None:
+    assert {each.lowering for each in candidates.offers("graph", compile=compile)} == names
+
+
+def test_lowerings_of_one_graph_share_its_programs(candidates: GraphCandidates) -> None:
+    compiled = candidates.form(CompiledLowering())
+    assert candidates.form(SeededLowering()) is compiled
+    assert candidates.form(OpsLowering()) is not compiled
+    assert compiled.problem.saved_seconds >= 0.0
+    assert candidates.form(OpsLowering()).problem.saved_seconds == 0.0
+
+
+def test_a_measured_peak_moves_the_predictions_of_its_lowering_alone(work: Workload, plain: Profile) -> None:
+    candidates = GraphCandidates(capture_joint(work), plain)
+    before = {name: peaks(candidates, name) for name in ("ops", "compiled")}
+    candidates.learn("compiled", 1000)
+    candidates.learn("compiled", 24)
+    assert peaks(candidates, "ops") == before["ops"]
+    moved = zip(peaks(candidates, "compiled"), before["compiled"], strict=True)
+    assert {after - first for after, first in moved} == {1024}
+
+
+def peaks(candidates: GraphCandidates, lowering: str) -> list[int]:
+    """Estimated and simulated peaks of a lowering's programs."""
+    offers = [each for each in candidates.offers("graph", compile=None) if each.lowering == lowering]
+    contenders = [candidates.contender(each) for each in offers]
+    simulated = [bytes for each in contenders if each for bytes in (each.peak_bytes, each.storage_peak_bytes)]
+    assert simulated
+    return [*(each.estimate for each in offers), *simulated]
+
+
+def test_a_lowering_lowers_what_fits_or_else_its_smallest_program(candidates: GraphCandidates) -> None:
+    lowering = CompiledLowering()
+    whole = candidates.fastest("graph", lowering, 10**12)
+    assert whole is not None
+    smallest = candidates.fastest("graph", lowering, 1)
+    assert smallest is not None
+    assert smallest.peak_bytes < whole.peak_bytes
+    between = (smallest.peak_bytes + whole.peak_bytes) // 2
+    fitting = candidates.fastest("graph", lowering, between)
+    assert fitting is not None
+    assert smallest.peak_bytes <= fitting.peak_bytes <= between
+    assert {each.candidate.lowering for each in (whole, smallest, fitting)} == {"compiled"}
 
 
 # -- what is refused -------------------------------------------------------------------------------------

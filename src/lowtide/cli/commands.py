@@ -17,6 +17,7 @@ from lowtide.cli.options import (
     Allow,
     AsJson,
     Budget,
+    Compile,
     Device,
     Engine,
     Fake,
@@ -108,6 +109,7 @@ def plan(
     budget: Budget,
     allow: Allow = None,
     engine: Engine = "auto",
+    compile: Compile = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan there, as JSON.")] = None,
     program: Annotated[
         Path | None,
@@ -132,7 +134,10 @@ def plan(
     with working("Profiling the plain step"):
         before = baseline_profile(work, fake=fake, device=device)
     with working("Planning"):
-        chosen = engines.plan(work, budget, allow=allow or (), profile=before, fake=fake, device=device, engine=engine)
+        chosen = engines.plan(
+            work, budget, allow=allow or (), profile=before, fake=fake, device=device, engine=engine,
+            compile=compile,
+        )  # fmt: skip
     if not as_json:
         typer.echo(chosen.explain())
     if out is not None:
@@ -161,6 +166,7 @@ def train(
     steps: Annotated[int, typer.Option(min=1, help="How many steps to train.")] = 10,
     allow: Allow = None,
     engine: Engine = "auto",
+    compile: Compile = False,
     device: Here = None,
     as_json: AsJson = False,
     **settings: Unpack[TargetOptions],
@@ -179,6 +185,7 @@ def train(
         step = engines.fit(
             work.model, work.loss, work.batch, work.optimizer,
             budget=budget, autocast=work.autocast, allow=allow or (), engine=engine,
+            compile=compile,
         )  # fmt: skip
     if not as_json:
         typer.echo(step.plan.explain())

@@ -57,6 +57,10 @@ Engine = Annotated[
         help=f"What may run the step: {_ENGINES}, or the fastest (auto).",
     ),
 ]
+Compile = Annotated[
+    bool,
+    typer.Option("--compile", help="Let the graph engine compile regions; they draw dropout masks of their own."),
+]
 Html = Annotated[Path | None, typer.Option(help="Write a report: one HTML file that works offline.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an error was raised, too.")]

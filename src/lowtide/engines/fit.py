@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +33,13 @@ def fit(
     autocast: torch.dtype | None = None,
     allow: str | Collection[str] = (),
     engine: str = AUTO,
+    compile: bool | Literal["auto"] = False,
     verify: bool = True,
     tune: bool = True,
 ) -> Step:
     """Plan the step for a budget, check it against the plain one, and apply it: ``step(batch)`` trains.
 
-    The budget, the engine and ``tune`` are as in ``plan``. The model changes only when ``fit`` returns.
+    The budget, the engine, ``compile`` and ``tune`` are as in ``plan``. The model changes only when ``fit`` returns.
 
     | verification finds | ``fit`` |
     |---|---|
@@ -53,7 +54,7 @@ def fit(
     """
     work = Workload(model, loss, batch, optimizer, autocast)
     with sharing_captures(work):
-        chosen = plan(work, budget, allow=allow, engine=engine, tune=tune)
+        chosen = plan(work, budget, allow=allow, engine=engine, compile=compile, tune=tune)
         if verify:
             chosen = _verified(work, chosen, budget, allow, engine)
         return apply(chosen, work)

@@ -67,10 +67,11 @@ class GraphEngine:
     def predict(self, work: Workload, plan: Plan, baseline: Profile) -> Profile:
         """The program as a traced step."""
         candidates = graph_candidates(work, baseline)
-        if plan.program is None or candidates.joint.digest != plan.program.graph:
+        form = None if plan.program is None else candidates.form(LOWERINGS[plan.program.lowering])
+        if form is None or plan.program is None or form.problem.joint.digest != plan.program.graph:
             raise PlanError("The plan is of another graph than this step's", hint="Plan again.")
-        check_runs_on(plan.program.instructions, candidates.joint)
-        return candidates.forecast.profile(plan.program.instructions)
+        check_runs_on(plan.program.instructions, form.problem.joint)
+        return form.forecast.profile(plan.program.instructions)
 
 
 class PlannedLoss:
@@ -197,7 +198,7 @@ class _Taken:
     def __init__(self, capture: Capture, planner: Planner, backend: _Backend) -> None:
         self.capture = capture
         try:
-            joint = capture.graph.joint
+            joint = backend.lowering.form(capture.graph.joint)
             capture.run_by(backend.runner(joint, planner(joint), capture.graph.moved), backend)
         except BaseException:
             capture.give_back()
@@ -229,7 +230,7 @@ class _Backend:
         written: list[Any] = []
 
         def partition(joint_module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[Any, Any]:
-            joint = Joint(joint_module, num_fwd_outputs)
+            joint = self.lowering.form(Joint(joint_module, num_fwd_outputs))
             planner = self.planner()
             assert planner is not None
             planned.append((joint, planner(joint)))

@@ -11,6 +11,7 @@ from lowtide.errors import BudgetError, LowtideError, PlanError
 from lowtide.fingerprint import Fingerprint
 from lowtide.planning.candidate import Contender, Permission
 from lowtide.planning.engine import AUTO
+from lowtide.planning.lowering import LOWERINGS
 from lowtide.planning.plan import Baseline, Choice, Plan
 from lowtide.planning.refusal import no_plan
 from lowtide.planning.search import CLOSE, Search
@@ -34,6 +35,7 @@ def plans(
     *,
     permitted: Permission,
     engine: str = AUTO,
+    compile: bool | None = False,
     most: int = 1,
     close: float = CLOSE,
 ) -> list[Plan]:
@@ -46,7 +48,7 @@ def plans(
     _check_profile(baseline, fingerprint)
     wanted = resolve_budget(budget, baseline.peak_bytes, baseline.graph.device, baseline.other_bytes)
     fits = baseline.peak_bytes <= wanted.bytes
-    search = Search(work, baseline, PLAIN_ENGINE if fits else engine, wanted.bytes)
+    search = Search(work, baseline, PLAIN_ENGINE if fits else engine, wanted.bytes, compile=compile)
     rivals = search.contenders(wanted.bytes, permitted, most=1 if fits else most, close=close)
     if not rivals:
         raise no_plan(search, wanted.bytes, permitted)
@@ -63,7 +65,7 @@ def plans(
             choices=_choices(rival, search.faster_peak(rival, permitted), base, wanted.bytes),
             fingerprint=fingerprint,
             device=baseline.graph.device,
-            notes=tuple(note for note in (wanted.said, *search.notes, _estimated(rival)) if note),
+            notes=tuple(note for note in (wanted.said, *search.notes, _estimated(rival), _compiled(rival)) if note),
             program=search.program(rival, wanted.bytes),
         )
         for rival in rivals
@@ -123,6 +125,14 @@ def _estimated(rival: Contender) -> str:
         return ""
     measures = hasattr(techniques()[option.technique], "measure")
     return f"The seconds of {option.technique} are an estimate: it was not run." if measures else ""
+
+
+def _compiled(rival: Contender) -> str:
+    """Say in which ways compiled code differs from the plain step."""
+    lowering = rival.candidate.lowering
+    if not lowering or not LOWERINGS[lowering].compiles:
+        return ""
+    return "Regions are compiled by Inductor: they round otherwise, and draw dropout masks of their own."
 
 
 def _device_budget(device: str, other_bytes: int) -> Budget:

@@ -43,8 +43,11 @@ class Candidates(Protocol):
 
     note: str  # for the plan; may be empty
 
-    def offers(self, engine: str) -> Sequence[Candidate]:
-        """The changes as candidates of this engine, each with price and estimate."""
+    def offers(self, engine: str, *, compile: bool | None) -> Sequence[Candidate]:
+        """The changes as candidates of this engine, each with price and estimate.
+
+        ``compile`` asks for compiled ones alone, or for none; None: both.
+        """
         ...
 
     def contender(self, candidate: Candidate) -> Contender | None:

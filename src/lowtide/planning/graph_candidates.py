@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import cast
 
 from lowtide.errors import TraceError
 from lowtide.planning.baseline import OUT_OF_MEMORY
 from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender
 from lowtide.planning.captured import Captured, capture_and_compare, check_draws
-from lowtide.planning.lowering import LOWERINGS, Lowering
+from lowtide.planning.lowering import LOWERINGS, REFERENCE, Lowering
 from lowtide.planning.plan import PlannedStage, ProgramChoice
 from lowtide.planning.programs.program import simulate
 from lowtide.planning.programs.program_profile import Forecast, check_results
@@ -27,6 +28,19 @@ from lowtide.workload import Workload
 _SHOWN = 12  # stages that a plan gives reasons for: the largest
 
 
+@dataclass(frozen=True)
+class Form:
+    """The captured graph as one lowering runs it, with its programs."""
+
+    forecast: Forecast
+    problem: Problem
+
+    @cached_property
+    def solutions(self) -> list[Solution]:
+        """Programs of every solver, the fastest first."""
+        return solutions(self.problem)
+
+
 class GraphCandidates:
     """The programs of a captured step, with each lowering."""
 
@@ -35,9 +49,25 @@ class GraphCandidates:
         check_results(joint, plain)
         self.joint, self.plain, self.note = joint, plain, note
         self._earned = earned  # by the results of the captured graph, where they were compared
-        self.forecast = Forecast(joint, plain)
-        self.problem = Problem(joint, self.forecast.seconds, self.forecast.workspace)
-        self.solutions = solutions(self.problem)
+        self._forms: dict[Joint, Form] = {}
+        self._excess: dict[str, int] = {}  # by lowering: measured bytes beyond the predicted peak
+        forecast = Forecast(joint, plain)
+        self._plain_seconds = sum(map(forecast.seconds, (*joint.forward, *joint.backward)))
+
+    def form(self, lowering: Lowering) -> Form:
+        """The graph of a lowering. Lowerings that run the same graph share it."""
+        joint = lowering.form(self.joint)
+        if joint not in self._forms:
+            forecast = Forecast(joint, self.plain)
+            problem = lowering.problem(joint, forecast)
+            seconds = sum(map(problem.seconds, (*joint.forward, *joint.backward)))
+            saved = self._plain_seconds - seconds if joint is not self.joint else 0.0
+            self._forms[joint] = Form(forecast, replace(problem, saved_seconds=saved))
+        return self._forms[joint]
+
+    def learn(self, lowering: str, excess_bytes: int) -> None:
+        """Note by how much a measured peak of a lowering was above its prediction."""
+        self._excess[lowering] = self._excess.get(lowering, 0) + excess_bytes
 
     @property
     def fidelity(self) -> Fidelity:
@@ -50,22 +80,23 @@ class GraphCandidates:
         other = on_gpu and any(map(is_left_batch_norm, self.joint.forward))
         return Fidelity.ROUNDOFF if other else self._earned
 
-    def offers(self, engine: str) -> list[Candidate]:
-        """Every program, once for each lowering."""
-        return [candidate for lowering in LOWERINGS.values() for candidate in self.lowered(engine, lowering)]
+    def offers(self, engine: str, *, compile: bool | None) -> list[Candidate]:
+        """Every program, once for each lowering: those that compile, those that do not, or both for None."""
+        lowerings = [each for each in LOWERINGS.values() if each.name != REFERENCE and compile in (None, each.compiles)]
+        return [candidate for lowering in lowerings for candidate in self.lowered(engine, lowering)]
 
     def lowered(self, engine: str, lowering: Lowering) -> list[Candidate]:
         """Every program with one lowering, the fastest first."""
-        fidelity = self.fidelity
+        fidelity, form = self.fidelity, self.form(lowering)
         candidates = (
             Candidate(
                 engine,
                 solution,
-                lowering.price(self.problem, solution, fidelity),
-                self.estimate(solution),
+                lowering.price(form.problem, solution, fidelity),
+                self.estimate(solution) + self._excess.get(lowering.name, 0),
                 lowering.name,
             )
-            for solution in self.solutions
+            for solution in form.solutions
         )
         return sorted(candidates, key=lambda candidate: candidate.order)
 
@@ -92,11 +123,12 @@ class GraphCandidates:
 
     def contender(self, candidate: Candidate) -> Contender | None:
         """A program with its simulated peaks; None if its lowering cannot run it."""
-        program = cast(Solution, candidate.change).program
-        if not LOWERINGS[candidate.lowering].can_run(self.joint, program):
+        program, lowering = cast(Solution, candidate.change).program, LOWERINGS[candidate.lowering]
+        form = self.form(lowering)
+        if not lowering.can_run(form.problem.joint, program):
             return None
-        after = self.forecast.profile(program)
-        return Contender(candidate, after.peak_bytes, after.storage_peak_bytes)
+        after, excess = form.forecast.profile(program), self._excess.get(candidate.lowering, 0)
+        return Contender(candidate, after.peak_bytes + excess, after.storage_peak_bytes + excess)
 
     def choice(self, contender: Contender, budget_bytes: int) -> ProgramChoice:
         """A program with its reasons, in bytes of the whole step, as a plan carries it."""
@@ -107,22 +139,24 @@ class GraphCandidates:
             stage._replace(choice=replace(stage.choice, peak_bytes_if_kept=stage.choice.peak_bytes_if_kept + beside))
             for stage in solution.explain()
         )
+        problem = self.form(LOWERINGS[candidate.lowering]).problem
         return ProgramChoice(
             instructions=solution.program,
-            graph=self.joint.digest,
+            graph=problem.joint.digest,
             lowering=candidate.lowering,
             solver=solution.solver,
             room_bytes=simulate(solution.program).peak_bytes + budget_bytes - peak_bytes,
             seconds=candidate.price.seconds,
             fidelity=candidate.price.fidelity,
-            why=(*_reasons(stages, budget_bytes), self._gap(solution, budget_bytes - beside)),
+            why=(*_reasons(stages, budget_bytes), _gap(problem, solution, budget_bytes - beside)),
             stages=stages,
         )
 
-    def _gap(self, solution: Solution, room_bytes: int) -> str:
-        """A program's seconds beside the bound of every program."""
-        bound = format_seconds(min(self.problem.bounds.seconds(room_bytes), solution.seconds))
-        return f"no program in this order takes less than {bound} more (a relaxed knapsack's bound)"
+
+def _gap(problem: Problem, solution: Solution, room_bytes: int) -> str:
+    """A program's seconds beside the bound of every program."""
+    bound = format_seconds(min(problem.bounds.seconds(room_bytes), solution.seconds))
+    return f"no program in this order takes less than {bound} more (a relaxed knapsack's bound)"
 
 
 def _reasons(stages: tuple[PlannedStage, ...], budget_bytes: int) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lowtide.planning.programs.program import Program, Value
+from lowtide.planning.programs.program_profile import Forecast
 from lowtide.planning.solvers.solver import Problem, Solution
 from lowtide.registry import Registry
 from lowtide.techniques.technique import Fidelity, Price
@@ -42,6 +43,15 @@ class Lowering(Protocol):
     """Turns programs into code. The planner offers each program once for each lowering that can run it."""
 
     name: str
+    compiles: bool  # whether it takes long to build: offered where ``compile`` asks for it
+
+    def form(self, joint: Joint) -> Joint:
+        """The joint graph as this lowering runs it. Programs are planned on it."""
+        ...
+
+    def problem(self, form: Joint, forecast: Forecast) -> Problem:
+        """Seconds and workspaces of the form's ops in this lowering."""
+        ...
 
     def can_run(self, joint: Joint, program: Program) -> bool:
         """Whether ``lower`` takes this program, on the devices that are here."""
@@ -60,3 +70,4 @@ class Lowering(Protocol):
 
 
 LOWERINGS: Registry[Lowering] = Registry("lowering")
+REFERENCE = "seeded"  # runs the programs of compiled graphs op by op: to compare with, not to plan

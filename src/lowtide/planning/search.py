@@ -35,8 +35,11 @@ class Search:
     captured step could fit.
     """
 
-    def __init__(self, work: Workload, baseline: Profile, engine: str, budget: int) -> None:
+    def __init__(
+        self, work: Workload, baseline: Profile, engine: str, budget: int, *, compile: bool | None = False
+    ) -> None:
         self.work = work
+        self._compile = compile
         self.baseline = baseline
         self.notes: list[str] = []
         self.idle: list[str] = []  # techniques and engines that offer nothing here, and why
@@ -177,7 +180,7 @@ class Search:
             return ()
         self._sources[engine.name] = source
         self.notes += filter(None, [source.note])
-        return source.offers(engine.name)
+        return source.offers(engine.name, compile=self._compile)
 
     # -- options of techniques ---------------------------------------------------------------------------
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import torch
 from torch import distributed
 
+from lowtide.tracing.meter import CpuPeak
 from lowtide.workload import Workload
 
 _ROUNDS = 3  # of steps that take longer than a moment, at the most
@@ -44,6 +46,26 @@ def seconds_of_loss(work: Workload) -> float:
     if on_gpu:
         torch.cuda.synchronize(work.device)
     return time.perf_counter() - start
+
+
+def peak_above_start(work: Workload) -> int | None:
+    """Measure the allocated bytes of a forward and backward pass above those before it. Leaves gradients set.
+
+    None on a CPU where a profiler runs already.
+    """
+    work.model.zero_grad()
+    gc.collect()
+    if work.device.type != "cuda":
+        with CpuPeak() as meter:
+            work.compute_loss().backward()
+        return meter.bytes
+    torch.cuda.synchronize(work.device)
+    torch.cuda.empty_cache()  # blocks that others left would be taken whole where a smaller one is asked for
+    torch.cuda.reset_peak_memory_stats(work.device)
+    before = torch.cuda.memory_allocated(work.device)
+    work.compute_loss().backward()
+    torch.cuda.synchronize(work.device)
+    return torch.cuda.max_memory_allocated(work.device) - before
 
 
 def has_ranks() -> bool:

@@ -16,6 +16,7 @@ from lowtide.compat.operators import schema_of
 from lowtide.planning.lowering import Lowered, Piece
 from lowtide.planning.programs.in_place import in_place_form
 from lowtide.planning.programs.program import Instruction, Kind, Program, Role, Value
+from lowtide.planning.programs.program_profile import Forecast
 from lowtide.planning.solvers.solver import Problem, Solution
 from lowtide.techniques.technique import Fidelity, Price
 from lowtide.tracing.capture.batchnorm import inputs_of, is_batch_norm, without_statistics
@@ -29,6 +30,15 @@ class OpsLowering:
     """Runs one op after another: the plain step's ops, so the plain step's bits."""
 
     name = "ops"
+    compiles = False
+
+    def form(self, joint: Joint) -> Joint:
+        """The plain step's ops."""
+        return joint
+
+    def problem(self, form: Joint, forecast: Forecast) -> Problem:
+        """Each op as it runs alone."""
+        return Problem(form, forecast.seconds, forecast.workspace)
 
     def can_run(self, joint: Joint, program: Program) -> bool:
         """Every program."""
@@ -49,9 +59,9 @@ class OpsLowering:
 def graphs_of(joint: Joint, program: Program) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The forward and the backward graph of a program, as AOTAutograd wants them."""
     forward = forward_graph(joint, program, program.kept)
-    backward = _Graph(joint)
+    backward = GraphWriter(joint)
     for cell in program.kept:
-        backward.take(cell, f"kept_{_name(cell)}", joint.nodes[cell.op].meta)
+        backward.take(cell, f"kept_{value_name(cell)}", joint.nodes[cell.op].meta)
     for node in joint.tangents:
         backward.take(Value(node.name), node.name, node.meta)
     for instruction in program.backward:
@@ -61,7 +71,7 @@ def graphs_of(joint: Joint, program: Program) -> tuple[fx.GraphModule, fx.GraphM
 
 
 def forward_graph(joint: Joint, program: Program, kept: Iterable[Value]) -> fx.GraphModule:
-    forward = _Graph(joint)
+    forward = GraphWriter(joint)
     for node in joint.primals:
         forward.take(Value(node.name), node.name, node.meta)
     states = {cell.op for cell in program.kept if cell.is_state}
@@ -95,9 +105,9 @@ def pieces_of(joint: Joint, program: Program) -> list[Piece]:
         bases = dict.fromkeys(Value(joint.storages[joint.nodes[cell.op]].name) for cell in cells)
         # The loss's gradient comes to the first piece; later ones read it where losses are summed.
         results = [cell for cell in (*here, *(() if index else tangents)) if last_read.get(cell, -1) > index]
-        graph = _Graph(joint)
+        graph = GraphWriter(joint)
         for cell in (*cells, *inputs_read, *(tangents if index == 0 else ())):
-            graph.take(cell, f"given_{_name(cell)}", joint.nodes[cell.op].meta)
+            graph.take(cell, f"given_{value_name(cell)}", joint.nodes[cell.op].meta)
         for each in piece:
             graph.write(each)
         returned = {each.value: graph.now[each.reads[0]] for each in piece if each.kind is Kind.RETURN_GRAD}
@@ -116,7 +126,7 @@ def pieces_of(joint: Joint, program: Program) -> list[Piece]:
     return written
 
 
-class _Graph:
+class GraphWriter:
     """Write instructions as nodes. fx frees each result after its last use, where the program frees it."""
 
     def __init__(self, joint: Joint) -> None:
@@ -182,7 +192,7 @@ class _Graph:
         return self._fake.from_tensor(state) if self._fake is not None else state
 
 
-def _name(cell: Value) -> str:
+def value_name(cell: Value) -> str:
     return f"{cell.op}_{cell.run}_{cell.role}"
 
 

@@ -26,7 +26,7 @@ _CHEAP = frozenset((
     "aten::_native_batch_norm_legit", "aten::cudnn_batch_norm", "aten::native_batch_norm",
     "aten::native_layer_norm", "aten::native_group_norm", "aten::cat", "aten::constant_pad_nd",
     "aten::max_pool2d_with_indices", "aten::max_pool3d_with_indices", "aten::avg_pool2d", "aten::avg_pool3d",
-    "aten::_adaptive_avg_pool2d", "aten::_adaptive_avg_pool3d",
+    "aten::_adaptive_avg_pool2d", "aten::_adaptive_avg_pool3d", "lowtide::dropout_mask",
 ))  # fmt: skip
 
 
@@ -70,6 +70,8 @@ class CheapResults:
 
     def _available(self, node: fx.Node) -> float:
         """Last backward position at which the value is available."""
+        if node in self.stages.always_kept:
+            return float("inf")
         again, kept = self.until.get(node, -1), self.last.get(node, -1)
         return again if node in self.dropped else max(again, kept)
 
@@ -107,14 +109,16 @@ class LightStages:
             self._whole.add(step.stage)
         else:
             self._whole.discard(step.stage)
-        if step.kind is Step.LIGHT:
+        if step.kind in (Step.EVERYTHING, Step.LIGHT):
             cheap = self.stages.cheap
-            self.stale |= {node for node in cheap.dropped.intersection(nodes) if cheap.stages_of[node] <= self._whole}
+            dropped = cheap.dropped if step.kind is Step.LIGHT else self.stages.free
+            self.stale |= {node for node in dropped.intersection(nodes) if cheap.stages_of[node] <= self._whole}
         if step.kind is Step.CHECKPOINT:
             self.stale -= self.stages.inputs[step.stage]  # the stage will run again from it
 
     def is_available(self, node: fx.Node) -> bool:
-        return node in self._fresh or (node in self.stages.cheap.last and node not in self.stale)
+        is_saved = node in self.stages.cheap.last or node in self.stages.always_kept
+        return node in self._fresh or (is_saved and node not in self.stale)
 
     def recomputed(self, node: fx.Node) -> None:
         """Mark a result as available again."""

@@ -24,8 +24,9 @@ _MOST = 200  # stages: more are joined with their neighbours, since schedules ta
 class Stages:
     """Ops of each stage, forward and backward, and the values between stages."""
 
-    def __init__(self, joint: Joint) -> None:
+    def __init__(self, joint: Joint, is_free: Callable[[fx.Node], bool] = lambda _: False) -> None:
         self.joint = joint
+        self._is_free = is_free
         # A value that backward does not read is overwritten, as a sum before a ReLU is: cut behind the ReLU.
         read = _read_by_backward(joint)
         cuts = [(position, value) for position, value in _cuts(joint) if value in read]
@@ -64,6 +65,11 @@ class Stages:
         return CheapResults(self)
 
     @cached_property
+    def free(self) -> frozenset[fx.Node]:
+        """Cheap results that no stage keeps: recomputing them costs nothing."""
+        return frozenset(filter(self._is_free, self.cheap.dropped))
+
+    @cached_property
     def inputs(self) -> list[frozenset[fx.Node]]:
         """Results through which each stage reads the value of the stage before."""
         inputs: list[frozenset[fx.Node]] = [frozenset()]
@@ -79,7 +85,7 @@ class Stages:
     def chain(self, seconds: Callable[[fx.Node], float]) -> Chain:
         """Build the chain, with bytes of stages and seconds from each op's."""
         given = [1, *(bytes_of(value) for value in self.given), 1]  # the batch and the loss live anyway
-        saved = [self._saved(stage, frozenset()) for stage in range(len(self))]
+        saved = [self._saved(stage, self.free) for stage in range(len(self))]
         light = [self._saved(stage, self.cheap.dropped) for stage in range(len(self))]
         forward, backward = ([sum(map(seconds, nodes)) for nodes in stages] for stages in (self.forward, self.backward))
         return Chain(forward, backward, given, saved, light_bytes=light)

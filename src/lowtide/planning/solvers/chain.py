@@ -26,7 +26,7 @@ class ChainSolver:
 
     def solve(self, problem: Problem) -> list[Solution]:
         """Programs of distinct schedules, the fastest first."""
-        stages = Stages(problem.joint)
+        stages = Stages(problem.joint, problem.is_free)
         chain = complete_chain(stages, problem.seconds, problem.workspace)
         return sorted((_solution(stages, chain, each) for each in schedules(chain)), key=lambda each: each.seconds)
 

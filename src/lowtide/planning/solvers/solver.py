@@ -27,6 +27,8 @@ class Problem:
     joint: Joint
     seconds: Callable[[fx.Node], float]
     workspace: Callable[[fx.Node], int] = lambda _: 0
+    is_free: Callable[[fx.Node], bool] = lambda _: False  # whether recomputing a result costs nothing
+    saved_seconds: float = 0.0  # that the graph's ops take less than the plain step's
 
     @cached_property
     def kernels(self) -> JointOps:

@@ -31,7 +31,7 @@ _BACKWARD = _aten.native_batch_norm_backward.default
 
 def is_batch_norm(node: fx.Node) -> bool:
     """Tell whether the op also updates running statistics."""
-    return node.target in (_OWN, _CUDNN)
+    return node.target in (_OWN, _CUDNN) or (node.target is _FUNCTIONAL and bool(node.args[5]))
 
 
 def is_left_batch_norm(node: fx.Node) -> bool:
@@ -42,7 +42,7 @@ def is_left_batch_norm(node: fx.Node) -> bool:
 def without_statistics(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """Op and arguments of a recomputed batch norm, which does not update running statistics."""
     inputs, settings = args[:3], args[5:]
-    return (_OWN_AGAIN, (*inputs, *settings)) if target is _OWN else (target, (*inputs, None, None, *settings))
+    return (target, (*inputs, None, None, *settings)) if target is _CUDNN else (_OWN_AGAIN, (*inputs, *settings))
 
 
 def inputs_of(node: fx.Node, *, again: bool) -> list[fx.Node]:
@@ -52,11 +52,11 @@ def inputs_of(node: fx.Node, *, again: bool) -> list[fx.Node]:
     return list(node.all_input_nodes)
 
 
-def restore_batch_norms(module: fx.GraphModule) -> None:
-    """Replace each batch norm of a joint graph by the plain step's op."""
+def restore_batch_norms(module: fx.GraphModule, *, plain_kernels: bool = True) -> None:
+    """Replace each batch norm of a joint graph by the plain step's op, and its backward by one without statistics."""
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=_FUNCTIONAL):
-        if _alone_moves(node):
+        if plain_kernels and _alone_moves(node):
             _restore(graph, node)
     for node in graph.find_nodes(op="call_function", target=_BACKWARD):
         if node.args[7]:
@@ -89,7 +89,8 @@ def copy_inputs_written_to(module: fx.GraphModule) -> list[fx.Node]:
     for value, written in values:
         if written is None or value is written:
             continue
-        readers = [user for user in written.users if user in wanted]
+        # A batch norm reads its statistics before they change, and is recomputed without them.
+        readers = [user for user in written.users if user in wanted and not is_batch_norm(user)]
         if readers:
             with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
                 copy = graph.call_function(_aten.clone.default, (written,))

@@ -40,9 +40,18 @@ class Joint:
     ``origins`` say of its inputs what they are, where that is known.
     """
 
-    def __init__(self, module: fx.GraphModule, forward_outputs: int, origins: Sequence[Origin] = ()) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        forward_outputs: int,
+        origins: Sequence[Origin] = (),
+        *,
+        plain_kernels: bool = True,
+    ) -> None:
         self.module = module
-        restore_batch_norms(module)
+        self._captured = _copy_of(module)
+        self.forms: dict[str, Joint] = {}  # by lowering: this graph as it runs it
+        restore_batch_norms(module, plain_kernels=plain_kernels)
         self.counters = take_counters(module)  # buffers that count on, and by how much; no op does
         self.copies = copy_inputs_written_to(module)  # of inputs, which have changed by backward
         nodes = list(module.graph.nodes)
@@ -83,6 +92,14 @@ class Joint:
             shown = viewed(node)
             self.storages[node] = node if shown is None else self.storages[shown]
 
+    def as_captured(self) -> fx.GraphModule:
+        """A copy of the graph as it was captured, to be rewritten."""
+        return _copy_of(self._captured)
+
+    def rewritten(self, module: fx.GraphModule) -> Joint:
+        """The joint graph of a rewritten copy, with the same inputs and outputs. Batch norms stay as captured."""
+        return Joint(module, len(self.outputs), list(self.origins.values()), plain_kernels=False)
+
     @cached_property
     def prepared(self) -> frozenset[fx.Node]:
         """Backward's ops that wait for no gradient, such as a mask: they read forward's results alone."""
@@ -113,6 +130,14 @@ class Joint:
     @cached_property
     def _forward(self) -> frozenset[fx.Node]:
         return frozenset(self.forward)
+
+
+def _copy_of(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        copies[node] = graph.node_copy(node, lambda value: copies[value])
+    return fx.GraphModule(module, graph)
 
 
 def bytes_of(node: fx.Node) -> int:

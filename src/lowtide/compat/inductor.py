@@ -1,0 +1,56 @@
+"""Inductor: one graph of ATen ops in, compiled code out. Importing this does not import Inductor."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lowtide.compat.versions import Feature
+from lowtide.errors import PlanError
+
+_INDUCTOR = Feature("compiling regions", torch=("2.11", "2.13"), python=("3.11", "3.12"), error=PlanError)
+
+
+@_INDUCTOR
+def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compile a functional graph for fake inputs of these shapes and strides.
+
+    The code takes its arguments in a list and empties it. Results have the strides that the graph gives them.
+    ``torch.compile`` would trace again, and add its own runtime around each graph.
+    """
+    compile_fx = importlib.import_module("torch._inductor.compile_fx")
+    passes = importlib.import_module("torch._inductor.fx_passes.joint_graph")
+    device = next((value.device for value in inputs if isinstance(value, Tensor)), torch.device("cpu"))
+    with _compiling(inputs), torch.no_grad():
+        module = passes.joint_graph_passes(module, device)
+        (outcome,) = module.graph.find_nodes(op="output")
+        outcome.meta["user_visible_output_idxs"] = list(range(len(outcome.args[0])))
+        return compile_fx.compile_fx_inner(module, list(inputs), is_inference=True)
+
+
+@_INDUCTOR
+def decompose(module: fx.GraphModule, inputs: Sequence[Any], table: Mapping[Any, Any]) -> fx.GraphModule:
+    """Trace a graph again on fake tensors, with Inductor's decompositions and those of ``table``."""
+    make_fx = importlib.import_module("torch.fx.experimental.proxy_tensor").make_fx
+    decompositions = importlib.import_module("torch._inductor.decomposition").select_decomp_table()
+    with _fake_mode(inputs), torch.no_grad():
+        return make_fx(module, decomposition_table={**decompositions, **table})(*inputs)
+
+
+@contextmanager
+def _compiling(inputs: Sequence[Any]) -> Generator[None]:
+    """Give Inductor the fake mode of the inputs, which ``torch.compile`` would do."""
+    guards = importlib.import_module("torch._guards")
+    virtualized = importlib.import_module("torch._inductor.virtualized").V
+    mode = _fake_mode(inputs)
+    with guards.tracing(guards.TracingContext(mode)), virtualized.set_fake_mode(mode):
+        yield
+
+
+def _fake_mode(inputs: Sequence[Any]) -> Any:
+    return next(value.fake_mode for value in inputs if hasattr(value, "fake_mode"))

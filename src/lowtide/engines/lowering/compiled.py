@@ -1,0 +1,243 @@
+"""The ``compiled`` lowering: regions of a program, each distinct one compiled once by Inductor."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, fx
+
+from lowtide.compat.inductor import compile_graph, decompose
+from lowtide.engines.lowering.ops import GraphWriter, OpsLowering, boxed, value_name
+from lowtide.engines.lowering.regions import DECOMPOSITIONS, Region, regions_of
+from lowtide.planning.lowering import Lowered, Piece
+from lowtide.planning.programs.fused import fused_seconds, is_free
+from lowtide.planning.programs.program import Kind, Program, Role, Value
+from lowtide.planning.programs.program_profile import Forecast
+from lowtide.planning.solvers.solver import Problem, Solution
+from lowtide.techniques.rewrites.chunked_loss import chunk_losses
+from lowtide.techniques.rewrites.seeded_dropout import seed_dropouts
+from lowtide.techniques.technique import Fidelity, Price
+from lowtide.tracing.capture.joint import Joint
+
+Code = Callable[[list[Any]], Sequence[Any]]
+
+
+class CompiledLowering:
+    """Runs regions of compiled code: the same mathematics with other rounding."""
+
+    name = "compiled"
+    compiles = True
+
+    def can_run(self, joint: Joint, program: Program) -> bool:
+        """Programs without copies to the host."""
+        return not any(each.kind in (Kind.OFFLOAD, Kind.FETCH) for each in (*program.forward, *program.backward))
+
+    def problem(self, form: Joint, forecast: Forecast) -> Problem:
+        """Each op as it runs in compiled code."""
+        seconds = fused_seconds(form, forecast.seconds)
+        return Problem(form, seconds, forecast.workspace, is_free=partial(is_free, form))
+
+    def price(self, problem: Problem, solution: Solution, fidelity: Fidelity) -> Price:
+        """Other rounding than the plain step's, and fewer seconds for elementwise ops."""
+        return Price(
+            max(fidelity, Fidelity.ROUNDOFF),
+            compute_seconds=solution.seconds - problem.saved_seconds,
+            source="modelled",
+        )
+
+    def form(self, joint: Joint) -> Joint:
+        """The graph as captured, with dropout masks from seeds and losses in chunks."""
+        if self.name not in joint.forms:
+            module = joint.as_captured()
+            seed_dropouts(module.graph)
+            chunk_losses(module.graph)
+            module.recompile()
+            joint.forms[self.name] = joint.rewritten(module)
+        return joint.forms[self.name]
+
+    def lower(self, joint: Joint, program: Program) -> Lowered:
+        """Compiled code for forward, and for each piece of backward."""
+        return _Lowering(joint, program).lowered()
+
+
+class SeededLowering(CompiledLowering):
+    """Runs programs of compiled graphs op by op. The same seeds give the same masks, so ``verify`` compares with it."""
+
+    name = "seeded"
+
+    def form(self, joint: Joint) -> Joint:
+        """The graph of the compiled lowering."""
+        return CompiledLowering().form(joint)
+
+    def lower(self, joint: Joint, program: Program) -> Lowered:
+        """Generated Python, one op after another."""
+        return OpsLowering().lower(joint, program)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One region in a pass: its code, and the places of its arguments and results among the pass's values."""
+
+    code: Code
+    reads: tuple[int, ...]
+    freed: tuple[int, ...]  # places of values that no later region reads
+    results: tuple[int, ...]
+
+
+def _run(calls: Sequence[_Call], values: list[Any]) -> None:
+    """Run regions in order. A region's code frees its own arguments: no name here holds them, nor a result."""
+    for call in calls:
+        arguments = [values[place] for place in call.reads]
+        for place in call.freed:
+            values[place] = None
+        results = list(call.code(arguments))
+        for place in reversed(call.results):
+            values[place] = results.pop()
+
+
+class _Lowering:
+    """Lower one program."""
+
+    def __init__(self, joint: Joint, program: Program) -> None:
+        self.joint, self.program = joint, program
+        instructions = [*program.forward, *program.backward]
+        self.makers = {each.value: each for each in instructions if each.kind in (Kind.COMPUTE, Kind.RECOMPUTE)}
+        self.primals = {Value(node.name): place for place, node in enumerate(joint.primals)}
+        self.tangents = [Value(node.name) for node in joint.tangents]
+        self.compiled: dict[str, Code] = {}  # by digest
+
+    def lowered(self) -> Lowered:
+        backward = regions_of(self.joint, self.program.backward, self.makers)
+        read = dict.fromkeys(value for region in backward for value in region.reads)
+        computed = {value for region in backward for value in region.results}
+        kept = tuple(v for v in read if v not in computed and v not in self.primals and v not in self.tangents)
+        return Lowered(self._forward(kept), kept, list(self._pieces(backward)))
+
+    def _forward(self, kept: tuple[Value, ...]) -> Code:
+        outputs = [Value(node.name) if isinstance(node, fx.Node) else node for node in self.joint.outputs]
+        returned = [value for value in outputs if isinstance(value, Value)]
+        regions = regions_of(self.joint, self.program.forward, self.makers, read_later=kept, returned=returned)
+        places, calls = self._calls(regions, list(self.primals), held={*returned, *kept})
+        size = len(places)
+        results = [places[value] if isinstance(value, Value) else None for value in (*outputs, *kept)]
+        counters = [(places[Value(node.name)], amount) for node, amount in self.joint.counters]
+
+        def forward(inputs: list[Any]) -> list[Any]:
+            values: list[Any] = [*inputs, *[None] * (size - len(inputs))]
+            inputs.clear()
+            _run(calls, values)
+            for place, amount in counters:
+                values[place].add_(amount)
+            return [None if place is None else values[place] for place in results]
+
+        return forward
+
+    def _pieces(self, regions: Sequence[Region]) -> Iterable[Piece]:
+        """Pieces of the backward pass: each ends with the region that returns gradients."""
+        groups: list[list[Region]] = [[]]
+        for region in regions:
+            if groups[-1] and groups[-1][-1].returned:
+                groups.append([])
+            groups[-1].append(region)
+        last = {value: index for index, group in enumerate(groups) for region in group for value in _used(region)}
+        for index, group in enumerate(groups):
+            made = dict.fromkeys(value for region in group for value in region.results)
+            read = dict.fromkeys(value for region in group for value in _used(region) if value not in made)
+            values = [v for v in read if v not in self.primals and (index or v not in self.tangents)]
+            inputs = [value for value in read if value in self.primals]
+            first = [] if index else self.tangents
+            results = [value for value in (*made, *first) if last.get(value, -1) > index]
+            returned = [each for region in group for each in region.returned]
+            held = {*results, *(each.reads[0] for each in returned)}
+            places, calls = self._calls(group, [*values, *inputs, *first], held)
+            bases = {Value(self.joint.storages[self.joint.nodes[value.op]].name) for value in values}
+            yield Piece(
+                index,
+                partial(
+                    _run_piece,
+                    calls,
+                    len(places),
+                    tuple(places[each.reads[0]] for each in returned),
+                    tuple(places[value] for value in results),
+                ),
+                tuple((value, last[value] == index) for value in values),
+                tuple(results),
+                tuple(self.primals[value] for value in inputs),
+                tuple(self.primals[value] for value in bases if value in self.primals and value not in inputs),
+                tuple(self.primals[Value(each.value.op)] for each in returned),
+            )
+
+    def _calls(
+        self, regions: Sequence[Region], given: Sequence[Value], held: set[Value]
+    ) -> tuple[dict[Value, int], list[_Call]]:
+        """Calls of consecutive regions, and the place of each value that passes between them."""
+        places = {value: place for place, value in enumerate(given)}
+        for value in chain.from_iterable(region.results for region in regions):
+            places.setdefault(value, len(places))
+        last = {value: index for index, region in enumerate(regions) for value in region.reads}
+        calls: list[_Call] = []
+        for index, region in enumerate(regions):
+            freed = [value for value in region.reads if last[value] == index and value not in held]
+            calls.append(
+                _Call(
+                    self._code(region),
+                    tuple(places[value] for value in region.reads),
+                    tuple(places[value] for value in freed),
+                    tuple(places[value] for value in region.results),
+                )
+            )
+        return places, calls
+
+    def _code(self, region: Region) -> Code:
+        """Code of a region. Equal regions share it."""
+        writer = GraphWriter(self.joint)
+        for value in region.reads:
+            writer.take(value, f"given_{value_name(value)}", self.joint.nodes[value.op].meta)
+        saved = {value.op for value in region.results if value.role is Role.STATE}
+        for each in region.instructions:
+            writer.write(replace(each, into=None), saves_state=each.value.op in saved)
+        writer.graph.output(tuple(writer.now[value] for value in region.results))
+        module = fx.GraphModule(self.joint.module, writer.graph)
+        if not region.is_compiled:
+            return boxed(module, keeps_graph=False)
+        digest = _digest(module.graph)
+        if digest not in self.compiled:
+            inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+            self.compiled[digest] = compile_graph(decompose(module, inputs, DECOMPOSITIONS), inputs)
+        return self.compiled[digest]
+
+
+def _used(region: Region) -> Iterable[Value]:
+    """Values that a region reads, or returns as gradients."""
+    return (*region.reads, *(each.reads[0] for each in region.returned))
+
+
+def _run_piece(
+    calls: Sequence[_Call], size: int, returned: Sequence[int], results: Sequence[int], given: list[Any]
+) -> list[Any]:
+    values = [*given, *[None] * (size - len(given))]
+    given.clear()
+    _run(calls, values)
+    return [*(values[place] for place in returned), [values[place] for place in results]]
+
+
+def _digest(graph: fx.Graph) -> str:
+    """A name of a graph's code: equal for equal ops on equal layouts, whatever its nodes are called."""
+    names = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
+    lines: list[str] = []
+    for node in graph.nodes:
+        arguments = fx.map_arg((node.args, node.kwargs), lambda value: names[value])
+        is_input = node.op == "placeholder"
+        lines.append(f"{names[node]} {'' if is_input else node.target} {'' if is_input else arguments} {_layout(node)}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _layout(node: fx.Node) -> str:
+    """The layout that code depends on. Where a tensor begins in its storage is none of it."""
+    value = node.meta.get("val")
+    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}" if isinstance(value, Tensor) else ""

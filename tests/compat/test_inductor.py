@@ -1,0 +1,62 @@
+"""One graph in, compiled code out: it keeps strides, empties its list, and takes given ops apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+
+from lowtide.compat.inductor import compile_graph, decompose
+
+aten: Any = torch.ops.aten
+
+
+def fakes(*values: Tensor) -> list[Any]:
+    mode = FakeTensorMode()
+    return [mode.from_tensor(value) for value in values]
+
+
+def graph_of(*ops: tuple[Any, Sequence[Any]], inputs: int, outputs: Sequence[int]) -> fx.GraphModule:
+    """Ops one after another; numbers in lists are places of inputs and earlier results."""
+    graph = fx.Graph()
+    nodes = [graph.placeholder(f"x{place}") for place in range(inputs)]
+    for target, arguments in ops:
+        nodes.append(graph.call_function(target, tuple(nodes[a[0]] if isinstance(a, list) else a for a in arguments)))
+    graph.output(tuple(nodes[place] for place in outputs))
+    return fx.GraphModule({}, graph)
+
+
+def test_compiled_code_keeps_strides_and_empties_its_list() -> None:
+    x, y = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(3, 7).t()
+    ops = [(aten.mul.Tensor, ([0], 2.0)), (aten.exp.default, ([1],)), (aten.add.Tensor, ([3], 1.0))]
+    given = fakes(x, y)
+    code = compile_graph(decompose(graph_of(*ops, inputs=2, outputs=(2, 4)), given, {}), given)
+    arguments = [x, y]
+    double, more = code(arguments)
+    assert arguments == []
+    torch.testing.assert_close((double, more), (x * 2, y.exp() + 1))
+    assert (double.stride(), more.stride()) == (x.stride(), y.stride())
+
+
+def test_ops_are_taken_apart_by_inductors_table_and_the_given_one() -> None:
+    table = {aten.relu.default: lambda x: aten.maximum.default(x, aten.zeros_like.default(x))}
+    module = graph_of((aten.relu.default, ([0],)), (aten.silu.default, ([1],)), inputs=1, outputs=(2,))
+    x = torch.randn(5)
+    traced = decompose(module, fakes(x), table)
+    targets = {node.target for node in traced.graph.nodes if node.op == "call_function"}
+    assert aten.maximum.default in targets
+    assert not targets & {aten.relu.default, aten.silu.default}
+    torch.testing.assert_close(traced(x), module(x))
+    assert aten.maximum.default not in {node.target for node in decompose(module, fakes(x), {}).graph.nodes}
+
+
+def test_traced_graphs_hold_fake_tensors_of_the_given_layout() -> None:
+    x = torch.randn(3, 7).t()
+    (given,) = fakes(x)
+    traced = decompose(graph_of((aten.exp.default, ([0],)), inputs=1, outputs=(1,)), [given], {})
+    (node,) = traced.graph.find_nodes(op="call_function", target=aten.exp.default)
+    assert node.meta["val"].fake_mode is given.fake_mode
+    assert node.meta["val"].stride() == x.stride()
