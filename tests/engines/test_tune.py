@@ -105,3 +105,37 @@ def _rivals(work: Workload) -> tuple[Plan, Plan]:
     eager = lowtide.plan(work, "70%", engine="eager", tune=False)
     loose = replace(eager, choices=tuple(replace(c, fidelity=Fidelity.ROUNDOFF) for c in eager.choices))
     return loose, lowtide.plan(work, "70%", engine="graph", tune=False)
+
+
+class Allocator:
+    """Stands for a measured step: the first ``over`` compiled plans take one byte more than their budget."""
+
+    def __init__(self, static_bytes: int, over: int) -> None:
+        self.static_bytes, self.over = static_bytes, over
+        self.measured: list[Plan] = []
+
+    def times(self, _: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], dict[int, int], list[str]]:
+        peaks: dict[int, int] = {}
+        for place, plan in enumerate(plans):
+            if plan is not None and plan.program is not None and plan.program.lowering == "compiled":
+                self.measured.append(plan)
+                peak = plan.budget_bytes + 1 if len(self.measured) <= self.over else plan.peak_bytes
+                peaks[place] = peak - self.static_bytes
+        return [1.0 for _ in plans], peaks, []
+
+
+@pytest.mark.parametrize(("over", "lowering"), [(0, "compiled"), (1, "compiled"), (3, "ops")])
+def test_a_compiled_plan_that_measures_above_its_budget_is_planned_again_then_given_up(
+    over: int, lowering: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = chain()
+    plain = lowtide.profile(work)
+    allocator = Allocator(plain.static_bytes, over)
+    monkeypatch.setattr(tune, "_times", allocator.times)
+    budget = int(0.8 * plain.peak_bytes)
+    chosen = lowtide.plan(work, budget, profile=plain, engine="graph", compile=True)
+    assert chosen.program is not None
+    assert chosen.program.lowering == lowering
+    assert chosen.peak_bytes <= budget
+    assert len(allocator.measured) == min(over + 1, 3)
+    assert any("Compiled plans measured more" in note for note in chosen.notes) == (lowering == "ops")

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lowtide import Workload
-from lowtide.profiling.timing import best_seconds, has_ranks
+from lowtide.profiling.timing import best_seconds, has_ranks, peak_above_start
 
 
 def test_steps_are_timed_in_turns_after_a_first_that_warms_up():
@@ -24,6 +24,17 @@ def test_steps_are_timed_in_turns_after_a_first_that_warms_up():
     assert 0.01 <= fast < 0.04 <= slow < 0.2
     assert order[:4] == ["fast", "slow", "fast", "slow"]
     assert order.count("fast") == order.count("slow")
+
+
+def test_the_peak_above_the_start_is_of_results_and_gradients_alone():
+    model = nn.Linear(64, 64, bias=False)
+    held = torch.ones(2**16)  # of the process, not of the step
+    work = Workload(model, lambda model, x: model(x).square().sum(), torch.ones(1000, 64))
+    result, gradient = 1000 * 64 * 4, 64 * 64 * 4
+    peak = peak_above_start(work)
+    assert peak is not None
+    assert 2 * result <= peak <= 4 * result + gradient  # the product, its square, and gradients of both at the most
+    assert held.sum() == 2**16
 
 
 def test_one_process_has_no_ranks():

@@ -9,6 +9,7 @@ from functools import partial
 from math import inf
 from typing import Literal
 
+from lowtide.errors import BudgetError
 from lowtide.planning.baseline import baseline_profile
 from lowtide.planning.budget import plans
 from lowtide.planning.candidate import Permission
@@ -68,8 +69,13 @@ def plan(
     search = partial(plans, work, budget, permitted=permitted, engine=engine, most=most)
     with sharing_captures(work):
         baseline = profile or baseline_profile(work, fake=fake, device=device)
-        for _ in range(_CORRECTIONS):
-            rivals = search(baseline, compile=lowerings if is_here else False)
+        for correction in range(_CORRECTIONS):
+            try:
+                rivals = search(baseline, compile=lowerings if is_here else False)
+            except BudgetError:
+                if not correction:
+                    raise
+                break  # with the measured bytes, no compiled plan fits
             if most == 1 or (len(rivals) == 1 and not (rivals[0].choices or _is_compiled(rivals[0]))):
                 return rivals[0]
             chosen, above = _fastest(work, rivals)
@@ -77,7 +83,7 @@ def plan(
             if chosen.program is None or peak <= chosen.budget_bytes:
                 return chosen
             graph_candidates(work, baseline).learn(chosen.program.lowering, peak - chosen.peak_bytes)
-        note = f"Compiled plans measured more than predicted {_CORRECTIONS} times, so ops run one by one."
+        note = "Compiled plans measured more than their budget, so ops run one by one."
         chosen, _ = _fastest(work, search(baseline, compile=False))
         return replace(chosen, notes=(*chosen.notes, note))
 

@@ -1,4 +1,4 @@
-"""The ``compiled`` lowering: the plain step's loss and gradients, each distinct region once, and nothing held longer."""
+"""The ``compiled`` lowering: the plain step's results, each distinct region once, and nothing held longer."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _BACKWARD = _aten.native_batch_norm_backward.default
 
 
 def is_batch_norm(node: fx.Node) -> bool:
-    """Tell whether the op also updates running statistics."""
+    """Tell whether the op also updates running statistics, or returns new ones."""
     return node.target in (_OWN, _CUDNN) or (node.target is _FUNCTIONAL and bool(node.args[5]))
 
 
