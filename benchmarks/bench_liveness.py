@@ -1,4 +1,4 @@
-"""What does planning by liveness save, over depth, and what time does it cost to recompute cheap results and segments?
+"""Does planning by liveness save memory over depth, and what time does it cost to recompute cheap results and segments?
 
 Bytes of results in a step, without parameters and their gradients, by the strategies of Chen et al. (2016). They come
 from AOTAutograd's joint graph; nothing is measured. At one depth of each network the step also runs: its gradients must

@@ -87,7 +87,7 @@ class _AtPeak:
         return {op: stage for op, stage in candidates.items() if op not in blocked}
 
     def freeing(self, op: int, stage: int) -> _Freed:
-        """What freeing an op's results takes: runs of the op and of its missing sources before a later op."""
+        """Runs that freeing an op's results takes: of the op and of its missing sources, before a later op."""
         added, removed = {(stage, op)}, set[tuple[int, int]]()
         seconds, gain = self.ops.seconds[op], self._bytes_at_peak(op)
         small = _SMALL * gain
