@@ -219,10 +219,11 @@ def test_plain_torch_keeps_more_and_a_frozen_layer_one():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *in_soak([torch.float16])])
 def test_autocast_is_as_exact_as_plain_torch_and_keeps_one_buffer_in_16_bits(dtype):
     graphs, (model, plain), (_, exact) = Graphs(), nets("relu"), nets("relu")
-    call, x = torch.compile(model.float(), fullgraph=True, backend=graphs.backend), torch.randn(BATCH)
-    for net in (call, plain.float()):
+    x = torch.randn(BATCH)
+    # Torch's decomposition rounds saved statistics to 16 bits, so plain PyTorch goes through the same compiler.
+    for net, backend in ((model, graphs.backend), (plain, Graphs().backend)):
         with torch.autocast("cpu", dtype):
-            out = net(x)
+            out = torch.compile(net.float(), fullgraph=True, backend=backend)(x)
         out.float().square().sum().backward()
     exact(x.double()).square().sum().backward()
     assert error(model, exact) <= 1.5 * error(plain, exact)
