@@ -108,7 +108,9 @@ def _fastest(work: Workload, rivals: list[Plan]) -> tuple[Plan, int | None]:
         why = f"Measured to be the fastest of {len(times)} plans that fit."
         best = replace(best, choices=tuple(replace(choice, why=why) for choice in best.choices))
     if max(plain, fastest) < inf:
-        best = _with_seconds(best, timed[chosen] - plain)
+        longer = timed[chosen] - plain
+        # A machine that slowed down since the profile would save more seconds than the profiled step takes.
+        best = _with_seconds(best, longer if longer > 0 else max(longer, best.baseline.seconds * longer / plain))
     return best, peaks.get(chosen + 1)
 
 

@@ -20,6 +20,7 @@ def baseline_profile(work: Workload, *, fake: bool, device: str | None) -> Profi
     """Trace the plain step after warm-up steps, since the first fills caches and chooses kernels.
 
     If a GPU waits for the host, its ops take less than the step. They are then scaled to the step's seconds.
+    A step that does not fit is predicted; its kernels' workspaces are measured alone.
     """
     if fake or device not in (None, work.device.type) or work.device.type == "meta":
         return profile_step(work, fake=fake, device=device)
@@ -28,7 +29,7 @@ def baseline_profile(work: Workload, *, fake: bool, device: str | None) -> Profi
             seconds = [seconds_of_loss(work) for _ in range(_TIMED_STEPS if work.device.type == "cuda" else 1)]
         profile = profile_step(work, fake=False, device=device)
     except torch.OutOfMemoryError:  # the very reason to plan: predict what cannot be run
-        profile = profile_step(work, fake=True, device=device)
+        profile = profile_step(work, fake=True, device=device, measure=True)
         return replace(profile, graph=replace(profile.graph, notes=(*profile.graph.notes, OUT_OF_MEMORY)))
     return _lasting(profile, min(seconds)) if work.device.type == "cuda" else profile
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from lowtide.compat.dispatch import without_autocast
-from lowtide.errors import TraceError
+from lowtide.errors import TraceError, WorkloadError
 from lowtide.planning.rounding import (
     Parts,
     Rounding,
@@ -28,12 +28,14 @@ from lowtide.planning.rounding import (
     parts_equal,
 )
 from lowtide.profiling import Profile
-from lowtide.registry import NEEDS_NO_CAPTURE
+from lowtide.registry import NEEDS_NO_CAPTURE, PLAIN_ENGINE
+from lowtide.techniques.microbatch.pieces import Batch
 from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.capture.joint import Joint, is_random
 from lowtide.tracing.capture.loss import Capture, capture_loss
 from lowtide.tracing.dense_parts import address
 from lowtide.tracing.graph import Graph
+from lowtide.tracing.snapshot import unchanged
 from lowtide.workload import Workload
 
 
@@ -44,6 +46,7 @@ class Captured:
     capture: Capture
     fidelity: Fidelity
     note: str = ""
+    is_compared: bool = True
 
     @property
     def joint(self) -> Joint:
@@ -63,7 +66,7 @@ def capture_and_compare(work: Workload, profiled: Profile | None = None) -> Capt
         check_draws(capture.graph.joint, profiled)
     if not results:
         note = "The captured graph was not compared with the plain step, so its bits are not promised."
-        return Captured(capture, Fidelity.ROUNDOFF, note)
+        return Captured(capture, Fidelity.ROUNDOFF, note, is_compared=False)
     (captured,) = results
     plain = {what: {name: part[name] for name in captured[what]} for what, part in _plain(work, captured).items()}
     differing = [what for what, part in plain.items() if not parts_equal(part, captured[what])]
@@ -84,6 +87,57 @@ def capture_and_compare(work: Workload, profiled: Profile | None = None) -> Capt
         f"The captured graph rounds otherwise than the plain step, by {error:.1e}: Dynamo or autograd took another way."
     )
     return Captured(capture, Fidelity.ROUNDOFF, note)
+
+
+def capture_too_large(work: Workload, predicted: Profile) -> Captured:
+    """Capture a step that does not fit on the device, and compare it on the largest part of the batch that does.
+
+    Half the samples are tried, then a quarter, and so on. Raises ``TraceError`` as ``capture_and_compare`` does.
+    Models that keep tensors from one step to the next are refused: their second step differs, and is not known here.
+    """
+    capture = capture_loss(work)
+    try:
+        check_draws(capture.graph.joint, predicted)
+        if capture.graph.joint.stored:
+            raise TraceError(
+                "The model keeps tensors from one step to the next, and no step of it ran",
+                hint=f"Plan with engine={PLAIN_ENGINE!r}, or with a smaller batch.",
+            )
+        part, said = _compared_part(work)
+    except BaseException:
+        capture.release()
+        raise
+    if part is None:
+        note = "The captured graph was not compared with the plain step, which does not fit."
+        return Captured(capture, Fidelity.ROUNDOFF, note, is_compared=False)
+    return Captured(capture, part.fidelity, " ".join(filter(None, (said, part.note))))
+
+
+def _compared_part(work: Workload) -> tuple[Captured | None, str]:
+    """The step captured and compared on some samples, and on how many; None where no part of the batch runs."""
+    try:
+        batch = Batch.of(work.batch)
+    except WorkloadError:
+        return None, ""  # without samples to choose from
+    size = batch.samples // 2
+    while size:
+        smaller = replace(work, batch=batch.piece(0, size))
+        try:
+            with unchanged(smaller):
+                smaller.compute_loss()
+            part = capture_and_compare(smaller)
+        except torch.OutOfMemoryError:
+            part = None
+        except TraceError:
+            raise
+        except Exception:  # a loss that needs the whole batch says so in its own way
+            return None, ""
+        if part is not None:
+            part.capture.release()
+            if part.is_compared:
+                return part, f"Compared with the plain step on {size} of {batch.samples} samples: more do not fit."
+        size //= 2
+    return None, ""
 
 
 def check_draws(joint: Joint, plain: Profile) -> None:

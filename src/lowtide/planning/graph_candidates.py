@@ -10,14 +10,13 @@ from typing import cast
 from lowtide.errors import TraceError
 from lowtide.planning.baseline import OUT_OF_MEMORY
 from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender
-from lowtide.planning.captured import Captured, capture_and_compare, check_draws
+from lowtide.planning.captured import Captured, capture_and_compare, capture_too_large, check_draws
 from lowtide.planning.lowering import LOWERINGS, REFERENCE, Lowering
 from lowtide.planning.plan import PlannedStage, ProgramChoice
 from lowtide.planning.programs.program import simulate
 from lowtide.planning.programs.program_profile import Forecast, check_results
 from lowtide.planning.solvers.solver import Problem, Solution, solutions
 from lowtide.profiling import Profile
-from lowtide.registry import PLAIN_ENGINE
 from lowtide.sizes import format_seconds, format_size
 from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.capture.batchnorm import is_left_batch_norm
@@ -176,18 +175,14 @@ def _reasons(stages: tuple[PlannedStage, ...], budget_bytes: int) -> tuple[str, 
 def graph_candidates(work: Workload, plain: Profile) -> GraphCandidates:
     """The programs of a step, captured once for one profile of it: they live as long as the profile.
 
-    Raises ``TraceError`` for a step that cannot be captured, and for one that never ran.
+    Raises ``TraceError`` for a step that cannot be captured, and for one on a device that is not here.
     """
-    if OUT_OF_MEMORY in plain.graph.notes:
-        raise TraceError(
-            "The plain step ran out of memory on this device, and only a step that ran is captured",
-            hint=f"Plan with engine={PLAIN_ENGINE!r}, or with a smaller batch.",
-        )
-    if plain.graph.fake:
+    too_large = OUT_OF_MEMORY in plain.graph.notes
+    if plain.graph.fake and not too_large:
         raise TraceError("A step that is only predicted is not captured")
     known = plain.findings.get(GraphCandidates)
     if known is None or known[0]() is not work:
-        captured = _steady_capture(work, plain)
+        captured = capture_too_large(work, plain) if too_large else _steady_capture(work, plain)
         candidates = GraphCandidates(captured.joint, plain, earned=captured.fidelity, note=captured.note)
         known = plain.findings[GraphCandidates] = weakref.ref(work), candidates
         if work.captures is None:
