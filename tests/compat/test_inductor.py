@@ -60,3 +60,18 @@ def test_traced_graphs_hold_fake_tensors_of_the_given_layout() -> None:
     (node,) = traced.graph.find_nodes(op="call_function", target=aten.exp.default)
     assert node.meta["val"].fake_mode is given.fake_mode
     assert node.meta["val"].stride() == x.stride()
+
+
+def test_results_have_the_strides_of_the_graph_where_a_decomposition_gives_others() -> None:
+    """Of ``cat`` with an empty tensor, torch's decomposition copies the other one as it lies."""
+    empty, x = torch.empty(0), torch.randn(2, 5, 3).transpose(1, 2)
+    given = fakes(empty, x)
+    graph = fx.Graph()
+    joined = graph.call_function(aten.cat.default, ([graph.placeholder("empty"), graph.placeholder("x")],))
+    joined.meta["val"] = given[1].fake_mode.from_tensor(torch.cat([empty, x]))
+    graph.output((joined,))
+    traced = decompose(fx.GraphModule({}, graph), given, {})
+    assert {node.target for node in traced.graph.nodes}.isdisjoint({aten.cat.default})
+    (result,) = traced(empty, x)
+    assert result.is_contiguous()
+    assert torch.equal(result, x)

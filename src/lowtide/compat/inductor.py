@@ -35,11 +35,38 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[li
 
 @_INDUCTOR
 def decompose(module: fx.GraphModule, inputs: Sequence[Any], table: Mapping[Any, Any]) -> fx.GraphModule:
-    """Trace a graph again on fake tensors, with Inductor's decompositions and those of ``table``."""
+    """Trace a graph again on fake tensors, with Inductor's decompositions and those of ``table``.
+
+    Some decompositions give results of other strides than their op, such as that of ``cat`` with an empty tensor.
+    Results get the strides that the graph gives them.
+    """
     make_fx = importlib.import_module("torch.fx.experimental.proxy_tensor").make_fx
     decompositions = importlib.import_module("torch._inductor.decomposition").select_decomp_table()
     with _fake_mode(inputs), torch.no_grad():
-        return make_fx(module, decomposition_table={**decompositions, **table})(*inputs)
+        traced: fx.GraphModule = make_fx(module, decomposition_table={**decompositions, **table})(*inputs)
+        (outcome,), (expected,) = (each.graph.find_nodes(op="output") for each in (traced, module))
+        with traced.graph.inserting_before(outcome):
+            outcome.args = (tuple(map(_laid_out, outcome.args[0], expected.args[0])),)
+        traced.recompile()
+    return traced
+
+
+def _laid_out(node: Any, like: Any) -> Any:
+    """A result in the dense layout of another; as it is where it has that, or the other is not dense."""
+    value, expected = (each.meta.get("val") if isinstance(each, fx.Node) else None for each in (node, like))
+    if not isinstance(value, Tensor) or not isinstance(expected, Tensor) or value.stride() == expected.stride():
+        return node
+    order = sorted(range(value.dim()), key=expected.stride().__getitem__, reverse=True)
+    if not expected.permute(order).is_contiguous():
+        return node
+    back = sorted(range(value.dim()), key=order.__getitem__)
+    aten = torch.ops.aten
+    for op, *arguments in ((aten.permute.default, order), (aten.clone.default,), (aten.permute.default, back)):
+        options = {"memory_format": torch.contiguous_format} if op is aten.clone.default else {}
+        value = op(value, *arguments, **options)
+        node = node.graph.call_function(op, (node, *arguments), options)
+        node.meta["val"] = value
+    return node
 
 
 @contextmanager
