@@ -1,6 +1,7 @@
 """Torch's own ops where nothing of lowtide's can run: compiled, exported, traced and under ``torch.func``."""
 
 import importlib.util
+import math
 from functools import partial
 
 import pytest
@@ -219,13 +220,19 @@ def test_plain_torch_keeps_more_and_a_frozen_layer_one():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *in_soak([torch.float16])])
 def test_autocast_is_as_exact_as_plain_torch_and_keeps_one_buffer_in_16_bits(dtype):
     graphs, (model, plain), (_, exact) = Graphs(), nets("relu"), nets("relu")
-    call, x = torch.compile(model.float(), fullgraph=True, backend=graphs.backend), torch.randn(BATCH)
-    for net in (call, plain.float()):
-        with torch.autocast("cpu", dtype):
-            out = net(x)
-        out.float().square().sum().backward()
-    exact(x.double()).square().sum().backward()
-    assert error(model, exact) <= 1.5 * error(plain, exact)
+    call = torch.compile(model.float(), fullgraph=True, backend=graphs.backend)
+    torch.manual_seed(1)
+    ratios = []  # of the errors, which differ by a factor of two from batch to batch
+    for x in torch.randn(8, *BATCH):
+        for net in (model, plain.float(), exact):
+            net.zero_grad()
+        for net in (call, plain):
+            with torch.autocast("cpu", dtype):
+                out = net(x)
+            out.float().square().sum().backward()
+        exact(x.double()).square().sum().backward()
+        ratios.append(float(error(model, exact) / error(plain, exact)))
+    assert math.prod(ratios) ** (1 / len(ratios)) <= 1.5
     assert [retained.dtype for retained in graphs.retained] == [dtype] * 3  # the net's input, cast, is one
     assert graphs.reductions == 2
 
