@@ -11,7 +11,7 @@ from lowtide.chains import Chain
 def fastest_of_all(chain: Chain, budget: int, *, persistent: bool = True) -> float:
     """Seconds of running stages again in the fastest schedule that fits; infinity if there is none.
 
-    Dijkstra's search. A state is the progress of backward, the live values, those of them that may not be freed, and the
+    Dijkstra's search. A state is the progress of backward, the live values, which of them may not be freed, and the
     stages that are saved, whole or lightly. In persistent schedules what was kept stays until its
     backward; in others it may go at any time. Every stage must run with everything saved once: only what is more than
     that costs.

@@ -16,7 +16,7 @@ from lowtide.kernels.reference.compress import groups_at_once
 from lowtide.nn.compress import LEAST_BYTES, compressed, exponentiates, is_sensitive
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.chain import Chains
+from lowtide.techniques.block_chains import BlockChains
 from lowtide.techniques.compress.allocation import KEPT, Layer, allocate_bits
 from lowtide.techniques.replaced_forward import Forward, apply_at_sites, replace_forward
 from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price
@@ -185,7 +185,7 @@ class _Saves:
 
     def __init__(self, profile: Profile) -> None:
         self.graph = graph = profile.graph
-        self._blocks = {block.path for block in Chains(profile).blocks}
+        self._blocks = {block.path for block in BlockChains.of(profile).blocks}
         self._inside = {path for path, _ in graph.modules for block in self._blocks if block.startswith(f"{path}.")}
         self._reads: dict[tuple[str, str, int], int] = {}  # op, module, storage -> index of the first such op
         self._differentiable = {s.id for s in graph.storages if s.category == "parameter"}

@@ -10,17 +10,17 @@ from lowtide.chains import OptimalSchedules, keep_all, recursive, simulate
 from lowtide.planning import estimate_peak
 from lowtide.profiling import profile
 from lowtide.techniques import Option
-from lowtide.techniques.chain import Chains
+from lowtide.techniques.block_chains import BlockChains
+from lowtide.techniques.block_stages import BlockStages
 from lowtide.techniques.optimal import Optimal
 from lowtide.techniques.segments import SegmentConfig
-from lowtide.techniques.stages import BlockStages
 from tests.contract.workloads import chain
 
 
 def test_the_chain_says_of_its_schedules_what_their_price_says() -> None:
     work = chain(8, batch=64)
     plain = profile(work, fake=True)
-    stages = BlockStages(Chains(plain))
+    stages = BlockStages(BlockChains(plain))
     stage_chain = stages.chain
     assert [stage.positions for stage in stages.stages] == [*((i,) for i in range(8)), ()]
     whole = simulate(stage_chain, keep_all(stage_chain)).peak_bytes
