@@ -118,7 +118,7 @@ class Segments(Forward):
         return f"Segments({', '.join(map(str, self.tree))})"
 
 
-class Again(Forward):
+class RecomputedBlock(Forward):
     """The forward of one block that is recomputed by itself, whoever calls it."""
 
     def __init__(self, module: nn.Module, path: str = "") -> None:
@@ -143,7 +143,7 @@ def apply_tree(container: nn.Module, tree: Tree, *, path: str) -> Undo:
                     where=path,
                 )
             own = f"{path}.{node[0]}" if path else str(node[0])
-            undo.add(replace_forward(Again(blocks[node[0]], own), path=own))
+            undo.add(replace_forward(RecomputedBlock(blocks[node[0]], own), path=own))
         return undo.keep()
 
 
