@@ -308,7 +308,7 @@ def test_estimates_are_near_what_a_trace_gives() -> None:
 @pytest.mark.parametrize(
     ("make", "is_shorter"),
     [
-        (lambda: mlp(12), True),
+        (lambda: mlp(7), True),
         (lambda: zoo.small("lstm", batch=7), True),
         (lambda: normed(nn.BatchNorm2d(3), samples=5), False),  # of each piece, statistics are kept
     ],
