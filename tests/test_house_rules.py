@@ -184,6 +184,7 @@ def process_state(path: str, tree: ast.Module) -> Iterator[str]:
         target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
         value = ast.unparse(node.value)
         is_empty = value in ("{}", "[]", "set()", "dict()", "list()")
+        is_empty = is_empty or re.fullmatch(r"(\w+\.)?(local|deque|defaultdict|OrderedDict|Counter|count)\(.*\)", value)
         is_object = isinstance(node.value, ast.Call) and not node.value.args and value.split("(")[0] in own
         is_shared = re.match(r"(\w+\.)?(Weak\w+|ContextVar|ProcessPatch|Registry)\(", value)
         if isinstance(target, ast.Name) and target.id not in changed and (is_empty or is_object or is_shared):
@@ -202,6 +203,9 @@ def test_the_design_page_names_all_state_of_the_process():
         "_seen = {}",
         "_seen: dict[str, int] = {}",
         "_seen = weakref.WeakSet()",
+        "_thread = threading.local()",
+        "_numbers = itertools.count(1)",
+        "_groups = defaultdict(list)",
         "_on = ContextVar('on', default=False)",
         "_patch = ProcessPatch(change)",
         "KINDS: Registry[Kind] = Registry('kind')",
