@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+
+from tests.fresh import preload_torch
 
 _Check = Callable[[int], None]  # of the rank; a function of a module, since processes are told its name
 
@@ -34,8 +35,7 @@ def on_two_ranks(*checks: _Check) -> Callable[..., None]:
 
 def _run(checks: Sequence[_Check], folder: Path) -> None:
     """Leave in the folder a file per check and rank, which says what went wrong."""
-    # A server that imported torch once forks them: each import takes seconds. Nothing ran there, so a fork is clean.
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch._dynamo", __name__])
+    preload_torch()
     with suppress(ProcessRaisedException, ProcessExitedException):  # the check that failed says so
         start_processes(_rank, args=(checks, str(folder)), nprocs=2, start_method="forkserver")
 

@@ -173,7 +173,6 @@ def test_every_module_has_its_test_file():
 
 def process_state(path: str, tree: ast.Module) -> Iterator[str]:
     """Containers, objects, thread-local and global variables that outlive a call, and readers of frames."""
-    own = {node.name for node in tree.body if isinstance(node, ast.ClassDef)} | {"Scope"}
     changed = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
     yield from (f"{path} {name}" for name in sorted(changed))
     for node in tree.body:
@@ -184,7 +183,8 @@ def process_state(path: str, tree: ast.Module) -> Iterator[str]:
         target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
         value = ast.unparse(node.value)
         is_empty = value in ("{}", "[]", "set()", "dict()", "list()")
-        is_object = isinstance(node.value, ast.Call) and not node.value.args and value.split("(")[0] in own
+        is_empty = is_empty or re.fullmatch(r"(\w+\.)?(local|deque|defaultdict|OrderedDict|Counter|count)\(.*\)", value)
+        is_object = re.fullmatch(r"(\w+\.)?_?[A-Z]\w*\(\)", value)
         is_shared = re.match(r"(\w+\.)?(Weak\w+|ContextVar|ProcessPatch|Registry)\(", value)
         if isinstance(target, ast.Name) and target.id not in changed and (is_empty or is_object or is_shared):
             yield f"{path} {target.id}"
@@ -202,6 +202,10 @@ def test_the_design_page_names_all_state_of_the_process():
         "_seen = {}",
         "_seen: dict[str, int] = {}",
         "_seen = weakref.WeakSet()",
+        "_thread = threading.local()",
+        "_watching = Undo()",
+        "_numbers = itertools.count(1)",
+        "_groups = defaultdict(list)",
         "_on = ContextVar('on', default=False)",
         "_patch = ProcessPatch(change)",
         "KINDS: Registry[Kind] = Registry('kind')",

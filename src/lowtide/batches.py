@@ -86,18 +86,18 @@ class _PytreeNode:
     def __init__(self, value: Any, parts: dict[Any, Any], depth: int) -> None:
         self.value, self.parts, self.depth = value, parts, depth
 
-    def flatten(self) -> tuple[list[Any], _Kind]:
+    def flatten(self) -> tuple[list[Any], _NodeStructure]:
         parts = [_opened(part, self.depth) for part in self.parts.values()]
-        return parts, _Kind(type(self.value), tuple(self.parts), self.value)
+        return parts, _NodeStructure(type(self.value), tuple(self.parts), self.value)
 
-    def flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], _Kind]:
+    def flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], _NodeStructure]:
         parts, kind = self.flatten()
         key = pytree.MappingKey if isinstance(self.value, Mapping) else pytree.GetAttrKey
         return [(key(name), part) for name, part in zip(kind.names, parts, strict=True)], kind
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _NodeStructure:
     """The structure of a node. Two of the same type and names are equal, whatever else they hold."""
 
     type: type

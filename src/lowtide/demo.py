@@ -37,7 +37,7 @@ Batches = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Run:
+class Training:
     """One training: plain, where there is no budget, or planned."""
 
     name: str
@@ -60,7 +60,7 @@ class Run:
 class Demo:
     """The trainings, the plain one first. ``ok``: all equal it, and stay within their budgets."""
 
-    runs: list[Run]
+    runs: list[Training]
     report: str
 
     @property
@@ -107,7 +107,7 @@ def _run(folder: Path, console: Console, steps: int) -> Demo:
     losses, seconds = train("plain", lambda batch: plain_step(plain, batch), batches)
     profiles = [profile(plain)]
     right, peak = accuracy(model, test), profiles[0].peak_bytes
-    runs = [Run("plain", losses.tolist(), right, seconds, peak, None, None, before.seconds)]
+    runs = [Training("plain", losses.tolist(), right, seconds, peak, None, None, before.seconds)]
     trained = copy.deepcopy(model.state_dict())
     for budget, plan in zip(BUDGETS, plans, strict=True):
         model.load_state_dict(first)
@@ -118,7 +118,7 @@ def _run(folder: Path, console: Console, steps: int) -> Demo:
         equal = torch.equal(losses, own_losses) and _same_state(trained, model.state_dict())
         promised = (plan.budget_bytes, plan.peak_bytes, plan.seconds)
         right, peak = accuracy(model, test), profiles[-1].peak_bytes
-        runs.append(Run(budget, own_losses.tolist(), right, seconds, peak, *promised, equal))
+        runs.append(Training(budget, own_losses.tolist(), right, seconds, peak, *promised, equal))
 
     path = folder / "report.html"
     result = Demo(runs, str(path))
@@ -196,7 +196,7 @@ COLUMNS = (
 )
 
 
-def _row(run: Run) -> tuple[str, ...]:
+def _row(run: Training) -> tuple[str, ...]:
     sizes = (run.budget_bytes, run.predicted_bytes, run.peak_bytes)
     times = (run.predicted_seconds, run.seconds)
     return (

@@ -11,8 +11,8 @@ from lowtide.chains import Chain
 def fastest_of_all(chain: Chain, budget: int, *, persistent: bool = True) -> float:
     """Seconds of running stages again in the fastest schedule that fits; infinity if there is none.
 
-    Dijkstra's search. A state is how far backward has come, which values are there, which of them may not go, of which
-    stages everything is saved, and of which of them lightly. In persistent schedules what was kept stays until its
+    Dijkstra's search. A state is the progress of backward, the live values, which of them may not be freed, and the
+    stages that are saved, whole or lightly. In persistent schedules what was kept stays until its
     backward; in others it may go at any time. Every stage must run with everything saved once: only what is more than
     that costs.
     """

@@ -154,7 +154,7 @@ def named_attributes(node: ast.Call | ast.Subscript) -> Iterator[str]:
     strings: list[ast.expr] = []
     if isinstance(node, ast.Subscript):
         strings = [node.slice] if is_namespace(node.value) else []
-    elif (function := ast.unparse(node.func).rpartition(".")[2]) in ("getattr", "setattr", "hasattr", "delattr"):
+    elif (function := called(node.func)) in ("getattr", "setattr", "hasattr", "delattr"):
         strings = node.args[1:2]
     elif function in ("attrgetter", "methodcaller"):
         strings = node.args
@@ -166,9 +166,14 @@ def named_attributes(node: ast.Call | ast.Subscript) -> Iterator[str]:
             yield from known_part.value.split(".")
 
 
+def called(function: ast.expr) -> str:
+    """The last part of a function's name."""
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
 def is_namespace(node: ast.expr) -> bool:
     """Tell whether an expression is the dictionary of an object's attributes."""
-    is_vars = isinstance(node, ast.Call) and ast.unparse(node.func) == "vars"
+    is_vars = isinstance(node, ast.Call) and called(node.func) == "vars"
     return is_vars or (isinstance(node, ast.Attribute) and node.attr == "__dict__")
 
 

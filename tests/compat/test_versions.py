@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 
 from lowtide.compat.versions import Feature
 from lowtide.errors import LowtideError, TraceError
+from tests.fresh import run_fresh
 
 PAINTING = Feature("painting by numbers", torch=("2.11", "2.13"), python=("3.11", "3.12"), error=TraceError)
 
@@ -66,13 +65,6 @@ def test_names_are_found_and_missing_ones_raise_where_they_are_used() -> None:
         assert "torch._no_such_module:name" in str(error.value)
 
 
-def run(code: str) -> None:
-    """Run code in a fresh process, in which torch is imported and lowtide is not."""
-    command = [sys.executable, "-W", "ignore", "-c", f"import torch\n{code}"]
-    process = subprocess.run(command, check=False, timeout=300, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-
-
 PROFILE = """
 import lowtide
 model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 1), torch.nn.ReLU())
@@ -82,7 +74,7 @@ assert lowtide.profile(work).storage_peak_bytes > 0
 
 
 def test_importing_lowtide_needs_no_private_name_but_the_registration_of_trees() -> None:
-    run("""
+    run_fresh("""
 from importlib import import_module
 from operator import attrgetter
 from pkgutil import walk_packages
@@ -104,7 +96,7 @@ else:
 
 
 def test_a_plain_profile_needs_none_of_the_names_of_other_features() -> None:
-    run(f"""
+    run_fresh(f"""
 del torch._C._select_batch_norm_backend, torch._C._DisableTorchDispatch
 del torch._C._autograd._enable_profiler_legacy, torch._compile._disable_dynamo, torch.fx.graph._BoxedCodeGen
 del torch._subclasses.fake_tensor.FakeTensorMode.dispatch, torch.nn.modules.conv._ConvNd, torch._foreach_norm
@@ -112,7 +104,7 @@ del torch._subclasses.fake_tensor.FakeTensorMode.dispatch, torch.nn.modules.conv
 
 
 def test_a_plain_profile_works_on_another_version_of_torch_and_a_capture_is_off() -> None:
-    run(f"""
+    run_fresh(f"""
 torch.__version__ = "99.0"
 {PROFILE}
 from lowtide.tracing.capture.loss import capture_joint

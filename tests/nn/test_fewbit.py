@@ -18,7 +18,7 @@ from lowtide.nn.fewbit_tables import BITS, Uniform, table_of
 from tests.nn.raising import raises
 from tests.soak import in_soak
 
-NAMED = [cls for cls in vars(fewbit).values() if isinstance(cls, type) and issubclass(cls, fewbit._Named)][1:]
+NAMED = [cls for cls in vars(fewbit).values() if isinstance(cls, type) and issubclass(cls, fewbit._NamedActivation)][1:]
 ARGUMENTS = {"Threshold": (0.3, 7.0), "Hardtanh": (-0.3, 0.7), "LeakyReLU": (0.2,), "Softshrink": (0.3,)}
 STRAIGHT_NAMES = {"ReLU", "LeakyReLU", "Hardtanh", "ReLU6", "Hardsigmoid", "Hardshrink", "Softshrink", "Threshold"}
 SMOOTH = [cls for cls in NAMED if cls.__name__ not in STRAIGHT_NAMES]

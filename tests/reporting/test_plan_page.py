@@ -13,7 +13,7 @@ from tests.refusals import refused
 
 @pytest.fixture(scope="module")
 def work():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
     return lowtide.Workload(model, lambda model, x: model(x).square().mean(), torch.randn(256, 64))
 
 

@@ -15,7 +15,7 @@ from lowtide.nn.lazy_logits import LazyLogits
 from lowtide.planning.prediction import apply_options, estimate_peak, predict
 from lowtide.techniques import replace_forward, techniques
 from lowtide.techniques.chunked_loss import ChunkedLoss, chunk_loss
-from lowtide.techniques.segments import Again
+from lowtide.techniques.segments import RecomputedBlock
 from tests.refusals import refused
 
 VOCAB = 211
@@ -186,9 +186,9 @@ def test_applying_it_twice_or_to_what_is_no_plain_linear_is_refused():
         chunk_loss(net.head)
     assert "ChunkedHead" in str(twice.value)
     assert "forward" not in net.head.__dict__
-    with replace_forward(Again(net.head)), pytest.raises(LowtideError) as taken:
+    with replace_forward(RecomputedBlock(net.head)), pytest.raises(LowtideError) as taken:
         chunk_loss(net.head)
-    assert "Again" in str(taken.value)
+    assert "RecomputedBlock" in str(taken.value)
     with refused("LayerNorm", "nn.Linear", kind=PlanError):
         chunk_loss(net.norm)  # pyright: ignore
 

@@ -16,7 +16,7 @@ from lowtide.errors import LowtideError, PlanError
 from lowtide.planning import estimate_peak
 from lowtide.profiling import Profile, profile
 from lowtide.techniques import Check, Option
-from lowtide.techniques.chain import leaves
+from lowtide.techniques.block_chains import leaves
 from lowtide.techniques.optimal import Optimal, checkpoint_schedule
 from lowtide.techniques.sqrt import Sqrt
 from lowtide.workload import Workload

@@ -29,12 +29,13 @@ def test_the_price_is_what_a_trace_then_finds():
     assert plain.static_bytes - predict(work, [option], plain).static_bytes == removed
 
 
-def test_a_plan_uses_it_when_it_is_allowed_and_takes_it_back():
+def test_a_plan_uses_it_when_it_is_allowed_and_takes_it_back(only):
+    only("optimizer_state")
     work = lowtide.zoo.workload("gpt2", layers=1, width=128, heads=4, vocab=512, batch=1, seq=8, optimizer="adamw")
     plain = profile(work)
     optimizer = work.optimizer
     weight = max(work.model.parameters(), key=lambda p: p.numel())
-    plan = lowtide.plan(work, "80%", allow="optimizer_state", profile=plain, engine="eager")
+    plan = lowtide.plan(work, "80%", allow="optimizer_state", profile=plain, engine="eager", tune=False)
     assert [option.technique for option in plan.options] == ["optimizer_state"]
     assert type(optimizer) is torch.optim.AdamW
     with lowtide.apply(plan, work) as step:

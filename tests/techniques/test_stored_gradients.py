@@ -61,9 +61,10 @@ def test_the_estimate_is_near_the_trace(bits):
     assert estimate_peak(plain.graph, [price]) == pytest.approx(exact, rel=0.02)
 
 
-def test_a_plan_uses_it_when_it_is_allowed_and_takes_it_back():
+def test_a_plan_uses_it_when_it_is_allowed_and_takes_it_back(only):
+    only(NAME)
     work = lowtide.zoo.workload("gpt2", layers=1, width=128, heads=4, vocab=2000, batch=1, seq=8, optimizer="adamw")
-    plan = lowtide.plan(work, "95%", allow=NAME, engine="eager")
+    plan = lowtide.plan(work, "95%", allow=NAME, engine="eager", tune=False)
     assert [option.technique for option in plan.options] == [NAME]
     assert lowtide.verify(work, plan).ok
     with lowtide.apply(plan, work) as step:

@@ -1,7 +1,7 @@
 """The fastest schedule of a chain that fits a budget in bytes: Rotor's dynamic programme (Beaumont et al., 2019).
 
 E(s, t, m) are the seconds of recomputing while stages s to t go forward and backward in m bytes beyond the input of s.
-f are forward seconds, r their tail, a value bytes, ā and l a variant's saved bytes and seconds (see ``Needs``):
+f are forward seconds, r their tail, a value bytes. ā and l are a variant's saved bytes and seconds (see ``Needs``).
 
     E(s, s, m) = min over variants of l_s                            if m >= keeping(s, s)
     E(s, t, m) = min( over variants of l_s + E(s + 1, t, m - ā_s)    if m >= keeping(s, t): keep s
@@ -152,8 +152,8 @@ class _Grid:
             np.maximum(self._point(variant.keeping), shift[:, None])
             for variant, shift in zip(needs.variants, self.keep_shift, strict=True)
         ]
-        # table[t][s] is E(s, t, ·) behind pass_shift[s] infinities: columns 0 on of all j are E(j, t, m - a_j) for the
-        # same m, so that one sum and one minimum over rows do the inner loop.
+        # table[t][s] is E(s, t, ·) behind pass_shift[s] infinities. A column then holds E(j, t, m - a_j) of all j for
+        # the same m. One sum and one minimum over rows do the inner loop.
         width = self.points + int(self.pass_shift.max())
         self.table = [np.full((t + 1, width), np.inf, np.float32) for t in range(needs.chain.stages)]
         self._fill()

@@ -144,7 +144,7 @@ def simulate(chain: Chain, schedule: Schedule) -> ScheduleSimulation:
     >>> result.peak_bytes, result.seconds, result.live_bytes.tolist()
     (7, 5.0, [2, 5, 2, 5, 2])
     """
-    memory = _Memory(chain)
+    memory = _ChainMemory(chain)
     during: list[int] = []
     after: list[int] = []
     for place, op in enumerate(schedule.operations):
@@ -159,7 +159,7 @@ def simulate(chain: Chain, schedule: Schedule) -> ScheduleSimulation:
     return ScheduleSimulation(np.array(during, np.int64), np.array(after, np.int64), seconds)
 
 
-class _Memory:
+class _ChainMemory:
     """The live values, saved tensors and gradient of a chain."""
 
     def __init__(self, chain: Chain) -> None:

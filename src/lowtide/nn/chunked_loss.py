@@ -208,7 +208,7 @@ def run(
 ) -> Tensor:
     """The loss of rows that are supported."""
     rows = input.reshape(-1, input.shape[-1])
-    loss = _LinearCrossEntropy.apply(rows, weight, bias, target.reshape(-1), class_weight, options, precision)
+    loss = _LinearCrossEntropyFunction.apply(rows, weight, bias, target.reshape(-1), class_weight, options, precision)
     assert loss is not None
     return loss.view(target.shape) if options.reduction == "none" else loss
 
@@ -223,7 +223,7 @@ def chunk_rows(classes: int, itemsize: int, device: str) -> int:
     return max(_FEWEST_ROWS, 1 << max(fit.bit_length() - 1, 0))
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropyFunction(torch.autograd.Function):
     """Rows (n, features) and targets (n) to the loss. A mean or a sum: gradients in forward; else in backward."""
 
     @staticmethod

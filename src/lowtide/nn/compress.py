@@ -120,7 +120,7 @@ class Hooks:
             for packed in list(packed_tensors(tensor.grad_fn)):
                 self.save_exactly(packed)
         if compressible(tensor) and not _is_opaque(frame_at(1)) and not self.keep(tensor):
-            place = _Place.of(tensor)
+            place = _ShownValues.of(tensor)
             if place is not None:
                 record = _records.get(place.key)
                 if record is None or not record.is_valid:
@@ -137,18 +137,18 @@ class Hooks:
     def _exact(self, tensor: Tensor) -> SavedTensor | Chained:
         return save_as_is(tensor, self.outer)
 
-    def _record(self, tensor: Tensor, place: _Place) -> _Record | None:
+    def _record(self, tensor: Tensor, place: _ShownValues) -> _SharedCodes | None:
         if buffer_bytes(place.numel, self.bits, self.group, tensor.dtype) >= tensor.untyped_storage().nbytes():
             return None
         flat = place.flat(tensor.detach())
         if isinstance(self.draws, _DrawsByValue):
             self.draws.see(flat)
         buffer = compress(flat, self.draws, bits=self.bits, group=self.group)
-        record = _records[place.key] = _Record(tensor, self._exact(buffer), place.numel, self.bits, self.group)
+        record = _records[place.key] = _SharedCodes(tensor, self._exact(buffer), place.numel, self.bits, self.group)
         return record
 
 
-class _Place:
+class _ShownValues:
     """The values of a storage that a tensor shows: a stretch without gaps, or values to copy."""
 
     __slots__ = ("dense", "key", "numel", "offset", "shape", "stride")
@@ -160,7 +160,7 @@ class _Place:
         self.key = (storage_id(tensor.untyped_storage()), version_of(tensor), tensor.dtype, geometry)
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Place | None:
+    def of(cls, tensor: Tensor) -> _ShownValues | None:
         """None where the values would take more than their storage, as those of an expanded view."""
         numel = _stretch(tensor)
         if numel is not None:
@@ -175,7 +175,7 @@ class _Place:
         return flat.as_strided(self.shape, self.stride, 0) if self.dense else flat.view(self.shape)
 
 
-class _Record:
+class _SharedCodes:
     """A compressed tensor, for all who saved it. It holds no memory of the tensor's."""
 
     __slots__ = ("__weakref__", "_bits", "_codes", "_dtype", "_group", "_numel", "_storage")
@@ -198,8 +198,8 @@ class _Stored:
 
     __slots__ = ("_exact", "_place", "_record", "_tensor")
 
-    def __init__(self, record: _Record, place: _Place, tensor: Tensor) -> None:
-        self._record: _Record | None = record
+    def __init__(self, record: _SharedCodes, place: _ShownValues, tensor: Tensor) -> None:
+        self._record: _SharedCodes | None = record
         self._exact: SavedTensor | Chained | None = None
         self._tensor = weakref.ref(tensor)
         self._place = place
@@ -243,7 +243,7 @@ class _DrawsByValue(Draws):
         return super().noise(x, group)
 
 
-_records: weakref.WeakValueDictionary[Any, _Record] = weakref.WeakValueDictionary()  # as long as a graph has them
+_records: weakref.WeakValueDictionary[Any, _SharedCodes] = weakref.WeakValueDictionary()  # as long as a graph has them
 
 _SAMPLE = 4096  # of a tensor's values, at least, or all
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

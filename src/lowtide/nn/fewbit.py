@@ -132,7 +132,7 @@ class FewBit(_FewBitModule):
         return f"{self._activation()}, bits={self.bits}" + (", inplace=True" if self.inplace else "")
 
 
-class _Named(_FewBitModule):
+class _NamedActivation(_FewBitModule):
     """Before a class of ``torch.nn``: its activation with a few bits kept, its arguments, and two more by keyword."""
 
     plain: ClassVar[type[nn.Module]]
@@ -152,7 +152,7 @@ class _Named(_FewBitModule):
 # -- the function ----------------------------------------------------------------------------------------
 
 
-class _FewBit(torch.autograd.Function):
+class _FewBitFunction(torch.autograd.Function):
     """Torch's op forward, codes kept, slopes by code backward."""
 
     @staticmethod
@@ -186,7 +186,7 @@ class _FewBit(torch.autograd.Function):
 
 
 # Without the step that is for ``torch.func`` alone, where torch's own ops run.
-_apply: Any = super(torch.autograd.Function, _FewBit).apply  # pyright: ignore[reportAttributeAccessIssue]
+_apply: Any = super(torch.autograd.Function, _FewBitFunction).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Scale(torch.autograd.Function):
@@ -269,8 +269,8 @@ _fewbit.register_autograd(_gradient, setup_context=_keep)
 # -- by name ---------------------------------------------------------------------------------------------
 
 
-def _named(plain: type[nn.Module]) -> type[_Named]:
-    return type(plain.__name__, (_Named, plain), {"__module__": __name__, "plain": plain})
+def _named(plain: type[nn.Module]) -> type[_NamedActivation]:
+    return type(plain.__name__, (_NamedActivation, plain), {"__module__": __name__, "plain": plain})
 
 
 GELU, SiLU, Mish = _named(nn.GELU), _named(nn.SiLU), _named(nn.Mish)

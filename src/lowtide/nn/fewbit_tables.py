@@ -1,7 +1,7 @@
 """The best few slopes for an activation: which inputs share one, and what it is.
 
-Dynamic programming over a grid finds the step function q with K steps that minimises ∫(f'−q)²w, for a density w of the
-input (Novikov et al., 2022, https://arxiv.org/abs/2202.00441):
+Dynamic programming over a grid finds the step function q with K steps that minimises ∫(f'−q)²w (Novikov et al., 2022,
+https://arxiv.org/abs/2202.00441). The density of the input is w:
 
     D(j, k) = min over i < j of D(i, k−1) + T(i, j)      T(i, j) = ∫f'²w − (∫f'w)²/∫w, from point i to point j
 

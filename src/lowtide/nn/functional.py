@@ -52,8 +52,8 @@ def batch_norm_act(
     - An in-place strategy becomes "checkpoint" where some channel's |β/γ| is so large that z does not determine x.
     - Running statistics move once, in place, and batches are counted. A checkpoint's recomputation leaves them alone.
     - With a process ``group``, statistics are those of all its members' batches. With ``statistics``, those are used.
-    - ``layer`` is the layer that calls. Writes through ``.data`` to z are noticed for layers alone, and on a GPU the
-      in-place strategies wait for the device at each call without one.
+    - ``layer`` is the layer that calls. Writes through ``.data`` to z are noticed for layers alone. Without a layer,
+      the in-place strategies wait for a GPU at each call.
     """
     act = Activation.of(activation)
     chosen = resolve(strategy, act, x, joined=residual is not None, where=layer or "")

@@ -1,7 +1,7 @@
 """Logits computed on demand: cross entropy takes them in chunks, and any other use computes them whole.
 
-Views, slices of tokens and ``.float()`` on the way to cross entropy act on the head's input instead, whose rows are
-those of the logits. Any other use computes the logits once, as the head would have, with their live views and copies.
+Views, slices of tokens and ``.float()`` on the way to cross entropy act on the head's input instead: it has the same
+rows. Any other use computes the logits once, as the head would have, with their live views and copies.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def _randomized(x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch, 
             return _StoredSketch(sketched, seed, scale)
 
     latest = _latest.of_thread
-    return _RandomizedLinear.apply(
+    return _RandomizedLinearFunction.apply(
         x, weight, bias, latest.sketch(uncast, (sketch, x.dtype), make, calls), sketch, latest
     )
 
@@ -128,7 +128,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not torch.float64 else tensor
 
 
-class _RandomizedLinear(torch.autograd.Function):
+class _RandomizedLinearFunction(torch.autograd.Function):
     """One node, which saves the weight, the sketch and its seed."""
 
     @staticmethod

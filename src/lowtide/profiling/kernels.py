@@ -1,8 +1,10 @@
 """Workspaces of kernels by op signature: measured here, looked up, or modelled.
 
-A fake step runs nothing, so its kernels' own allocations come from three places, in this order: measurements made
-on this machine (``measure=True``, kept on disk), measurements that lowtide ships for the H200, and a rule for the
-two kinds of kernels that matter (convolutions and recurrent layers).
+A fake step runs nothing. Its kernels' own allocations come from the first of three places that knows them:
+
+- measurements of this machine (``measure=True``), stored on disk;
+- measurements that lowtide ships for the H200;
+- a rule for the two kinds of kernels that matter, convolutions and recurrent layers.
 """
 
 from __future__ import annotations

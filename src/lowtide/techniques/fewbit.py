@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import LowtideError, PlanError
-from lowtide.kernels.activations import Activation, is_in_place, read_module
+from lowtide.kernels.activations import FEW_BIT, POINTWISE, Activation, is_in_place, read_module
 from lowtide.kernels.reference.fewbit import packed_bytes
 from lowtide.nn.fewbit import book_for, few_bit
 from lowtide.nn.fewbit_tables import Density, Normal, table_of
@@ -226,15 +226,7 @@ class _SavedByModule:
         return _CLASSES[self.kind].is_gate
 
 
-_CLASSES: dict[str, Activation] = {
-    kind.__name__: curve
-    for kind in (
-        *(nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.SELU, nn.CELU, nn.Softplus, nn.Tanh, nn.Sigmoid, nn.LogSigmoid),
-        *(nn.Hardswish, nn.Softsign, nn.Tanhshrink, nn.ReLU, nn.LeakyReLU, nn.Hardtanh, nn.ReLU6, nn.Hardsigmoid),
-        *(nn.Hardshrink, nn.Softshrink),
-    )
-    if (curve := read_module(kind())) is not None
-} | {"Threshold": Activation.pointwise("threshold")}
+_CLASSES = {POINTWISE[name].module.__name__: Activation.pointwise(name) for name in FEW_BIT}
 
 
 def _sites(graph: Graph) -> dict[str, _SavedByModule]:

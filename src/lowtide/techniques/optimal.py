@@ -16,8 +16,9 @@ from lowtide import chains
 from lowtide.chains import Schedule, keep_all, recursive, simulate
 from lowtide.errors import LowtideError
 from lowtide.profiling.profile import Profile
+from lowtide.techniques.block_chains import BlockChains
+from lowtide.techniques.block_stages import BlockStages, in_blocks
 from lowtide.techniques.segments import SegmentConfig, SegmentTechnique, apply_tree, sequential_units
-from lowtide.techniques.stages import BlockStages, in_blocks
 from lowtide.techniques.technique import Option
 from lowtide.undo import Undo
 
@@ -59,7 +60,7 @@ class Optimal(SegmentTechnique):
 
     def options(self, profile: Profile) -> list[Option]:
         """The best schedules at budgets from the smallest to where all is kept, and halves of halves."""
-        stages = BlockStages(self.chains(profile))
+        stages = BlockStages(BlockChains.of(profile))
         ends = stages.segment_ends
         if ends == list(range(len(ends))):
             return []

@@ -213,16 +213,16 @@ class _Inputs:
         total = 0.0
         for group in self._groups(sites):
             x = group[0].x
-            rows, kept = x.shape[0], sketch.sketch_rows(x.shape[0])
+            rows, sketch_rows = x.shape[0], sketch.sketch_rows(x.shape[0])
             rate = device.rates.get(x.dtype, device.rates["float32"])
             block = rows / sketch.blocks(rows) if rows else 0
             for columns in (x.shape[1], *(read.features for read in group)):
-                moved = (rows + kept) * columns * (x.bytes // max(1, rows * x.shape[1]))
-                total += device.launch_seconds + max(moved / device.bandwidth, 2 * kept * block * columns / rate)
+                moved = (rows + sketch_rows) * columns * (x.bytes // max(1, rows * x.shape[1]))
+                total += device.launch_seconds + max(moved / device.bandwidth, 2 * sketch_rows * block * columns / rate)
             for read in group:
                 product = self._products.get((read.path, read.x.storage))
                 if product is not None:
-                    total -= (1 - kept / max(1, rows)) * product.seconds
+                    total -= (1 - sketch_rows / max(1, rows)) * product.seconds
         return total
 
     def _groups(self, sites: set[str]) -> list[list[_Read]]:

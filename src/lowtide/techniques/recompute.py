@@ -65,7 +65,7 @@ def recompute(
         run,
         *tensors,
         use_reentrant=False,
-        context_fn=lambda: (_first_run(state), _Again(state)),
+        context_fn=lambda: (_first_run(state), _LaterRun(state)),
         # A checkpoint stops once it has all saved tensors, and this layer saves its noise before it is drawn.
         early_stop=not any(isinstance(module, nn.RReLU) for module in state.modules),
     )
@@ -126,7 +126,7 @@ def _first_run(state: _State) -> Generator[None]:
         state.parameters = [held for held in state.parameters if version_of(held[2]) == held[3]]
 
 
-class _Again:
+class _LaterRun:
     """A later run: modes and buffers as the first run found them, on copies."""
 
     def __init__(self, state: _State) -> None:

@@ -12,7 +12,7 @@ from lowtide.chains import Tree
 from lowtide.compat.modules import own_children
 from lowtide.errors import LowtideError, PlanError
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.chain import Chains, join_glued, leaves
+from lowtide.techniques.block_chains import BlockChains, join_glued, leaves
 from lowtide.techniques.recompute import recompute
 from lowtide.techniques.replaced_forward import Forward, apply_at_sites, replace_forward
 from lowtide.techniques.technique import Check, Config, Fidelity, Kind, Option, Price, Technique
@@ -56,12 +56,9 @@ class SegmentTechnique(Technique):
     config: type[Config] = SegmentConfig
     needs = "a nn.Sequential or nn.ModuleList of two or more blocks, which draw only from torch's own generators"
 
-    def __init__(self) -> None:
-        self._last: Chains | None = None
-
     def price(self, option: Option, profile: Profile) -> Price:
         """Values are freed from their last use until they are recomputed, by one more forward pass of the segments."""
-        chains = self.chains(profile)
+        chains = BlockChains.of(profile)
         added, removed, seconds = chains.recompute(chains.spans(_trees(option)))
         return Price(
             Fidelity.BITWISE,
@@ -78,12 +75,6 @@ class SegmentTechnique(Technique):
     def check(self, option: Option) -> Check:
         """Everything equal, bit for bit."""
         return Check.EXACT
-
-    def chains(self, profile: Profile) -> Chains:
-        """Chains of a profile. The last ones are kept, since options and prices ask for the same."""
-        if self._last is None or self._last.profile is not profile:
-            self._last = Chains(profile)
-        return self._last
 
 
 class Segments(Forward):
@@ -127,7 +118,7 @@ class Segments(Forward):
         return f"Segments({', '.join(map(str, self.tree))})"
 
 
-class Again(Forward):
+class RecomputedBlock(Forward):
     """The forward of one block that is recomputed by itself, whoever calls it."""
 
     def __init__(self, module: nn.Module, path: str = "") -> None:
@@ -152,7 +143,7 @@ def apply_tree(container: nn.Module, tree: Tree, *, path: str) -> Undo:
                     where=path,
                 )
             own = f"{path}.{node[0]}" if path else str(node[0])
-            undo.add(replace_forward(Again(blocks[node[0]], own), path=own))
+            undo.add(replace_forward(RecomputedBlock(blocks[node[0]], own), path=own))
         return undo.keep()
 
 

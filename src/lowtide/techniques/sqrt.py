@@ -14,7 +14,7 @@ from torch import nn
 from lowtide.chains import Tree
 from lowtide.errors import LowtideError
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.chain import BlockChain, split
+from lowtide.techniques.block_chains import BlockChain, BlockChains, split
 from lowtide.techniques.segments import SegmentConfig, SegmentTechnique, apply_tree, sequential_units
 from lowtide.techniques.technique import Config, Option
 from lowtide.undo import Undo
@@ -71,7 +71,7 @@ class Sqrt(SegmentTechnique):
 
     def options(self, profile: Profile) -> list[Option]:
         """From one segment per chain to one per block, in one or two levels, the last few kept or not."""
-        chains = [chain for chain in self.chains(profile).chains if chain.units]
+        chains = [chain for chain in BlockChains.of(profile).chains if chain.units]
         if not chains:
             return []
         options: dict[tuple[tuple[str, Tree], ...], Option] = {}

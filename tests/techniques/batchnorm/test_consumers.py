@@ -45,6 +45,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "F.mish": F.mish,
     "torch.sigmoid": torch.sigmoid,
     "x.tanh": lambda x: x.tanh(),
+    "F.threshold": lambda x: F.threshold(x, 0.1, 0.0),
+    "x.hardshrink": lambda x: x.hardshrink(0.2),
+    "F.tanhshrink": F.tanhshrink,
 }
 
 

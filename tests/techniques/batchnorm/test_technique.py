@@ -16,7 +16,7 @@ from lowtide.planning import estimate_peak, predict
 from lowtide.profiling import profile
 from lowtide.techniques import Fidelity, Option, techniques
 from lowtide.techniques.batchnorm import convert
-from lowtide.techniques.batchnorm.technique import BatchNorm, BatchNormConfig, _Pairs
+from lowtide.techniques.batchnorm.technique import BatchNorm, BatchNormConfig, _TracedPairs
 from lowtide.workload import Workload
 
 from ...contract.contract import SeveralModels
@@ -172,7 +172,7 @@ def test_joins_in_place_are_counted_as_convert_counts_them(joins: int) -> None:
     blocks = [InPlace(width, out) for width, out in itertools.pairwise(widths)]
     model = nn.Sequential(nn.Conv2d(3, 4, 3), *blocks)
     work = Workload(model, lambda m, x: m(x).square().mean(), torch.randn(2, 3, 8, 8))
-    counted = {p.path: p.rebuilds(joins) for p in _Pairs(profile(work).graph).pairs if p.is_join}
+    counted = {p.path: p.rebuilds(joins) for p in _TracedPairs(profile(work).graph).pairs if p.is_join}
     with convert(model, joins=joins) as done:
         layers = {c.path: model.get_submodule(c.path) for c in done.changed if c.join}
         assert counted == {path: layer.rebuild_joins for path, layer in layers.items()}

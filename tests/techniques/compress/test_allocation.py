@@ -9,7 +9,7 @@ from torch import nn
 from lowtide import Workload, profile
 from lowtide.errors import LowtideError
 from lowtide.sizes import format_size
-from lowtide.techniques.compress import Compress, Layer, allocate_bits, measure_layers
+from lowtide.techniques.compress import Compress, LayerCosts, allocate_bits, measure_layers
 from lowtide.techniques.compress.technique import CompressConfig
 from lowtide.techniques.technique import Option
 from tests.soak import count
@@ -18,13 +18,13 @@ from tests.techniques.compress.steps import gpt2
 CHOICES = (2, 4, 8, 0)
 
 
-def random_layers(seed: int, number: int = 5) -> list[Layer]:
+def random_layers(seed: int, number: int = 5) -> list[LayerCosts]:
     draw = torch.Generator().manual_seed(seed)
     layers = []
     for i in range(number):
         groups = int(torch.randint(1, 40, (), generator=draw))
         variance = float(10 ** (4 * torch.rand((), generator=draw)))
-        layers.append(Layer(f"{i}", groups * 1024, (groups * 72, groups * 136, groups * 264), variance))
+        layers.append(LayerCosts(f"{i}", groups * 1024, (groups * 72, groups * 136, groups * 264), variance))
     return layers
 
 

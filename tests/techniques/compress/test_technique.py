@@ -78,9 +78,11 @@ def test_what_attention_and_log_sums_read_is_priced_and_measured_as_kept():
     option = technique.options(plain)[-1]
     with technique.apply(work, [option]) as applied:
         gc.collect()
-        before = {id(each) for each in gc.get_objects() if type(each) is nn_compress._Record}
+        before = {id(each) for each in gc.get_objects() if type(each) is nn_compress._SharedCodes}
         loss = applied.work.compute_loss()
-        actual = [each for each in gc.get_objects() if type(each) is nn_compress._Record and id(each) not in before]
+        actual = [
+            each for each in gc.get_objects() if type(each) is nn_compress._SharedCodes and id(each) not in before
+        ]
     assert stored_bytes(technique.price(option, plain)) == sum(record._codes.unpack().nbytes for record in actual) > 0
     del loss
 

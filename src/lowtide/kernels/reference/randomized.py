@@ -75,18 +75,18 @@ def project(x: Tensor, seed: Tensor, sketch: Sketch, dtype: torch.dtype | None =
         return _transform(x, seed, cut, dtype)
     chunks = list(_chunks(cut, x.shape[1]))
     if cut.blocks == len(chunks) == 1:
-        entries = _entries(sketch.kind, seed, cut, (0, 1), (0, cut.kept))[0].to(wide)
-        return torch.mm(entries, x.to(wide)).mul_(cut.kept**-0.5).to(dtype)
-    out = x.new_empty(cut.kept, x.shape[1], dtype=dtype)
+        entries = _entries(sketch.kind, seed, cut, (0, 1), (0, cut.sketch_rows))[0].to(wide)
+        return torch.mm(entries, x.to(wide)).mul_(cut.sketch_rows**-0.5).to(dtype)
+    out = x.new_empty(cut.sketch_rows, x.shape[1], dtype=dtype)
     for low, high, first, last in chunks:
-        start, stop = cut.start(low, cut.kept) + first, cut.start(high, cut.kept)
+        start, stop = cut.start(low, cut.sketch_rows) + first, cut.start(high, cut.sketch_rows)
         stop = min(start + last - first, stop) if high - low == 1 else stop
         place = torch.arange(start, stop, device=x.device)
-        block = cut.block_of(place, cut.kept)
+        block = cut.block_of(place, cut.sketch_rows)
         entries = _entries(sketch.kind, seed, cut, (low, high), (first, last)).to(wide)
         part = torch.bmm(entries, _padded(x, cut, low, high).to(wide)).flatten(0, 1)
-        inner = (block - low) * (last - first) + place - cut.start(block, cut.kept) - first
-        out[start:stop] = part[inner].mul_(cut.size(block, cut.kept).to(wide).rsqrt_().unsqueeze(1))
+        inner = (block - low) * (last - first) + place - cut.start(block, cut.sketch_rows) - first
+        out[start:stop] = part[inner].mul_(cut.size(block, cut.sketch_rows).to(wide).rsqrt_().unsqueeze(1))
     return out
 
 
@@ -94,7 +94,7 @@ class Cut(NamedTuple):
     """Rows cut into blocks whose sizes differ by one at most, and their sketch cut into as many."""
 
     rows: int
-    kept: int
+    sketch_rows: int
     blocks: int
 
     def start(self, block: Any, total: int) -> Any:
@@ -148,17 +148,17 @@ _WORD = 0xFFFFFFFF
 
 def _chunks(cut: Cut, columns: int) -> Iterator[tuple[int, int, int, int]]:
     """Blocks from low to high, and of each the kept rows from first to last: one block, or all kept rows."""
-    rows, kept = cut.most(cut.rows), cut.most(cut.kept)
+    rows, sketch_rows = cut.most(cut.rows), cut.most(cut.sketch_rows)
     numbers = min(_AT_ONCE, max(_AT_LEAST, cut.rows * columns // 8))
-    if rows * kept > numbers:
+    if rows * sketch_rows > numbers:
         step = max(1, numbers // rows)
         for block in range(cut.blocks):
-            for first in range(0, cut.size(block, cut.kept), step):
-                yield block, block + 1, first, min(first + step, kept)
+            for first in range(0, cut.size(block, cut.sketch_rows), step):
+                yield block, block + 1, first, min(first + step, sketch_rows)
         return
-    step = max(1, min(numbers // (rows * kept), 4 * _AT_ONCE // (rows * columns)))
+    step = max(1, min(numbers // (rows * sketch_rows), 4 * _AT_ONCE // (rows * columns)))
     for low in range(0, cut.blocks, step):
-        yield low, min(low + step, cut.blocks), 0, kept
+        yield low, min(low + step, cut.blocks), 0, sketch_rows
 
 
 def _padded(x: Tensor, cut: Cut, low: int, high: int) -> Tensor:
@@ -173,10 +173,10 @@ def _padded(x: Tensor, cut: Cut, low: int, high: int) -> Tensor:
     return x[place.clamp_(max=cut.rows - 1)].masked_fill_(short.unsqueeze(2), 0)
 
 
-def _entries(kind: str, seed: Tensor, cut: Cut, blocks: tuple[int, int], kept: tuple[int, int]) -> Tensor:
+def _entries(kind: str, seed: Tensor, cut: Cut, blocks: tuple[int, int], sketch_rows: tuple[int, int]) -> Tensor:
     """S of some blocks, for some of the rows that each keeps: blocks x kept x rows."""
     block = torch.arange(*blocks, device=seed.device).view(-1, 1, 1)
-    k = torch.arange(*kept, device=seed.device).view(1, -1, 1)
+    k = torch.arange(*sketch_rows, device=seed.device).view(1, -1, 1)
     j = torch.arange(cut.most(cut.rows), device=seed.device)
     if kind == "rademacher":
         return _signs(seed, k, block, len(j), SIGNS)
@@ -184,7 +184,7 @@ def _entries(kind: str, seed: Tensor, cut: Cut, blocks: tuple[int, int], kept: t
         first, second, _, _ = philox(seed, j, k, block, NORMALS)
         return _normal(first, second)
     rows = cut.size(block, cut.rows)
-    frequency = _order(seed, cut, blocks)[:, kept[0] : kept[1]].unsqueeze(2)
+    frequency = _order(seed, cut, blocks)[:, sketch_rows[0] : sketch_rows[1]].unsqueeze(2)
     turn = (2 * j + 1) * frequency % (4 * rows)  # exact: the cosine's period is 4n of these
     cosine = torch.cos(turn.double() * (math.pi / 2 / rows.double()))
     factor = torch.where(frequency == 0, 1.0, math.sqrt(2)).double()
@@ -215,27 +215,27 @@ def _order(seed: Tensor, cut: Cut, blocks: tuple[int, int]) -> Tensor:
     j = torch.arange(cut.most(cut.rows), device=seed.device)
     key = philox(seed, j, 0, block, PLACES)[0]
     key = torch.where(j < cut.size(block, cut.rows), key, _WORD + 1)
-    return key.argsort(dim=1, stable=True)[:, : cut.most(cut.kept)]
+    return key.argsort(dim=1, stable=True)[:, : cut.most(cut.sketch_rows)]
 
 
 def _chosen(seed: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
     """For each row of the sketch: which row of x it is, and by what it is multiplied."""
-    place = torch.arange(cut.kept, device=seed.device)
-    block = cut.block_of(place, cut.kept)
+    place = torch.arange(cut.sketch_rows, device=seed.device)
+    block = cut.block_of(place, cut.sketch_rows)
     order = _order(seed, cut, (0, cut.blocks))
-    chosen = cut.start(block, cut.rows) + order[block, place - cut.start(block, cut.kept)]
-    scale = (cut.size(block, cut.rows).double() / cut.size(block, cut.kept)).sqrt().unsqueeze(1)
+    chosen = cut.start(block, cut.rows) + order[block, place - cut.start(block, cut.sketch_rows)]
+    scale = (cut.size(block, cut.rows).double() / cut.size(block, cut.sketch_rows)).sqrt().unsqueeze(1)
     return chosen, scale
 
 
 def _transform(x: Tensor, seed: Tensor, cut: Cut, dtype: torch.dtype) -> Tensor:
     """Rows of the DCT of signed blocks, by FFT (Makhoul, 1980), some columns at a time."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    out = x.new_empty(cut.kept, x.shape[1], dtype=dtype)
+    out = x.new_empty(cut.sketch_rows, x.shape[1], dtype=dtype)
     for block in range(cut.blocks):
         start, rows = cut.start(block, cut.rows), cut.size(block, cut.rows)
-        kept = slice(cut.start(block, cut.kept), cut.start(block + 1, cut.kept))
-        frequency = _order(seed, cut, (block, block + 1))[0, : kept.stop - kept.start]
+        here = slice(cut.start(block, cut.sketch_rows), cut.start(block + 1, cut.sketch_rows))
+        frequency = _order(seed, cut, (block, block + 1))[0, : here.stop - here.start]
         index = torch.full((1, 1, 1), block, device=x.device)
         sign = _signs(seed, 0 * index, index, rows, DCT_SIGNS).view(-1, 1).to(wide)
         # The even rows, then the odd ones backwards: of these the FFT has the DCT in it.
@@ -250,5 +250,5 @@ def _transform(x: Tensor, seed: Tensor, cut: Cut, dtype: torch.dtype) -> Tensor:
             values = x[start : start + rows, column : column + step].to(wide) * sign
             spectrum = torch.fft.rfft(values[place], dim=0)[mirrored]
             real = spectrum.real * turn.cos() + spectrum.imag * conjugate * turn.sin()
-            out[kept, column : column + step] = real * factor
+            out[here, column : column + step] = real * factor
     return out

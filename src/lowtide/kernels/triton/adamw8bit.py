@@ -1,8 +1,8 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
 """A step of AdamW with 8-bit states in Triton: all parameters in one launch, each byte once.
 
-For float32 parameters and gradients that is 16 bytes a parameter (p read and written 8, g 4, codes read and written 4)
-and 1/16 more for scales. AdamW with float32 states moves 28. The formulas are the reference's. The code of a block
+For float32 parameters and gradients that is 16 bytes a parameter: 8 for p, read and written, 4 for g, 4 for codes.
+Scales add 1/16. AdamW with float32 states moves 28. The formulas are the reference's. The code of a block
 needs its largest magnitude, which one program finds in registers: a row of its tile is a block.
 
 A launch takes an address table instead of tensors: a launch for each of hundreds of parameters would take longer than

@@ -210,7 +210,7 @@ def measure(
 ):  # fmt: skip
     """μ and 1/σ. One pass.
 
-    Sums are of differences from the mean of a part's first block, so that a mean far from 0 costs nothing, nor does an
+    Sums are of differences from the mean of a part's first block. A mean far from 0 then costs nothing, nor does an
     odd value in that block. Chan's formula merges the parts.
     """
     tile = tl.program_id(0) // PARTS

@@ -2,8 +2,8 @@
 """Cross entropy of rows of logits, and its gradient written over them, in Triton.
 
 One program has one row and goes over it twice: first the maximum and Σ exp online (Milakov and Gimelshein, 2018), then
-the gradient. Passes over memory: one read and one write. The second read finds the row in the cache, which holds the
-rows that run at once (100 KB each for GPT-2's vocabulary in 16 bits). The formulas are in
+the gradient. Passes over memory: one read and one write. The second read finds the row in the cache. It holds
+the rows that run at once, 100 KB each for GPT-2's vocabulary in 16 bits. The formulas are in
 ``kernels/reference/chunked_loss.py``. Only the last block is loaded with a mask, over the padded row: with one over an
 odd vocabulary, Triton loads element by element.
 """

@@ -29,10 +29,10 @@ def project(x: Tensor, seed: Tensor, sketch: Sketch, dtype: torch.dtype | None =
     """S·x for a matrix of any strides, as ``reference.project`` has it; rows and dct in blocks of ``MOST_ROWS``."""
     rows, columns = x.shape
     cut = Cut(rows, sketch.sketch_rows(rows), sketch.blocks(rows))
-    out = x.new_empty(cut.kept, columns, dtype=dtype)
-    most = cut.most(cut.kept)
+    out = x.new_empty(cut.sketch_rows, columns, dtype=dtype)
+    most = cut.most(cut.sketch_rows)
     tile = max(16, min(128, 1 << (most - 1).bit_length()))  # of kept rows: 16 at least for a product of matrices
-    numbers = (rows, columns, cut.kept, cut.blocks, x.stride(0), x.stride(1))
+    numbers = (rows, columns, cut.sketch_rows, cut.blocks, x.stride(0), x.stride(1))
     if sketch.kind == "rows":
         width = 256
         grid = cut.blocks * -(-most // tile) * -(-columns // width)
@@ -50,12 +50,12 @@ def project(x: Tensor, seed: Tensor, sketch: Sketch, dtype: torch.dtype | None =
 
 @triton.jit
 def _project(
-    x_ptr, out_ptr, seed_ptr, rows, columns, kept, blocks, row_stride, column_stride, parts,
+    x_ptr, out_ptr, seed_ptr, rows, columns, sketch_rows, blocks, row_stride, column_stride, parts,
     KIND: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Out[k] = Σ_j S[k, j] x[j] over the rows j of a block: one read of x for each tile of kept rows."""
     block, part, column = _place(tl.program_id(0), parts, columns, BH)
-    first, n, out_first, k_count = _bounds(block, rows, kept, blocks)
+    first, n, out_first, k_count = _bounds(block, rows, sketch_rows, blocks)
     seed = tl.load(seed_ptr)
     k = part * BK + tl.arange(0, BK)
     acc = tl.zeros((BK, BH), dtype=tl.float32)
@@ -83,12 +83,12 @@ def _project(
 
 @triton.jit
 def _sample(
-    x_ptr, out_ptr, seed_ptr, rows, columns, kept, blocks, row_stride, column_stride, parts,
+    x_ptr, out_ptr, seed_ptr, rows, columns, sketch_rows, blocks, row_stride, column_stride, parts,
     BK: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """Out[k] = √(n/k) x[j_k], for k rows j_k of the n of a block that are drawn without replacement."""
     block, part, column = _place(tl.program_id(0), parts, columns, BH)
-    first, n, out_first, k_count = _bounds(block, rows, kept, blocks)
+    first, n, out_first, k_count = _bounds(block, rows, sketch_rows, blocks)
     k = part * BK + tl.arange(0, BK)
     j = _drawn(tl.load(seed_ptr), block, n, k, BN)
     place = x_ptr + (first + j)[:, None] * row_stride + column[None, :].to(tl.int64) * column_stride
@@ -106,11 +106,11 @@ def _place(program, parts, columns, BH: tl.constexpr):
 
 
 @triton.jit
-def _bounds(block, rows, kept, blocks):
+def _bounds(block, rows, sketch_rows, blocks):
     """The first row of a block and how many it has; the same of the rows that it keeps."""
     wide = block.to(tl.int64)
     first, last = wide * rows // blocks, (wide + 1) * rows // blocks
-    out_first, out_last = wide * kept // blocks, (wide + 1) * kept // blocks
+    out_first, out_last = wide * sketch_rows // blocks, (wide + 1) * sketch_rows // blocks
     return first, (last - first).to(tl.int32), out_first, (out_last - out_first).to(tl.int32)
 
 

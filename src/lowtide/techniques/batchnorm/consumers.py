@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from lowtide.compat.modules import ConvBase
+from lowtide.kernels.activations import FEW_BIT, POINTWISE
 from lowtide.techniques.batchnorm.fx_trace import IN_PLACE, ForwardCall, Untraceable, is_torchs, trace
 
 
@@ -175,26 +176,19 @@ def _is_pointwise_call(root: nn.Module, node: fx.Node) -> bool:
     return not _writes(root, node) and (node.target in _POINTWISE or node.target in _FUNCTIONS)
 
 
+def _spellings(name: str) -> list[Any]:
+    """Functions of torch that apply an activation, and names of methods that do, in place or not."""
+    names = (name, f"{name}_")
+    functions = [getattr(owner, each) for owner in (F, torch) for each in names if hasattr(owner, each)]
+    return functions + [each for each in names if hasattr(torch.Tensor, each)]
+
+
 _FUNCTIONS: dict[Any, tuple[type[nn.Module], tuple[str, ...]]] = {
-    **dict.fromkeys((F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"), (nn.ReLU, ())),
-    **dict.fromkeys((F.sigmoid, torch.sigmoid, torch.sigmoid_, "sigmoid", "sigmoid_"), (nn.Sigmoid, ())),
-    **dict.fromkeys((F.tanh, torch.tanh, torch.tanh_, "tanh", "tanh_"), (nn.Tanh, ())),
-    **dict.fromkeys((F.leaky_relu, F.leaky_relu_), (nn.LeakyReLU, ("negative_slope",))),
-    **dict.fromkeys((F.elu, F.elu_), (nn.ELU, ("alpha",))),
-    **dict.fromkeys((F.celu, torch.celu), (nn.CELU, ("alpha",))),
-    **dict.fromkeys((F.selu, torch.selu), (nn.SELU, ())),
-    **dict.fromkeys((F.hardtanh, F.hardtanh_), (nn.Hardtanh, ("min_val", "max_val"))),
-    F.softplus: (nn.Softplus, ("beta", "threshold")),
-    F.gelu: (nn.GELU, ("approximate",)),
-    F.silu: (nn.SiLU, ()),
-    F.mish: (nn.Mish, ()),
-    F.relu6: (nn.ReLU6, ()),
-    F.hardswish: (nn.Hardswish, ()),
-    F.hardsigmoid: (nn.Hardsigmoid, ()),
-    F.logsigmoid: (nn.LogSigmoid, ()),
-    F.softsign: (nn.Softsign, ()),
+    function: (POINTWISE[name].module, tuple(POINTWISE[name].numbers))
+    for name in FEW_BIT
+    for function in _spellings(name)
 }
-_POINTWISE_MODULES = {kind for kind, _ in _FUNCTIONS.values()} | {nn.PReLU, nn.Threshold, nn.Softshrink}
+_POINTWISE_MODULES = {POINTWISE[name].module for name in FEW_BIT} | {nn.PReLU}
 _NAMES = (
     *("add", "sub", "mul", "div", "neg", "abs", "square", "sqrt", "pow", "exp", "expm1", "log", "log1p"),
     *("erf", "sin", "cos", "minimum", "maximum", "clamp"),

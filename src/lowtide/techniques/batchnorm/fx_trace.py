@@ -126,7 +126,7 @@ class _Tracer(fx.Tracer):
         return True
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Value(node, self)
+        return _TracedValue(node, self)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
         leaves = [
@@ -134,7 +134,7 @@ class _Tracer(fx.Tracer):
             for i, leaf in enumerate(self.call.leaves)
         ]
         for leaf, slot in zip(leaves, self.call.leaves, strict=True):
-            if isinstance(leaf, _Value):
+            if isinstance(leaf, _TracedValue):
                 leaf.is_tensor = slot is _Slot.TENSOR
         args, kwargs = pytree.tree_unflatten(leaves, self.call.structure)
 
@@ -159,7 +159,7 @@ class _Tracer(fx.Tracer):
         raise TypeError("it decides by the value or the shape of a tensor")
 
 
-class _Value(fx.Proxy):
+class _TracedValue(fx.Proxy):
     """A value of the forward. To ``isinstance``, a tensor that is an argument is one; of others nobody knows."""
 
     is_tensor = False
@@ -167,7 +167,7 @@ class _Value(fx.Proxy):
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if frame_at(1).f_globals.get("__name__", "").startswith("torch."):
-            return _Value
+            return _TracedValue
         if not self.is_tensor:
             raise TypeError("it decides by the type of a value")
         return Tensor
@@ -182,10 +182,10 @@ IN_PLACE = {
 }
 for _name, _function in IN_PLACE.items():  # fx would make x += y out of place
 
-    def _in_place(self: _Value, other: Any, *, function: Any = _function) -> fx.Proxy:
+    def _in_place(self: _TracedValue, other: Any, *, function: Any = _function) -> fx.Proxy:
         return self.tracer.create_proxy("call_function", function, (self, other), {})
 
-    setattr(_Value, _name, _in_place)
+    setattr(_TracedValue, _name, _in_place)
 
 
 class _NothingComputed(TorchDispatchMode):

@@ -40,7 +40,7 @@ class BatchNorm(Technique):
 
     def options(self, profile: Profile) -> list[Option]:
         """All batch norms that would save something; once more for each spacing of the joins that are kept."""
-        steps = _Pairs(profile.graph)
+        steps = _TracedPairs(profile.graph)
         options: list[Option] = []
         for spacing in _spacings(sum(pair.is_join for pair in steps.pairs)):
             site = tuple(pair.path for pair in steps.pairs if steps.frees(pair, spacing))
@@ -50,7 +50,7 @@ class BatchNorm(Technique):
 
     def price(self, option: Option, profile: Profile) -> Price:
         """Storages are freed from their last use in forward until they are recomputed, by batch norm and activation."""
-        steps = _Pairs(profile.graph)
+        steps = _TracedPairs(profile.graph)
         spacing, sites = option.config_as(BatchNormConfig).joins, set(option.site)
         pairs = [pair for pair in steps.pairs if pair.path in sites]
         needs = steps.first_needs(pairs, spacing)
@@ -97,7 +97,7 @@ _ATOL = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class _TracedPair:
     """A batch norm and what follows it, as ops and storages of a traced step."""
 
     path: str
@@ -137,7 +137,7 @@ class _Pair:
 _Needs = dict[int, tuple[str, int]]
 
 
-class _Pairs:
+class _TracedPairs:
     """The pairs of a traced step in the order of the model's modules, and when their storages are used."""
 
     def __init__(self, graph: Graph) -> None:
@@ -164,11 +164,11 @@ class _Pairs:
     def death(self, storage: int) -> int:
         return self.graph.storages[storage].death
 
-    def frees(self, pair: _Pair, spacing: int) -> bool:
+    def frees(self, pair: _TracedPair, spacing: int) -> bool:
         """Whether the plain step keeps something for backward that the pair does not."""
         return any(self._is_kept(storage) for storage in self._dropped(pair, spacing))
 
-    def first_needs(self, pairs: Sequence[_Pair], spacing: int) -> _Needs:
+    def first_needs(self, pairs: Sequence[_TracedPair], spacing: int) -> _Needs:
         """For each freed storage: the pair that frees it, and the op of the backward pass that first needs it."""
         needs: _Needs = {}
         for pair in pairs:
@@ -181,7 +181,7 @@ class _Pairs:
                     needs[storage] = path, min(first, self._start(pair))
         return needs
 
-    def added(self, pair: _Pair, needs: _Needs, spacing: int) -> Iterator[Interval]:
+    def added(self, pair: _TracedPair, needs: _Needs, spacing: int) -> Iterator[Interval]:
         """Storages that live longer than before: for a while, or because nobody else keeps them."""
         for storage in pair.keeps(spacing):
             size, alone = self.bytes(storage), self.death(storage)
@@ -197,7 +197,7 @@ class _Pairs:
         size = self.bytes(pair.results[-1])
         yield Interval(size, pair.backward, pair.backward + 1, f"a gradient in the backward of {pair.path}")
 
-    def seconds(self, pairs: Sequence[_Pair], needs: _Needs, spacing: int) -> dict[str, float]:
+    def seconds(self, pairs: Sequence[_TracedPair], needs: _Needs, spacing: int) -> dict[str, float]:
         """Seconds to recompute each pair: a join with all joins before it, back to the last that is kept."""
         took: dict[str, float] = {}
         for pair in sorted(pairs, key=lambda pair: pair.ops[0]):
@@ -206,12 +206,12 @@ class _Pairs:
             took[pair.path] = sum(self.graph.ops[i].seconds for i in ops) + took.get(before, 0.0)
         return took
 
-    def _start(self, pair: _Pair) -> int:
+    def _start(self, pair: _TracedPair) -> int:
         """The op of the backward pass that the layer's own begins at: that of the activation."""
         gradient = self.graph.ops[pair.backward].inputs[0].storage
         return self.graph.storages[gradient].birth
 
-    def _dropped(self, pair: _Pair, spacing: int) -> Iterator[int]:
+    def _dropped(self, pair: _TracedPair, spacing: int) -> Iterator[int]:
         for storage in pair.drops(spacing):
             if storage != pair.x or self.graph.savers.get(storage) == {pair.path}:
                 yield storage
@@ -229,7 +229,7 @@ class _Pairs:
                 if again is not None:
                     yield op, again
 
-    def _numbered(self) -> Iterator[_Pair]:
+    def _numbered(self) -> Iterator[_TracedPair]:
         """In the order of the model's modules, in which ``convert`` counts the joins."""
         kinds = dict(self.graph.modules)
         calls: dict[str, list[Op]] = {path: [] for path, kind in kinds.items() if kind in _CLASSES}
@@ -239,7 +239,7 @@ class _Pairs:
                 self._norms[op.outputs[0].storage] = op.index
         candidates = [self._pair(ops[0]) for path, ops in calls.items() if len(ops) == 1 and path in self._backward]
         # ``convert`` takes the first operand where two batch norms are added.
-        by_end: dict[int, _Pair] = {}
+        by_end: dict[int, _TracedPair] = {}
         pairs = [pair for pair in candidates if pair is not None]
         for pair in sorted(pairs, key=lambda pair: pair.second):
             by_end.setdefault(pair.ops[-1], pair)
@@ -249,7 +249,7 @@ class _Pairs:
                 joins = (0 if pair.shortcut is not None else joins) + pair.is_join
                 yield replace(pair, join=joins)
 
-    def _pair(self, norm: Op) -> _Pair | None:
+    def _pair(self, norm: Op) -> _TracedPair | None:
         """A batch norm with what follows it; None where that is not for a layer to do."""
         x, y = norm.inputs[0], norm.outputs[0].storage
         ops, results, residual = [norm], [y], None
@@ -269,7 +269,7 @@ class _Pairs:
             ops, results = [*ops, readers[0]], [*results, z]
         elif residual is not None or not readers or not all(_base(reader) in _KEEPERS for reader in readers):
             return None
-        return _Pair(
+        return _TracedPair(
             norm.module,
             tuple(op.index for op in ops),
             self._backward[norm.module],

@@ -32,7 +32,7 @@ _POINTS = 1 << 15  # of the frontier that are followed: far more than layers of 
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerCosts:
     """Saved bytes of a module, as they are and in 2, 4 and 8 bits, and the cost of rounding them."""
 
     path: str
@@ -43,7 +43,7 @@ class Layer:
     @classmethod
     def of(
         cls, path: str, tensors: Sequence[tuple[int, torch.dtype]], *, group: int = GROUP, variance: float | None = None
-    ) -> Layer:
+    ) -> LayerCosts:
         """A module that saves tensors of these lengths; without a variance, all values matter the same."""
         two, four, eight = (sum(buffer_bytes(numel, bits, group, dtype) for numel, dtype in tensors) for bits in BITS)
         whole = sum(numel * dtype.itemsize for numel, dtype in tensors)
@@ -60,11 +60,11 @@ class Layer:
 
 
 def allocate_bits(
-    layers: Sequence[Layer], budget_bytes: int, *, choices: Sequence[int] = (*BITS, KEPT)
+    layers: Sequence[LayerCosts], budget_bytes: int, *, choices: Sequence[int] = (*BITS, KEPT)
 ) -> tuple[int, ...]:
     """Bits for each layer, 0 for one that is kept as it is: the least variance whose bytes fit the budget.
 
-    >>> layers = [Layer("a", 4096, (272, 528, 1040), 9.0), Layer("b", 4096, (272, 528, 1040), 1.0)]
+    >>> layers = [LayerCosts("a", 4096, (272, 528, 1040), 9.0), LayerCosts("b", 4096, (272, 528, 1040), 1.0)]
     >>> allocate_bits(layers, 1600)
     (8, 4)
     """
@@ -94,14 +94,14 @@ def allocate_bits(
     return tuple(reversed(bits))
 
 
-def measure_layers(work: Workload, paths: Sequence[str], *, group: int = GROUP) -> list[Layer]:
+def measure_layers(work: Workload, paths: Sequence[str], *, group: int = GROUP) -> list[LayerCosts]:
     """Measure the cost of rounding in each of these modules, from one forward and backward pass.
 
     Gradients and parameters are afterwards as they were; buffers such as running statistics have seen the step.
     """
     check(BITS[-1], group)
     seen: set[_Key] = set()
-    modules = {path: _Measured(seen, group) for path in paths}
+    modules = {path: _MeasuredModule(seen, group) for path in paths}
     before = [(parameter, parameter.grad) for parameter in work.model.parameters()]
     try:
         with ExitStack() as stack:
@@ -127,7 +127,7 @@ def _frontier(sizes: NDArray[np.int64], costs: NDArray[np.float64]) -> NDArray[n
     return points
 
 
-class _Measured:
+class _MeasuredModule:
     """One module while a step runs: bytes and ranges of what it saves, and the gradient of what it returns."""
 
     def __init__(self, seen: set[_Key], group: int) -> None:
@@ -152,10 +152,10 @@ class _Measured:
         stack.callback(module.register_forward_pre_hook(enter).remove)
         stack.callback(module.register_forward_hook(leave).remove)
 
-    def layer(self, path: str) -> Layer:
+    def layer(self, path: str) -> LayerCosts:
         parts = self._parts.values()
         variance = sum(float(part.spread) for part in parts) * float(self.weight) / 6
-        return Layer.of(path, [(part.numel, part.dtype) for part in parts], group=self.group, variance=variance)
+        return LayerCosts.of(path, [(part.numel, part.dtype) for part in parts], group=self.group, variance=variance)
 
     def saw(self, tensor: Tensor) -> None:
         key, group = _key(tensor), self.group
@@ -186,7 +186,7 @@ class _Measured:
 class _Watching(Hooks):
     """Keeps all, and tells what would be stored."""
 
-    def __init__(self, measured: _Measured) -> None:
+    def __init__(self, measured: _MeasuredModule) -> None:
         super().__init__(BITS[-1], measured.group, self._watch)
         self._measured = measured
         self._put_back: set[int] = set()  # a result may be saved by others too

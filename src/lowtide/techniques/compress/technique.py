@@ -16,8 +16,8 @@ from lowtide.kernels.reference.compress import groups_at_once
 from lowtide.nn.compress import LEAST_BYTES, compressed, exponentiates, is_sensitive
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
-from lowtide.techniques.chain import Chains
-from lowtide.techniques.compress.allocation import KEPT, Layer, allocate_bits
+from lowtide.techniques.block_chains import BlockChains
+from lowtide.techniques.compress.allocation import KEPT, LayerCosts, allocate_bits
 from lowtide.techniques.replaced_forward import Forward, apply_at_sites, replace_forward
 from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price
 from lowtide.tracing.call_sites import short_name
@@ -78,11 +78,11 @@ class Compress:
             options += [self._option(layers, mixed), self._option(layers, [fewer] * len(layers))]
         return list(dict.fromkeys(options))
 
-    def layers(self, profile: Profile) -> list[Layer]:
+    def layers(self, profile: Profile) -> list[LayerCosts]:
         """The modules that save something to compress, and its bytes; all values are taken to matter the same."""
-        return [Layer.of(path, parts) for path, parts in _Saves(profile).parts.items()]
+        return [LayerCosts.of(path, parts) for path, parts in _Saves(profile).parts.items()]
 
-    def option(self, layers: Sequence[Layer], budget_bytes: int) -> Option:
+    def option(self, layers: Sequence[LayerCosts], budget_bytes: int) -> Option:
         """The best bits for layers, measured or not, under a budget; a layer that is kept is no site."""
         bits = list(allocate_bits(layers, budget_bytes))
         for i, layer in enumerate(layers):
@@ -132,7 +132,7 @@ class Compress:
         fewest = min(option.config_as(CompressConfig).bits, default=max(BITS))
         return Check(Fidelity.APPROXIMATE, rtol=_RTOL / ((1 << fewest) - 2), atol=_ATOL / ((1 << fewest) - 2))
 
-    def _option(self, layers: Sequence[Layer], bits: Sequence[int]) -> Option:
+    def _option(self, layers: Sequence[LayerCosts], bits: Sequence[int]) -> Option:
         return Option(self.name, tuple(layer.path for layer in layers), CompressConfig(tuple(bits)))
 
 
@@ -164,7 +164,7 @@ _TEMPORARY_BYTES = 16  # of each value that they work on at a time
 
 
 @dataclass(slots=True)
-class _Saved:
+class _SavedStorage:
     """A storage of which something is compressed, and when it is used."""
 
     site: str  # that saves it first, and decides its bits
@@ -185,13 +185,13 @@ class _Saves:
 
     def __init__(self, profile: Profile) -> None:
         self.graph = graph = profile.graph
-        self._blocks = {block.path for block in Chains(profile).blocks}
+        self._blocks = {block.path for block in BlockChains.of(profile).blocks}
         self._inside = {path for path, _ in graph.modules for block in self._blocks if block.startswith(f"{path}.")}
         self._reads: dict[tuple[str, str, int], int] = {}  # op, module, storage -> index of the first such op
         self._differentiable = {s.id for s in graph.storages if s.category == "parameter"}
         for op in graph.ops:
             self._visit(op)
-        self.storages: dict[int, _Saved] = {}
+        self.storages: dict[int, _SavedStorage] = {}
         self.parts: dict[str, list[tuple[int, torch.dtype]]] = {}  # by site: values that are stored, and their dtype
         self._collect()
 
@@ -230,7 +230,7 @@ class _Saves:
                 dtype = getattr(torch, saved.dtype)
                 last = self.graph.last_forward_use.get(saved.storage, whole.birth)
                 need = self.graph.first_backward_use.get(saved.storage, whole.death)
-                known = self.storages[saved.storage] = _Saved(site, dtype, 0, at, last, need)
+                known = self.storages[saved.storage] = _SavedStorage(site, dtype, 0, at, last, need)
             known.sites.add(site)
             if not site:
                 continue

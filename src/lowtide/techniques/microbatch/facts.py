@@ -40,8 +40,8 @@ class Fact:
     place     the number of the sample in its batch, in the layout of rows
     ========= =====================================================================================================
 
-    Rows lie along dimension ``dim`` of length ``outer * N * inner``, where sample i has the indices between ``i *
-    inner`` and ``(i + 1) * inner`` of each of the ``outer`` parts. A total with keys is itself a count of these.
+    Rows lie along dimension ``dim`` of length ``outer * N * inner``. In each of the ``outer`` parts, sample i has the
+    indices between ``i * inner`` and ``(i + 1) * inner``. A total with keys is itself a count of these.
     """
 
     kind: Kind

@@ -38,7 +38,7 @@ def takes_statistics(module: nn.Module) -> bool:
 
 
 @dataclass
-class _Moments:
+class _CallMoments:
     """Moments of the input of one call of a layer."""
 
     count: int  # values in a channel
@@ -47,12 +47,12 @@ class _Moments:
 
 
 @dataclass
-class _Layer:
+class _RecordedLayer:
     """A layer while pieces run: its calls in each piece, and how it was before the call under way."""
 
     norm: NormBase
     tracked: dict[str, Tensor | None]  # the buffers of the layer itself
-    pieces: list[list[_Moments]] = field(default_factory=list[list[_Moments]])
+    pieces: list[list[_CallMoments]] = field(default_factory=list[list[_CallMoments]])
     copies: tuple[Tensor, Tensor] | None = None  # of the running statistics, for the next call to move
     plain: Callable[..., Any] | None = None  # the layer's own forward, in whose place this one is called
 
@@ -80,7 +80,7 @@ class _Layer:
         # A converted layer at the end of a block is called twice, and passes its input on in the first call.
         if out is not None and out is not x and self.pieces and x.numel():
             values = x.numel() // (x.shape[1] if x.ndim > 1 else len(x)) * _processes(norm)
-            self.pieces[-1].append(_Moments(values, mean, var))
+            self.pieces[-1].append(_CallMoments(values, mean, var))
         return out
 
     def open(self) -> Undo:
@@ -114,7 +114,7 @@ class _Layer:
         """The number of batches so far, where the layer counts them."""
         return None if isinstance(self.norm, InstanceNormBase) else self.tracked["num_batches_tracked"]
 
-    def rounds(self) -> list[list[_Moments]]:
+    def rounds(self) -> list[list[_CallMoments]]:
         """Moments of all pieces in their first call of the layer, in their second, and so on."""
         most = max((len(calls) for calls in self.pieces), default=0)
         return [[calls[i] for calls in self.pieces if i < len(calls)] for i in range(most)]
@@ -125,7 +125,7 @@ class Recording:
 
     def __init__(self, modules: Iterable[nn.Module], *, skip: set[int] | None = None, every: bool = False) -> None:
         self.layers = [
-            _Layer(module, {name: own_buffers(module).get(name) for name in _BUFFERS})
+            _RecordedLayer(module, {name: own_buffers(module).get(name) for name in _BUFFERS})
             for module in modules
             if isinstance(module, NormBase) and module.training and id(module) not in (skip or set[int]())
             if every or (module.track_running_stats and module.running_mean is not None)
@@ -159,7 +159,7 @@ class Recording:
             _move([layer for layer, _ in here], [moments for _, moments in here])
 
 
-def _move(layers: list[_Layer], moments: list[list[_Moments]]) -> None:
+def _move(layers: list[_RecordedLayer], moments: list[list[_CallMoments]]) -> None:
     """Move the statistics of many layers in a few kernels, without waiting for a GPU."""
     counters = [layer.counter for layer in layers if layer.counter is not None]
     if counters:
@@ -179,7 +179,7 @@ def _move(layers: list[_Layer], moments: list[list[_Moments]]) -> None:
         foreach_lerp_(running, new, momentum)
 
 
-def combined(moments: list[list[_Moments]], between: list[bool]) -> tuple[list[Tensor], list[Tensor]]:
+def combined(moments: list[list[_CallMoments]], between: list[bool]) -> tuple[list[Tensor], list[Tensor]]:
     """The means and the unbiased variances of layers over all pieces; without ``between``, the averages of both.
 
     The numbers of values are Python's, and stay there: to bring them to a GPU would wait for all that it has to do.
@@ -203,7 +203,7 @@ def combined(moments: list[list[_Moments]], between: list[bool]) -> tuple[list[T
     return means, variances
 
 
-def _pieces(moments: list[list[_Moments]]) -> Iterator[tuple[list[int], list[_Moments]]]:
+def _pieces(moments: list[list[_CallMoments]]) -> Iterator[tuple[list[int], list[_CallMoments]]]:
     """Layers that each piece went through, with their moments."""
     for number in range(max(map(len, moments))):
         here = [i for i, calls in enumerate(moments) if number < len(calls)]
@@ -270,7 +270,7 @@ def _check(norm: NormBase) -> None:
 class _ByWhole:
     """Forwards of a layer by the statistics of the whole batch."""
 
-    def __init__(self, layer: _Layer) -> None:
+    def __init__(self, layer: _RecordedLayer) -> None:
         self.norm: Any = layer.norm
         self.whole = [(call.mean, call.var * ((call.count - 1) / call.count)) for call in layer.pieces[0]]  # biased
         self.next = 0

@@ -50,7 +50,7 @@ class MicrobatchFindings:
 
     proof: Proof | None = None  # of the loss's reduction; None where the loss was not captured
     is_measured: bool = False
-    piece: _Piece | None = None  # None where pieces were not measured, or did not run
+    piece: _PieceSeconds | None = None  # None where pieces were not measured, or did not run
 
 
 class Microbatch(Technique):
@@ -137,8 +137,8 @@ class Microbatch(Technique):
         return Check(_fidelity(option.config_as(MicrobatchConfig)))
 
 
-# Measured on one CPU thread (eight models of the zoo in 2 to 16 pieces) and on an H200 (GPT-2 medium, ResNet-50 in 2 to
-# 8 pieces).
+# Measured on one CPU thread, with eight models of the zoo in 2 to 16 pieces, and on an H200, with GPT-2 medium and
+# ResNet-50 in 2 to 8 pieces.
 _HOST_SECONDS = 25e-6  # an op with its share of Python, autograd and modules
 _HOOK_SECONDS = 20e-6  # a gradient added by a hook
 _CONVOLUTION_SECONDS = 150e-6  # on a CPU, more than other ops: its layouts are chosen and weights reordered each time
@@ -170,7 +170,7 @@ def _seconds_of_loss(graph: Graph) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _PieceSeconds:
     """The measured seconds of a piece, by those of the plain step: a fixed part, and one for each sample."""
 
     fixed: float
@@ -180,13 +180,13 @@ class _Piece:
         return self.fixed + self.per_sample * size
 
 
-def _measured_piece(work: Workload, largest: int, smallest: int) -> _Piece:
+def _measured_piece(work: Workload, largest: int, smallest: int) -> _PieceSeconds:
     """Time the plain step and steps of two pieces."""
     parts = [_two_pieces(work, size) for size in (largest, smallest)]
     plain, *seconds = best_seconds(work, *parts)
     of_largest, of_smallest = (taken / 2 / plain for taken in seconds)
     per_sample = (of_largest - of_smallest) / max(largest - smallest, 1)
-    return _Piece(of_smallest - per_sample * smallest, per_sample)
+    return _PieceSeconds(of_smallest - per_sample * smallest, per_sample)
 
 
 def _two_pieces(work: Workload, size: int) -> Workload:

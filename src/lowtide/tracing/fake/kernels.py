@@ -27,9 +27,11 @@ def lstm_workspace_bytes(steps: int, batch: int, wide: int, hidden: int, *, item
     """Bytes that oneDNN keeps for the backward pass of one layer and direction of an LSTM.
 
     ``wide`` is the width of the input; ``item`` and ``cell`` are the sizes of an element of the states and of the
-    cell states. Parts one after the other, each from a new page on: the gates, the hidden states, the states and
-    the cell states (from before the first step to after the last, of the layer and of its input), and the gradients
-    of both in float32 (oneDNN's ``rnn_utils``: ``set_workspace_sizes`` and ``set_offsets``).
+    cell states. Each part starts on a new page (oneDNN's ``rnn_utils``: ``set_workspace_sizes``, ``set_offsets``):
+
+    - the gates and the hidden states;
+    - the states and the cell states, from before the first step to after the last, of the layer and of its input;
+    - the gradients of both, in float32.
 
     >>> lstm_workspace_bytes(12, 2, 32, 32)
     57344

@@ -74,13 +74,20 @@ def join_glued(blocks: Sequence[tuple[int, bool]], *, joined: bool) -> list[tupl
     return units
 
 
-class Chains:
+class BlockChains:
     """The chains of a profiled model in the order in which they run, and the storages that their blocks make.
 
     A chain is a ``nn.Sequential`` or ``nn.ModuleList`` of two or more modules. A block's own containers are part of the
     block, unless it merely wraps a longer chain of blocks. A block that would not do the same when it runs again is in
     no chain.
     """
+
+    @classmethod
+    def of(cls, profile: Profile) -> BlockChains:
+        """Chains of a profile, which holds them from then on: options and prices of several techniques read them."""
+        if cls not in profile.findings:
+            profile.findings[cls] = cls(profile)
+        return profile.findings[cls]
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile

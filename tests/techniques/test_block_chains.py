@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lowtide.profiling import profile
-from lowtide.techniques.chain import Chains, leaves, split
+from lowtide.techniques.block_chains import BlockChains, leaves, split
 from lowtide.workload import Workload
 
 
-def chains(model: nn.Module, *shape: int) -> Chains:
+def chains(model: nn.Module, *shape: int) -> BlockChains:
     work = Workload(model, lambda model, batch: model(batch).square().mean(), torch.randn(*shape))
-    return Chains(profile(work, fake=True))
+    return BlockChains(profile(work, fake=True))
 
 
 def blocks_of(model: nn.Module, *shape: int) -> dict[str, list[int]]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.chains import Chain, Schedule, Tree, nested
-from lowtide.techniques.chain import BlockStorages, Chains, leaves, split
+from lowtide.techniques.block_chains import BlockChains, BlockStorages, leaves, split
 
 _MOST = 96  # stages of blocks: more are joined with their neighbours, since schedules take O(n³) to find
 
@@ -21,7 +21,7 @@ class Stage:
 
     container: str = ""
     positions: tuple[int, ...] = ()
-    blocks: tuple[int, ...] = ()  # their numbers in ``Chains.blocks``
+    blocks: tuple[int, ...] = ()  # their numbers in ``BlockChains.blocks``
     group: int = -1  # stages of one group can be in one segment
 
 
@@ -32,7 +32,7 @@ class BlockStages:
     read further away than by the next stage, as over a U-Net's skips, count nowhere: they stay whatever the schedule.
     """
 
-    def __init__(self, chains: Chains) -> None:
+    def __init__(self, chains: BlockChains) -> None:
         self.chains = chains
         self.graph = chains.profile.graph
         self.stages = self._stages()
