@@ -48,6 +48,7 @@ class Joint:
         *,
         plain_kernels: bool = True,
     ) -> None:
+        module = numbered(module)
         self.module = module
         self._captured = _copy_of(module)
         self.forms: dict[str, Joint] = {}  # by lowering: this graph as it runs it
@@ -130,6 +131,18 @@ class Joint:
     @cached_property
     def _forward(self) -> frozenset[fx.Node]:
         return frozenset(self.forward)
+
+
+def numbered(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose ops are numbered in their order, by name. So the same ops have the same names in each capture."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda value: copies[value])
+        name = node.name if node.op in ("placeholder", "output") else re.sub(r"(_\d+)+$", "", node.name)
+        copies[node] = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+        copies[node].meta = dict(node.meta)
+    return fx.GraphModule(module, graph)
 
 
 def _copy_of(module: fx.GraphModule) -> fx.GraphModule:
