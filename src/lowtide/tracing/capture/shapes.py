@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lowtide.compat.fake import FakeTensorMode
+from lowtide.compat.fake import FakeTensor, FakeTensorMode
 from lowtide.compat.symbols import expression_of, is_symbol, value_of
 from lowtide.compat.tensors import is_zero_tensor
 from lowtide.errors import TraceError
 from lowtide.tracing.capture.joint import Joint, Origin
 
 _aten: Any = torch.ops.aten
+_SLICES = (_aten.slice.Tensor, _aten.slice_backward.default)  # of a whole dimension too, where sizes are symbols
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -83,11 +84,12 @@ class _Shape:
             self.now[node] = self._number(node, value)
             return
         args, kwargs = self._arguments(node)
-        if _is_whole_slice(node, args, self._value(value)):
+        meta = self._meta(node)
+        if node.target in _SLICES and args[0].meta["val"].shape == meta["val"].shape:
             self.now[node] = args[0]
             return
         self.now[node] = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
-        self.now[node].meta = self._meta(node)
+        self.now[node].meta = meta
 
     def _number(self, node: fx.Node, value: Any) -> Any:
         """A size, or a number made of sizes as Python makes it."""
@@ -125,26 +127,21 @@ class _Shape:
         sizes, strides = [*map(self._size, value.shape)], [*map(self._size, value.stride())]
         offset = self._size(value.storage_offset())
         size = self._size(value.untyped_storage().nbytes())
-        with self.mode:
-            tensor = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
-            if tensor.untyped_storage().nbytes() != size:
-                tensor.untyped_storage().resize_(size)
-            return tensor.as_strided(sizes, strides, offset) if offset else tensor
+        tensor = torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+        if tensor.untyped_storage().nbytes() != size:
+            tensor.untyped_storage().resize_(size)
+        if offset:
+            tensor = tensor.as_strided(sizes, strides, offset)
+        fake: Any = FakeTensor
+        return fake(self.mode, tensor, value.device)
 
     def _size(self, size: int | torch.SymInt) -> int:
-        if not isinstance(size, torch.SymInt):
+        if isinstance(size, int):
             return size
         expression = expression_of(size)
         if expression not in self.known:
             self.known[expression] = value_of(expression, self.symbols)
         return self.known[expression]
-
-
-def _is_whole_slice(node: fx.Node, args: Sequence[Any], result: Any) -> bool:
-    """Tell whether a slice takes a whole dimension. Indexing by symbols records these, indexing by numbers does not."""
-    if node.target not in (_aten.slice.Tensor, _aten.slice_backward.default):
-        return False
-    return args[0].meta["val"].shape == result.shape
 
 
 def _is_tangent(node: fx.Node) -> bool:
