@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,6 +62,27 @@ def test_batch_and_length_vary_together(shared: list[Any], captures: list[Any]) 
     for count, length in ((4, 40), (4, 41), (4, 47), (3, 44), (2, 20), (3, 30), (4, 46)):
         assert_as_plain(step, torch.randn(count, length, 8))
     assert (len(captures), len(shared)) == (1, 2)  # one for lengths, one for lengths and counts
+
+
+def test_statistics_and_random_numbers_are_the_plain_ones(shared: list[Any]) -> None:
+    """Buffers that the graph writes stand behind inputs that are sizes."""
+    torch.manual_seed(0)
+    parts = [(nn.Conv2d(3 if not i else 8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(True), nn.Dropout(0.2)) for i in range(3)]
+    step = planned(nn.Sequential(*(nn.Sequential(*each) for each in parts)), torch.randn(8, 3, 24, 24))
+    for count, size in ((7, 24), (6, 24), (3, 24), (5, 20), (4, 17)):
+        batch = torch.randn(count, 3, size, size)
+        twin = copy.deepcopy(step.model)
+        found: list[list[Tensor]] = []
+        for model, loss in ((step.model, step.loss), (twin, partial(squares, twin))):
+            torch.manual_seed(3)
+            value = loss(batch)
+            value.backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            found.append([value.detach(), *gradients, *model.buffers(), torch.get_rng_state()])
+            model.zero_grad()
+        assert len(found[0]) == len(found[1])
+        assert all(map(torch.equal, *found))
+    assert len(shared) == 2
 
 
 def test_a_branch_on_the_length_is_respected(shared: list[Any]) -> None:

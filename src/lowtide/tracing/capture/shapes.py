@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lowtide.compat.fake import FakeTensor, FakeTensorMode
+from lowtide.compat.fake import FakeTensor, captured_fake_mode
 from lowtide.compat.symbols import expression_of, is_symbol, value_of
 from lowtide.compat.tensors import is_zero_tensor
 from lowtide.errors import TraceError
@@ -45,7 +45,7 @@ class _Shape:
         self.given = dict(zip(whole.sizes, sizes, strict=True))  # by place
         self.symbols: dict[Any, int] = {}
         self.known: dict[Any, int] = {}  # by expression
-        self.mode = FakeTensorMode()
+        self.mode = captured_fake_mode()
         self.graph = fx.Graph()
         self.now: dict[fx.Node, Any] = {}  # a node, or a number
 
