@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import lowtide
 from lowtide import zoo
 from lowtide.cli.commands import app
+from lowtide.integrations import torch_compile
 from lowtide.profiling.profile import Outside
 from tests.soak import SOAK
 
@@ -60,6 +61,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
+@pytest.fixture
+def backend() -> None:
+    """Register lowtide for ``torch.compile``, which an installed package is by its entry point."""
+    if "lowtide" not in torch._dynamo.list_backends():
+        torch._dynamo.register_backend(torch_compile.backend, name="lowtide")
+
+
 # Depths and budgets of pages. ``make soak`` runs pages as they are; a shallower model runs the same code.
 SHALLOWER = {
     "range(12)": "range(2)",
@@ -74,7 +82,8 @@ SHALLOWER = {
 TECHNIQUES = sorted(f"docs/techniques/{page.name}" for page in (ROOT / "docs" / "techniques").glob("*.md"))
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md", *TECHNIQUES])
+@pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md", "docs/engines.md", *TECHNIQUES])
+@pytest.mark.usefixtures("backend")
 def test_the_code_of_a_page_runs_from_top_to_bottom(name: str, folder: Path) -> None:
     page = ROOT / name
     scope: dict[str, Any] = {"__name__": "__main__"}

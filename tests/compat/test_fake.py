@@ -20,6 +20,13 @@ def test_a_fake_mode_makes_fake_tensors_and_is_the_current_one() -> None:
         assert isinstance(torch.ones(2, device="cuda"), fake.FakeTensor)
 
 
+def test_a_mode_like_dynamos_has_an_environment_and_is_not_active() -> None:
+    mode = fake.captured_fake_mode()
+    assert mode.shape_env is not None
+    assert fake.current_fake_mode() is None
+    assert mode.from_tensor(torch.ones(2, 3)).shape == (2, 3)
+
+
 def test_values_of_fake_tensors_are_refused() -> None:
     with fake.FakeTensorMode():
         x = torch.ones(2)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
+from lowtide.compat.fake import captured_fake_mode
 from lowtide.compat.inductor import compile_graph, decompose
 
 aten: Any = torch.ops.aten
@@ -75,3 +78,19 @@ def test_results_have_the_strides_of_the_graph_where_a_decomposition_gives_other
     (result,) = traced(empty, x)
     assert result.is_contiguous()
     assert torch.equal(result, x)
+
+
+def test_code_is_built_once_and_read_from_disk_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a later process takes a fraction of the time: nothing that stays in memory is part of the key."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x = torch.randn(11, 13)
+    found: list[list[int]] = []
+    for _ in range(2):
+        torch._dynamo.utils.counters.clear()
+        given = [captured_fake_mode().from_tensor(x)]
+        module = graph_of((aten.exp.default, ([0],)), inputs=1, outputs=(1,))
+        code = compile_graph(decompose(module, given, {}), given)
+        torch.testing.assert_close(code([x])[0], x.exp())
+        counts = torch._dynamo.utils.counters["inductor"]
+        found.append([counts[f"fxgraph_cache_{what}"] for what in ("miss", "hit", "bypass")])
+    assert found == [[1, 0, 0], [0, 1, 0]]

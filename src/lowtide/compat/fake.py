@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,13 @@ def replace_dispatch(function: Any) -> None:
     """Have every fake mode, those of Dynamo too, run each op by ``function``. Pass ``fake_dispatch`` to restore."""
     mode: Any = FakeTensorMode
     mode.dispatch = function
+
+
+@_CAPTURE
+def captured_fake_mode() -> Any:
+    """Make a mode of fake tensors like Dynamo's. Inductor stores code on disk only for modes with an environment."""
+    environment = import_module("torch.fx.experimental.symbolic_shapes").ShapeEnv
+    return FakeTensorMode(shape_env=environment())
 
 
 @_FAKES

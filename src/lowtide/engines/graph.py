@@ -22,10 +22,11 @@ from lowtide.compat.dispatch import active_modes
 from lowtide.compat.dynamo import aot_autograd, cause_of, is_recaptured_too_often, is_uncaptured, traced_metadata
 from lowtide.engines.autograd import Runner
 from lowtide.engines.lowering.ops import OpsLowering, boxed, graphs_of
-from lowtide.engines.other_shapes import OtherShapes, Planner
+from lowtide.engines.many_shapes import ManyShapes, SharedCaptures, UnplannedShape
+from lowtide.engines.other_shapes import OtherShapes, Planner, PlannerFor
 from lowtide.engines.uncaptured import Uncaptured
 from lowtide.engines.watch import unwatched
-from lowtide.errors import LowtideError, PlanError
+from lowtide.errors import LowtideError, PlanError, TraceError
 from lowtide.planning.graph_candidates import GraphCandidates, graph_candidates
 from lowtide.planning.lowering import LOWERINGS, Lowering
 from lowtide.planning.plan import Plan
@@ -41,6 +42,7 @@ from lowtide.undo import Applied
 from lowtide.workload import Workload
 
 _MOST_SHAPES = 16  # captured at a time: each holds its code, and some MiB on the host
+_MOST_PROGRAMS = 128  # of shapes that share a capture, at a time
 
 
 class GraphEngine:
@@ -61,7 +63,8 @@ class GraphEngine:
         lowering = LOWERINGS[plan.program.lowering]
         applied = apply_options(work, plan.options)
         work = applied.work
-        loss = PlannedLoss(work, OtherShapes(plan, work, plan.program), Uncaptured(plan, work), lowering)
+        shapes = OtherShapes(plan, work, plan.program)
+        loss = PlannedLoss(work, shapes, Uncaptured(plan, work), lowering, shapes.is_planned)
         return Applied(replace(work, loss=loss, autocast=None), applied, loss.release)
 
     def predict(self, work: Workload, plan: Plan, baseline: Profile) -> Profile:
@@ -78,7 +81,8 @@ class PlannedLoss:
     """The loss of a step, run by programs: one for each structure and shape of the batch.
 
     ``planner_for(batch)`` makes the program of a joint graph, for batches of that shape. ``uncaptured(batch)`` gives
-    what runs such batches without a program, where that is wanted.
+    what runs such batches without a program, where that is wanted. Shapes share captures if ``is_planned`` says of a
+    graph whether it is the planned one.
     """
 
     is_compiled = True
@@ -86,21 +90,23 @@ class PlannedLoss:
     def __init__(
         self,
         work: Workload,
-        planner_for: Callable[[Any], Planner],
+        planner_for: PlannerFor,
         uncaptured: Callable[[Any], Callable[[Any], Tensor] | None] = lambda _: None,
         lowering: Lowering | None = None,
+        is_planned: Callable[[Joint], bool] | None = None,
     ) -> None:
         self.__wrapped__ = work.loss
         self.work = work
         self.planner_for = planner_for
         self.uncaptured = uncaptured
         self.lowering = lowering or OpsLowering()
-        self._captured: OrderedDict[Any, tuple[Planner, CompiledLoss | _Taken]] = OrderedDict()  # last used at the end
+        self._captured: OrderedDict[Any, tuple[Planner, CompiledLoss | _Taken | _OneOfMany]] = OrderedDict()
+        self._shared = None if is_planned is None else SharedCaptures(work, is_planned)
         self._watched = False  # whether a dispatch mode was warned about
         self._failed: set[Any] = set()  # where capture failed once
         self._given_up: set[Any] = set()  # where the plain loss runs
         if work.captures:  # which are shared only now
-            self._capture(call_key(work.batch), planner_for(work.batch))
+            self._capture(call_key(work.batch), work.batch)
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of the step's own model; ``model`` is ignored: loss functions take one."""
@@ -120,12 +126,16 @@ class PlannedLoss:
             run = self.uncaptured(batch)
             if run is not None:
                 return run(batch)
-            self._capture(key, self.planner_for(batch))
+            self._capture(key, batch)
         self._captured.move_to_end(key)
+        _, loss = self._captured[key]
         try:
             with unwatched(self.work.model):
-                return self._captured[key][1](batch)
+                return loss(batch)
         except Exception as error:
+            if isinstance(loss, _OneOfMany) and isinstance(cause_of(error), TraceError):  # in another mode, say
+                self._capture_alone(key, batch)
+                return self(model, batch)
             if is_recaptured_too_often(error):
                 return self._give_up(
                     key,
@@ -156,20 +166,46 @@ class PlannedLoss:
             hint="Copy the model (copy.deepcopy(step.model)), then apply the plan to a Workload of the copy.",
         )
 
-    def _capture(self, key: Any, planner: Planner) -> None:
-        """Have a shape captured when it is next called, and free the one that was not used for longest."""
-        if len(self._captured) >= _MOST_SHAPES:
-            _, (_, oldest) = self._captured.popitem(last=False)
-            oldest.release()
+    def _capture(self, key: Any, batch: Any) -> None:
+        """Have a shape run by a program, of a capture that it shares with others or of its own."""
+        found = None
+        if self._shared is not None:
+            with unwatched(self.work.model):
+                found = self._shared.find(key, batch)
+        if found is None:
+            self._capture_alone(key, batch)
+            return
+        many, shape = found
+        joint = shape.joint()
+        try:
+            planner = self.planner_for(batch, joint)
+        except TraceError:
+            self._capture_alone(key, batch)
+            return
+        self._make_room(_OneOfMany, _MOST_PROGRAMS)
+        self._captured[key] = planner, _OneOfMany(many, shape, joint, planner, _Backend(planner, self.lowering))
+
+    def _capture_alone(self, key: Any, batch: Any) -> None:
+        self._captured.pop(key, None)
+        planner = self.planner_for(batch)
         taken = next((capture for capture in self.work.captures or () if capture.take(key)), None)
         backend = _Backend(planner, self.lowering)
+        self._make_room((CompiledLoss, _Taken), _MOST_SHAPES)
         loss = CompiledLoss(self.work, backend) if taken is None else _Taken(taken, planner, backend)
         self._captured[key] = planner, loss
+
+    def _make_room(self, kind: type | tuple[type, ...], most: int) -> None:
+        """Free the shape that was not used for longest, of one kind."""
+        alike = [key for key, (_, loss) in self._captured.items() if isinstance(loss, kind)]
+        if len(alike) >= most:
+            self._captured.pop(alike[0])[1].release()
 
     def release(self) -> None:
         """Free all programs and captured graphs."""
         while self._captured:
             self._captured.popitem()[1][1].release()
+        if self._shared is not None:
+            self._shared.release()
 
     def _give_up(self, key: Any, batch: Any, why: str, hint: str) -> Tensor:
         """The plain loss, from now on for such batches. If that fails too, only its own error is raised.
@@ -188,7 +224,7 @@ class PlannedLoss:
 
 def planned_loss(work: Workload, planner: Planner) -> Callable[[Any], Tensor]:
     """The step's loss as a function of the batch, run by the program that ``planner`` makes of its joint graph."""
-    loss = PlannedLoss(work, lambda _: planner)
+    loss = PlannedLoss(work, lambda *_: planner)
     return lambda batch: loss(work.model, batch)
 
 
@@ -209,6 +245,24 @@ class _Taken:
 
     def release(self) -> None:
         self.capture.give_back()
+
+
+class _OneOfMany:
+    """The loss for one of the shapes that share a capture, run by a program."""
+
+    def __init__(
+        self, many: ManyShapes, shape: UnplannedShape, joint: Joint, planner: Planner, backend: _Backend
+    ) -> None:
+        self.many, self.shape = many, shape
+        form = backend.lowering.form(joint)
+        program = planner(form)
+        shape.run_by(lambda moved: backend.runner(form, program, moved))
+
+    def __call__(self, batch: Any) -> Tensor:
+        return self.many(batch)
+
+    def release(self) -> None:
+        self.shape.forget()
 
 
 class _Backend:

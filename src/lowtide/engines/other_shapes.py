@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from lowtide.engines.shapes import Bounds, modes_of, signature
 from lowtide.engines.step_difference import Setting, step_difference
@@ -27,6 +27,12 @@ from lowtide.workload import Workload
 Planner = Callable[[Joint], Program]
 
 
+class PlannerFor(Protocol):
+    """Makes the planner for batches of one shape, whose joint graph may be known already."""
+
+    def __call__(self, batch: Any, joint: Joint | None = None, /) -> Planner: ...
+
+
 class OtherShapes:
     """The plan's own program for batches like the planned one; for others the fastest that fits the same budget.
 
@@ -39,34 +45,46 @@ class OtherShapes:
         self._modes = modes_of(work)
         self._setting = Setting.of(work.model)
 
-    def __call__(self, batch: Any) -> Planner:
-        """The planner for batches of this shape."""
+    def __call__(self, batch: Any, joint: Joint | None = None) -> Planner:
+        """The planner for batches of this shape. ``joint`` saves a capture.
+
+        Raises ``TraceError`` for a joint graph that has not the ops of the planned one.
+        """
         if batch_shapes(batch) == self.plan.fingerprint.batch:
             return lambda joint: self._own_program(joint, self.planned)
         shape, modes = signature(batch), modes_of(self.work)
         if modes != self._modes:  # another step: its peaks are not bounded by the planned one's
             self._bounds, self._modes = Bounds[ProgramChoice](), modes
-        if (choice := self._bounds.fit(shape)) is not None:
+        choice = self._bounds.fit(shape)
+        if joint is not None:
+            form = LOWERINGS[self.planned.lowering].form(joint)
+            if choice is not None and transferred(choice.instructions, form) is None:
+                raise TraceError("Captured with symbols for sizes, the step has other ops than the planned one")
+        if choice is not None:
             return lambda joint: self._smaller_program(joint, choice)
         if (smallest := self._bounds.excess(shape)) is not None:
             self._warn_too_large(batch, "more than that of a smaller batch, which is too much already")
             return lambda joint: self._smaller_program(joint, smallest, must_fit=False)
         try:
-            choice, fits = self._plan_again(replace(self.work, batch=batch))
+            choice, fits = self._plan_again(replace(self.work, batch=batch), joint)
         except TraceError:  # a prediction has no values to look at
             shapes = f"the batch is {batch_shapes(batch)}, and {self.plan.fingerprint.batch} was planned"
             return lambda joint: self._other_program(joint, self.planned, shapes)
         self._bounds.note(shape, choice, fits=fits)
         return lambda joint: self._own_program(joint, choice)
 
-    def _plan_again(self, work: Workload) -> tuple[ProgramChoice, bool]:
+    def is_planned(self, joint: Joint) -> bool:
+        """Whether a captured graph is the one that the plan's program was made for."""
+        return LOWERINGS[self.planned.lowering].form(joint).digest == self.planned.graph
+
+    def _plan_again(self, work: Workload, joint: Joint | None) -> tuple[ProgramChoice, bool]:
         """The fastest program for another batch, and whether it fits.
 
         The step is predicted, with each new kernel measured alone.
         """
         budget = self.plan.budget_bytes
         plain = profile(work, fake=True, device=self.plan.device, measure=True)
-        candidates = GraphCandidates(capture_joint(work), plain)
+        candidates = GraphCandidates(joint or capture_joint(work), plain)
         fastest = candidates.fastest(self.plan.engine, LOWERINGS[self.planned.lowering], budget)
         if fastest is None:
             raise TraceError(f"The {self.planned.lowering} lowering runs no program of this batch")

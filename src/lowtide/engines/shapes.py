@@ -13,6 +13,7 @@ from lowtide.tracing.step_state import modules_of
 from lowtide.workload import Workload
 
 Signature = tuple[tuple[torch.Size, torch.dtype], ...]
+Place = tuple[int, int]  # a tensor of a batch, and a dimension of it
 T = TypeVar("T")
 
 
@@ -28,6 +29,23 @@ def is_within(shape: Signature, other: Signature) -> bool:
         and len(sizes) == len(other_sizes)
         and all(size <= most for size, most in zip(sizes, other_sizes, strict=True))
         for (sizes, dtype), (other_sizes, other_dtype) in zip(shape, other, strict=True)
+    )
+
+
+def differing(shape: Signature, other: Signature) -> frozenset[Place] | None:
+    """Dimensions in which two shapes differ; None if they differ in more than sizes.
+
+    >>> one, two = torch.zeros(2, 3), torch.zeros(2, 4)
+    >>> differing(signature([one, one]), signature([one, two]))
+    frozenset({(1, 1)})
+    """
+    if [(len(sizes), dtype) for sizes, dtype in shape] != [(len(sizes), dtype) for sizes, dtype in other]:
+        return None
+    return frozenset(
+        (tensor, dim)
+        for tensor, ((sizes, _), (other_sizes, _)) in enumerate(zip(shape, other, strict=True))
+        for dim, (size, other_size) in enumerate(zip(sizes, other_sizes, strict=True))
+        if size != other_size
     )
 
 

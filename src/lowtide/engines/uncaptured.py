@@ -51,7 +51,7 @@ class Uncaptured:
             self._forget()
         options = self._options(shape, batch)
         if options is None:
-            self._say(str(shape), f"{self._title(batch)}: the step is captured for it, which takes seconds. {_ADVICE}")
+            self._say("captured", f"{self._title(batch)}: the step is captured for it, which takes seconds. {_ADVICE}")
             return None
         way = "the plain step" if not options else f"checkpoints in the model's own code ({options[0]})"
         budget = format_size(self.plan.budget_bytes)
@@ -120,7 +120,10 @@ class Uncaptured:
             _log.warning("lowtide: %s", line)
 
 
-_ADVICE = f"Pad to few lengths, or plan with engine={PLAIN_ENGINE!r}"
+_ADVICE = (
+    "From the second such shape on, one capture serves all that differ in the same dimensions. Further ones are not "
+    f"listed. To avoid captures, pad to few lengths, or plan with engine={PLAIN_ENGINE!r}"
+)
 
 
 def _worth_a_trace(before: Profile, budget: int) -> Iterator[Option]:

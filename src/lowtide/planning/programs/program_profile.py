@@ -105,6 +105,19 @@ def node_seconds(joint: Joint, device: str) -> Callable[[fx.Node], float]:
     return lambda node: 0.0 if is_free(joint, node) else op_seconds(_op(node), described)
 
 
+def node_workspaces(joint: Joint, device: str) -> Callable[[fx.Node], int]:
+    """Workspace bytes of each op of a joint graph: looked up, measured alone, or modelled."""
+    nodes = [node for node in joint.nodes.values() if not is_free(joint, node)]
+    known = Workspaces(Graph((), (), (), (), device, fake=True))
+    ops = {node: _op(node) for node in nodes}
+    known.measure({op.signature: _call(node) for node, op in ops.items()})
+    sizes = {node: (known.get(op.signature), op) for node, op in ops.items()}
+    models = device != "cpu"
+    bytes_of = {node: (modelled_workspace(op) if models else 0) if size is None else size
+                for node, (size, op) in sizes.items()}  # fmt: skip
+    return lambda node: bytes_of.get(node, 0)
+
+
 def is_free(joint: Joint, node: fx.Node) -> bool:
     """Whether it is a view or one of several results: no kernel runs, and nothing is allocated."""
     return is_item(node) or node.op != "call_function" or joint.storages[node] is not node

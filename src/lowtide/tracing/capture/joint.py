@@ -48,8 +48,9 @@ class Joint:
         *,
         plain_kernels: bool = True,
     ) -> None:
+        self._captured = module
+        module = _numbered(module)
         self.module = module
-        self._captured = _copy_of(module)
         self.forms: dict[str, Joint] = {}  # by lowering: this graph as it runs it
         restore_batch_norms(module, plain_kernels=plain_kernels)
         self.counters = take_counters(module)  # buffers that count on, and by how much; no op does
@@ -94,7 +95,7 @@ class Joint:
 
     def as_captured(self) -> fx.GraphModule:
         """A copy of the graph as it was captured, to be rewritten."""
-        return _copy_of(self._captured)
+        return _numbered(self._captured)
 
     def rewritten(self, module: fx.GraphModule) -> Joint:
         """The joint graph of a rewritten copy, with the same inputs and outputs. Batch norms stay as captured."""
@@ -132,11 +133,15 @@ class Joint:
         return frozenset(self.forward)
 
 
-def _copy_of(module: fx.GraphModule) -> fx.GraphModule:
+def _numbered(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose ops are numbered in their order, by name. So the same ops have the same names in each capture."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        copies[node] = graph.node_copy(node, lambda value: copies[value])
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda value: copies[value])
+        name = node.name if node.op in ("placeholder", "output") else re.sub(r"(_\d+)+$", "", node.name)
+        copies[node] = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+        copies[node].meta = dict(node.meta)
     return fx.GraphModule(module, graph)
 
 

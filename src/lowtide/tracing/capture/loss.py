@@ -103,7 +103,7 @@ class CapturedGraph:
     def __init__(self, joint: Joint, inputs: Sequence[Any], metadata: Any) -> None:
         self.joint = joint
         self.moved: tuple[int, ...] = () if metadata is None else tuple(metadata.mutated_inp_runtime_indices)
-        self.is_plain = _is_plain(joint, inputs, metadata)
+        self.is_plain = is_plain(len(joint.primals), len(joint.outputs), len(inputs), metadata)
         self.run: Callable[..., Any] | None = None
 
     def __call__(self, *inputs: Any) -> Any:
@@ -111,14 +111,14 @@ class CapturedGraph:
         return self.run(*inputs)
 
 
-def _is_plain(joint: Joint, inputs: Sequence[Any], metadata: Any) -> bool:
+def is_plain(primals: int, outputs: int, inputs: int, metadata: Any) -> bool:
     """Tell whether inputs are the graph's own, one output leaves, and nothing but values of buffers changes."""
     mutated = [metadata.input_info[i] for i in metadata.mutated_inp_runtime_indices] if metadata is not None else []
     return (
         metadata is not None
-        and len(joint.primals) == len(inputs)
+        and primals == inputs
         and len(metadata.output_info) == 1
-        and len(joint.outputs) == len(mutated) + 1
+        and outputs == len(mutated) + 1
         and not any(each.requires_grad or each.mutates_metadata for each in mutated)
     )
 
