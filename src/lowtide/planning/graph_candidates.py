@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -13,7 +15,7 @@ from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Conte
 from lowtide.planning.captured import Captured, capture_and_compare, check_draws
 from lowtide.planning.lowering import LOWERINGS, REFERENCE, Lowering
 from lowtide.planning.plan import PlannedStage, ProgramChoice
-from lowtide.planning.programs.program import simulate
+from lowtide.planning.programs.program import Kind, simulate
 from lowtide.planning.programs.program_profile import Forecast, check_results
 from lowtide.planning.solvers.solver import Problem, Solution, solutions
 from lowtide.profiling import Profile
@@ -148,15 +150,30 @@ class GraphCandidates:
             room_bytes=simulate(solution.program).peak_bytes + budget_bytes - peak_bytes,
             seconds=candidate.price.seconds,
             fidelity=candidate.price.fidelity,
-            why=(*_reasons(stages, budget_bytes), _gap(problem, solution, budget_bytes - beside)),
+            why=(
+                *_reasons(stages, budget_bytes),
+                *_held_elsewhere(solution),
+                _gap(problem, solution, budget_bytes - beside),
+            ),
             stages=stages,
         )
 
 
 def _gap(problem: Problem, solution: Solution, room_bytes: int) -> str:
     """A program's seconds beside the bound of every program."""
+    if solution.host_bytes:
+        seconds = problem.bounds.seconds(room_bytes)
+        without = "without copies to the host, no program in this order"
+        return f"{without} {f'takes less than {format_seconds(seconds)} more' if math.isfinite(seconds) else 'fits'}"
     bound = format_seconds(min(problem.bounds.seconds(room_bytes), solution.seconds))
     return f"no program in this order takes less than {bound} more (a relaxed knapsack's bound)"
+
+
+def _held_elsewhere(solution: Solution) -> Iterator[str]:
+    """Values that are neither kept as they are nor recomputed."""
+    if solution.host_bytes:
+        fetched = sum(each.kind is Kind.FETCH for each in solution.program.backward)
+        yield f"{format_size(solution.host_bytes)} wait on the host, and come back in {fetched} copies beside the ops"
 
 
 def _reasons(stages: tuple[PlannedStage, ...], budget_bytes: int) -> tuple[str, ...]:

@@ -129,13 +129,26 @@ def check_program(program: Program) -> None:
         if each.kind is Kind.FREE:
             live.discard(each.value)
             continue
-        if not live.issuperset(each.reads) or (each.into is not None and each.into not in each.reads):
+        overwrites = each.into is None or each.into in each.reads
+        if not live.issuperset(each.reads) or not overwrites or not _copies_well(each, program):
             raise PlanError(f"Instruction {number} of the program cannot run: {each}", hint="Plan again.")
         live.add(each.value)
     if not {cell for cell in program.gradients if cell is not None} <= computed | inputs:
         raise PlanError("The program returns gradients that it does not compute", hint="Plan again.")
     if min(program.bytes.values(), default=0) < 0:
         raise PlanError("The program has sizes below zero", hint="Plan again.")
+
+
+def _copies_well(each: Instruction, program: Program) -> bool:
+    """Whether a copy goes from the device to the host or back, and is as large as its source."""
+    if each.kind not in (Kind.OFFLOAD, Kind.FETCH):
+        return not each.value.on_host
+    if len(each.reads) != 1:
+        return False
+    (source,) = each.reads
+    device, host = (source, each.value) if each.kind is Kind.OFFLOAD else (each.value, source)
+    sizes = {program.bytes.get(storage) for cell in (device, host) for storage in program.held(cell)}
+    return host == Value(device.op, role=Role.HOST) and not device.role and len(sizes) == 1
 
 
 class Simulation(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,8 @@ from torch import Tensor, fx
 
 from lowtide.errors import TraceError
 from lowtide.planning.programs.in_place import in_place_form
-from lowtide.planning.programs.program import Instruction, Kind, Program, Value
+from lowtide.planning.programs.offloading import HostLink, stalls
+from lowtide.planning.programs.program import Cost, Instruction, Kind, Program, Value
 from lowtide.planning.programs.writer import STATE_BYTES
 from lowtide.profiling import Profile
 from lowtide.profiling.devices import find_device
@@ -55,6 +56,18 @@ class Forecast:
     def workspace(self, node: fx.Node) -> int:
         """Workspace bytes of one op of the joint graph."""
         return 0 if is_free(self.joint, node) else self.costs[node.name].workspace_bytes
+
+    @cached_property
+    def host(self) -> HostLink | None:
+        """The way to the host's memory; None where that is the device's own."""
+        graph = self.plain.graph
+        return None if graph.tensor_device == "cpu" else HostLink.of(find_device(graph.device))
+
+    def cost(self, each: Instruction) -> Cost:
+        """Seconds and workspace of an instruction that runs an op."""
+        node = self.joint.nodes.get(each.value.op)
+        is_op = each.kind in (Kind.COMPUTE, Kind.RECOMPUTE) and not each.value.is_state
+        return Cost(self.seconds(node), self.workspace(node)) if is_op and node is not None else Cost()
 
     @cached_property
     def costs(self) -> Mapping[str, _Cost]:
@@ -225,8 +238,11 @@ class _Planned:
             size, device, dtype = size_of(value), value.device.type, dtype_name(value)
             statics.append(Storage(0, size, device, dtype, "buffer", 0, -1, f"constant {name}", "", ""))
         self.storages = list(statics)
+        waits = self._waits()
         for phase in ("forward", "backward"):
             for instruction in getattr(self.program, phase):
+                if wait := next(waits, 0.0):
+                    self.ops.append(Op(len(self.ops), "lowtide.wait", phase, "", "", (), (), "", False, wait, 0))
                 self._walk(instruction, phase)
             if phase == "forward":
                 self._name(range(len(statics), len(self.storages)), "activation")
@@ -250,6 +266,12 @@ class _Planned:
         graph = replace(plain, ops=(*self.ops, *stepping), storages=storages)
         return replace(graph, saved=handed_on(graph))
 
+    def _waits(self) -> Iterator[float]:
+        """Seconds that each instruction waits for copies."""
+        program, host = self.program, self.forecast.host
+        copies = host is not None and any(each.kind is Kind.OFFLOAD for each in program.forward)
+        return iter(stalls(program, self.forecast.cost, host) if copies and host is not None else ())
+
     def _walk(self, each: Instruction, phase: Any) -> None:
         node = self.forecast.joint.nodes.get(each.value.op)
         runs = each.kind in (Kind.COMPUTE, Kind.RECOMPUTE) and not each.value.is_state
@@ -270,10 +292,9 @@ class _Planned:
             )
         elif each.kind is Kind.RETURN_GRAD and each.value in self.program.bytes and each.reads:
             self.ops.append(Op(len(self.ops), "aten.clone.default", phase, "", "", (), (), "", False, 0.0, 0))
-        elif each.kind in (Kind.OFFLOAD, Kind.FETCH):
-            seconds = self.program.bytes[each.value] / find_device(self.forecast.plain.graph.device).host_bandwidth
+        elif each.kind in (Kind.OFFLOAD, Kind.FETCH):  # beside the ops: those that wait take the seconds
             name = f"lowtide.{each.kind}"
-            self.ops.append(Op(len(self.ops), name, phase, "", "", (), (), "", False, seconds, 0))
+            self.ops.append(Op(len(self.ops), name, phase, "", "", (), (), "", False, 0.0, 0))
         for storage in self.program.held(each.value):
             self._hold(storage, each, node)
 

@@ -1,4 +1,4 @@
-"""The graph solver: any graph, in its own order, with values freed between two reads and recomputed for the next."""
+"""The graph solver: any graph, in its own order. Values are freed between two reads, and recomputed or fetched."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from lowtide.chains import StageChoice
 from lowtide.planning.plan import PlannedStage
 from lowtide.planning.solvers.frontier import frontier
 from lowtide.planning.solvers.joint_ops import JointOps
+from lowtide.planning.solvers.offload import Offloaded, with_host, with_offloaded
 from lowtide.planning.solvers.outline import outline
 from lowtide.planning.solvers.runs import RunTimeline, without_runs
 from lowtide.planning.solvers.solver import Problem, Solution
@@ -19,25 +20,32 @@ class GraphSolver:
 
     def solve(self, problem: Problem) -> list[Solution]:
         """Programs that trade bytes for seconds, the fastest first."""
-        return [_solution(problem.kernels, timeline) for timeline in frontier(problem.kernels.ops)]
+        kernels, host = problem.kernels, problem.host
+        choices = [Offloaded(timeline, timeline.seconds) for timeline in frontier(kernels.ops)]
+        if host is not None:
+            values = {op: kernels.offloadable(op) for op in range(kernels.ops.backward)}
+            choices = with_offloaded(choices, with_host(kernels.ops, values, host), host)
+        return [_solution(kernels, choice) for choice in choices]
 
 
-def _solution(kernels: JointOps, timeline: RunTimeline) -> Solution:
-    again, peak = timeline.again, timeline.peak_bytes
-    runs = sum(map(len, again.values()))
+def _solution(kernels: JointOps, choice: Offloaded) -> Solution:
+    ops, again, peak = choice.timeline.ops, choice.timeline.again, choice.timeline.peak_bytes
+    runs = sum(run < len(ops) for runs in again.values() for run in runs)
+    copied = f", {choice.host_bytes} on the host" if choice.host_bytes else ""
     return Solution(
         solver=GraphSolver.name,
-        label=f"{runs} ops again, {peak} bytes",
-        seconds=timeline.seconds,
+        label=f"{runs} ops again, {peak} bytes{copied}",
+        seconds=choice.seconds,
         estimate_bytes=peak,
-        write=lambda: kernels.program(again),
-        explain=lambda: tuple(_explain(kernels, RunTimeline(kernels.ops, again))),
+        write=lambda: kernels.program(RunTimeline(ops, again)),
+        explain=lambda: tuple(_explain(kernels, RunTimeline(ops, again))),
+        host_bytes=choice.host_bytes,
     )
 
 
 def _explain(kernels: JointOps, timeline: RunTimeline) -> list[PlannedStage]:
     """Parts of the model with the bytes that they save for backward, and the seconds of recomputing some."""
-    ops, backward = kernels.ops, kernels.ops.backward
+    ops, backward = timeline.ops, timeline.ops.backward
     parts: dict[str, list[int]] = {}
     for op in range(backward):
         path = module_of(kernels.nodes[op])

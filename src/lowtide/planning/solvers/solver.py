@@ -11,6 +11,7 @@ from torch import fx
 
 from lowtide.errors import BudgetError
 from lowtide.planning.plan import PlannedStage
+from lowtide.planning.programs.offloading import HostLink
 from lowtide.planning.programs.program import Program, simulate
 from lowtide.planning.solvers.bounds import LowerBounds
 from lowtide.planning.solvers.joint_ops import JointOps
@@ -29,6 +30,7 @@ class Problem:
     workspace: Callable[[fx.Node], int] = lambda _: 0
     is_free: Callable[[fx.Node], bool] = lambda _: False  # whether recomputing a result costs nothing
     saved_seconds: float = 0.0  # that the graph's ops take less than the plain step's
+    host: HostLink | None = None  # where values may be offloaded
 
     @cached_property
     def kernels(self) -> JointOps:
@@ -51,6 +53,7 @@ class Solution:
     estimate_bytes: int  # of the peak above what stays between steps, near the allocated one
     write: Callable[[], Program]
     explain: Callable[[], tuple[PlannedStage, ...]] = tuple  # peaks are the solver's own estimates
+    host_bytes: int = 0  # that wait on the host
 
     @cached_property
     def program(self) -> Program:
