@@ -57,6 +57,7 @@ class ProgramChoice:
     fidelity: Fidelity
     why: tuple[str, ...]  # a line for each part of the step that matters
     stages: tuple[PlannedStage, ...] = ()
+    bound: float = 0.0  # of a gradient's relative error, where the program is approximate
 
     @property
     def ops_again(self) -> int:
@@ -67,6 +68,8 @@ class ProgramChoice:
         stages = f" in {len(self.stages)} stages" if self.stages else ""
         offloaded = sum(each.kind is Kind.OFFLOAD for each in self.instructions.forward)
         copies = f", offload {offloaded} values" if offloaded else ""
+        encoded = sum(each.kind is Kind.ENCODE for each in self.instructions.forward)
+        copies += f", encode {encoded} values" if encoded else ""
         return f"recompute {self.ops_again} ops{stages}{copies} ({self.solver} solver, {self.lowering} lowering)"
 
 

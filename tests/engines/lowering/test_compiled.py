@@ -16,7 +16,7 @@ from lowtide.engines.lowering.ops import boxed
 from lowtide.planning.solvers.solver import SOLVERS
 from lowtide.techniques.technique import Fidelity
 
-from ...planning.offloaded import offloading
+from ...planning.held import offloading
 from ..counting import results
 from ..lowered import LoweredStep, convolutions, dropping, interpreted, language_model
 

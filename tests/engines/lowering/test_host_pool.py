@@ -18,7 +18,7 @@ from lowtide.engines.lowering.host_pool import HostPool
 from lowtide.planning.programs.program import Kind, Program, simulate
 from lowtide.tracing.capture.joint import Joint
 
-from ...planning.offloaded import offloading
+from ...planning.held import offloading
 from ...soak import in_soak
 from ..counting import executed_peak, results
 from ..planned import squares

@@ -14,7 +14,7 @@ from lowtide.tracing.capture.loss import capture_joint
 
 from ...engines.counting import Planner
 from ...engines.planned import squares
-from ..offloaded import offloading
+from ..held import coding, offloading
 
 
 @pytest.fixture(scope="package")
@@ -28,8 +28,9 @@ def smallest() -> Planner:
 
 @pytest.fixture(scope="package")
 def programs() -> list[Program]:
-    """A program that keeps everything, one that recomputes, and one that offloads."""
+    """A program that keeps everything, one that recomputes, one that offloads, and one that takes codes."""
     layers = [layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.1))]
     joint = capture_joint(Workload(nn.Sequential(*layers), squares, torch.randn(32, 16)))
+    activated = capture_joint(Workload(nn.Sequential(*layers[::2]), squares, torch.randn(32, 16)))
     whole = plain(joint)
-    return [whole, sqrt_without_cheap(joint), offloading(joint)]
+    return [whole, sqrt_without_cheap(joint), offloading(joint), coding(activated)]

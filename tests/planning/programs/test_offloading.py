@@ -11,7 +11,7 @@ from lowtide.profiling.devices import find_device
 from lowtide.tracing.capture.joint import bytes_of
 from lowtide.tracing.capture.loss import capture_joint
 
-from ..offloaded import LINK, solutions
+from ..held import LINK, solutions
 
 LINE = HostLink(bandwidth=1.0, latency=0.0, budget_bytes=100)
 A, B, C, D, BACK = Value("a"), Value("b"), Value("c"), Value("d"), Value("a", run=1)

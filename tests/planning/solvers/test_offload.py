@@ -14,7 +14,7 @@ from lowtide.planning.solvers.runs import Ops, RunTimeline
 from lowtide.tracing.capture.loss import capture_joint
 
 from ...soak import count
-from ..offloaded import LINK, solutions
+from ..held import LINK, solutions
 from .exhaustive import best_peak, best_seconds, random_ops
 
 FAST = HostLink(bandwidth=1e12, latency=0.0, budget_bytes=2**40)

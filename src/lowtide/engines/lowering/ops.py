@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -15,6 +16,7 @@ from lowtide.compat.fx import bound_forward, box_arguments
 from lowtide.compat.operators import schema_of
 from lowtide.engines.lowering.host_pool import HostPool, arrived, fetch, offload, release
 from lowtide.planning.lowering import Lowered, Piece
+from lowtide.planning.programs.codes import Codes, codes_of
 from lowtide.planning.programs.in_place import in_place_form
 from lowtide.planning.programs.program import Instruction, Kind, Program, Role, Value
 from lowtide.planning.programs.program_profile import Forecast
@@ -39,7 +41,7 @@ class OpsLowering:
 
     def problem(self, form: Joint, forecast: Forecast) -> Problem:
         """Each op as it runs alone. On a GPU, values may wait on the host."""
-        return Problem(form, forecast.seconds, forecast.workspace, host=forecast.host)
+        return Problem(form, forecast.seconds, forecast.workspace, host=forecast.host, codes=True)
 
     def can_run(self, joint: Joint, program: Program) -> bool:
         """Every program."""
@@ -47,7 +49,8 @@ class OpsLowering:
 
     def price(self, problem: Problem, solution: Solution, fidelity: Fidelity) -> Price:
         """The price of the ops themselves, and of waiting for copies."""
-        return Price(fidelity, compute_seconds=solution.seconds, host_bytes=solution.host_bytes)
+        loosest = max(fidelity, solution.fidelity)
+        return Price(loosest, compute_seconds=solution.seconds, host_bytes=solution.host_bytes)
 
     def lower(self, joint: Joint, program: Program) -> Lowered:
         """Generated Python for forward, and for each piece of backward."""
@@ -142,6 +145,7 @@ class GraphWriter:
     def __init__(self, joint: Joint, pooled: bool = False) -> None:
         self.graph = fx.Graph()
         self.now: dict[Value, fx.Node] = {}
+        self._joint = joint
         self.fetched: set[Value] = set()  # from a pool
         self._pooled = pooled  # whether copies on the host lie in a pool
         self._lease: fx.Node | None = None
@@ -153,6 +157,8 @@ class GraphWriter:
     def take(self, cell: Value, name: str, meta: dict[str, Any]) -> None:
         self.now[cell] = self.graph.placeholder(name)
         self.now[cell].meta = {**meta, "val": self._fake_state()} if cell.is_state else dict(meta)
+        if cell.role is Role.CODES:
+            self.now[cell].meta["val"] = self._codes[self._nodes[cell.op]].value
 
     def write(self, instruction: Instruction, *, saves_state: bool = False) -> None:
         cell = instruction.value
@@ -163,6 +169,9 @@ class GraphWriter:
         node = self._nodes[cell.op]
         if instruction.kind in (Kind.OFFLOAD, Kind.FETCH):
             self._copy(instruction, node)
+            return
+        if instruction.kind in (Kind.ENCODE, Kind.DECODE):
+            self._code(instruction, node)
             return
         again = instruction.kind is Kind.RECOMPUTE
         read = {
@@ -217,6 +226,22 @@ class GraphWriter:
             self.fetched.add(instruction.value)
         copy.meta = dict(node.meta)
         self.now[instruction.value] = copy
+
+    def _code(self, instruction: Instruction, node: fx.Node) -> None:
+        is_encode = instruction.kind is Kind.ENCODE
+        op = self._codes[node].encode if is_encode else self._coded[node]
+        read = tuple(self.tensor(cell) for cell in instruction.reads)
+        result = self.graph.call_function(cast(Any, op.target), (*read, op.args[-1]))  # then the codebook's key
+        result.meta = dict(op.meta)
+        self.now[instruction.value] = result
+
+    @cached_property
+    def _codes(self) -> dict[fx.Node, Codes]:
+        return codes_of(self._joint)
+
+    @cached_property
+    def _coded(self) -> dict[fx.Node, fx.Node]:
+        return {reader: op for codes in self._codes.values() for reader, op in codes.decode.items()}
 
     def _write_over(self, node: fx.Node, args: Any, kwargs: Any, into: fx.Node) -> fx.Node:
         form = in_place_form(node)

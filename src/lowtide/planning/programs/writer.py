@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
+from lowtide.planning.programs.codes import Codes, gradient_of
 from lowtide.planning.programs.in_place import lies_like, written_over
 from lowtide.planning.programs.program import Instruction, Kind, Program, Role, Value
 from lowtide.tracing.capture.batchnorm import inputs_of
@@ -23,22 +24,29 @@ def write(
     joint: Joint,
     backward: Sequence[tuple[fx.Node, Kind]],
     released: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
+    encoded: Mapping[Codes, fx.Node] = MappingProxyType({}),
 ) -> Program:
     """The program that computes the forward pass in its order, and then the given ops.
 
     Forward's results that these read stay in memory between the passes. Results that are fetched are offloaded as soon
-    as they are computed, and freed behind the forward op that ``released`` names.
+    as they are computed, and freed behind the forward op that ``released`` names. Codes are taken behind the op that
+    ``encoded`` names.
     """
-    return _Writer(joint, backward, released).program()
+    return _Writer(joint, backward, released, encoded).program()
 
 
 class _Writer:
     """Write instructions in order, then free each cell after its last use."""
 
     def __init__(
-        self, joint: Joint, backward: Sequence[tuple[fx.Node, Kind]], released: Mapping[fx.Node, fx.Node]
+        self,
+        joint: Joint,
+        backward: Sequence[tuple[fx.Node, Kind]],
+        released: Mapping[fx.Node, fx.Node],
+        encoded: Mapping[Codes, fx.Node],
     ) -> None:
-        self.joint, self.order, self.released = joint, backward, released
+        self.joint, self.order, self.released, self.encoded = joint, backward, released, encoded
+        self.coded = {reader: codes for codes in encoded for reader in codes.readers}
         self.replayed = {node for node, kind in backward if kind is Kind.RECOMPUTE and is_random(node)}
         self.now = {node: Value(node.name) for node in (*joint.primals, *joint.tangents)}
         self.runs: dict[fx.Node, int] = {}
@@ -64,8 +72,12 @@ class _Writer:
         self.bytes.update((copy, bytes_of(node)) for node, copy in copies.items())
         offloaded = {Value(node.name) for node in copies}
         forward = list(_offloading(forward, copies))
+        codes = {codes: Value(codes.source.name, role=Role.CODES) for codes in self.encoded}
+        codes = {each: value for each, value in codes.items() if value in read}
+        self.bytes.update((value, each.bytes) for each, value in codes.items())
+        forward = _encoding(forward, {value: Value(self.encoded[each].name) for each, value in codes.items()})
         released = _positions(forward, {Value(node.name): Value(self.released[node].name) for node in copies})
-        handed = [*(cell for cell in saved if cell in read), *copies.values()]
+        handed = [*(cell for cell in saved if cell in read), *copies.values(), *codes.values()]
         states = [Value(node.name, role=Role.STATE) for node in self.joint.forward if node in self.replayed]
         states = [state for state in states if state in read]
         for state in states:
@@ -238,7 +250,10 @@ class _Writer:
             cell = self.now[node] = Value(node.name, self.runs[node])
             self.bytes[cell] = bytes_of(node)
             return Instruction(kind, cell, (Value(node.name, role=Role.HOST),))
-        reads = tuple(self.now[value] for value in inputs_of(node, again=kind is Kind.RECOMPUTE))
+        read = [gradient_of(node)] if kind is Kind.DECODE else inputs_of(node, again=kind is Kind.RECOMPUTE)
+        reads = tuple(self.now[value] for value in read)
+        if kind is Kind.DECODE:
+            reads = (*reads, Value(self.coded[node].source.name, role=Role.CODES))
         if kind is Kind.RECOMPUTE and node in self.replayed:
             reads = (*reads, Value(node.name, role=Role.STATE))
         run = self.runs.get(node, -1) + 1
@@ -270,6 +285,17 @@ def _offloading(forward: Iterable[Instruction], copies: Mapping[fx.Node, Value])
         yield each
         if each.value in by_value:
             yield Instruction(Kind.OFFLOAD, by_value[each.value], (each.value,))
+
+
+def _encoding(forward: Sequence[Instruction], behind: Mapping[Value, Value]) -> list[Instruction]:
+    """Take codes behind an op, and behind the op or the view that they are of."""
+    computed = {each.value: position for position, each in enumerate(forward)}
+    taken: dict[int, list[Instruction]] = {}
+    for codes, end in behind.items():
+        source = Value(codes.op)
+        position = max(computed[end], computed[source])
+        taken.setdefault(position, []).append(Instruction(Kind.ENCODE, codes, (source,)))
+    return [each for position, first in enumerate(forward) for each in (first, *taken.get(position, ()))]
 
 
 def _positions(forward: Sequence[Instruction], released: Mapping[Value, Value]) -> dict[Value, int]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from lowtide.planning.programs.codes import Codes, gradient_of
 from lowtide.planning.programs.in_place import lies_like, written_over
 from lowtide.planning.programs.program import Kind, Program
 from lowtide.planning.programs.writer import STATE_BYTES, write
@@ -44,14 +46,17 @@ class JointOps:
             over=tuple(map(self._over, self.nodes)),
         )
 
-    def program(self, timeline: RunTimeline) -> Program:
-        """The program of runs."""
+    def program(self, timeline: RunTimeline, codes: Mapping[int, Codes] = MappingProxyType({})) -> Program:
+        """The program of runs. ``codes`` are those of stores that take some."""
         released: dict[fx.Node, fx.Node] = {}
+        encoded: dict[Codes, fx.Node] = {}
         for run, stage in zip(timeline.runs, timeline.before, strict=True):
             hold = timeline.ops.stores.get(run)
-            if hold is not None:
+            if hold is not None and hold.readers:
+                encoded[codes[run]] = self.nodes[stage - 1]
+            elif hold is not None:
                 released.update((self.node_of[value], self.nodes[stage - 1]) for value in hold.values)
-        return write(self.joint, list(_NodeOrder(self, timeline).backward()), released)
+        return write(self.joint, list(_NodeOrder(self, timeline).backward()), released, encoded)
 
     @cached_property
     def node_of(self) -> dict[int, fx.Node]:
@@ -158,6 +163,7 @@ class _NodeOrder:
 
     def backward(self) -> Iterator[tuple[fx.Node, Kind]]:
         """Nodes of the backward pass, with how they run."""
+        nodes = self.kernels.nodes
         first = self.kernels.ops.backward  # no op of the forward pass runs again in it
         start = self.timeline.starts[first] if first < len(self.kernels.ops) else len(self.timeline.runs)
         for node in self.joint.forward:
@@ -166,6 +172,7 @@ class _NodeOrder:
         for node in self.joint.gradients:
             if isinstance(node, fx.Node):
                 gradients.setdefault(self._op_of(node), []).append(node)
+        coded = {reader: gradient_of(nodes[reader]) for hold in self.timeline.coded for reader in hold.readers}
         for place in range(start, len(self.timeline.runs)):
             op, stage = self.timeline.runs[place], self.timeline.before[place]
             if op in self.timeline.ops.stores:
@@ -173,10 +180,10 @@ class _NodeOrder:
             if (hold := self.timeline.ops.loads.get(op)) is not None:
                 yield from self._loaded(hold, place)
                 continue
-            node = self.kernels.nodes[op]
-            for value in inputs_of(node, again=op != stage):
+            node = nodes[op]
+            for value in inputs_of(node, again=op != stage) if op not in coded else [coded[op]]:
                 yield from self._shown(value)
-            kind = Kind.COMPUTE if op == stage else Kind.RECOMPUTE
+            kind = Kind.DECODE if op in coded else Kind.COMPUTE if op == stage else Kind.RECOMPUTE
             yield node, kind
             self.shows[node] = self.latest[node] = place
             for item in node.users:

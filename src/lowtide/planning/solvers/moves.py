@@ -46,6 +46,7 @@ class _AtPeak:
         self.place = int(timeline.live.argmax())
         self.again = timeline.again
         self.freed: dict[int, int] = {}  # ops freed in this move, and the op before which they run again
+        self.chosen: set[tuple[int, int]] = set()  # the same for freed ops alone, without sources
         self.needed: dict[int, int] = {}  # ops that this move's runs read, and the first op before which they do
 
     def free(self, target: int) -> tuple[Again, set[tuple[int, int]]]:
@@ -59,14 +60,17 @@ class _AtPeak:
             if op in self.freed or change.bytes <= 0 or (op, stage) in self.banned:
                 continue
             excess -= change.bytes
+            self.chosen.add((op, stage))
             self.again = without_runs(with_runs(self.again, change.added), change.removed)
             for before, run in change.added:
-                if run in self.ops.stores:
+                if (hold := self.ops.stores.get(run)) is not None:
+                    if hold.readers:
+                        self.freed[op] = len(self.ops)  # for good
                     continue
                 self.freed[self.ops.op_of[run]] = before
                 for source in self.ops.sources[run]:
                     self.needed[source] = min(before, self.needed.get(source, len(self.ops)))
-        return self.again, {(op, stage) for op, stage in self.freed.items()}
+        return self.again, self.chosen | set(self.freed.items())
 
     @cached_property
     def candidates(self) -> dict[int, int]:
@@ -93,7 +97,8 @@ class _AtPeak:
     def freeing(self, op: int, stage: int) -> _Freed:
         """The cheapest way to free an op's results at the peak and to have them again before a later op."""
         ways = [self._recomputing(op, stage)] if op in self.ops.repeatable else []
-        ways += [self._loading(hold, stage) for hold in self.ops.holds_of.get(op, ())]
+        for hold in self.ops.holds_of.get(op, ()):
+            ways.append(self._coding(hold) if hold.readers else self._loading(hold, stage))
         return min(ways, key=lambda way: way.price)
 
     def _recomputing(self, op: int, stage: int) -> _Freed:
@@ -110,7 +115,7 @@ class _AtPeak:
             if self.ops.bytes[value] <= small:
                 gain -= self.ops.bytes[value]  # it has to stay
                 continue
-            loads = [self._loading(hold, stage) for hold in self.ops.holds_of.get(source, ()) if value in hold.values]
+            loads = [self._loading(hold, stage) for hold in self.ops.loads_of(value)]
             load = min(loads, key=lambda way: way.seconds, default=None)
             if load is not None and (source not in self.ops.repeatable or load.seconds < self.ops.seconds[source]):
                 added |= load.added
@@ -130,6 +135,18 @@ class _AtPeak:
                 removed.add((later, source))
             waiting += self.ops.reads[source]
         return _Freed(frozenset(added), frozenset(removed), seconds, gain)
+
+    def _coding(self, hold: Hold) -> _Freed:
+        """Codes for all of backward, if none but their readers read the values from here on."""
+        readers, gain = set(hold.readers), self._bytes_at_peak(hold.values) - self.ops.bytes[hold.stored]
+        for value in hold.values:
+            for born in self.timeline.spans_of[value][0]:
+                reads = self.timeline.is_read[value, born]
+                later = reads[bisect_left(reads, self.place) :]
+                if not readers.issuperset(self.timeline.runs[place] for place in later):
+                    gain = 0
+        added = frozenset({(hold.stage, hold.store)})
+        return _Freed(added, frozenset(), self.ops.seconds[hold.store], gain)
 
     def _loading(self, hold: Hold, stage: int) -> _Freed:
         """A load, and its store where there is none yet."""
@@ -154,7 +171,7 @@ class _AtPeak:
     def _is_available(self, value: int, stage: int) -> bool:
         """Whether a value lives right before an op, or is recomputed there."""
         op, again = self.ops.maker[value], self.again.get(stage, ())
-        if op in again or any(hold.load in again and value in hold.values for hold in self.ops.holds_of.get(op, ())):
+        if op in again or any(hold.load in again for hold in self.ops.loads_of(value)):
             return True
         if op in self.freed:
             return self.freed[op] <= stage

@@ -33,10 +33,7 @@ def with_host(ops: Ops, values: Mapping[int, tuple[int, ...]], link: HostLink) -
 
     Where the host cannot hold all, those that take longest to compute for their bytes may go there.
     """
-    last = list(range(ops.backward))
-    for reader in range(ops.backward):
-        for source in ops.sources[reader]:
-            last[source] = reader
+    last = ops.last_forward_reads
     holds: list[Hold] = []
     left = link.budget_bytes
     for op in sorted(values, key=lambda op: -ops.seconds[op] / max(1, ops.size[op])):

@@ -18,6 +18,7 @@ from lowtide.planning.solvers.joint_ops import JointOps
 from lowtide.planning.solvers.runs import RunTimeline
 from lowtide.registry import Registry
 from lowtide.sizes import format_size
+from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.capture.joint import Joint, bytes_of
 
 
@@ -31,6 +32,7 @@ class Problem:
     is_free: Callable[[fx.Node], bool] = lambda _: False  # whether recomputing a result costs nothing
     saved_seconds: float = 0.0  # that the graph's ops take less than the plain step's
     host: HostLink | None = None  # where values may be offloaded
+    codes: bool = False  # whether few-bit codes may stand for inputs of activations
 
     @cached_property
     def kernels(self) -> JointOps:
@@ -54,6 +56,9 @@ class Solution:
     write: Callable[[], Program]
     explain: Callable[[], tuple[PlannedStage, ...]] = tuple  # peaks are the solver's own estimates
     host_bytes: int = 0  # that wait on the host
+    techniques: tuple[str, ...] = ()  # by which it holds values
+    fidelity: Fidelity = Fidelity.BITWISE  # beside the graph's own ops
+    bound: float = 0.0  # of the relative error of a gradient, if it is approximate
 
     @cached_property
     def program(self) -> Program:
