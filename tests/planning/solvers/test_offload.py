@@ -21,13 +21,17 @@ FAST = HostLink(bandwidth=1e12, latency=0.0, budget_bytes=2**40)
 SLOW = HostLink(bandwidth=2.0, latency=0.1, budget_bytes=2**40)
 
 
+def values_of(ops: Ops) -> dict[int, tuple[int, ...]]:
+    return {op: ops.makes[op] for op in range(ops.backward)}
+
+
 def hosted(ops: Ops, link: HostLink) -> Ops:
-    return with_host(ops, {op: ops.makes[op] for op in range(ops.backward)}, link)
+    return with_host(ops, values_of(ops), link)
 
 
 def choices(ops: Ops, link: HostLink) -> list[Offloaded]:
     plain = [Offloaded(timeline, timeline.seconds) for timeline in frontier(ops)]
-    return with_offloaded(plain, hosted(ops, link), link)
+    return with_offloaded(plain, ops, values_of(ops), link)
 
 
 @pytest.mark.parametrize("link", [FAST, SLOW], ids=["fast", "slow"])

@@ -27,7 +27,7 @@ class Coded:
 
     def frontier(self) -> list[RunTimeline]:
         """Timelines that use codes."""
-        return [timeline for timeline in frontier(self.ops, targets=_TARGETS) if timeline.coded]
+        return [timeline for timeline in frontier(self.ops, targets=_TARGETS, guess=False) if timeline.coded]
 
     def used(self, timeline: RunTimeline) -> list[Codes]:
         """The codes that a timeline takes."""

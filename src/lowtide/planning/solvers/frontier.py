@@ -21,10 +21,14 @@ _MOST_POLISHED = 64  # attempts
 _CLOSE = 0.995  # of a peak: not worth another program
 
 
-def frontier(ops: Ops, *, targets: int = _TARGETS) -> list[RunTimeline]:
-    """Timelines from the fastest to the smallest: each smaller one takes more seconds."""
+def frontier(ops: Ops, *, targets: int = _TARGETS, guess: bool = True) -> list[RunTimeline]:
+    """Timelines from the fastest to the smallest: each smaller one takes more seconds.
+
+    Without a ``guess``, the search descends from the plain order alone.
+    """
     plain = RunTimeline(ops, {})
-    guesses = sorted((RunTimeline(ops, again) for again in segmented(ops)), key=lambda guess: guess.peak_bytes)
+    starts = (RunTimeline(ops, again) for again in segmented(ops)) if guess else ()
+    guesses = sorted(starts, key=lambda guess: guess.peak_bytes)
     descents = [list(_descent(start)) for start in (plain, *guesses[:_GUESSES])]
     descents += [[guess] for guess in guesses[_GUESSES:]]
     smallest = min(timeline.peak_bytes for descent in descents for timeline in descent)

@@ -8,7 +8,7 @@ from lowtide.planning.programs.codes import Codes, codes_of
 from lowtide.planning.solvers.encode import Coded, bound_of, with_codes
 from lowtide.planning.solvers.frontier import frontier
 from lowtide.planning.solvers.joint_ops import JointOps
-from lowtide.planning.solvers.offload import Offloaded, with_host, with_offloaded
+from lowtide.planning.solvers.offload import Offloaded, with_offloaded
 from lowtide.planning.solvers.outline import outline
 from lowtide.planning.solvers.runs import RunTimeline, without_runs
 from lowtide.planning.solvers.solver import Problem, Solution
@@ -28,7 +28,7 @@ class GraphSolver:
         choices = [Offloaded(timeline, timeline.seconds) for timeline in frontier(kernels.ops)]
         if host is not None:
             values = {op: kernels.offloadable(op) for op in range(kernels.ops.backward)}
-            choices = with_offloaded(choices, with_host(kernels.ops, values, host), host)
+            choices = with_offloaded(choices, kernels.ops, values, host)
         solutions = [_solution(kernels, choice) for choice in choices]
         if problem.codes:
             codes = list(codes_of(problem.joint).values())

@@ -15,8 +15,10 @@ from lowtide.planning.programs.program import Kind
 from lowtide.planning.solvers.frontier import frontier
 from lowtide.planning.solvers.runs import Again, Hold, Ops, RunTimeline
 
-_SHARES = (0.01, 0.05, 0.25, 1.0)  # of a copy's seconds: what the search takes it to cost
-_TARGETS = 12  # peaks at which runs are sought for each
+# What the search takes a copy to cost, as a share of its seconds; and how much may be offloaded, in bytes that copy
+# while the forward pass runs. Copies that fit beside the ops are nearly free, others are not.
+_TRIALS = ((0.01, 0.5), (0.01, 1.0), (0.1, 1.0), (0.01, 1e3), (0.5, 1e3))
+_TARGETS = 18  # peaks at which runs are sought for each
 
 
 @dataclass(frozen=True)
@@ -57,23 +59,28 @@ def with_host(ops: Ops, values: Mapping[int, tuple[int, ...]], link: HostLink) -
     )
 
 
-def with_offloaded(choices: Iterable[Offloaded], ops: Ops, link: HostLink) -> list[Offloaded]:
-    """The fastest at each peak, of given timelines and of others that offload. ``ops`` have holds on the host."""
+def with_offloaded(
+    choices: Iterable[Offloaded], ops: Ops, values: Mapping[int, tuple[int, ...]], link: HostLink
+) -> list[Offloaded]:
+    """The fastest at each peak, of given timelines and of others that offload ``values`` of ops."""
     best: list[Offloaded] = []
-    for choice in sorted([*choices, *_frontier(ops, link)], key=lambda each: (each.seconds, each.timeline.peak_bytes)):
+    offered = [*choices, *_frontier(ops, values, link)]
+    for choice in sorted(offered, key=lambda each: (each.seconds, each.timeline.peak_bytes)):
         if not best or choice.timeline.peak_bytes < best[-1].timeline.peak_bytes:
             best.append(choice)
     return best
 
 
-def _frontier(ops: Ops, link: HostLink) -> Iterator[Offloaded]:
-    """Timelines that offload, for several prices of copies."""
-    for share in _SHARES:
-        copies = (seconds * share for seconds in ops.seconds[len(ops) :])
-        priced = replace(ops, seconds=(*ops.seconds[: len(ops)], *copies))
-        for timeline in frontier(priced, targets=_TARGETS):
-            if any(run in ops.loads for run in timeline.runs):
-                yield placed(RunTimeline(ops, timeline.again), link)
+def _frontier(ops: Ops, values: Mapping[int, tuple[int, ...]], link: HostLink) -> Iterator[Offloaded]:
+    """Timelines that offload, for several prices and amounts of copies."""
+    hidden = sum(ops.seconds[: ops.backward]) * link.bandwidth
+    for share, amount in _TRIALS:
+        hosted = with_host(ops, values, replace(link, budget_bytes=int(min(link.budget_bytes, amount * hidden))))
+        copies = (seconds * share for seconds in hosted.seconds[len(ops) :])
+        priced = replace(hosted, seconds=(*ops.seconds, *copies))
+        for timeline in frontier(priced, targets=_TARGETS, guess=False):
+            if any(run in hosted.loads for run in timeline.runs):
+                yield placed(RunTimeline(hosted, timeline.again), link)
 
 
 def placed(timeline: RunTimeline, link: HostLink) -> Offloaded:
