@@ -272,7 +272,7 @@ def _strictest_promise(plan: Plan) -> Check:
     checks = [known[option.technique].check(option) for option in plan.options]
     return Check(
         plan.fidelity,
-        rtol=max((check.rtol for check in checks), default=0.0),
+        rtol=max([0.0 if plan.program is None else plan.program.bound, *(check.rtol for check in checks)]),
         atol=max((check.atol for check in checks), default=0.0),
         leaves_gradients=all(check.leaves_gradients for check in checks),
     )

@@ -23,6 +23,7 @@ class Candidate:
     price: Price
     estimate: int
     lowering: str = ""  # of a program
+    holds: tuple[str, ...] = ()  # names of techniques by which a program holds values
 
     @property
     def key(self) -> tuple[str, Option | Hashable | None, str]:
@@ -79,4 +80,5 @@ class Permission:
         return cls(max(classes, default=Fidelity.ROUNDOFF), names)
 
     def __call__(self, candidate: Candidate) -> bool:
-        return candidate.technique in self.names or candidate.price.fidelity <= self.loosest
+        is_named = candidate.technique in self.names or (candidate.holds and self.names.issuperset(candidate.holds))
+        return bool(is_named) or candidate.price.fidelity <= self.loosest

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
 from lowtide.errors import TraceError
 from lowtide.planning.baseline import OUT_OF_MEMORY
-from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender
+from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
 from lowtide.planning.captured import Captured, capture_and_compare, capture_too_large, check_draws
 from lowtide.planning.lowering import LOWERINGS, REFERENCE, Lowering
 from lowtide.planning.plan import PlannedStage, ProgramChoice
-from lowtide.planning.programs.program import simulate
+from lowtide.planning.programs.program import Kind, simulate
 from lowtide.planning.programs.program_profile import Forecast, check_results
 from lowtide.planning.solvers.solver import Problem, Solution, solutions
 from lowtide.profiling import Profile
@@ -94,6 +96,7 @@ class GraphCandidates:
                 lowering.price(form.problem, solution, fidelity),
                 self.estimate(solution) + self._excess.get(lowering.name, 0),
                 lowering.name,
+                solution.techniques,
             )
             for solution in form.solutions
         )
@@ -107,9 +110,11 @@ class GraphCandidates:
     def fastest(self, engine: str, lowering: Lowering, budget_bytes: int) -> Contender | None:
         """The fastest program of one lowering that fits a budget, or else the smallest; None if it can run none.
 
+        Only programs that need no permission.
+
         Programs whose estimates are far above the budget are not simulated, except the few smallest.
         """
-        candidates = self.lowered(engine, lowering)
+        candidates = list(filter(Permission(), self.lowered(engine, lowering)))
         smallest = sorted(candidates, key=lambda candidate: candidate.estimate)[:SMALLEST]
         rest: list[Contender] = []
         for candidate in candidates:
@@ -146,16 +151,37 @@ class GraphCandidates:
             solver=solution.solver,
             room_bytes=simulate(solution.program).peak_bytes + budget_bytes - peak_bytes,
             seconds=candidate.price.seconds,
+            bound=solution.bound,
             fidelity=candidate.price.fidelity,
-            why=(*_reasons(stages, budget_bytes), _gap(problem, solution, budget_bytes - beside)),
+            why=(
+                *_reasons(stages, budget_bytes),
+                *_held_elsewhere(solution),
+                _gap(problem, solution, budget_bytes - beside),
+            ),
             stages=stages,
         )
 
 
 def _gap(problem: Problem, solution: Solution, room_bytes: int) -> str:
     """A program's seconds beside the bound of every program."""
+    if solution.host_bytes or solution.techniques:
+        seconds = problem.bounds.seconds(room_bytes)
+        without = "without copies to the host and codes, no program in this order"
+        return f"{without} {f'takes less than {format_seconds(seconds)} more' if math.isfinite(seconds) else 'fits'}"
     bound = format_seconds(min(problem.bounds.seconds(room_bytes), solution.seconds))
     return f"no program in this order takes less than {bound} more (a relaxed knapsack's bound)"
+
+
+def _held_elsewhere(solution: Solution) -> Iterator[str]:
+    """Values that are neither kept as they are nor recomputed."""
+    if solution.host_bytes:
+        fetched = sum(each.kind is Kind.FETCH for each in solution.program.backward)
+        yield f"{format_size(solution.host_bytes)} wait on the host, and come back in {fetched} copies beside the ops"
+    codes = [each.value for each in solution.program.forward if each.kind is Kind.ENCODE]
+    if codes:
+        size = sum(solution.program.bytes[value] for value in codes)
+        error = f", and a gradient errs by at most {solution.bound:.0%}" if solution.bound else ""
+        yield f"few-bit codes stand for {len(codes)} inputs of activations ({format_size(size)}{error})"
 
 
 def _reasons(stages: tuple[PlannedStage, ...], budget_bytes: int) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from lowtide.chains import StageChoice
 from lowtide.errors import PlanError
 from lowtide.fingerprint import Fingerprint
-from lowtide.planning.programs.program import Program
+from lowtide.planning.programs.program import Kind, Program
 from lowtide.registry import PLAIN_ENGINE
 from lowtide.sizes import format_seconds, format_size
 from lowtide.techniques.technique import Fidelity, Option
@@ -57,6 +57,7 @@ class ProgramChoice:
     fidelity: Fidelity
     why: tuple[str, ...]  # a line for each part of the step that matters
     stages: tuple[PlannedStage, ...] = ()
+    bound: float = 0.0  # of a gradient's relative error, where the program is approximate
 
     @property
     def ops_again(self) -> int:
@@ -65,7 +66,11 @@ class ProgramChoice:
 
     def __str__(self) -> str:
         stages = f" in {len(self.stages)} stages" if self.stages else ""
-        return f"recompute {self.ops_again} ops{stages} ({self.solver} solver, {self.lowering} lowering)"
+        offloaded = sum(each.kind is Kind.OFFLOAD for each in self.instructions.forward)
+        copies = f", offload {offloaded} values" if offloaded else ""
+        encoded = sum(each.kind is Kind.ENCODE for each in self.instructions.forward)
+        copies += f", encode {encoded} values" if encoded else ""
+        return f"recompute {self.ops_again} ops{stages}{copies} ({self.solver} solver, {self.lowering} lowering)"
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ def _program_to_json(choice: ProgramChoice) -> dict[str, Any]:
         "ops_again": choice.ops_again,
         "seconds": choice.seconds,
         "fidelity": choice.fidelity,
+        "bound": choice.bound,
         "why": choice.why,
         "stages": [{"outline": stage.outline, **asdict(stage.choice)} for stage in choice.stages],
         "instructions": program_to_json(choice.instructions),
@@ -122,6 +123,7 @@ def _program(data: Mapping[str, Any]) -> ProgramChoice:
         fidelity=Fidelity(data["fidelity"]),
         why=_texts(data["why"]),
         stages=tuple(map(_stage, data["stages"])),
+        bound=_seconds(data, "bound"),
     )
 
 

@@ -110,7 +110,7 @@ class FewBitActivations(Technique):
         curves = {saved.kind for saved in sites.values() if not saved.is_gate}
         for bits in BITS if curves else ():
             layers = sum(not saved.is_gate for saved in sites.values())
-            bound = _bound(max(_relative_error(kind, bits) for kind in curves), layers)
+            bound = gradient_bound(max(relative_error(_CLASSES[kind], bits) for kind in curves), layers)
             options.append(Option(self.name, tuple(sites), FewBitConfig(bits, round(bound, 4))))
         return options
 
@@ -160,7 +160,8 @@ class FewBitActivations(Technique):
 _MARGIN = 3.0
 
 
-def _bound(error: float, layers: int) -> float:
+def gradient_bound(error: float, layers: int) -> float:
+    """Relative error of a gradient behind so many layers, each with this error."""
     return (1 + _MARGIN * error) ** math.sqrt(layers) - 1
 
 
@@ -263,8 +264,7 @@ def _sites(graph: Graph) -> dict[str, _SavedByModule]:
 
 
 @cache
-def _relative_error(kind: str, bits: int) -> float:
+def relative_error(curve: Activation, bits: int) -> float:
     """Distance of a table from f', relative to f' itself."""
-    curve = _CLASSES[kind]
     mean_square = float(Normal().integrals(curve)(np.array([np.inf]))[2, 0])
     return table_of(curve, bits).rmse / math.sqrt(mean_square)

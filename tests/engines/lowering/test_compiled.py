@@ -13,10 +13,10 @@ from torch import Tensor, fx
 from lowtide.engines.lowering import compiled
 from lowtide.engines.lowering.compiled import CompiledLowering, SeededLowering
 from lowtide.engines.lowering.ops import boxed
-from lowtide.planning.programs.offloading import with_offloaded
 from lowtide.planning.solvers.solver import SOLVERS
 from lowtide.techniques.technique import Fidelity
 
+from ...planning.held import offloading
 from ..counting import results
 from ..lowered import LoweredStep, convolutions, dropping, interpreted, language_model
 
@@ -169,10 +169,8 @@ class Watch:
 
 
 def test_programs_that_copy_to_the_host_are_left_to_other_lowerings(plain: LoweredStep) -> None:
-    program = plain.programs["everything"]
-    alone = [value for value in program.kept if value in program.bytes and not value.is_state]
-    assert CompiledLowering().can_run(plain.joint, program)
-    assert not CompiledLowering().can_run(plain.joint, with_offloaded(program, alone[:1]))
+    assert CompiledLowering().can_run(plain.joint, plain.programs["everything"])
+    assert not CompiledLowering().can_run(plain.joint, offloading(plain.joint))
 
 
 def test_the_plain_steps_graph_stays_as_it_is_beside_its_compiled_form(random: LoweredStep) -> None:

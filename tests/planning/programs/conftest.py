@@ -8,13 +8,13 @@ from torch import nn
 
 from lowtide import Workload, zoo
 from lowtide.engines import graph
-from lowtide.planning.programs.offloading import with_offloaded
 from lowtide.planning.programs.program import Program
 from lowtide.planning.programs.strategies import plain, sqrt_without_cheap
 from lowtide.tracing.capture.loss import capture_joint
 
 from ...engines.counting import Planner
 from ...engines.planned import squares
+from ..held import coding, offloading
 
 
 @pytest.fixture(scope="package")
@@ -28,9 +28,9 @@ def smallest() -> Planner:
 
 @pytest.fixture(scope="package")
 def programs() -> list[Program]:
-    """A program that keeps everything, one that recomputes, and one that offloads."""
+    """A program that keeps everything, one that recomputes, one that offloads, and one that takes codes."""
     layers = [layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.1))]
     joint = capture_joint(Workload(nn.Sequential(*layers), squares, torch.randn(32, 16)))
+    activated = capture_joint(Workload(nn.Sequential(*layers[::2]), squares, torch.randn(32, 16)))
     whole = plain(joint)
-    alone = [value for value in whole.kept if value in whole.bytes and not value.is_state]
-    return [whole, sqrt_without_cheap(joint), with_offloaded(whole, alone[:2])]
+    return [whole, sqrt_without_cheap(joint), offloading(joint), coding(activated)]

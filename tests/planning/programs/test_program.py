@@ -58,3 +58,16 @@ def test_a_program_prints_what_runs_again(smallest: Planner) -> None:
     assert ".state" in text
     assert "go to backward --" in text
     assert any(i.kind is Kind.FREE for i in smallest.programs[0].backward)
+
+
+def test_copies_that_go_astray_are_refused(programs: list[Program]) -> None:
+    program = programs[2]
+    fetches = [place for place, each in enumerate(program.backward) if each.kind is Kind.FETCH]
+    first, second = fetches[:2]
+    crossed = list(program.backward)
+    crossed[first] = replace(crossed[first], reads=crossed[second].reads)
+    with pytest.raises(PlanError):
+        check_program(replace(program, backward=tuple(crossed)))
+    value = program.backward[first].value
+    with pytest.raises(PlanError):
+        check_program(replace(program, bytes={**program.bytes, value: program.bytes[value] + 1}))

@@ -8,15 +8,18 @@ import pytest
 import torch
 from torch import nn
 
+from lowtide import zoo
 from lowtide.engines import apply, plan
 from lowtide.planning import predict_plan
 from lowtide.planning.programs import program_profile
+from lowtide.planning.programs.offloading import HostLink, stalls
 from lowtide.planning.programs.program_profile import Forecast
 from lowtide.profiling import profile
 from lowtide.tracing.capture.loss import capture_joint
 from lowtide.workload import Workload
 
 from ...engines.planned import squares
+from ..held import offloading
 
 
 def test_batch_norms_take_what_the_plain_steps_take_though_a_capture_has_another_name_for_them() -> None:
@@ -69,3 +72,19 @@ def test_a_program_names_the_modules_and_hands_on_what_its_step_does() -> None:
     assert any(op.module == "3.0" for op in after.graph.ops if op.phase == "backward")
     with apply(chosen, work) as step:
         assert step.profile().saved_bytes == after.saved_bytes > 0
+
+
+def test_waits_for_copies_are_ops_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = zoo.small("lenet")
+    joint = capture_joint(work)
+    forecast = Forecast(joint, profile(work))
+    assert forecast.host is None  # a CPU's memory is the host's
+    link = HostLink(bandwidth=1e6, latency=0.0, budget_bytes=2**40)
+    monkeypatch.setattr(forecast, "host", link)
+    program = offloading(joint)
+    ops = [op for op in forecast.graph(program).ops if op.phase != "optimizer"]
+    waits = [op.seconds for op in ops if op.name == "lowtide.wait"]
+    assert sum(waits) == pytest.approx(sum(stalls(program, forecast.cost, link)))
+    assert len(waits) > 0
+    runs = sum(forecast.cost(each).seconds for each in (*program.forward, *program.backward))
+    assert sum(op.seconds for op in ops) == pytest.approx(runs + sum(waits))

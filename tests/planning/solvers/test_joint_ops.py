@@ -21,6 +21,6 @@ def test_bytes_are_the_programs(name: str) -> None:
     tangents = sum(map(bytes_of, joint.tangents))
     assert RunTimeline(kernels.ops, {}).peak_bytes + tangents == simulate(plain(joint)).peak_bytes
     again = on_demand(kernels.ops, set())
-    program = kernels.program(again)
+    program = kernels.program(RunTimeline(kernels.ops, again))
     check_program(program)
     assert simulate(program).peak_bytes == pytest.approx(RunTimeline(kernels.ops, again).peak_bytes, rel=0.02)

@@ -34,8 +34,9 @@ class CompiledLowering:
     compiles = True
 
     def can_run(self, joint: Joint, program: Program) -> bool:
-        """Programs without copies to the host."""
-        return not any(each.kind in (Kind.OFFLOAD, Kind.FETCH) for each in (*program.forward, *program.backward))
+        """Programs without copies to the host and without codes."""
+        ops = (Kind.COMPUTE, Kind.RECOMPUTE, Kind.FREE, Kind.RETURN_GRAD)
+        return all(each.kind in ops for each in (*program.forward, *program.backward))
 
     def problem(self, form: Joint, forecast: Forecast) -> Problem:
         """Each op as it runs in compiled code."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -13,7 +14,9 @@ from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import mark_boxed
 from lowtide.compat.fx import bound_forward, box_arguments
 from lowtide.compat.operators import schema_of
+from lowtide.engines.lowering.host_pool import HostPool, arrived, fetch, offload, release
 from lowtide.planning.lowering import Lowered, Piece
+from lowtide.planning.programs.codes import Codes, codes_of
 from lowtide.planning.programs.in_place import in_place_form
 from lowtide.planning.programs.program import Instruction, Kind, Program, Role, Value
 from lowtide.planning.programs.program_profile import Forecast
@@ -37,23 +40,27 @@ class OpsLowering:
         return joint
 
     def problem(self, form: Joint, forecast: Forecast) -> Problem:
-        """Each op as it runs alone."""
-        return Problem(form, forecast.seconds, forecast.workspace)
+        """Each op as it runs alone. On a GPU, values may wait on the host."""
+        return Problem(form, forecast.seconds, forecast.workspace, host=forecast.host, codes=True)
 
     def can_run(self, joint: Joint, program: Program) -> bool:
         """Every program."""
         return True
 
     def price(self, problem: Problem, solution: Solution, fidelity: Fidelity) -> Price:
-        """The price of the ops themselves."""
-        return Price(fidelity, compute_seconds=solution.seconds)
+        """The price of the ops themselves, and of waiting for copies."""
+        loosest = max(fidelity, solution.fidelity)
+        return Price(loosest, compute_seconds=solution.seconds, host_bytes=solution.host_bytes)
 
     def lower(self, joint: Joint, program: Program) -> Lowered:
         """Generated Python for forward, and for each piece of backward."""
         primals = {Value(node.name) for node in joint.primals}
         kept = tuple(cell for cell in program.kept if cell not in primals)
-        forward = boxed(forward_graph(joint, program, kept), keeps_graph=False)
-        return Lowered(forward, kept, pieces_of(joint, program))
+        pool = HostPool.of(program)
+        forward = boxed(forward_graph(joint, program, kept, pool), keeps_graph=False)
+        return Lowered(
+            forward if pool is None else pool.leased(forward), kept, pieces_of(joint, program, pooled=pool is not None)
+        )
 
 
 def graphs_of(joint: Joint, program: Program) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -70,8 +77,13 @@ def graphs_of(joint: Joint, program: Program) -> tuple[fx.GraphModule, fx.GraphM
     return forward, fx.GraphModule(joint.module, backward.graph)
 
 
-def forward_graph(joint: Joint, program: Program, kept: Iterable[Value]) -> fx.GraphModule:
-    forward = GraphWriter(joint)
+def forward_graph(
+    joint: Joint, program: Program, kept: Iterable[Value], pool: HostPool | None = None
+) -> fx.GraphModule:
+    """Code of the forward pass. With a pool, its first argument is a lease of it."""
+    forward = GraphWriter(joint, pool is not None)
+    if pool is not None:
+        forward.take_lease()
     for node in joint.primals:
         forward.take(Value(node.name), node.name, node.meta)
     states = {cell.op for cell in program.kept if cell.is_state}
@@ -85,7 +97,7 @@ def forward_graph(joint: Joint, program: Program, kept: Iterable[Value]) -> fx.G
     return fx.GraphModule(joint.module, forward.graph)
 
 
-def pieces_of(joint: Joint, program: Program) -> list[Piece]:
+def pieces_of(joint: Joint, program: Program, *, pooled: bool = False) -> list[Piece]:
     """The backward pass, cut where it returns gradients."""
     pieces: list[list[Instruction]] = [[]]
     for each in program.backward:
@@ -105,12 +117,13 @@ def pieces_of(joint: Joint, program: Program) -> list[Piece]:
         bases = dict.fromkeys(Value(joint.storages[joint.nodes[cell.op]].name) for cell in cells)
         # The loss's gradient comes to the first piece; later ones read it where losses are summed.
         results = [cell for cell in (*here, *(() if index else tangents)) if last_read.get(cell, -1) > index]
-        graph = GraphWriter(joint)
+        graph = GraphWriter(joint, pooled)
+        graph.fetched.update(each.value for each in program.backward if each.kind is Kind.FETCH)
         for cell in (*cells, *inputs_read, *(tangents if index == 0 else ())):
             graph.take(cell, f"given_{value_name(cell)}", joint.nodes[cell.op].meta)
         for each in piece:
             graph.write(each)
-        returned = {each.value: graph.now[each.reads[0]] for each in piece if each.kind is Kind.RETURN_GRAD}
+        returned = {each.value: graph.tensor(each.reads[0]) for each in piece if each.kind is Kind.RETURN_GRAD}
         graph.graph.output((*returned.values(), [graph.now[cell] for cell in results]))
         written.append(
             Piece(
@@ -129,30 +142,40 @@ def pieces_of(joint: Joint, program: Program) -> list[Piece]:
 class GraphWriter:
     """Write instructions as nodes. fx frees each result after its last use, where the program frees it."""
 
-    def __init__(self, joint: Joint) -> None:
+    def __init__(self, joint: Joint, pooled: bool = False) -> None:
         self.graph = fx.Graph()
         self.now: dict[Value, fx.Node] = {}
+        self._joint = joint
+        self.fetched: set[Value] = set()  # from a pool
+        self._pooled = pooled  # whether copies on the host lie in a pool
+        self._lease: fx.Node | None = None
+        self._offloaded: dict[Value, fx.Node] = {}
+        self._arrived: dict[Value, fx.Node] = {}
         self._nodes: dict[str, Any] = joint.nodes  # pyright: ignore[reportAttributeAccessIssue]
         self._fake = next((node.meta["val"].fake_mode for node in joint.primals if "val" in node.meta), None)
 
     def take(self, cell: Value, name: str, meta: dict[str, Any]) -> None:
         self.now[cell] = self.graph.placeholder(name)
         self.now[cell].meta = {**meta, "val": self._fake_state()} if cell.is_state else dict(meta)
+        if cell.role is Role.CODES:
+            self.now[cell].meta["val"] = self._codes[self._nodes[cell.op]].value
 
     def write(self, instruction: Instruction, *, saves_state: bool = False) -> None:
         cell = instruction.value
+        if instruction.kind is Kind.FREE and cell in self._offloaded:
+            self.graph.call_function(release, (self._offloaded.pop(cell),))
         if instruction.kind in (Kind.FREE, Kind.RETURN_GRAD) or cell.is_state:
             return
         node = self._nodes[cell.op]
         if instruction.kind in (Kind.OFFLOAD, Kind.FETCH):
-            move = _to_host if instruction.kind is Kind.OFFLOAD else _to_device
-            device = node.meta["val"].device
-            self.now[cell] = self.graph.call_function(move, (self.now[instruction.reads[0]], device))
-            self.now[cell].meta = dict(node.meta)
+            self._copy(instruction, node)
+            return
+        if instruction.kind in (Kind.ENCODE, Kind.DECODE):
+            self._code(instruction, node)
             return
         again = instruction.kind is Kind.RECOMPUTE
         read = {
-            value: self.now[source]
+            value: self.tensor(source)
             for value, source in zip(inputs_of(node, again=again), instruction.reads, strict=False)
         }
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda value: read.get(value))
@@ -172,11 +195,53 @@ class GraphWriter:
         elif again and is_batch_norm(node):
             result = self.graph.call_function(*without_statistics(node.target, args))
         elif instruction.into is not None:
-            result = self._write_over(node, args, kwargs, self.now[instruction.into])
+            result = self._write_over(node, args, kwargs, self.tensor(instruction.into))
         else:
             result = self.graph.node_copy(node, lambda value: read[value])
         result.meta = dict(node.meta)
         self.now[cell] = result
+
+    def take_lease(self) -> None:
+        """Take a lease of the host's pool as the first argument."""
+        self._lease = self.graph.placeholder("lease")
+
+    def tensor(self, cell: Value) -> fx.Node:
+        """A value as ops read it: of a fetched one, the tensor when its copy is done."""
+        if not self._pooled or cell not in self.fetched:
+            return self.now[cell]
+        if cell not in self._arrived:
+            self._arrived[cell] = self.graph.call_function(arrived, (self.now[cell],))
+        return self._arrived[cell]
+
+    def _copy(self, instruction: Instruction, node: fx.Node) -> None:
+        source, is_offload = instruction.reads[0], instruction.kind is Kind.OFFLOAD
+        if not self._pooled:
+            device = node.meta["val"].device
+            copy = self.graph.call_function(_to_host if is_offload else _to_device, (self.now[source], device))
+        elif is_offload:
+            copy = self.graph.call_function(offload, (self._lease, self.now[source], instruction.value.name))
+            self._offloaded[source] = copy
+        else:
+            copy = self.graph.call_function(fetch, (self.now[source],))
+            self.fetched.add(instruction.value)
+        copy.meta = dict(node.meta)
+        self.now[instruction.value] = copy
+
+    def _code(self, instruction: Instruction, node: fx.Node) -> None:
+        is_encode = instruction.kind is Kind.ENCODE
+        op = self._codes[node].encode if is_encode else self._coded[node]
+        read = tuple(self.tensor(cell) for cell in instruction.reads)
+        result = self.graph.call_function(cast(Any, op.target), (*read, op.args[-1]))  # then the codebook's key
+        result.meta = dict(op.meta)
+        self.now[instruction.value] = result
+
+    @cached_property
+    def _codes(self) -> dict[fx.Node, Codes]:
+        return codes_of(self._joint)
+
+    @cached_property
+    def _coded(self) -> dict[fx.Node, fx.Node]:
+        return {reader: op for codes in self._codes.values() for reader, op in codes.decode.items()}
 
     def _write_over(self, node: fx.Node, args: Any, kwargs: Any, into: fx.Node) -> fx.Node:
         form = in_place_form(node)

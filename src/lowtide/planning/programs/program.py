@@ -23,6 +23,8 @@ class Kind(StrEnum):
     FREE = "free"
     OFFLOAD = "offload"  # copy to the host's memory
     FETCH = "fetch"  # and back
+    ENCODE = "encode"  # a few bits for each element of an activation's input
+    DECODE = "decode"  # the activation's backward from these
 
 
 class Role(StrEnum):
@@ -35,6 +37,7 @@ class Role(StrEnum):
     STORED = "stored"  # the result, as the model stores it on itself
     BEFORE = "before"  # the result that the model stored in the step before
     ARRAY = "array"  # an input that the step makes from a numpy array
+    CODES = "codes"  # a few bits for each element of the result
 
 
 class Value(NamedTuple):
@@ -129,13 +132,31 @@ def check_program(program: Program) -> None:
         if each.kind is Kind.FREE:
             live.discard(each.value)
             continue
-        if not live.issuperset(each.reads) or (each.into is not None and each.into not in each.reads):
+        overwrites = each.into is None or each.into in each.reads
+        if not live.issuperset(each.reads) or not overwrites or not _holds_well(each, program):
             raise PlanError(f"Instruction {number} of the program cannot run: {each}", hint="Plan again.")
         live.add(each.value)
     if not {cell for cell in program.gradients if cell is not None} <= computed | inputs:
         raise PlanError("The program returns gradients that it does not compute", hint="Plan again.")
     if min(program.bytes.values(), default=0) < 0:
         raise PlanError("The program has sizes below zero", hint="Plan again.")
+
+
+def _holds_well(each: Instruction, program: Program) -> bool:
+    """Whether copies go from the device to the host or back, as large as their source, and codes are where they may."""
+    codes = [cell for cell in each.reads if cell.role is Role.CODES]
+    if each.kind is Kind.ENCODE:
+        return each.value.role is Role.CODES and [cell.op for cell in each.reads] == [each.value.op] and not codes
+    if each.value.role is Role.CODES or len(codes) != (each.kind is Kind.DECODE):
+        return False
+    if each.kind not in (Kind.OFFLOAD, Kind.FETCH):
+        return not each.value.on_host and not any(cell.on_host for cell in each.reads)
+    if len(each.reads) != 1:
+        return False
+    (source,) = each.reads
+    device, host = (source, each.value) if each.kind is Kind.OFFLOAD else (each.value, source)
+    sizes = {program.bytes.get(storage) for cell in (device, host) for storage in program.held(cell)}
+    return host == Value(device.op, role=Role.HOST) and not device.role and len(sizes) == 1
 
 
 class Simulation(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 
 from lowtide.planning.programs.program import Instruction, Kind, Program, Role, Value, check_program
 
-PROGRAM_VERSION = 2
+PROGRAM_VERSION = 3
 _KINDS = tuple(Kind)
 _ROLES = tuple(Role)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, fx
 
 from lowtide.errors import TraceError
+from lowtide.planning.programs.codes import Codes, codes_of
 from lowtide.planning.programs.in_place import in_place_form
-from lowtide.planning.programs.program import Instruction, Kind, Program, Value
+from lowtide.planning.programs.offloading import HostLink, stalls
+from lowtide.planning.programs.program import Cost, Instruction, Kind, Program, Role, Value
 from lowtide.planning.programs.writer import STATE_BYTES
 from lowtide.profiling import Profile
 from lowtide.profiling.devices import find_device
@@ -49,22 +51,66 @@ class Forecast:
         return _Planned(self, program).graph()
 
     def seconds(self, node: fx.Node) -> float:
-        """Seconds of one op of the joint graph."""
-        return 0.0 if is_free(self.joint, node) else self.costs[node.name].seconds
+        """Seconds of one op of the joint graph, or of one that takes or reads codes."""
+        return 0.0 if self._is_free(node) else self.cost_of(node).seconds
 
     def workspace(self, node: fx.Node) -> int:
-        """Workspace bytes of one op of the joint graph."""
-        return 0 if is_free(self.joint, node) else self.costs[node.name].workspace_bytes
+        """Workspace bytes of one op of the joint graph, or of one that takes or reads codes."""
+        return 0 if self._is_free(node) else self.cost_of(node).workspace_bytes
+
+    def run(self, each: Instruction) -> fx.Node | None:
+        """The op that an instruction runs; None where it runs none."""
+        node = self.joint.nodes.get(each.value.op)
+        if node is None or each.value.is_state:
+            return None
+        if each.kind is Kind.ENCODE:
+            return self.codes[node].encode
+        if each.kind is Kind.DECODE:
+            return next(codes.decode[node] for codes in self.codes.values() if node in codes.decode)
+        return node if each.kind in (Kind.COMPUTE, Kind.RECOMPUTE) and not is_free(self.joint, node) else None
+
+    @cached_property
+    def codes(self) -> dict[fx.Node, Codes]:
+        """Codes that may stand for results, by node."""
+        return codes_of(self.joint)
+
+    def _is_free(self, node: fx.Node) -> bool:
+        return node in self.joint.storages and is_free(self.joint, node)
+
+    def cost_of(self, node: fx.Node) -> _Cost:
+        """The op that a node runs, with its cost."""
+        return self.costs[node.name] if node in self.joint.storages else self._code_costs[_op(node).signature]
+
+    @cached_property
+    def _code_costs(self) -> Mapping[str, _Cost]:
+        """Seconds and workspace of ops that take or read codes, by signature."""
+        nodes = [node for codes in self.codes.values() for node in (codes.encode, *codes.decode.values())]
+        return self._costs({_op(node).signature: node for node in nodes})
+
+    @cached_property
+    def host(self) -> HostLink | None:
+        """The way to the host's memory; None where that is the device's own."""
+        graph = self.plain.graph
+        return None if graph.tensor_device == "cpu" else HostLink.of(find_device(graph.device))
+
+    def cost(self, each: Instruction) -> Cost:
+        """Seconds and workspace of an instruction that runs an op."""
+        node = self.run(each)
+        return Cost() if node is None else Cost(self.seconds(node), self.workspace(node))
 
     @cached_property
     def costs(self) -> Mapping[str, _Cost]:
         """Seconds and workspace of each op, by its node's name."""
-        ops = {name: _op(node) for name, node in self.joint.nodes.items() if not is_free(self.joint, node)}
+        return self._costs({name: node for name, node in self.joint.nodes.items() if not is_free(self.joint, node)})
+
+    def _costs(self, nodes: Mapping[str, fx.Node]) -> Mapping[str, _Cost]:
+        """Seconds and workspace of ops, by name."""
+        ops = {name: _op(node) for name, node in nodes.items()}
         known = _Known(self.plain)
         unknown = {op.signature: name for name, op in ops.items() if not known.knows(op)}
-        known.measure({key: _call(self.joint.nodes[name]) for key, name in unknown.items()})
+        known.measure({key: _call(nodes[name]) for key, name in unknown.items()})
         untimed = {op.signature: name for name, op in ops.items() if not known.has_timed(op)}
-        known.time({key: _call(self.joint.nodes[name]) for key, name in untimed.items()})
+        known.time({key: _call(nodes[name]) for key, name in untimed.items()})
         return {name: known.cost(op) for name, op in ops.items()}
 
 
@@ -238,8 +284,11 @@ class _Planned:
             size, device, dtype = size_of(value), value.device.type, dtype_name(value)
             statics.append(Storage(0, size, device, dtype, "buffer", 0, -1, f"constant {name}", "", ""))
         self.storages = list(statics)
+        waits = self._waits()
         for phase in ("forward", "backward"):
             for instruction in getattr(self.program, phase):
+                if wait := next(waits, 0.0):
+                    self.ops.append(Op(len(self.ops), "lowtide.wait", phase, "", "", (), (), "", False, wait, 0))
                 self._walk(instruction, phase)
             if phase == "forward":
                 self._name(range(len(statics), len(self.storages)), "activation")
@@ -263,11 +312,17 @@ class _Planned:
         graph = replace(plain, ops=(*self.ops, *stepping), storages=storages)
         return replace(graph, saved=handed_on(graph))
 
+    def _waits(self) -> Iterator[float]:
+        """Seconds that each instruction waits for copies."""
+        program, host = self.program, self.forecast.host
+        copies = host is not None and any(each.kind is Kind.OFFLOAD for each in program.forward)
+        return iter(stalls(program, self.forecast.cost, host) if copies and host is not None else ())
+
     def _walk(self, each: Instruction, phase: Any) -> None:
         node = self.forecast.joint.nodes.get(each.value.op)
-        runs = each.kind in (Kind.COMPUTE, Kind.RECOMPUTE) and not each.value.is_state
-        if runs and node is not None and not is_free(self.forecast.joint, node):
-            cost = self.forecast.costs[node.name]
+        run = self.forecast.run(each)
+        if run is not None and node is not None:
+            cost = self.forecast.cost_of(run)
             self.ops.append(
                 replace(
                     cost.op,
@@ -283,10 +338,9 @@ class _Planned:
             )
         elif each.kind is Kind.RETURN_GRAD and each.value in self.program.bytes and each.reads:
             self.ops.append(Op(len(self.ops), "aten.clone.default", phase, "", "", (), (), "", False, 0.0, 0))
-        elif each.kind in (Kind.OFFLOAD, Kind.FETCH):
-            seconds = self.program.bytes[each.value] / find_device(self.forecast.plain.graph.device).host_bandwidth
+        elif each.kind in (Kind.OFFLOAD, Kind.FETCH):  # beside the ops: those that wait take the seconds
             name = f"lowtide.{each.kind}"
-            self.ops.append(Op(len(self.ops), name, phase, "", "", (), (), "", False, seconds, 0))
+            self.ops.append(Op(len(self.ops), name, phase, "", "", (), (), "", False, 0.0, 0))
         for storage in self.program.held(each.value):
             self._hold(storage, each, node)
 
@@ -302,7 +356,7 @@ class _Planned:
         if not size:
             return
         if count and storage not in self.index:
-            result: Any = node.meta.get("val") if node is not None else None
+            result: Any = node.meta.get("val") if node is not None and storage.role is not Role.CODES else None
             shape = tuple(result.shape) if isinstance(result, Tensor) else ()
             dtype = dtype_name(result) if isinstance(result, Tensor) else "uint8"
             on_host = storage.is_state or storage.on_host

@@ -7,8 +7,9 @@ from dataclasses import replace
 from torch import fx
 
 from lowtide.errors import PlanError
+from lowtide.planning.programs.codes import codes_of
 from lowtide.planning.programs.in_place import lies_like
-from lowtide.planning.programs.program import Instruction, Kind, Program, Value
+from lowtide.planning.programs.program import Instruction, Kind, Program, Role, Value
 from lowtide.planning.programs.writer import STATE_BYTES
 from lowtide.tracing.capture.batchnorm import inputs_of
 from lowtide.tracing.capture.joint import Joint, bytes_of, size_of
@@ -51,6 +52,8 @@ def _reads_inputs(each: Instruction, joint: Joint) -> bool:
 def _is_alike(each: Instruction, program: Program, joint: Joint) -> bool:
     """Whether a result can still be written in place, and a gradient still be handed on without a copy."""
     node = joint.nodes[each.value.op]
+    if each.kind is Kind.ENCODE:
+        return node in codes_of(joint)
     if each.into is not None:
         target = joint.nodes[each.into.op]
         return _lie_alike(target, node) and bytes_of(joint.storages[target]) == bytes_of(node)
@@ -71,4 +74,6 @@ def _bytes(value: Value, joint: Joint) -> int:
     if value.is_state:
         return STATE_BYTES
     node = joint.nodes[value.op]
+    if value.role is Role.CODES:
+        return codes_of(joint)[node].bytes
     return bytes_of(node) if value.part is None else size_of(node.meta["val"][value.part])

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
+from lowtide.planning.programs.codes import Codes, gradient_of
 from lowtide.planning.programs.in_place import lies_like, written_over
 from lowtide.planning.programs.program import Instruction, Kind, Program, Role, Value
 from lowtide.tracing.capture.batchnorm import inputs_of
@@ -19,19 +20,33 @@ STATE_BYTES = torch.get_rng_state().nbytes
 _PIECES = 16  # gradients leave when they make this part of all
 
 
-def write(joint: Joint, backward: Sequence[tuple[fx.Node, Kind]]) -> Program:
+def write(
+    joint: Joint,
+    backward: Sequence[tuple[fx.Node, Kind]],
+    released: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
+    encoded: Mapping[Codes, fx.Node] = MappingProxyType({}),
+) -> Program:
     """The program that computes the forward pass in its order, and then the given ops.
 
-    Forward's results that these read stay in memory between the passes.
+    Forward's results that these read stay in memory between the passes. Results that are fetched are offloaded as soon
+    as they are computed, and freed behind the forward op that ``released`` names. Codes are taken behind the op that
+    ``encoded`` names.
     """
-    return _Writer(joint, backward).program()
+    return _Writer(joint, backward, released, encoded).program()
 
 
 class _Writer:
     """Write instructions in order, then free each cell after its last use."""
 
-    def __init__(self, joint: Joint, backward: Sequence[tuple[fx.Node, Kind]]) -> None:
-        self.joint, self.order = joint, backward
+    def __init__(
+        self,
+        joint: Joint,
+        backward: Sequence[tuple[fx.Node, Kind]],
+        released: Mapping[fx.Node, fx.Node],
+        encoded: Mapping[Codes, fx.Node],
+    ) -> None:
+        self.joint, self.order, self.released, self.encoded = joint, backward, released, encoded
+        self.coded = {reader: codes for codes in encoded for reader in codes.readers}
         self.replayed = {node for node, kind in backward if kind is Kind.RECOMPUTE and is_random(node)}
         self.now = {node: Value(node.name) for node in (*joint.primals, *joint.tangents)}
         self.runs: dict[fx.Node, int] = {}
@@ -52,7 +67,17 @@ class _Writer:
         backward = _needed(backward, {cell for cell in gradients if cell is not None})
         backward = list(self._given(backward, gradients))
         read = {cell for instruction in backward for cell in instruction.reads}
-        handed = [cell for cell in saved if cell in read]
+        fetched = {instruction.value.op for instruction in backward if instruction.kind is Kind.FETCH}
+        copies = {node: Value(node.name, role=Role.HOST) for node in self.joint.forward if node.name in fetched}
+        self.bytes.update((copy, bytes_of(node)) for node, copy in copies.items())
+        offloaded = {Value(node.name) for node in copies}
+        forward = list(_offloading(forward, copies))
+        codes = {codes: Value(codes.source.name, role=Role.CODES) for codes in self.encoded}
+        codes = {each: value for each, value in codes.items() if value in read}
+        self.bytes.update((value, each.bytes) for each, value in codes.items())
+        forward = _encoding(forward, {value: Value(self.encoded[each].name) for each, value in codes.items()})
+        released = _positions(forward, {Value(node.name): Value(self.released[node].name) for node in copies})
+        handed = [*(cell for cell in saved if cell in read), *copies.values(), *codes.values()]
         states = [Value(node.name, role=Role.STATE) for node in self.joint.forward if node in self.replayed]
         states = [state for state in states if state in read]
         for state in states:
@@ -64,7 +89,7 @@ class _Writer:
         freed_at = {cell: self._last_use(backward, inputs) for cell, inputs in beside.items()}
         held = {each.value for each in (*backward, *stored) if each.kind is Kind.RETURN_GRAD} | set(tangents)
         over: dict[Value, Value] = {}
-        forward = self._in_place(forward, over, held={loss, *moved, *handed})
+        forward = self._in_place(forward, over, held={loss, *moved, *handed, *offloaded})
         backward = self._in_place(backward, over, held=held, given=given)
         for cell in {*self.storages, *over}:
             self.storages[cell] = tuple(over.get(storage, storage) for storage in self.held(cell))
@@ -73,7 +98,7 @@ class _Writer:
             # New values of buffers go into them at the end, and are freed.
             forward=(
                 *(Instruction(Kind.RETURN_GRAD, cell) for cell in beside),
-                *_freed(forward, held={loss, *moved, *handed}, states=states),
+                *_freed(forward, held={loss, *moved, *handed, *offloaded}, states=states, until=released),
                 *stored,
                 *_frees((*moved, *early), handed),
             ),
@@ -202,7 +227,8 @@ class _Writer:
     def _target(self, each: Instruction, dying: set[Value]) -> Value | None:
         """Input cell that an op may overwrite, if any."""
         node = self.joint.nodes.get(each.value.op)
-        if each.kind is Kind.RETURN_GRAD or node is None or each.value not in self.bytes or node in self.replayed:
+        is_op = each.kind in (Kind.COMPUTE, Kind.RECOMPUTE)
+        if not is_op or node is None or each.value not in self.bytes or node in self.replayed:
             return None
         read = dict(zip(inputs_of(node, again=each.kind is Kind.RECOMPUTE), each.reads, strict=False))
         shown = Counter(storage for cell in read.values() for storage in self.held(cell))
@@ -219,7 +245,15 @@ class _Writer:
         return None
 
     def _run(self, node: fx.Node, kind: Kind) -> Instruction:
-        reads = tuple(self.now[value] for value in inputs_of(node, again=kind is Kind.RECOMPUTE))
+        if kind is Kind.FETCH:
+            self.runs[node] = self.runs[node] + 1
+            cell = self.now[node] = Value(node.name, self.runs[node])
+            self.bytes[cell] = bytes_of(node)
+            return Instruction(kind, cell, (Value(node.name, role=Role.HOST),))
+        read = [gradient_of(node)] if kind is Kind.DECODE else inputs_of(node, again=kind is Kind.RECOMPUTE)
+        reads = tuple(self.now[value] for value in read)
+        if kind is Kind.DECODE:
+            reads = (*reads, Value(self.coded[node].source.name, role=Role.CODES))
         if kind is Kind.RECOMPUTE and node in self.replayed:
             reads = (*reads, Value(node.name, role=Role.STATE))
         run = self.runs.get(node, -1) + 1
@@ -242,6 +276,38 @@ class _Writer:
             self.storages[cell] = (source._replace(part=index),)
         else:
             self.bytes[cell] = bytes_of(node)
+
+
+def _offloading(forward: Iterable[Instruction], copies: Mapping[fx.Node, Value]) -> Iterator[Instruction]:
+    """Copy results to the host as soon as they are computed."""
+    by_value = {Value(node.name): copy for node, copy in copies.items()}
+    for each in forward:
+        yield each
+        if each.value in by_value:
+            yield Instruction(Kind.OFFLOAD, by_value[each.value], (each.value,))
+
+
+def _encoding(forward: Sequence[Instruction], behind: Mapping[Value, Value]) -> list[Instruction]:
+    """Take codes behind an op, and behind the op or the view that they are of."""
+    computed = {each.value: position for position, each in enumerate(forward)}
+    taken: dict[int, list[Instruction]] = {}
+    for codes, end in behind.items():
+        source = Value(codes.op)
+        position = max(computed[end], computed[source])
+        taken.setdefault(position, []).append(Instruction(Kind.ENCODE, codes, (source,)))
+    return [each for position, first in enumerate(forward) for each in (first, *taken.get(position, ()))]
+
+
+def _positions(forward: Sequence[Instruction], released: Mapping[Value, Value]) -> dict[Value, int]:
+    """Positions at which offloaded values are freed: behind an op, and behind all that reads them."""
+    ends = set(released.values())
+    computed: dict[Value, int] = {}
+    last: dict[Value, int] = {}
+    for position, each in enumerate(forward):
+        if each.value in ends:
+            computed[each.value] = position
+        last.update((value, position) for value in each.reads if value in released)
+    return {value: max(computed[end], last[value]) for value, end in released.items()}
 
 
 def _frees(cells: Iterable[Value], held: Iterable[Value]) -> Iterator[Instruction]:

@@ -9,8 +9,7 @@ from lowtide.planning.solvers.moves import filled, shrunk
 from lowtide.planning.solvers.runs import Again, Ops, RunTimeline, without_runs
 from lowtide.planning.solvers.segments import segmented
 
-# Peaks at which runs are sought, from the smallest to the plain one: closer where every byte is dear.
-_SHARES = [*(0.16 * step / 8 for step in range(8)), *(0.16 + 0.84 * step / 28 for step in range(28))]
+_TARGETS = 36  # peaks at which runs are sought, from the smallest to the plain one
 # Rounds of a descent: the share of the peak to reach, and whether recomputed sources are held on to their next readers.
 _ATTEMPTS = ((0.96, True), (0.98, True), (0.98, False))
 _PATIENCE = 4  # rounds that may fail to lower the peak
@@ -22,16 +21,20 @@ _MOST_POLISHED = 64  # attempts
 _CLOSE = 0.995  # of a peak: not worth another program
 
 
-def frontier(ops: Ops) -> list[RunTimeline]:
-    """Timelines from the fastest to the smallest: each smaller one takes more seconds."""
+def frontier(ops: Ops, *, targets: int = _TARGETS, guess: bool = True) -> list[RunTimeline]:
+    """Timelines from the fastest to the smallest: each smaller one takes more seconds.
+
+    Without a ``guess``, the search descends from the plain order alone.
+    """
     plain = RunTimeline(ops, {})
-    guesses = sorted((RunTimeline(ops, again) for again in segmented(ops)), key=lambda guess: guess.peak_bytes)
+    starts = (RunTimeline(ops, again) for again in segmented(ops)) if guess else ()
+    guesses = sorted(starts, key=lambda guess: guess.peak_bytes)
     descents = [list(_descent(start)) for start in (plain, *guesses[:_GUESSES])]
     descents += [[guess] for guess in guesses[_GUESSES:]]
     smallest = min(timeline.peak_bytes for descent in descents for timeline in descent)
     best = [plain, *(timeline for descent in descents for timeline in descent)]
     before: RunTimeline | None = None
-    for share in _SHARES:
+    for share in _shares(targets):
         target = smallest + int(share * (plain.peak_bytes - smallest))
         fit = [next((each for each in descent if each.peak_bytes <= target), None) for descent in descents]
         starts = sorted((each for each in (*fit, before) if each is not None), key=_cost)[:_STARTS]
@@ -40,6 +43,13 @@ def frontier(ops: Ops) -> list[RunTimeline]:
         before = _polished(min((_filled(start, target) for start in starts), key=_cost), target)
         best.append(before)
     return _undominated(best)
+
+
+def _shares(targets: int) -> list[float]:
+    """Peaks as shares of the way from the smallest to the plain one: closer where every byte is dear."""
+    few = targets * 2 // 9
+    many = targets - few
+    return [*(0.16 * step / few for step in range(few)), *(0.16 + 0.84 * step / many for step in range(many))]
 
 
 def _cost(timeline: RunTimeline) -> tuple[float, int]:
@@ -92,7 +102,8 @@ def _polished(timeline: RunTimeline, target: int) -> RunTimeline:
     """Keep one value and free others for it, as long as that saves seconds."""
     tried: set[tuple[int, int]] = set()
     for _ in range(min(_MOST_POLISHED, _POLISHED // len(timeline.ops) ** 2)):
-        runs = [(stage, op) for stage, ops in timeline.again.items() for op in ops if (stage, op) not in tried]
+        again = ((stage, run) for stage, runs in timeline.again.items() for run in runs)
+        runs = [run for run in again if run not in tried and run[1] not in timeline.ops.stores]
         if not runs:
             break
         run = max(runs, key=lambda run: (timeline.ops.seconds[run[1]], run))
@@ -109,7 +120,7 @@ def _repaired(timeline: RunTimeline, target: int, kept: tuple[int, int]) -> RunT
     for _ in range(_PATIENCE):
         if timeline.peak_bytes <= target:
             break
-        again, freed = shrunk(timeline, target, {(op, stage)})
+        again, freed = shrunk(timeline, target, {(timeline.ops.op_of[op], stage)})
         if not freed:
             break
         timeline = RunTimeline(timeline.ops, again)

@@ -1,14 +1,19 @@
-"""The graph solver: any graph, in its own order, with values freed between two reads and recomputed for the next."""
+"""The graph solver: any graph, in its own order. Values are freed between two reads, and recomputed or fetched."""
 
 from __future__ import annotations
 
 from lowtide.chains import StageChoice
 from lowtide.planning.plan import PlannedStage
+from lowtide.planning.programs.codes import Codes, codes_of
+from lowtide.planning.solvers.encode import Coded, bound_of, with_codes
 from lowtide.planning.solvers.frontier import frontier
 from lowtide.planning.solvers.joint_ops import JointOps
+from lowtide.planning.solvers.offload import Offloaded, with_offloaded
 from lowtide.planning.solvers.outline import outline
 from lowtide.planning.solvers.runs import RunTimeline, without_runs
 from lowtide.planning.solvers.solver import Problem, Solution
+from lowtide.techniques import fewbit
+from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.capture.joint import module_of
 
 
@@ -19,25 +24,64 @@ class GraphSolver:
 
     def solve(self, problem: Problem) -> list[Solution]:
         """Programs that trade bytes for seconds, the fastest first."""
-        return [_solution(problem.kernels, timeline) for timeline in frontier(problem.kernels.ops)]
+        kernels, host = problem.kernels, problem.host
+        choices = [Offloaded(timeline, timeline.seconds) for timeline in frontier(kernels.ops)]
+        if host is not None:
+            values = {op: kernels.offloadable(op) for op in range(kernels.ops.backward)}
+            choices = with_offloaded(choices, kernels.ops, values, host)
+        solutions = [_solution(kernels, choice) for choice in choices]
+        if problem.codes:
+            codes = list(codes_of(problem.joint).values())
+            exact = [each for each in codes if each.is_exact]
+            solutions = _undominated([*solutions, *_coded(problem, exact)])
+            if len(codes) > len(exact):
+                solutions = _undominated([*solutions, *_coded(problem, codes)])
+        return sorted(solutions, key=lambda solution: solution.seconds)
 
 
-def _solution(kernels: JointOps, timeline: RunTimeline) -> Solution:
-    again, peak = timeline.again, timeline.peak_bytes
-    runs = sum(map(len, again.values()))
+def _coded(problem: Problem, codes: list[Codes]) -> list[Solution]:
+    """Solutions that take some of these codes."""
+    if not codes:
+        return []
+    coded = with_codes(problem.kernels, codes, problem.seconds, problem.workspace)
+    return [_solution(problem.kernels, Offloaded(each, each.seconds), coded) for each in coded.frontier()]
+
+
+def _undominated(solutions: list[Solution]) -> list[Solution]:
+    """Solutions without those that another one of the same fidelity, or of a stricter one, beats."""
+    chosen: list[Solution] = []
+    for each in sorted(solutions, key=lambda each: (each.seconds, each.estimate_bytes, each.fidelity.rank)):
+        faster = (other for other in chosen if other.fidelity <= each.fidelity)
+        if all(each.estimate_bytes < other.estimate_bytes for other in faster):
+            chosen.append(each)
+    return chosen
+
+
+def _solution(kernels: JointOps, choice: Offloaded, coded: Coded | None = None) -> Solution:
+    codes = coded.used(choice.timeline) if coded is not None else []
+    taken = coded.codes if coded is not None else {}
+    bound = bound_of(codes)
+    ops, again, peak = choice.timeline.ops, choice.timeline.again, choice.timeline.peak_bytes
+    runs = sum(run < len(ops) for runs in again.values() for run in runs)
+    copied = f", {choice.host_bytes} on the host" if choice.host_bytes else ""
+    copied += f", {len(codes)} as codes" if codes else ""
     return Solution(
         solver=GraphSolver.name,
-        label=f"{runs} ops again, {peak} bytes",
-        seconds=timeline.seconds,
+        label=f"{runs} ops again, {peak} bytes{copied}",
+        seconds=choice.seconds,
         estimate_bytes=peak,
-        write=lambda: kernels.program(again),
-        explain=lambda: tuple(_explain(kernels, RunTimeline(kernels.ops, again))),
+        write=lambda: kernels.program(RunTimeline(ops, again), taken),
+        explain=lambda: tuple(_explain(kernels, RunTimeline(ops, again))),
+        host_bytes=choice.host_bytes,
+        techniques=(fewbit.FewBitActivations.name,) if codes else (),
+        fidelity=Fidelity.APPROXIMATE if bound else Fidelity.BITWISE,
+        bound=bound,
     )
 
 
 def _explain(kernels: JointOps, timeline: RunTimeline) -> list[PlannedStage]:
     """Parts of the model with the bytes that they save for backward, and the seconds of recomputing some."""
-    ops, backward = kernels.ops, kernels.ops.backward
+    ops, backward = timeline.ops, timeline.ops.backward
     parts: dict[str, list[int]] = {}
     for op in range(backward):
         path = module_of(kernels.nodes[op])

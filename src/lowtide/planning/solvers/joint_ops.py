@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
+from lowtide.planning.programs.codes import Codes, gradient_of
 from lowtide.planning.programs.in_place import lies_like, written_over
 from lowtide.planning.programs.program import Kind, Program
 from lowtide.planning.programs.writer import STATE_BYTES, write
-from lowtide.planning.solvers.runs import Again, Ops, RunTimeline
+from lowtide.planning.solvers.runs import Hold, Ops, RunTimeline
 from lowtide.tracing.capture.batchnorm import inputs_of
 from lowtide.tracing.capture.joint import Joint, bytes_of, is_item, is_random, size_of, viewed
+
+_SMALL = 0.02  # of an op's results: such a part stays on the device
 
 
 class JointOps:
@@ -39,9 +46,31 @@ class JointOps:
             over=tuple(map(self._over, self.nodes)),
         )
 
-    def program(self, again: Again) -> Program:
-        """The program of runs."""
-        return write(self.joint, list(_NodeOrder(self, RunTimeline(self.ops, again)).backward()))
+    def program(self, timeline: RunTimeline, codes: Mapping[int, Codes] = MappingProxyType({})) -> Program:
+        """The program of runs. ``codes`` are those of stores that take some."""
+        released: dict[fx.Node, fx.Node] = {}
+        encoded: dict[Codes, fx.Node] = {}
+        for run, stage in zip(timeline.runs, timeline.before, strict=True):
+            hold = timeline.ops.stores.get(run)
+            if hold is not None and hold.readers:
+                encoded[codes[run]] = self.nodes[stage - 1]
+            elif hold is not None:
+                released.update((self.node_of[value], self.nodes[stage - 1]) for value in hold.values)
+        return write(self.joint, list(_NodeOrder(self, timeline).backward()), released, encoded)
+
+    @cached_property
+    def node_of(self) -> dict[int, fx.Node]:
+        """By value: the node of its storage."""
+        return {value: node for node, value in self.value_of.items()}
+
+    def offloadable(self, op: int) -> tuple[int, ...]:
+        """Results of a forward op that may wait on the host: large ones, that fill their memory."""
+        values = [value for value in self.makes[op] if value in self.node_of and value not in self.ops.held]
+        large = [value for value in values if self.ops.bytes[value] > _SMALL * self.ops.size[op]]
+        node = self.nodes[op]
+        if node in self.joint.copies or self._is_constant(node):
+            return ()
+        return tuple(value for value in large if is_dense(self.node_of[value].meta.get("val")))
 
     def _values(self, op: int, node: fx.Node, sizes: list[int]) -> tuple[int, ...]:
         """Number the values that an op makes."""
@@ -97,6 +126,12 @@ class JointOps:
         return tuple(value for value in values if value is not None)
 
 
+def is_dense(value: Any) -> bool:
+    """Whether a tensor fills its storage, in whatever order."""
+    whole = isinstance(value, Tensor) and value.numel() * value.element_size() == size_of(value)
+    return whole and (value.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(value))
+
+
 def _is_kernel(node: fx.Node) -> bool:
     return viewed(node) is None and not is_item(node)
 
@@ -123,42 +158,55 @@ class _NodeOrder:
 
     def __init__(self, kernels: JointOps, timeline: RunTimeline) -> None:
         self.kernels, self.joint, self.timeline = kernels, kernels.joint, timeline
-        self.latest: dict[int, int] = {}  # by op: its latest run
+        self.latest: dict[fx.Node, int] = {}  # by storage: the latest run in backward that made it
         self.shows: dict[fx.Node, int] = {}  # by view: the run that made its storage
 
     def backward(self) -> Iterator[tuple[fx.Node, Kind]]:
         """Nodes of the backward pass, with how they run."""
+        nodes = self.kernels.nodes
         first = self.kernels.ops.backward  # no op of the forward pass runs again in it
-        self.latest = {op: op for op in range(first)}
+        start = self.timeline.starts[first] if first < len(self.kernels.ops) else len(self.timeline.runs)
         for node in self.joint.forward:
             self.shows[node] = self._run_of(node)
         gradients: dict[int, list[fx.Node]] = {}
         for node in self.joint.gradients:
             if isinstance(node, fx.Node):
                 gradients.setdefault(self._op_of(node), []).append(node)
-        for place in range(first, len(self.timeline.runs)):
+        coded = {reader: gradient_of(nodes[reader]) for hold in self.timeline.coded for reader in hold.readers}
+        for place in range(start, len(self.timeline.runs)):
             op, stage = self.timeline.runs[place], self.timeline.before[place]
-            node = self.kernels.nodes[op]
-            for value in inputs_of(node, again=op != stage):
+            if op in self.timeline.ops.stores:
+                continue
+            if (hold := self.timeline.ops.loads.get(op)) is not None:
+                yield from self._loaded(hold, place)
+                continue
+            node = nodes[op]
+            for value in inputs_of(node, again=op != stage) if op not in coded else [coded[op]]:
                 yield from self._shown(value)
-            self.latest[op] = place
-            kind = Kind.COMPUTE if op == stage else Kind.RECOMPUTE
+            kind = Kind.DECODE if op in coded else Kind.COMPUTE if op == stage else Kind.RECOMPUTE
             yield node, kind
-            self.shows[node] = place
+            self.shows[node] = self.latest[node] = place
             for item in node.users:
                 if is_item(item) and viewed(item) is None:
                     yield item, kind
-                    self.shows[item] = place
+                    self.shows[item] = self.latest[item] = place
             for value in gradients.get(op, ()) if op == stage else ():
                 yield from self._shown(value)
         for value in gradients.get(-1, ()):
             yield from self._shown(value)
 
+    def _loaded(self, hold: Hold, place: int) -> Iterator[tuple[fx.Node, Kind]]:
+        for value in hold.values:
+            node = self.kernels.node_of[value]
+            if self.timeline.is_read[value, place]:
+                yield node, Kind.FETCH
+                self.shows[node] = self.latest[node] = place
+
     def _op_of(self, node: fx.Node) -> int:
         return self.kernels.op_of.get(self.joint.storages[node], -1)
 
     def _run_of(self, node: fx.Node) -> int:
-        return self.latest.get(self._op_of(node), -1)
+        return self.latest.get(self.joint.storages[node], -1)
 
     def _shown(self, node: fx.Node) -> Iterator[tuple[fx.Node, Kind]]:
         """Views on the latest run of a storage, down to the one that is read."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from functools import cached_property
 from typing import NamedTuple
 
-from lowtide.planning.solvers.runs import Again, RunTimeline, with_runs, without_runs
+from lowtide.planning.solvers.runs import Again, Hold, RunTimeline, with_runs, without_runs
 
 _SMALL = 0.02  # of a freed value: a source as small is kept for it
 
@@ -45,6 +46,7 @@ class _AtPeak:
         self.place = int(timeline.live.argmax())
         self.again = timeline.again
         self.freed: dict[int, int] = {}  # ops freed in this move, and the op before which they run again
+        self.chosen: set[tuple[int, int]] = set()  # the same for freed ops alone, without sources
         self.needed: dict[int, int] = {}  # ops that this move's runs read, and the first op before which they do
 
     def free(self, target: int) -> tuple[Again, set[tuple[int, int]]]:
@@ -58,12 +60,17 @@ class _AtPeak:
             if op in self.freed or change.bytes <= 0 or (op, stage) in self.banned:
                 continue
             excess -= change.bytes
+            self.chosen.add((op, stage))
             self.again = without_runs(with_runs(self.again, change.added), change.removed)
             for before, run in change.added:
-                self.freed[run] = before
+                if (hold := self.ops.stores.get(run)) is not None:
+                    if hold.readers:
+                        self.freed[op] = len(self.ops)  # for good
+                    continue
+                self.freed[self.ops.op_of[run]] = before
                 for source in self.ops.sources[run]:
                     self.needed[source] = min(before, self.needed.get(source, len(self.ops)))
-        return self.again, {(op, stage) for op, stage in self.freed.items()}
+        return self.again, self.chosen | set(self.freed.items())
 
     @cached_property
     def candidates(self) -> dict[int, int]:
@@ -77,7 +84,8 @@ class _AtPeak:
             op = ops.maker[value]
             readers = timeline.is_read[value, born]
             following = bisect_left(readers, self.place)
-            if op not in ops.repeatable or value in ops.held or following == len(readers):
+            can_return = op in ops.repeatable or op in ops.holds_of
+            if not can_return or value in ops.held or following == len(readers):
                 blocked.add(op)
                 continue
             stage = timeline.before[readers[following]]
@@ -87,9 +95,16 @@ class _AtPeak:
         return {op: stage for op, stage in candidates.items() if op not in blocked}
 
     def freeing(self, op: int, stage: int) -> _Freed:
-        """Runs that freeing an op's results takes: of the op and of its missing sources, before a later op."""
+        """The cheapest way to free an op's results at the peak and to have them again before a later op."""
+        ways = [self._recomputing(op, stage)] if op in self.ops.repeatable else []
+        for hold in self.ops.holds_of.get(op, ()):
+            ways.append(self._coding(hold) if hold.readers else self._loading(hold, stage))
+        return min(ways, key=lambda way: way.price)
+
+    def _recomputing(self, op: int, stage: int) -> _Freed:
+        """Runs of the op and of its missing sources."""
         added, removed = {(stage, op)}, set[tuple[int, int]]()
-        seconds, gain = self.ops.seconds[op], self._bytes_at_peak(op)
+        seconds, gain = self.ops.seconds[op], self._bytes_at_peak(self.ops.makes[op])
         small = _SMALL * gain
         waiting, seen = list(self.ops.reads[op]), {op}
         while waiting:
@@ -97,7 +112,18 @@ class _AtPeak:
             source = self.ops.maker[value]
             if source in seen or self._is_available(value, stage):
                 continue
-            if source not in self.ops.repeatable or self.ops.bytes[value] <= small:
+            if self.ops.bytes[value] <= small:
+                gain -= self.ops.bytes[value]  # it has to stay
+                continue
+            loads = [self._loading(hold, stage) for hold in self.ops.loads_of(value)]
+            load = min(loads, key=lambda way: way.seconds, default=None)
+            if load is not None and (source not in self.ops.repeatable or load.seconds < self.ops.seconds[source]):
+                added |= load.added
+                removed |= load.removed
+                seconds += load.seconds
+                gain += min(0, load.bytes - self._bytes_at_peak((value,)))
+                continue
+            if source not in self.ops.repeatable:
                 gain -= self.ops.bytes[value]  # it has to stay
                 continue
             seen.add(source)
@@ -110,8 +136,33 @@ class _AtPeak:
             waiting += self.ops.reads[source]
         return _Freed(frozenset(added), frozenset(removed), seconds, gain)
 
-    def _bytes_at_peak(self, op: int) -> int:
-        return sum(self.ops.bytes[value] for value in self.ops.makes[op] if value in self._live_at_peak)
+    def _coding(self, hold: Hold) -> _Freed:
+        """Codes for all of backward, if none but their readers read the values from here on."""
+        readers, gain = set(hold.readers), self._bytes_at_peak(hold.values) - self.ops.bytes[hold.stored]
+        for value in hold.values:
+            for born in self.timeline.spans_of[value][0]:
+                reads = self.timeline.is_read[value, born]
+                later = reads[bisect_left(reads, self.place) :]
+                if not readers.issuperset(self.timeline.runs[place] for place in later):
+                    gain = 0
+        added = frozenset({(hold.stage, hold.store)})
+        return _Freed(added, frozenset(), self.ops.seconds[hold.store], gain)
+
+    def _loading(self, hold: Hold, stage: int) -> _Freed:
+        """A load, and its store where there is none yet."""
+        added, seconds, gain = {(stage, hold.load)}, self.ops.seconds[hold.load], self._bytes_at_peak(hold.values)
+        if hold.stored not in self._live_at_peak:
+            gain -= self.ops.bytes[hold.stored]
+        if hold.store not in self.again.get(hold.stage, ()):
+            added.add((hold.stage, hold.store))
+            seconds += self.ops.seconds[hold.store]
+        later = self._later_run(hold.load, stage)
+        if later is None:
+            return _Freed(frozenset(added), frozenset(), seconds, gain)
+        return _Freed(frozenset(added), frozenset({(later, hold.load)}), seconds - self.ops.seconds[hold.load], gain)
+
+    def _bytes_at_peak(self, values: Iterable[int]) -> int:
+        return sum(self.ops.bytes[value] for value in values if value in self._live_at_peak)
 
     @cached_property
     def _live_at_peak(self) -> frozenset[int]:
@@ -119,8 +170,8 @@ class _AtPeak:
 
     def _is_available(self, value: int, stage: int) -> bool:
         """Whether a value lives right before an op, or is recomputed there."""
-        op = self.ops.maker[value]
-        if op in self.again.get(stage, ()):
+        op, again = self.ops.maker[value], self.again.get(stage, ())
+        if op in again or any(hold.load in again for hold in self.ops.loads_of(value)):
             return True
         if op in self.freed:
             return self.freed[op] <= stage
@@ -131,7 +182,7 @@ class _AtPeak:
 
     def _later_run(self, op: int, stage: int) -> int | None:
         """The next op before which an op runs again, to be kept until then."""
-        if op in self.freed and self.freed[op] > stage:
+        if op in self.freed and self.freed[op] > stage and op in self.again.get(self.freed[op], ()):
             return self.freed[op]
         stages = self.timeline.stages_of.get(op, ()) if self.held_on else ()
         index = bisect_right(stages, stage)
@@ -161,23 +212,26 @@ class _Gap(NamedTuple):
 
 
 def _gaps(timeline: RunTimeline) -> list[_Gap]:
-    ops, readers, latest = timeline.ops, timeline.is_read, list(range(len(timeline.ops)))
+    ops, readers, latest = timeline.ops, timeline.is_read, list(range(len(timeline.ops.reads)))
     dies = {(value, born): last for value, born, last in timeline.spans}
+    made_at: dict[int, int] = {}  # by value
     saved: dict[int, float] = {}
     gaps: list[_Gap] = []
     for place, (run, stage) in enumerate(zip(timeline.runs, timeline.before, strict=True)):
-        if run != stage:
+        op = ops.op_of[run]
+        if run != stage and run not in ops.stores:
             values: list[tuple[int, int]] = []
             for value in ops.makes[run]:
                 if readers[value, place]:
-                    died = dies[value, latest[run]]
+                    died = dies[value, made_at[value]]
                     values.append((died + (timeline.overwritten.get(died) != value), ops.bytes[value]))
             saved[place] = ops.seconds[run]
             for source in ops.sources[run]:
                 made = latest[source]
-                if made in saved and all(readers[value, made][-1:] in ([], [place]) and len(readers[value, made]) < 2
-                                         for value in ops.makes[source]):  # fmt: skip
+                reads = [readers.get((value, made), []) for value in ops.makes[source]]
+                if made in saved and all(places[-1:] in ([], [place]) and len(places) < 2 for places in reads):
                     saved[place] += saved[made]
             gaps.append(_Gap(place, saved[place], sum(size for _, size in values), values))
-        latest[run] = place
+        latest[op] = place
+        made_at.update((value, place) for value in ops.makes[run] if (value, place) in dies)
     return gaps

@@ -5,7 +5,7 @@ Nothing here knows torch: numbers in, numbers out. The solver's moves and bounds
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,8 +13,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Ops that run again, by the op right before which they do so. An op reads the latest run of each of its sources, and
-# a value is freed after its last read before its maker's next run.
+# a value is freed after its last read before its maker's next run. Stores and loads of holds are listed too.
 Again = dict[int, frozenset[int]]
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A way to hold results of a forward op until backward: a store before ``stage``, and a load before a later op.
+
+    Stores and loads are numbered like ops, behind all of them. A load makes the op's ``values`` again. A hold with
+    ``readers`` has no load: these ops of backward then read what is stored, in place of the value.
+    """
+
+    op: int
+    stage: int  # the op behind the last forward reader
+    store: int
+    load: int
+    values: tuple[int, ...]
+    stored: int  # the value that the store makes and the load reads
+    readers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -33,16 +50,45 @@ class Ops:
     held: frozenset[int] = frozenset()  # values that live to the end
     workspace: tuple[int, ...] = ()
     over: tuple[tuple[int, ...], ...] = ()  # values that an op may write its result over
+    holds: tuple[Hold, ...] = ()  # their stores and loads stand at the end of the tuples of ops
 
     def __len__(self) -> int:
-        return len(self.reads)
+        return len(self.reads) - 2 * len(self.holds)
+
+    @cached_property
+    def op_of(self) -> tuple[int, ...]:
+        """By run: the op that it stands for. A load stands for the op whose results it makes, a store for itself."""
+        return (*range(len(self)), *(run for hold in self.holds for run in (hold.store, hold.op)))
+
+    @cached_property
+    def holds_of(self) -> dict[int, list[Hold]]:
+        """By op."""
+        holds: dict[int, list[Hold]] = {}
+        for hold in self.holds:
+            holds.setdefault(hold.op, []).append(hold)
+        return holds
+
+    def loads_of(self, value: int) -> list[Hold]:
+        """Holds whose loads make a value."""
+        holds = self.holds_of.get(self.maker[value], ())
+        return [hold for hold in holds if value in hold.values and not hold.readers]
+
+    @cached_property
+    def stores(self) -> dict[int, Hold]:
+        """Holds by their stores."""
+        return {hold.store: hold for hold in self.holds}
+
+    @cached_property
+    def loads(self) -> dict[int, Hold]:
+        """Holds by their loads."""
+        return {hold.load: hold for hold in self.holds}
 
     @cached_property
     def maker(self) -> tuple[int, ...]:
         """The op that makes each value."""
         makers = [0] * len(self.bytes)
         for op, values in enumerate(self.makes):
-            for value in values:
+            for value in values if op not in self.loads else ():
                 makers[value] = op
         return tuple(makers)
 
@@ -58,6 +104,15 @@ class Ops:
         return tuple(tuple(dict.fromkeys(maker[value] for value in values)) for values in self.reads)
 
     @cached_property
+    def last_forward_reads(self) -> list[int]:
+        """By op of the forward pass: its last reader there, or itself."""
+        last = list(range(self.backward))
+        for reader in range(self.backward):
+            for source in self.sources[reader]:
+                last[source] = reader
+        return last
+
+    @cached_property
     def sizes(self) -> NDArray[np.int64]:
         """Bytes of each value."""
         return np.array(self.bytes, np.int64)
@@ -65,7 +120,7 @@ class Ops:
     @cached_property
     def workspaces(self) -> NDArray[np.int64]:
         """Workspace bytes of each op."""
-        return np.array(self.workspace or (0,) * len(self), np.int64)
+        return np.array(self.workspace or (0,) * len(self.reads), np.int64)
 
 
 class RunTimeline:
@@ -73,10 +128,12 @@ class RunTimeline:
 
     def __init__(self, ops: Ops, again: Again) -> None:
         self.ops, self.asked = ops, again
+        self.coded = [hold for hold in ops.holds if hold.readers and hold.store in again.get(hold.stage, ())]
+        self.reads = _reads(ops, self.coded)
         runs, before = list[int](), list[int]()  # the op of each run, and the op right before which it happens
         for op in range(len(ops)):
             if op in again:
-                for repeated in sorted(again[op]):
+                for repeated in sorted(again[op], key=lambda run: (run < len(ops), run)):  # loads first
                     runs.append(repeated)
                     before.append(op)
             runs.append(op)
@@ -85,7 +142,7 @@ class RunTimeline:
 
     def _walk(self, runs: list[int], before: list[int]) -> None:
         """From the last run to the first: drop runs that nobody reads, and note where each value dies."""
-        reads, makes, held = self.ops.reads, self.ops.makes, self.ops.held
+        reads, makes, held, loads = self.reads, self.ops.makes, self.ops.held, self.ops.loads
         last: dict[int, int] = {}  # by value that is read later on: its last read, counted from the end
         self.runs, self.before = list[int](), list[int]()
         spans: list[tuple[int, int, int]] = []
@@ -94,6 +151,8 @@ class RunTimeline:
             if run != stage and not any(value in last for value in makes[run]):
                 continue
             for value in makes[run]:
+                if run in loads and value not in last:
+                    continue
                 spans.append((value, place, 0 if value in held else last.pop(value, place)))
             for value in reads[run]:
                 if value not in last:
@@ -127,9 +186,17 @@ class RunTimeline:
         """By run that writes its result over a value: that value."""
         ops, over = self.ops, self.ops.over
         values: dict[int, int] = {}
+        coded = {reader for hold in self.coded for reader in hold.readers}
         for value, born, dies in self.spans if over else ():
             run = self.runs[dies]
-            if dies > born and value in over[run] and value not in ops.held and ops.bytes[value] == ops.size[run]:
+            if (
+                dies > born
+                and run < len(ops)
+                and run not in coded
+                and value in over[run]
+                and value not in ops.held
+                and ops.bytes[value] == ops.size[run]
+            ):
                 values[dies] = value
         return values
 
@@ -157,7 +224,7 @@ class RunTimeline:
         now: dict[int, int] = {}
         readers: dict[tuple[int, int], list[int]] = {}
         for place, run in enumerate(self.runs):
-            for value in self.ops.reads[run]:
+            for value in self.reads[run]:
                 readers[value, now[value]].append(place)
             for value in self.ops.makes[run]:
                 now[value] = place
@@ -193,6 +260,16 @@ class RunTimeline:
         for place in range(len(self.runs) - 1, -1, -1):
             starts[self.before[place]] = place
         return starts
+
+
+def _reads(ops: Ops, coded: Iterable[Hold]) -> Sequence[tuple[int, ...]]:
+    """Values that each op reads, with codes in place of the values that they stand for."""
+    changed = {
+        reader: tuple(hold.stored if value in hold.values else value for value in ops.reads[reader])
+        for hold in coded
+        for reader in hold.readers
+    }
+    return [changed.get(op, values) for op, values in enumerate(ops.reads)] if changed else ops.reads
 
 
 def with_runs(again: Again, runs: Iterable[tuple[int, int]]) -> Again:

@@ -11,12 +11,14 @@ from torch import fx
 
 from lowtide.errors import BudgetError
 from lowtide.planning.plan import PlannedStage
+from lowtide.planning.programs.offloading import HostLink
 from lowtide.planning.programs.program import Program, simulate
 from lowtide.planning.solvers.bounds import LowerBounds
 from lowtide.planning.solvers.joint_ops import JointOps
 from lowtide.planning.solvers.runs import RunTimeline
 from lowtide.registry import Registry
 from lowtide.sizes import format_size
+from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.capture.joint import Joint, bytes_of
 
 
@@ -29,6 +31,8 @@ class Problem:
     workspace: Callable[[fx.Node], int] = lambda _: 0
     is_free: Callable[[fx.Node], bool] = lambda _: False  # whether recomputing a result costs nothing
     saved_seconds: float = 0.0  # that the graph's ops take less than the plain step's
+    host: HostLink | None = None  # where values may be offloaded
+    codes: bool = False  # whether few-bit codes may stand for inputs of activations
 
     @cached_property
     def kernels(self) -> JointOps:
@@ -51,6 +55,10 @@ class Solution:
     estimate_bytes: int  # of the peak above what stays between steps, near the allocated one
     write: Callable[[], Program]
     explain: Callable[[], tuple[PlannedStage, ...]] = tuple  # peaks are the solver's own estimates
+    host_bytes: int = 0  # that wait on the host
+    techniques: tuple[str, ...] = ()  # by which it holds values
+    fidelity: Fidelity = Fidelity.BITWISE  # beside the graph's own ops
+    bound: float = 0.0  # of the relative error of a gradient, if it is approximate
 
     @cached_property
     def program(self) -> Program:
