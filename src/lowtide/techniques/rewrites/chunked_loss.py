@@ -15,12 +15,13 @@ import torch
 from torch import fx
 
 from lowtide.nn import chunked_loss
+from lowtide.techniques.rewrites.nodes import ALIASES, behind, called, readers
 from lowtide.tracing.capture.joint import size_of
 
 _aten: Any = torch.ops.aten
 _OP: Any = getattr(torch.ops.lowtide, chunked_loss.OP).default
 _RESHAPES = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten._to_copy.default)
-_SAME = (_aten.detach.default, _aten.alias.default, _aten._to_copy.default)
+_SAME = (*ALIASES, _aten._to_copy.default)  # on a GPU, autocast casts between the softmax and the loss
 _DTYPES = (torch.float32, torch.bfloat16)  # in float16, gradients need a scale of their own
 _LEAST_BYTES = 2**26  # of logits: smaller ones gain nothing
 
@@ -43,9 +44,9 @@ class _Match:
     replaced: tuple[fx.Node, ...]
 
 
-def chunk_losses(graph: fx.Graph, *, least_bytes: int = _LEAST_BYTES) -> int:
+def chunk_losses(graph: fx.Graph, *, least_bytes: int | None = None) -> int:
     """Replace each linear layer whose result goes to a cross entropy alone; return how many."""
-    matches = list(_matches(graph, least_bytes))
+    matches = list(_matches(graph, _LEAST_BYTES if least_bytes is None else least_bytes))
     for match in matches:
         _replace(graph, match)
     return len(matches)
@@ -61,15 +62,15 @@ def _matches(graph: fx.Graph, least_bytes: int) -> Iterator[_Match]:
 def _match(forward: fx.Node) -> _Match | None:
     arguments: Any = forward.args
     given, target, class_weight, reduction, ignore_index = arguments
-    softmax = _source(given)
+    softmax = behind(given, _SAME)
     is_plain = class_weight is None and reduction in (1, 2)
     if not is_plain or softmax.target is not _aten._log_softmax.default or softmax.args[1] not in (1, -1):
         return None
-    readers = [user for user in _with_copies(softmax) if user.target not in _SAME]
-    by_target = {reader.target: reader for reader in readers}
+    users = [user for user in readers(softmax, _SAME) if user.target not in _SAME]
+    by_target = {user.target: user for user in users}
     backward = by_target.get(_aten.nll_loss_backward.default)
     gradient = by_target.get(_aten._log_softmax_backward_data.default)
-    if len(readers) != 3 or backward is None or gradient is None or _source(gradient.args[0]) is not backward:
+    if len(users) != 3 or backward is None or gradient is None or behind(gradient.args[0], _SAME) is not backward:
         return None
     inward = _inward(softmax.args[0])
     outward = _outward(gradient)
@@ -98,7 +99,7 @@ def _match(forward: fx.Node) -> _Match | None:
         tuple(dx),
         tuple(dweight),
         tuple(dbias),
-        (product, *inward[:-1], softmax, *_with_copies(softmax), *forward.users, *_with_copies(backward), backward,
+        (product, *inward[:-1], softmax, *readers(softmax, _SAME), *forward.users, *readers(backward, _SAME), backward,
          *outward, *between, *dx, *dweight, *dbias),
     )  # fmt: skip
 
@@ -144,47 +145,24 @@ def _replace(graph: fx.Graph, match: _Match) -> None:
     forward = match.loss.args[0]
     logits = match.replaced[0].meta["val"]
     with graph.inserting_before(forward), logits.fake_mode:  # pyright: ignore[reportArgumentType]
-        weight = _called(graph, _aten.t.default, match.weight)
+        weight = called(graph, _aten.t.default, match.weight)
         needs = [bool(match.dx), bool(match.dweight), bool(match.dbias)]
-        fused = _called(
+        fused = called(
             graph, _OP, match.x, weight, match.bias, match.target, match.ignore_index, match.reduction == 1, needs
         )
-        loss, *gradients = (_called(graph, operator.getitem, fused, place) for place in range(4))
+        loss, *gradients = (called(graph, operator.getitem, fused, place) for place in range(4))
         if match.loss.meta["val"].dtype != loss.meta["val"].dtype:
-            loss = _called(graph, _aten._to_copy.default, loss, dtype=match.loss.meta["val"].dtype)
+            loss = called(graph, _aten._to_copy.default, loss, dtype=match.loss.meta["val"].dtype)
     match.loss.replace_all_uses_with(loss)
     for gradient, nodes in zip(gradients, (match.dx, match.dweight, match.dbias), strict=True):
         for node in nodes:
             with graph.inserting_before(node), logits.fake_mode:
-                scaled = _called(graph, _aten.mul.Tensor, gradient, match.tangent)
+                scaled = called(graph, _aten.mul.Tensor, gradient, match.tangent)
                 if scaled.meta["val"].shape != node.meta["val"].shape:  # of the bias, whose sum keeps its dimension
-                    scaled = _called(graph, _aten.view.default, scaled, list(node.meta["val"].shape))
+                    scaled = called(graph, _aten.view.default, scaled, list(node.meta["val"].shape))
             scaled.meta = {**node.meta, "val": scaled.meta["val"]}
             node.replace_all_uses_with(scaled)
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in sorted(set(match.replaced), key=lambda node: -order[node]):
         assert not node.users, node
         graph.erase_node(node)
-
-
-def _called(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert a call, with the fake result that it has."""
-    node = graph.call_function(target, args, kwargs)
-    values = fx.map_arg((args, kwargs), lambda value: value.meta["val"])
-    node.meta["val"] = target(*values[0], **values[1])
-    return node
-
-
-def _source(node: Any) -> fx.Node:
-    """The node behind casts and aliases: on a GPU, autocast casts between the softmax and the loss."""
-    while node.target in _SAME:
-        node = node.args[0]
-    return node
-
-
-def _with_copies(node: fx.Node) -> Iterator[fx.Node]:
-    """Nodes that read a result, directly or through casts and aliases, which are among them."""
-    for user in node.users:
-        yield user
-        if user.target in _SAME:
-            yield from _with_copies(user)
