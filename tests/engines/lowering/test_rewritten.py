@@ -103,6 +103,20 @@ def rewritten_plan(work: Workload, share: float = 0.8) -> Plan:
         return lowtide.plan(work, budget, profile=before, engine="graph", tune=False)
 
 
+def test_bytes_inside_of_rewrites_are_predicted() -> None:
+    """The chunk of logits is no storage of the graph, and the largest tensor of this step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(2000, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2000))
+    ids = torch.randint(2000, (400,))
+    work = Workload(model, lambda m, x: nn.functional.cross_entropy(m(x), x), ids)
+    plan = rewritten_plan(work)
+    assert plan.program is not None
+    assert plan.peak_bytes > plan.storage_peak_bytes + 2**20
+    verification = lowtide.verify(work, plan)
+    assert verification.ok
+    assert verification.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.01)
+
+
 # -- what is offered -------------------------------------------------------------------------------------
 
 
