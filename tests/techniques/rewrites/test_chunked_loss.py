@@ -174,6 +174,13 @@ def capped(model: Model, ids: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(9.0 * (model(ids) / 9.0).tanh().view(-1, CLASSES), target.flatten())
 
 
+def of_several_heads(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    """A row has the logits of two losses."""
+    weight = torch.cat([model.head.weight, model.head.weight.flip(0)])
+    logits = F.linear(model.features(ids), weight).view(-1, CLASSES)
+    return F.cross_entropy(logits, target.flatten().repeat_interleave(2))
+
+
 LEFT: dict[str, Callable[[], Workload]] = {
     "logits read elsewhere": lambda: work_of(with_penalty),
     "log softmax read elsewhere": lambda: work_of(with_probabilities),
@@ -181,6 +188,7 @@ LEFT: dict[str, Callable[[], Workload]] = {
     "label smoothing": lambda: work_of(partial(plain, label_smoothing=0.1)),
     "no reduction": lambda: work_of(lambda m, x, y: plain(m, x, y, reduction="none").square().mean()),
     "capped": lambda: work_of(capped),
+    "several heads": lambda: work_of(of_several_heads),
     "float64": lambda: work_of(plain, dtype=torch.float64),
 }
 

@@ -77,6 +77,8 @@ def _match(forward: fx.Node) -> _Match | None:
     product, logits_gradient = inward[-1], outward[-1]
     if product.target not in (_aten.mm.default, _aten.addmm.default) or len(product.users) != 1:
         return None
+    if product.meta["val"].shape != softmax.meta["val"].shape:  # several losses for each row, of a part of it each
+        return None
     inputs: Any = product.args
     *bias, x, weight = inputs
     if product.meta["val"].dtype not in _DTYPES or x.meta["val"].dtype != product.meta["val"].dtype:
