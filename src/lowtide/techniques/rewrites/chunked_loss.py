@@ -20,10 +20,26 @@ from lowtide.tracing.capture.joint import size_of
 
 _aten: Any = torch.ops.aten
 _OP: Any = getattr(torch.ops.lowtide, chunked_loss.OP).default
-_RESHAPES = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten._to_copy.default)
+_RESHAPES = (
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.reshape.default,
+    _aten._to_copy.default,
+    _aten.clone.default,
+)
+_SLICE, _SLICE_BACKWARD = _aten.slice.Tensor, _aten.slice_backward.default  # of sequences: logits[:, :-1]
 _SAME = (*ALIASES, _aten._to_copy.default)  # on a GPU, autocast casts between the softmax and the loss
 _DTYPES = (torch.float32, torch.bfloat16)  # in float16, gradients need a scale of their own
 _LEAST_BYTES = 2**26  # of logits: smaller ones gain nothing
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A range of positions in each sequence that has logits in the loss. The others get a target that is ignored."""
+
+    sequences: int
+    length: int
+    left_out: tuple[int, int]  # positions before and after
 
 
 @dataclass(frozen=True)
@@ -34,6 +50,7 @@ class _Match:
     weight: fx.Node  # as the product takes it: transposed
     bias: fx.Node | None
     target: fx.Node
+    slice: _Slice | None
     reduction: int
     ignore_index: int
     loss: fx.Node
@@ -75,14 +92,18 @@ def _match(forward: fx.Node) -> _Match | None:
     inward = _inward(softmax.args[0])
     outward = _outward(gradient)
     product, logits_gradient = inward[-1], outward[-1]
-    if product.target not in (_aten.mm.default, _aten.addmm.default) or len(product.users) != 1:
+    if not _is_linear(product) or len(product.users) != 1:
         return None
-    if product.meta["val"].shape != softmax.meta["val"].shape:  # several losses for each row, of a part of it each
+    slices = [node for node in inward if node.target is _SLICE]
+    cut = _slice(slices, [node for node in outward if node.target is _SLICE_BACKWARD], product)
+    rows, classes = product.meta["val"].shape
+    used = rows if cut is None else cut.sequences * cut.length
+    if bool(slices) != (cut is not None) or softmax.meta["val"].shape != (used, classes):
+        return None  # such as several losses for each row, of a part of it each
+    if logits_gradient.meta["val"].shape != (rows, classes):
         return None
     inputs: Any = product.args
     *bias, x, weight = inputs
-    if product.meta["val"].dtype not in _DTYPES or x.meta["val"].dtype != product.meta["val"].dtype:
-        return None
     uses = _uses(logits_gradient, x)
     loss = next((user for user in forward.users if user.args[1] == 0), None)
     if uses is None or loss is None:
@@ -94,6 +115,7 @@ def _match(forward: fx.Node) -> _Match | None:
         weight,
         bias[0] if bias else None,
         target,
+        cut,
         reduction,
         ignore_index,
         loss,
@@ -106,10 +128,21 @@ def _match(forward: fx.Node) -> _Match | None:
     )  # fmt: skip
 
 
+def _is_linear(node: fx.Node) -> bool:
+    """Whether it is the product of a linear layer, in a dtype of the op: with no bias, or one for each class."""
+    if node.target not in (_aten.mm.default, _aten.addmm.default) or node.kwargs:
+        return False
+    inputs: Any = node.args
+    *bias, x, _ = (value.meta["val"] for value in inputs)
+    product = node.meta["val"]
+    fits = all(each.shape == product.shape[1:] for each in bias)
+    return fits and product.dtype in _DTYPES and x.dtype == product.dtype
+
+
 def _inward(node: Any) -> list[fx.Node]:
     """From the softmax's input back to the product, through reshapes that nobody else reads."""
     path: list[Any] = [node]
-    while path[-1].target in _RESHAPES and len(path[-1].users) == 1:
+    while path[-1].target in (*_RESHAPES, _SLICE) and len(path[-1].users) == 1:
         path.append(path[-1].args[0])
     return path
 
@@ -117,9 +150,26 @@ def _inward(node: Any) -> list[fx.Node]:
 def _outward(node: fx.Node) -> list[fx.Node]:
     """From the softmax's gradient on to the gradient of the product, through reshapes with one reader."""
     path = [node]
-    while len(path[-1].users) == 1 and (user := next(iter(path[-1].users))).target in _RESHAPES:
+    while len(path[-1].users) == 1 and (user := next(iter(path[-1].users))).target in (*_RESHAPES, _SLICE_BACKWARD):
         path.append(user)
     return path
+
+
+def _slice(slices: list[fx.Node], backward: list[fx.Node], product: fx.Node) -> _Slice | None:
+    """The positions that one slice takes of sequences of rows; None for any other slice, and for none."""
+    if len(slices) != 1 or len(backward) != 1:
+        return None
+    arguments: Any = slices[0].args
+    whole, dim, *bounds = arguments
+    shape = list(whole.meta["val"].shape)
+    rows, classes = product.meta["val"].shape
+    start, end, step = (*bounds, *(None, None, 1)[len(bounds) :])
+    if len(shape) != 3 or dim not in (1, -2) or shape[2] != classes or shape[0] * shape[1] != rows or step != 1:
+        return None
+    if list(backward[0].args[1:]) != [shape, dim, start, end, step]:
+        return None
+    first, last, _ = slice(start, end).indices(shape[1])
+    return _Slice(shape[0], last - first, (first, shape[1] - last)) if last > first else None
 
 
 def _uses(gradient: fx.Node, x: fx.Node) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node], list[fx.Node]] | None:
@@ -148,10 +198,15 @@ def _replace(graph: fx.Graph, match: _Match) -> None:
     logits = match.replaced[0].meta["val"]
     with graph.inserting_before(forward), logits.fake_mode:  # pyright: ignore[reportArgumentType]
         weight = called(graph, _aten.t.default, match.weight)
+        target = match.target
+        if match.slice is not None:
+            target = called(graph, _aten.view.default, target, [match.slice.sequences, match.slice.length])
+            target = called(
+                graph, _aten.constant_pad_nd.default, target, list(match.slice.left_out), match.ignore_index
+            )
+            target = called(graph, _aten.view.default, target, [-1])
         needs = [bool(match.dx), bool(match.dweight), bool(match.dbias)]
-        fused = called(
-            graph, _OP, match.x, weight, match.bias, match.target, match.ignore_index, match.reduction == 1, needs
-        )
+        fused = called(graph, _OP, match.x, weight, match.bias, target, match.ignore_index, match.reduction == 1, needs)
         loss, *gradients = (called(graph, operator.getitem, fused, place) for place in range(4))
         if match.loss.meta["val"].dtype != loss.meta["val"].dtype:
             loss = called(graph, _aten._to_copy.default, loss, dtype=match.loss.meta["val"].dtype)
