@@ -24,6 +24,7 @@ BUILT_IN: Mapping[str, Mapping[str, BuiltIn]] = {
     },
     "lowering": {
         "ops": BuiltIn("lowtide.engines.lowering.ops:OpsLowering", "one op after another"),
+        "rewritten": BuiltIn("lowtide.engines.lowering.rewritten:RewrittenLowering", "rewrites, one op after another"),
         "compiled": BuiltIn("lowtide.engines.lowering.compiled:CompiledLowering", "regions compiled by Inductor"),
         "seeded": BuiltIn("lowtide.engines.lowering.compiled:SeededLowering", "compiled programs, op by op"),
     },

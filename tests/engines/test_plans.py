@@ -63,12 +63,12 @@ def test_a_plan_keeps_its_budget_to_the_byte_and_plain_pytorchs_bits(name: str) 
 
 
 def plans_at_shares(work: Workload, before: Profile, engine: Literal["graph", "eager"]) -> Iterator[tuple[int, Plan]]:
-    """Plans at shares of what is above parameters, optimizer state and batch; the smallest one instead of none."""
-    smallest = smallest_budget(work, before, engine)
+    """Bitwise plans at shares of what is above parameters, states and batch; the smallest one instead of none."""
+    smallest = smallest_budget(work, before, engine, "bitwise")
     for share in SHARES:
         size = before.static_bytes + int(share * (before.storage_peak_bytes - before.static_bytes))
         budget = max(size, smallest)
-        chosen = plan(work, budget, profile=before, engine=engine, tune=False)
+        chosen = plan(work, budget, allow="bitwise", profile=before, engine=engine, tune=False)
         # Where a convolution's workspace is most of the peak, as LeNet's is on some CPUs, nothing is below plain.
         assert chosen.engine == engine or budget == before.peak_bytes
         yield budget, chosen

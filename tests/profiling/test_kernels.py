@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from lowtide import Workload, zoo
+from lowtide.nn import chunked_loss
 from lowtide.profiling import profile
-from lowtide.profiling.kernels import Workspaces, known_kernels
+from lowtide.profiling.kernels import Workspaces, kernel_key, known_kernels, measure
+from lowtide.tracing.op_calls import Call
 
 
 def convolution():
@@ -42,6 +44,16 @@ def test_measurements_serve_the_next_profile():
     measured = profile(work, fake=True, measure=True)
     assert profile(work, fake=True).peak_bytes == measured.peak_bytes > first.peak_bytes
     assert known_kernels("cpu")
+
+
+def test_sizes_of_lowtides_own_ops_are_measured_each_time():
+    """Its next version may take other bytes."""
+    args = (torch.randn(4, 8), torch.randn(6, 8), None, torch.zeros(4, dtype=torch.int64), -100, True, [True] * 3)
+    own = Call.of(getattr(torch.ops.lowtide, chunked_loss.OP).default, args, {})
+    copied = Call.of(torch.ops.aten.t.default, (torch.randn(4, 8),), {})
+    sizes = measure({"own": own, "copied": copied}, torch.device("cpu"), "cpu")
+    assert sizes[kernel_key("own")] >= 4 * 6 * 4  # the logits, which no storage of the graph holds
+    assert known_kernels("cpu").keys() == {kernel_key("copied")}
 
 
 def test_a_broken_cache_is_not_a_broken_profile():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lowtide import zoo
+from lowtide.kernels import batchnorm_ops
 from lowtide.profiling import profile
 from lowtide.tracing.op_calls import Call, draws, trains
 from lowtide.workload import Workload
@@ -73,6 +74,7 @@ def test_a_call_is_repeated_with_the_same_shapes():
         (aten._foreach_add_.Scalar, ([torch.ones(2)], 1), False),
         (aten.mul.Tensor, (torch.ones(2, dtype=torch.uint8), 2), False),  # bytes may be a library's own record
         (aten.mul.Tensor, (torch.ones(2, device="meta"), 2), False),
+        (batchnorm_ops.STATISTICS, (X, None, None, 0.1, 1e-5), True),
     ],
 )
 def test_calls_whose_values_matter_do_not_run_alone(function, args, alone):

@@ -34,8 +34,7 @@ def forward(
             x, weight, bias, running, activation, slopes, residual, eps=eps, keep_xhat=keep_xhat
         )
         return z, Affine(mean, invstd, weight, bias), xhat
-    mean, var = reference.statistics(x, running)
-    affine = Affine(mean, inverse_deviation(var, eps), weight, bias)
+    affine = Affine(*moments(x, running, eps=eps), weight, bias)
     if not keep_xhat:
         return normalize(x, "x", affine, activation, learned, residual), affine, None
     xhat = normalize(x, "x", Affine(affine.mean, affine.invstd), Activation("identity"))
@@ -50,6 +49,15 @@ def statistics(x: Tensor, running: Running | None = None) -> tuple[Tensor, Tenso
         return reference.statistics(x, running)
     mean, inverse = fast.measure(x, running, eps=0.0)
     return mean, inverse.reciprocal().square()
+
+
+def moments(x: Tensor, running: Running, *, eps: float) -> tuple[Tensor, Tensor]:
+    """The mean and 1/σ of each channel; the running statistics follow those of the batch."""
+    fast = _fast_kernels(x, None, None, running.mean, running.var)
+    if fast is not None:
+        return fast.measure(x, running, eps=eps)
+    mean, var = reference.statistics(x, running)
+    return mean, inverse_deviation(var, eps)
 
 
 def inverse_deviation(var: Tensor, eps: float) -> Tensor:

@@ -41,10 +41,10 @@ class Candidate:
         return self.change.technique if isinstance(self.change, Option) else ""
 
     @property
-    def order(self) -> tuple[float, int, str]:
-        """Sort key: the fastest first, unknown seconds last."""
+    def order(self) -> tuple[float, int, int, str]:
+        """Sort key: the fastest first, unknown seconds last; of equally fast ones the strictest."""
         seconds = self.price.seconds
-        return (math.inf if math.isnan(seconds) else seconds, self.estimate, str(self.change))
+        return (math.inf if math.isnan(seconds) else seconds, self.price.fidelity.rank, self.estimate, str(self.change))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from lowtide.errors import TraceError
 from lowtide.planning.baseline import OUT_OF_MEMORY
 from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
 from lowtide.planning.captured import Captured, capture_and_compare, capture_too_large, check_draws
-from lowtide.planning.lowering import LOWERINGS, REFERENCE, Lowering
+from lowtide.planning.lowering import LOWERINGS, REFERENCE, REWRITTEN, Lowering
 from lowtide.planning.plan import PlannedStage, ProgramChoice
 from lowtide.planning.programs.program import Kind, simulate
 from lowtide.planning.programs.program_profile import Forecast, check_results
@@ -84,7 +84,11 @@ class GraphCandidates:
     def offers(self, engine: str, *, compile: bool | None) -> list[Candidate]:
         """Every program, once for each lowering: those that compile, those that do not, or both for None."""
         lowerings = [each for each in LOWERINGS.values() if each.name != REFERENCE and compile in (None, each.compiles)]
-        return [candidate for lowering in lowerings for candidate in self.lowered(engine, lowering)]
+        return [candidate for each in lowerings if self._has_form(each) for candidate in self.lowered(engine, each)]
+
+    def _has_form(self, lowering: Lowering) -> bool:
+        """Whether a lowering of rewrites has any: the plain graph is another's to offer."""
+        return lowering.name != REWRITTEN or lowering.form(self.joint) is not self.joint
 
     def lowered(self, engine: str, lowering: Lowering) -> list[Candidate]:
         """Every program with one lowering, the fastest first."""
@@ -154,12 +158,19 @@ class GraphCandidates:
             bound=solution.bound,
             fidelity=candidate.price.fidelity,
             why=(
+                *_rewrites(problem),
                 *_reasons(stages, budget_bytes),
                 *_held_elsewhere(solution),
                 _gap(problem, solution, budget_bytes - beside),
             ),
             stages=stages,
         )
+
+
+def _rewrites(problem: Problem) -> tuple[str, ...]:
+    """Patterns that the graph has replaced, in a line."""
+    places = [f"{name} in {count} places" if count > 1 else name for name, count in problem.joint.rewrites.items()]
+    return (f"ops are replaced by others: {', '.join(places)}",) if places else ()
 
 
 def _gap(problem: Problem, solution: Solution, room_bytes: int) -> str:

@@ -70,4 +70,5 @@ class Lowering(Protocol):
 
 
 LOWERINGS: Registry[Lowering] = Registry("lowering")
+REWRITTEN = "rewritten"  # offered where its form is another graph than the captured one
 REFERENCE = "seeded"  # runs the programs of compiled graphs op by op: to compare with, not to plan

@@ -53,7 +53,7 @@ class Call:
         name = self.function.__name__
         if self.function.namespace == "bitsandbytes":  # its codes are places in a table of 256: any will do
             return True
-        if self.function.namespace != "aten" or "foreach" in name or "attention_backward" in name:
+        if self.function.namespace not in ("aten", "lowtide") or "foreach" in name or "attention_backward" in name:
             return False
         return not any(shape.dtype in (torch.uint8, torch.uint64) or shape.device == "meta" for shape in tensors)
 

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+import lowtide.kernels.dropout_mask  # noqa: F401  (registers its op)
 from lowtide import Workload
+from lowtide.kernels import batchnorm_ops
 from lowtide.planning.programs.fused import fused_seconds, is_free, is_fused, readers
 from lowtide.tracing.capture.joint import Joint, viewed
 from lowtide.tracing.capture.loss import capture_joint
@@ -49,6 +51,8 @@ def only(joint: Joint, target: Any) -> fx.Node:
         (aten._to_copy.default, True),
         (aten.native_layer_norm.default, True),
         (torch.ops.lowtide.dropout_mask.default, True),
+        (batchnorm_ops.ACTIVATION, True),
+        (batchnorm_ops.STATISTICS, False),
         (aten.mm.default, False),
         (aten.convolution.default, False),
         (aten._softmax.default, False),

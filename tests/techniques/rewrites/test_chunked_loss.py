@@ -79,6 +79,20 @@ def twice(model: Model, ids: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(model.head(features), target.flatten()) + 0.1 * other
 
 
+def shifted(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    logits = model(ids)[..., :-1, :].contiguous()
+    return F.cross_entropy(logits.view(-1, CLASSES), target[..., 1:].contiguous().view(-1))
+
+
+def shifted_ignoring(index: int, model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    logits = model(ids)[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits, target[:, 1:].flatten(), ignore_index=index)
+
+
+def without_prompt(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids)[:, 2:-1].reshape(-1, CLASSES), target[:, 3:].reshape(-1), reduction="sum")
+
+
 CHUNKED: dict[str, Callable[[], Workload]] = {
     "mean": lambda: work_of(plain),
     "sum": lambda: work_of(partial(plain, reduction="sum")),
@@ -91,6 +105,9 @@ CHUNKED: dict[str, Callable[[], Workload]] = {
     "frozen body": lambda: work_of(plain, frozen="tokens.weight body.weight body.bias"),
     "as in transformers": lambda: work_of(as_in_transformers, bias=False),
     "scaled": lambda: work_of(scaled),
+    "shifted": lambda: work_of(shifted),
+    "shifted, another class ignored": lambda: work_of(partial(shifted_ignoring, 3), ignored=0),
+    "without the prompt": lambda: work_of(without_prompt, tied=True, bias=False),
 }
 HALF: dict[str, Callable[[], Workload]] = {
     "autocast": lambda: work_of(plain, autocast=torch.bfloat16),
@@ -174,6 +191,35 @@ def capped(model: Model, ids: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(9.0 * (model(ids) / 9.0).tanh().view(-1, CLASSES), target.flatten())
 
 
+def of_several_heads(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    """A row has the logits of two losses."""
+    weight = torch.cat([model.head.weight, model.head.weight.flip(0)])
+    logits = F.linear(model.features(ids), weight).view(-1, CLASSES)
+    return F.cross_entropy(logits, target.flatten().repeat_interleave(2))
+
+
+def every_other_position(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids)[:, ::2].reshape(-1, CLASSES), target[:, ::2].reshape(-1))
+
+
+def weighted_sum(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    x, head = model.features(ids).flatten(0, 1), model.head
+    return F.cross_entropy(torch.addmm(head.bias, x, head.weight.t(), beta=2.0, alpha=0.5), target.flatten())
+
+
+def bias_of_rows(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    x, head = model.features(ids).flatten(0, 1), model.head
+    return F.cross_entropy(torch.addmm(x @ head.weight.t(), x, head.weight.t()), target.flatten())
+
+
+def some_classes(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids)[..., :20].reshape(-1, 20), target.flatten() % 20)
+
+
+def some_sequences(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids)[1:].reshape(-1, CLASSES), target[1:].flatten())
+
+
 LEFT: dict[str, Callable[[], Workload]] = {
     "logits read elsewhere": lambda: work_of(with_penalty),
     "log softmax read elsewhere": lambda: work_of(with_probabilities),
@@ -181,6 +227,12 @@ LEFT: dict[str, Callable[[], Workload]] = {
     "label smoothing": lambda: work_of(partial(plain, label_smoothing=0.1)),
     "no reduction": lambda: work_of(lambda m, x, y: plain(m, x, y, reduction="none").square().mean()),
     "capped": lambda: work_of(capped),
+    "every other position": lambda: work_of(every_other_position),
+    "weighted sum": lambda: work_of(weighted_sum),
+    "bias of each row": lambda: work_of(bias_of_rows),
+    "some classes": lambda: work_of(some_classes, ignored=0),
+    "some sequences": lambda: work_of(some_sequences),
+    "several heads": lambda: work_of(of_several_heads),
     "float64": lambda: work_of(plain, dtype=torch.float64),
 }
 

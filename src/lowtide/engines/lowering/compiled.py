@@ -19,8 +19,7 @@ from lowtide.planning.programs.fused import fused_seconds, is_free
 from lowtide.planning.programs.program import Kind, Program, Role, Value
 from lowtide.planning.programs.program_profile import Forecast
 from lowtide.planning.solvers.solver import Problem, Solution
-from lowtide.techniques.rewrites.chunked_loss import chunk_losses
-from lowtide.techniques.rewrites.seeded_dropout import seed_dropouts
+from lowtide.techniques.rewrites import REWRITES, SEEDED_DROPOUT, rewritten
 from lowtide.techniques.technique import Fidelity, Price
 from lowtide.tracing.capture.joint import Joint
 
@@ -52,13 +51,9 @@ class CompiledLowering:
         )
 
     def form(self, joint: Joint) -> Joint:
-        """The graph as captured, with dropout masks from seeds and losses in chunks."""
+        """The graph as captured, with rewrites, and dropout masks from seeds."""
         if self.name not in joint.forms:
-            module = joint.as_captured()
-            seed_dropouts(module.graph)
-            chunk_losses(module.graph)
-            module.recompile()
-            joint.forms[self.name] = joint.rewritten(module)
+            joint.forms[self.name] = rewritten(joint, (SEEDED_DROPOUT, *REWRITES))
         return joint.forms[self.name]
 
     def lower(self, joint: Joint, program: Program) -> Lowered:

@@ -11,11 +11,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide.kernels import batchnorm_ops
 from lowtide.kernels.dropout_mask import decomposed
 from lowtide.planning.programs.program import Instruction, Kind, Role, Value
 from lowtide.tracing.capture.joint import Joint, is_item, is_random, module_of, viewed
 
-DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {torch.ops.lowtide.dropout_mask.default: decomposed}
+DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.lowtide.dropout_mask.default: decomposed,
+    **batchnorm_ops.DECOMPOSITIONS,
+}
 
 _BLOCK = 8  # ops of forward that make a numbered module a block
 _SMALL = 4  # instructions: shorter runs join the run before

@@ -13,7 +13,7 @@ from lowtide.tracing.capture.joint import Joint, viewed
 _FUSED = frozenset((
     "aten::_to_copy", "aten::clone", "aten::native_layer_norm", "aten::native_group_norm", "aten::cat",
     "aten::constant_pad_nd", "aten::where", "aten::full", "aten::arange", "aten::scalar_tensor",
-    "lowtide::dropout_mask",
+    "lowtide::dropout_mask", "lowtide::batchnorm_activation",
 ))  # fmt: skip
 _READERS = frozenset(("aten::native_layer_norm_backward", "aten::native_group_norm_backward", "aten::sum",
                       "aten::native_batch_norm_backward", "aten::_softmax_backward_data"))  # fmt: skip

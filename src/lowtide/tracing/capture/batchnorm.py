@@ -21,6 +21,7 @@ from torch import fx
 from lowtide.compat.cuda import batchnorm_reserve_bytes, takes_cudnn_batchnorm
 from lowtide.compat.dynamo import inputs_written
 from lowtide.compat.operators import suggest_memory_format
+from lowtide.kernels.batchnorm_ops import STATISTICS
 
 _aten: Any = torch.ops.aten
 _FUNCTIONAL = _aten._native_batch_norm_legit_functional.default
@@ -31,6 +32,8 @@ _BACKWARD = _aten.native_batch_norm_backward.default
 
 def is_batch_norm(node: fx.Node) -> bool:
     """Tell whether the op also updates running statistics, or returns new ones."""
+    if node.target is STATISTICS:
+        return node.args[1] is not None
     return node.target in (_OWN, _CUDNN) or (node.target is _FUNCTIONAL and bool(node.args[5]))
 
 
@@ -41,6 +44,8 @@ def is_left_batch_norm(node: fx.Node) -> bool:
 
 def without_statistics(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """Op and arguments of a recomputed batch norm, which does not update running statistics."""
+    if target is STATISTICS:
+        return target, (args[0], None, None, *args[3:])
     inputs, settings = args[:3], args[5:]
     return (target, (*inputs, None, None, *settings)) if target is _CUDNN else (_OWN_AGAIN, (*inputs, *settings))
 
@@ -48,7 +53,8 @@ def without_statistics(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[A
 def inputs_of(node: fx.Node, *, again: bool) -> list[fx.Node]:
     """Inputs of an op. A recomputed batch norm does not read the running statistics."""
     if again and is_batch_norm(node):
-        return [value for value in node.args[:3] if isinstance(value, fx.Node)]
+        inputs = node.args[:1] if node.target is STATISTICS else node.args[:3]
+        return [value for value in inputs if isinstance(value, fx.Node)]
     return list(node.all_input_nodes)
 
 

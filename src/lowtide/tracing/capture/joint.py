@@ -52,6 +52,7 @@ class Joint:
         module = _numbered(module)
         self.module = module
         self.forms: dict[str, Joint] = {}  # by lowering: this graph as it runs it
+        self.rewrites: dict[str, int] = {}  # by name: places that it changed
         restore_batch_norms(module, plain_kernels=plain_kernels)
         self.counters = take_counters(module)  # buffers that count on, and by how much; no op does
         self.copies = copy_inputs_written_to(module)  # of inputs, which have changed by backward
