@@ -48,7 +48,7 @@ def plans(
     _check_profile(baseline, fingerprint)
     wanted = resolve_budget(budget, baseline.peak_bytes, baseline.graph.device, baseline.other_bytes)
     fits = baseline.peak_bytes <= wanted.bytes
-    search = Search(work, baseline, PLAIN_ENGINE if fits else engine, wanted.bytes, compile=compile)
+    search = Search(work, baseline, PLAIN_ENGINE if fits else engine, wanted.bytes, permitted, compile=compile)
     rivals = search.contenders(wanted.bytes, permitted, most=1 if fits else most, close=close)
     if not rivals:
         raise no_plan(search, wanted.bytes, permitted)
@@ -110,12 +110,15 @@ def _check_profile(profile: Profile, fingerprint: Fingerprint) -> None:
 
 
 def _choices(rival: Contender, faster_peak: int, base: Baseline, budget: int) -> tuple[Choice, ...]:
-    option, price = rival.candidate.change, rival.candidate.price
-    if not isinstance(option, Option):
-        return ()
+    candidate = rival.candidate
+    prices = candidate.prices[candidate.is_program :] or (candidate.price,)
     above = f": what is faster peaks at {format_size(faster_peak)} or more" if faster_peak else ""
     why = f"Predicted to be the fastest that fits {format_size(budget)}{above}."
-    return (Choice(option, price.fidelity, base.peak_bytes - rival.peak_bytes, price.seconds, why),)
+    saved = base.peak_bytes - rival.peak_bytes
+    return tuple(
+        Choice(option, price.fidelity, saved, price.seconds, why)
+        for option, price in zip(candidate.options, prices, strict=bool(candidate.options))
+    )
 
 
 def _estimated(rival: Contender) -> str:

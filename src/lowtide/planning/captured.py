@@ -30,6 +30,7 @@ from lowtide.planning.rounding import (
 from lowtide.profiling import Profile
 from lowtide.registry import NEEDS_NO_CAPTURE
 from lowtide.techniques.technique import Fidelity
+from lowtide.tracing.capture.inputs import GraphInputs
 from lowtide.tracing.capture.joint import Joint, is_random
 from lowtide.tracing.capture.loss import Capture, capture_loss
 from lowtide.tracing.dense_parts import address
@@ -44,6 +45,7 @@ class Captured:
     capture: Capture
     fidelity: Fidelity
     note: str = ""
+    inputs: GraphInputs | None = None  # None where the step has not come to the graph
 
     @property
     def joint(self) -> Joint:
@@ -58,21 +60,35 @@ def capture_and_compare(work: Workload, profiled: Profile | None = None) -> Capt
     the plain step's profile, it names draws that capture left out.
     """
     results: list[Parts] = []
-    capture = capture_loss(work, lambda joint, inputs: results.extend(_run(work, joint, inputs)))
+    places: list[GraphInputs] = []
+
+    def run(joint: Joint, inputs: Sequence[Any]) -> None:
+        places.append(GraphInputs(work, inputs))
+        results.extend(_run(work, joint, inputs))
+
+    capture = capture_loss(work, run)
     if profiled is not None:
         check_draws(capture.graph.joint, profiled)
+    fidelity, note = _earned(work, results)
+    return Captured(capture, fidelity, note, next(iter(places), None))
+
+
+def _earned(work: Workload, results: Sequence[Parts]) -> tuple[Fidelity, str]:
+    """The fidelity that a captured graph's results earn beside the plain step's, and why where that is not bitwise."""
     if not results:
-        note = "The captured graph was not compared with the plain step, so its bits are not promised."
-        return Captured(capture, Fidelity.ROUNDOFF, note)
+        return (
+            Fidelity.ROUNDOFF,
+            "The captured graph was not compared with the plain step, so its bits are not promised.",
+        )
     (captured,) = results
     plain = {what: {name: part[name] for name in captured[what]} for what, part in _plain(work, captured).items()}
     differing = [what for what, part in plain.items() if not parts_equal(part, captured[what])]
     if not differing:
-        return Captured(capture, Fidelity.BITWISE)
+        return Fidelity.BITWISE, ""
     again = loss_and_gradients(work)
     if not all(parts_equal(part, {name: again[what][name] for name in part}) for what, part in plain.items()):
         note = "The plain step differs from itself when run twice, so the captured graph's bits are not promised."
-        return Captured(capture, Fidelity.ROUNDOFF, note)
+        return Fidelity.ROUNDOFF, note
     error = max((distance(plain[what], captured[what]) for what in differing if what != "generators"), default=0.0)
     rounding = Rounding(work, plain)
     if not all(rounding.explains(what, plain[what], captured[what]) for what in differing):
@@ -83,7 +99,7 @@ def capture_and_compare(work: Workload, profiled: Profile | None = None) -> Capt
     note = (
         f"The captured graph rounds otherwise than the plain step, by {error:.1e}: Dynamo or autograd took another way."
     )
-    return Captured(capture, Fidelity.ROUNDOFF, note)
+    return Fidelity.ROUNDOFF, note
 
 
 def check_draws(joint: Joint, plain: Profile) -> None:

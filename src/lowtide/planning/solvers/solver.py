@@ -29,11 +29,12 @@ class Problem:
     workspace: Callable[[fx.Node], int] = lambda _: 0
     is_free: Callable[[fx.Node], bool] = lambda _: False  # whether recomputing a result costs nothing
     saved_seconds: float = 0.0  # that the graph's ops take less than the plain step's
+    holds_gradients: bool = True  # to the end; otherwise the step around frees each as soon as it is complete
 
     @cached_property
     def kernels(self) -> JointOps:
         """Ops and values of the graph, numbered."""
-        return JointOps(self.joint, self.seconds, self.workspace)
+        return JointOps(self.joint, self.seconds, self.workspace, holds_gradients=self.holds_gradients)
 
     @cached_property
     def bounds(self) -> LowerBounds:
