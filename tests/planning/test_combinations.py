@@ -133,6 +133,14 @@ def test_a_combined_plan_is_written_and_read(combined: Plan) -> None:
     assert Plan.from_json(combined.to_json()) == combined
 
 
+def test_a_plan_is_explained_by_its_parts_and_says_what_more_would_buy(combined: Plan) -> None:
+    (choice,) = combined.choices
+    assert combined.program is not None
+    assert 0 < choice.saved_bytes < combined.baseline.peak_bytes - combined.peak_bytes
+    assert choice.seconds + combined.program.seconds == pytest.approx(combined.seconds - combined.baseline.seconds)
+    assert any(note.startswith("A budget of ") for note in combined.notes)
+
+
 def test_a_larger_budget_is_never_predicted_slower(work: Workload, plain: Profile) -> None:
     seconds: list[float] = []
     for share in (60, 66, 72, 82, 100):

@@ -37,6 +37,9 @@ class ToyCandidates:
     def contender(self, candidate: Candidate) -> Contender:
         return Contender(candidate, self.half, self.half)
 
+    def saved_bytes(self, candidate: Candidate) -> list[int]:
+        return []
+
     def choice(self, contender: Contender, budget_bytes: int) -> None:
         return None
 

@@ -11,6 +11,7 @@ from lowtide.planning.prediction import estimate_peak, kept_peak
 from lowtide.profiling import Profile
 from lowtide.techniques.registry import find_technique, techniques
 from lowtide.techniques.technique import Option, Price
+from lowtide.tracing.graph import Graph
 
 _MOST = 6  # combinations that are not worse than another one
 _WORTH = 0.01  # of the plain step's peak: combinations that lower what stays by less are left out
@@ -45,6 +46,12 @@ def leaves_gradients(option: Option) -> bool:
 def prices_inside(options: Sequence[Option], profile: Profile) -> tuple[Price, ...]:
     """Prices of options on the step with a program."""
     return tuple(find_technique(option.technique).price(option, profile) for option in options)
+
+
+def saved_by_each(graph: Graph, prices: Sequence[Price], peak_bytes: int) -> tuple[int, ...]:
+    """Bytes by which the peak of a step would be higher without each of some options."""
+    without = (estimate_peak(graph, [*prices[:place], *prices[place + 1 :]]) for place in range(len(prices)))
+    return tuple(max(0, estimate - peak_bytes) for estimate in without)
 
 
 def combinations(profile: Profile, permits: Any) -> list[Combination]:

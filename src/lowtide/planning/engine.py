@@ -67,6 +67,10 @@ class Candidates(Protocol):
         """A candidate with its exact peaks; None if it cannot run."""
         ...
 
+    def saved_bytes(self, candidate: Candidate) -> Sequence[int]:
+        """Bytes that each option around a change saves at the peak, beside the change and the other options."""
+        ...
+
     def choice(self, contender: Contender, budget_bytes: int) -> ProgramChoice | None:
         """The part of the plan that the engine will run."""
         ...

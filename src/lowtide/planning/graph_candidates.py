@@ -12,7 +12,7 @@ from lowtide.errors import TraceError
 from lowtide.planning.baseline import OUT_OF_MEMORY
 from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender
 from lowtide.planning.captured import Captured, capture_and_compare, check_draws
-from lowtide.planning.combinations import leaves_gradients, prices_inside
+from lowtide.planning.combinations import leaves_gradients, prices_inside, saved_by_each
 from lowtide.planning.lowering import LOWERINGS, REFERENCE, Lowering
 from lowtide.planning.plan import PlannedStage, ProgramChoice
 from lowtide.planning.prediction import estimate_peak, with_prices
@@ -153,6 +153,12 @@ class GraphCandidates:
         if candidate.around:
             after = replace(after, graph=with_prices(after.graph, prices_inside(candidate.around, after)))
         return Contender(candidate, after.peak_bytes + excess, after.storage_peak_bytes + excess)
+
+    def saved_bytes(self, candidate: Candidate) -> tuple[int, ...]:
+        """Bytes that each option around a program saves at the peak."""
+        form = self.form(LOWERINGS[candidate.lowering], candidate.around)
+        after = form.forecast.profile(cast(Solution, candidate.change).program)
+        return saved_by_each(after.graph, prices_inside(candidate.around, after), candidate.estimate)
 
     def choice(self, contender: Contender, budget_bytes: int) -> ProgramChoice:
         """A program with its reasons, in bytes of the whole step, as a plan carries it."""

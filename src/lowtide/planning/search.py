@@ -11,7 +11,7 @@ from typing import Any
 
 from lowtide.errors import PlanError, TraceError
 from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
-from lowtide.planning.combinations import Combination, combinations
+from lowtide.planning.combinations import Combination, combinations, saved_by_each
 from lowtide.planning.engine import AUTO, ENGINES, Candidates, Engine, engines_named
 from lowtide.planning.lowering import LOWERINGS
 from lowtide.planning.plan import ProgramChoice
@@ -19,6 +19,7 @@ from lowtide.planning.prediction import apply_options, estimate_peak, kept_peak,
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import has_ranks
 from lowtide.registry import PLAIN_ENGINE
+from lowtide.sizes import format_seconds, format_size
 from lowtide.techniques.registry import measure, study, techniques
 from lowtide.techniques.technique import Fidelity, Option, Price, Technique
 from lowtide.tracing.snapshot import unchanged
@@ -157,6 +158,50 @@ class Search:
         faster = [c for c in filter(permitted, self.candidates) if c.order < chosen.candidate.order]
         looked_at = ((c, self._exact.get(c.key)) for c in faster)
         return min((contender.peak_bytes if contender else c.estimate for c, contender in looked_at), default=0)
+
+    def saved_bytes(self, contender: Contender) -> list[int]:
+        """Bytes that each option saves at the peak: those around a change beside all else, the change the rest."""
+        candidate = contender.candidate
+        total = self.baseline.peak_bytes - contender.peak_bytes
+        if not candidate.around:
+            return [total]
+        if candidate.is_program:
+            return list(self._sources[candidate.engine].saved_bytes(candidate))
+        change, *around = saved_by_each(self.baseline.graph, candidate.prices, candidate.estimate)
+        return [max(change, total - sum(around)), *around]
+
+    def outlook(self, chosen: Contender, budget: int, permitted: Permission) -> Iterator[str]:
+        """Say what more bytes and what one more permission would buy, by candidates that are priced already."""
+        mine = chosen.candidate
+        if mine.change is None or math.isnan(mine.price.seconds):
+            return
+        faster = [c for c in self.candidates if c.change is not None and c.price.seconds < mine.price.seconds]
+        larger = [(self._peak(c), c) for c in faster if permitted(c) and self._peak(c) > budget]
+        if larger:
+            peak, candidate = min(larger, key=lambda each: (each[0], each[1].order))
+            less = format_seconds(mine.price.seconds - candidate.price.seconds)
+            yield f"A budget of {format_size(peak)}, {format_size(peak - budget)} more, would take {less} less."
+        closed = [
+            c for c in self.candidates if c.change is not None and not permitted(c) and not self._forbids(permitted, c)
+        ]
+        quick = [c for c in closed if c in faster and self._peak(c) <= budget]
+        small = [c for c in closed if self._peak(c) < chosen.peak_bytes]
+        if quick:
+            best = min(quick, key=lambda c: (c.price.fidelity.rank, *c.order))
+            less = format_seconds(mine.price.seconds - best.price.seconds)
+            yield f"Allowing {_named(best)} would take {less} less, by an estimate."
+        elif small:
+            best = min(small, key=lambda c: (c.price.fidelity.rank, self._peak(c)))
+            yield f"Allowing {_named(best)} would reach {format_size(self._peak(best))}, by an estimate."
+
+    def _peak(self, candidate: Candidate) -> int:
+        """The exact peak where it is known, else the estimate."""
+        contender = self._exact.get(candidate.key)
+        return contender.peak_bytes if contender else candidate.estimate
+
+    @staticmethod
+    def _forbids(permitted: Permission, candidate: Candidate) -> bool:
+        return any(option.technique in permitted.forbidden for option in candidate.options)
 
     def program(self, contender: Contender, budget: int) -> ProgramChoice | None:
         """The program of an engine's own candidate; None for options and the plain step."""
@@ -324,6 +369,11 @@ class Search:
         program = self.program(Contender(candidate, candidate.estimate, candidate.estimate), candidate.estimate)
         engine = ENGINES[candidate.engine]
         return engine.predict(self.work, candidate.options, program, self.baseline, only_peaks=True)
+
+
+def _named(candidate: Candidate) -> str:
+    names = " and ".join(dict.fromkeys(option.technique for option in candidate.options))
+    return f"{names} ({candidate.price.fidelity})" if names else candidate.price.fidelity.value
 
 
 def _group(candidate: Candidate, traced: int) -> tuple[Hashable, int]:
