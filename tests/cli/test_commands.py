@@ -122,6 +122,7 @@ def test_an_eager_plan_has_no_program_and_is_timed_where_it_can_run(deep: str) -
         ("plan deep.py:workload --budget 1GB --engine graph --program p.txt", ("plain step fits", "smaller budget")),
         ("plan deep.py:workload --budget 60% --engine graph --fake", ("no plan on the graph engine",)),
         ("plan deep.py:workload --budget 60% --allow anything", ("anything", "approximate")),
+        ("plan deep.py:workload --budget 60% --forbid anything", ("anything", "sqrt")),
         ("train deep.py:workload --budget 60% --device h200", ("cannot run on 'h200'", "cpu or cuda")),
         ("train deep.py:workload --budget 60% --arg optimizer=no", ("no optimizer",)),
         ("verify deep.py:workload none.json", ("no file none.json", "--out none.json")),

@@ -24,6 +24,7 @@ from ..tracing.allocator import _alive, allocated_peak
 from .counting import Counter
 
 Loss = Callable[[Any], Tensor]
+IN_BACKWARD = "optimizer_in_backward"  # forbidden for loops that read gradients
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def smallest_plan(work: Workload, *, engine: str = "graph", allow: str = "roundo
     plain = profile(work)
     smallest = smallest_budget(work, plain, engine, allow)
     budget = smallest + int(share * (plain.peak_bytes - smallest))
-    return plan(work, budget, profile=plain, engine=engine, allow=allow, tune=False)
+    return plan(work, budget, profile=plain, engine=engine, allow=allow, forbid=IN_BACKWARD, tune=False)
 
 
 def verified(work: Workload, *, engine: str = "graph", allow: str = "roundoff", share: float = 0.0) -> Verification:
@@ -87,7 +88,7 @@ def verified(work: Workload, *, engine: str = "graph", allow: str = "roundoff", 
 def smallest_budget(work: Workload, plain: Profile, engine: str = "graph", allow: str = "roundoff") -> int:
     # The error's advice is left out: it predicts the step under every looser technique.
     with mock.patch.object(refusal, "_advice", return_value=""), pytest.raises(BudgetError) as refused:
-        plan(work, 1, profile=plain, engine=engine, allow=allow, tune=False)
+        plan(work, 1, profile=plain, engine=engine, allow=allow, forbid=IN_BACKWARD, tune=False)
     named = re.search(r"(\d+) bytes\)", str(refused.value))
     assert named is not None
     return int(named[1])

@@ -23,7 +23,7 @@ from tests.refusals import refused
 from ..contract.outcomes import assert_restored, snapshot
 from ..soak import in_soak
 from .counting import results
-from .planned import Ready, assert_kept, awkward, plain_loss, planned, smallest_budget, verified
+from .planned import IN_BACKWARD, Ready, assert_kept, awkward, plain_loss, planned, smallest_budget, verified
 
 QUICK = ["lenet", "gpt2", "lstm"]
 REST = [name for name in ENTRIES if name not in QUICK]
@@ -68,7 +68,7 @@ def plans_at_shares(work: Workload, before: Profile, engine: Literal["graph", "e
     for share in SHARES:
         size = before.static_bytes + int(share * (before.storage_peak_bytes - before.static_bytes))
         budget = max(size, smallest)
-        chosen = plan(work, budget, allow="bitwise", profile=before, engine=engine, tune=False)
+        chosen = plan(work, budget, allow="bitwise", profile=before, engine=engine, forbid=IN_BACKWARD, tune=False)
         # Where a convolution's workspace is most of the peak, as LeNet's is on some CPUs, nothing is below plain.
         assert chosen.engine == engine or budget == before.peak_bytes
         yield budget, chosen

@@ -62,7 +62,7 @@ def test_a_stricter_plan_is_taken_where_both_are_as_fast(clock: dict[str, float]
 
 
 def test_a_plan_whose_step_fails_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(step: Workload) -> list[float]:
+    def seconds(step: Workload, whole: bool = False) -> list[float]:
         if isinstance(step.loss, PlannedLoss):
             raise torch.OutOfMemoryError("the GPU is full\nTry something")
         return [1.0]
@@ -74,7 +74,7 @@ def test_a_plan_whose_step_fails_is_left_out_and_named(monkeypatch: pytest.Monke
 
 
 def test_timing_is_skipped_on_request_and_where_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(*_: object) -> list[float]:
+    def seconds(*_: object, **__: object) -> list[float]:
         raise AssertionError("timed")
 
     monkeypatch.setattr(tune, "_times", seconds)

@@ -235,10 +235,10 @@ def test_a_plain_step_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPa
     module = sys.modules["lowtide.engines.verify"]  # the name itself is the function
     run: Callable[..., Any] = module._run
 
-    def full(work: Workload, *others: Any) -> Any:
+    def full(work: Workload, *others: Any, **settings: Any) -> Any:
         if "forward" not in work.model.__dict__:
             raise torch.OutOfMemoryError("the GPU is full")
-        return run(work, *others)
+        return run(work, *others, **settings)
 
     monkeypatch.setattr(module, "_run", full)
     work = chain()

@@ -45,6 +45,19 @@ def test_no_permission_is_none_and_what_is_no_text_is_refused(plain: Profile) ->
             plan(work, "90%", allow=wrong, tune=False)  # pyright: ignore[reportArgumentType]
 
 
+def test_what_is_forbidden_is_not_used_and_unknown_names_are_refused(plain: Profile) -> None:
+    work = chain()
+    chosen = plan(work, "80%", profile=plain, engine="eager", tune=False)
+    forbidden = chosen.options[0].technique
+    other = plan(work, "80%", profile=plain, engine="eager", forbid=forbidden, tune=False)
+    assert forbidden not in [option.technique for option in other.options]
+    with refused("sqrt", "forbidden", kind=PlanError):
+        plan(work, "80%", profile=plain, allow="sqrt", forbid=["sqrt"], tune=False)
+    for wrong in ("changed", "everything", 3):
+        with refused(str(wrong), kind=PlanError):
+            plan(work, "80%", profile=plain, forbid=wrong, tune=False)  # pyright: ignore[reportArgumentType]
+
+
 def test_an_unknown_permission_is_refused(plain: Profile) -> None:
     with refused("everything", kind=PlanError):
         plan(chain(), "60%", profile=plain, allow="everything", tune=False)

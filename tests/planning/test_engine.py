@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,9 @@ from lowtide.errors import PlanError
 from lowtide.planning import Plan, predict_plan
 from lowtide.planning.candidate import Candidate, Contender
 from lowtide.planning.engine import ENGINES, engines_named
+from lowtide.planning.plan import ProgramChoice
 from lowtide.profiling import Profile
-from lowtide.techniques.technique import Fidelity, Price
+from lowtide.techniques.technique import Fidelity, Option, Price
 from lowtide.undo import Applied
 from lowtide.workload import Workload
 from tests.refusals import refused
@@ -29,11 +31,14 @@ class ToyCandidates:
     def __init__(self, baseline: Profile) -> None:
         self.half = baseline.peak_bytes // 2
 
-    def offers(self, engine: str, *, compile: bool | None) -> list[Candidate]:
+    def offers(self, engine: str, *, compile: bool | None, around: Sequence[Option] = ()) -> list[Candidate]:
         return [Candidate(engine, "halve everything", Price(Fidelity.BITWISE), self.half)]
 
     def contender(self, candidate: Candidate) -> Contender:
         return Contender(candidate, self.half, self.half)
+
+    def saved_bytes(self, candidate: Candidate) -> list[int]:
+        return []
 
     def choice(self, contender: Contender, budget_bytes: int) -> None:
         return None
@@ -59,7 +64,15 @@ class ToyEngine:
 
         return Applied(replace(work, loss=loss))
 
-    def predict(self, work: Workload, plan: Plan, baseline: Profile) -> Profile:
+    def predict(
+        self,
+        work: Workload,
+        options: Sequence[Option],
+        program: ProgramChoice | None,
+        baseline: Profile,
+        *,
+        only_peaks: bool = False,
+    ) -> Profile:
         return baseline
 
 

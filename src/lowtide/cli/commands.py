@@ -21,6 +21,7 @@ from lowtide.cli.options import (
     Device,
     Engine,
     Fake,
+    Forbid,
     Here,
     Html,
     Outcome,
@@ -108,6 +109,7 @@ def plan(
     target: Target,
     budget: Budget,
     allow: Allow = None,
+    forbid: Forbid = None,
     engine: Engine = "auto",
     compile: Compile = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan there, as JSON.")] = None,
@@ -135,8 +137,8 @@ def plan(
         before = baseline_profile(work, fake=fake, device=device)
     with working("Planning"):
         chosen = engines.plan(
-            work, budget, allow=allow or (), profile=before, fake=fake, device=device, engine=engine,
-            compile=compile,
+            work, budget, allow=allow or (), forbid=forbid or (), profile=before, fake=fake, device=device,
+            engine=engine, compile=compile,
         )  # fmt: skip
     if not as_json:
         typer.echo(chosen.explain())
@@ -165,6 +167,7 @@ def train(
     budget: Budget,
     steps: Annotated[int, typer.Option(min=1, help="How many steps to train.")] = 10,
     allow: Allow = None,
+    forbid: Forbid = None,
     engine: Engine = "auto",
     compile: Compile = False,
     device: Here = None,
@@ -184,7 +187,7 @@ def train(
     with working("Planning the step, and checking it against the plain one"):
         step = engines.fit(
             work.model, work.loss, work.batch, work.optimizer,
-            budget=budget, autocast=work.autocast, allow=allow or (), engine=engine,
+            budget=budget, autocast=work.autocast, allow=allow or (), forbid=forbid or (), engine=engine,
             compile=compile,
         )  # fmt: skip
     if not as_json:

@@ -49,6 +49,7 @@ Allow = Annotated[
     list[str] | None,
     typer.Option(help="Allow more than bitwise and roundoff: a fidelity class or a technique. Repeatable."),
 ]
+Forbid = Annotated[list[str] | None, typer.Option(help="Leave a technique out. Repeatable.")]
 _ENGINES = ", ".join(f"{engine.summary} ({name})" for name, engine in BUILT_IN["engine"].items())
 Engine = Annotated[
     str,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from lowtide.planning.plan import Plan
+from collections.abc import Sequence
+
+from lowtide.planning.plan import Plan, ProgramChoice
 from lowtide.planning.prediction import apply_options, predict
 from lowtide.profiling import Profile
+from lowtide.techniques.technique import Option
 from lowtide.undo import Applied
 from lowtide.workload import Workload
 
@@ -23,6 +26,14 @@ class EagerEngine:
         """Apply the plan's options to the model."""
         return apply_options(work, plan.options)
 
-    def predict(self, work: Workload, plan: Plan, baseline: Profile) -> Profile:
+    def predict(
+        self,
+        work: Workload,
+        options: Sequence[Option],
+        program: ProgramChoice | None,
+        baseline: Profile,
+        *,
+        only_peaks: bool = False,
+    ) -> Profile:
         """Trace the planned step on fake tensors."""
-        return predict(work, plan.options, baseline)
+        return predict(work, options, baseline, only_peaks=only_peaks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -32,6 +33,7 @@ def fit(
     budget: float | str,
     autocast: torch.dtype | None = None,
     allow: str | Collection[str] = (),
+    forbid: str | Collection[str] = (),
     engine: str = AUTO,
     compile: bool | Literal["auto"] = False,
     verify: bool = True,
@@ -39,7 +41,8 @@ def fit(
 ) -> Step:
     """Plan the step for a budget, check it against the plain one, and apply it: ``step(batch)`` trains.
 
-    The budget, the engine, ``compile`` and ``tune`` are as in ``plan``. The model changes only when ``fit`` returns.
+    The budget, ``allow``, ``forbid``, the engine, ``compile`` and ``tune`` are as in ``plan``. The model changes only
+    when ``fit`` returns.
 
     | verification finds | ``fit`` |
     |---|---|
@@ -54,18 +57,19 @@ def fit(
     """
     work = Workload(model, loss, batch, optimizer, autocast)
     with sharing_captures(work):
-        chosen = plan(work, budget, allow=allow, engine=engine, compile=compile, tune=tune)
+        chosen = plan(work, budget, allow=allow, forbid=forbid, engine=engine, compile=compile, tune=tune)
         if verify:
-            chosen = _verified(work, chosen, budget, allow, engine)
+            plan_on = partial(plan, work, budget, allow=allow, forbid=forbid)
+            chosen = _verified(work, chosen, plan_on, engine, Permission.of(allow).loosest)
         return apply(chosen, work)
 
 
-def _verified(work: Workload, chosen: Plan, budget: float | str, allow: str | Collection[str], engine: str) -> Plan:
+def _verified(work: Workload, chosen: Plan, plan_on: Callable[..., Plan], engine: str, loosest: Fidelity) -> Plan:
     """Run the plan beside the plain step; return it, corrected, or another one, or raise."""
     checked = verify_plan(work, chosen)
     wrong = checked.compared and not checked.results_agree
     if wrong and ENGINES[chosen.engine].captures and engine == AUTO and not checked.only_rounding:
-        chosen, checked = _fall_back(work, chosen, checked, budget, allow)
+        chosen, checked = _fall_back(work, chosen, checked, plan_on)
         wrong = checked.compared and not checked.results_agree
     if not checked.compared:
         warnings.warn(
@@ -77,7 +81,7 @@ def _verified(work: Workload, chosen: Plan, budget: float | str, allow: str | Co
     if wrong:
         if not checked.repeatable:
             raise PlanError(f"The planned step cannot be verified; verify=False applies it as it is:\n{checked}")
-        if not checked.only_rounding or Permission.of(allow).loosest < Fidelity.ROUNDOFF:
+        if not checked.only_rounding or loosest < Fidelity.ROUNDOFF:
             raise PlanError(f"The planned step does not give what it promised:\n{checked}")
         error = max(agreement.error for agreement in checked.agreements)
         note = f"Bits were promised, and results are off by rounding, {error:.1e}: the plan is roundoff."
@@ -89,12 +93,12 @@ def _verified(work: Workload, chosen: Plan, budget: float | str, allow: str | Co
 
 
 def _fall_back(
-    work: Workload, failed: Plan, checked: Verification, budget: float | str, allow: str | Collection[str]
+    work: Workload, failed: Plan, checked: Verification, plan_on: Callable[..., Plan]
 ) -> tuple[Plan, Verification]:
     """Plan for an engine that captures nothing; return the failed plan if none fits."""
     for engine in (engine for engine in ENGINES.values() if not engine.captures):
         with suppress(BudgetError):
-            chosen = plan(work, budget, allow=allow, engine=engine.name)
+            chosen = plan_on(engine=engine.name)
             warnings.warn(
                 f"The {failed.engine} engine's step does not give what it promised; "
                 f"the {engine.name} engine runs instead:\n{checked}",

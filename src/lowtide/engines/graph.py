@@ -24,17 +24,20 @@ from lowtide.engines.autograd import Runner
 from lowtide.engines.lowering.ops import OpsLowering, boxed, graphs_of
 from lowtide.engines.many_shapes import ManyShapes, SharedCaptures, UnplannedShape
 from lowtide.engines.other_shapes import OtherShapes, Planner, PlannerFor
+from lowtide.engines.traced import ProgramLoss
 from lowtide.engines.uncaptured import Uncaptured
 from lowtide.engines.watch import unwatched
 from lowtide.errors import LowtideError, PlanError, TraceError
+from lowtide.planning.combinations import prices_inside
 from lowtide.planning.graph_candidates import GraphCandidates, graph_candidates
 from lowtide.planning.lowering import LOWERINGS, Lowering
-from lowtide.planning.plan import Plan
-from lowtide.planning.prediction import apply_options
+from lowtide.planning.plan import Plan, ProgramChoice
+from lowtide.planning.prediction import apply_options, predict, with_prices
 from lowtide.planning.programs.program import Program
 from lowtide.planning.programs.transfer import check_runs_on
 from lowtide.profiling import Profile
 from lowtide.registry import PLAIN_ENGINE
+from lowtide.techniques.technique import Option
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.capture.loss import Capture, CapturedGraph, CompiledLoss, call_key
 from lowtide.tracing.step_state import parameters_of, watch_modules
@@ -67,14 +70,31 @@ class GraphEngine:
         loss = PlannedLoss(work, shapes, Uncaptured(plan, work), lowering, shapes.is_planned)
         return Applied(replace(work, loss=loss, autocast=None), applied, loss.release)
 
-    def predict(self, work: Workload, plan: Plan, baseline: Profile) -> Profile:
-        """The program as a traced step."""
+    def predict(
+        self,
+        work: Workload,
+        options: Sequence[Option],
+        program: ProgramChoice | None,
+        baseline: Profile,
+        *,
+        only_peaks: bool = False,
+    ) -> Profile:
+        """The program as a traced step; with options around it, a trace of that step on fake tensors."""
         candidates = graph_candidates(work, baseline)
-        form = None if plan.program is None else candidates.form(LOWERINGS[plan.program.lowering])
-        if form is None or plan.program is None or form.problem.joint.digest != plan.program.graph:
+        form = None if program is None else candidates.form(LOWERINGS[program.lowering])
+        if form is None or program is None or form.problem.joint.digest != program.graph:
             raise PlanError("The plan is of another graph than this step's", hint="Plan again.")
-        check_runs_on(plan.program.instructions, form.problem.joint)
-        return form.forecast.profile(plan.program.instructions)
+        joint, lowering = form.problem.joint, LOWERINGS[program.lowering]
+        check_runs_on(program.instructions, joint)
+        after = form.forecast.profile(program.instructions)
+        if not options:
+            return after
+        if lowering.compiles:
+            return replace(after, graph=with_prices(after.graph, prices_inside(options, after)))
+        if candidates.inputs is None:
+            raise TraceError("A trace cannot follow the captured graph", hint=f"Plan with engine={PLAIN_ENGINE!r}.")
+        loss = ProgramLoss(work.loss, joint, program.instructions, lowering, candidates.inputs, candidates.mutated)
+        return predict(replace(work, loss=loss, autocast=None), options, baseline, only_peaks=only_peaks)
 
 
 class PlannedLoss:

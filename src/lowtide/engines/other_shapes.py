@@ -85,7 +85,7 @@ class OtherShapes:
         budget = self.plan.budget_bytes
         plain = profile(work, fake=True, device=self.plan.device, measure=True)
         candidates = GraphCandidates(joint or capture_joint(work), plain)
-        fastest = candidates.fastest(self.plan.engine, LOWERINGS[self.planned.lowering], budget)
+        fastest = candidates.fastest(self.plan.engine, LOWERINGS[self.planned.lowering], budget, self.plan.options)
         if fastest is None:
             raise TraceError(f"The {self.planned.lowering} lowering runs no program of this batch")
         fits = fastest.peak_bytes <= budget

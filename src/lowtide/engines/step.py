@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lowtide.engines.watch import BatchWatch, ForwardWatch, ParameterWatch
-from lowtide.errors import LowtideError, WorkloadError
+from lowtide.errors import LowtideError, PlanError, WorkloadError
 from lowtide.fingerprint import batch_shapes
 from lowtide.planning.engine import ENGINES
 from lowtide.planning.plan import Plan, check_plan
 from lowtide.profiling import Profile, profile
 from lowtide.sizes import format_size
+from lowtide.techniques.registry import techniques
 from lowtide.tracing.meter import CpuPeak
 from lowtide.tracing.step_state import other_bytes, static_bytes, watch_modules
 from lowtide.workload import Workload, autocast
@@ -65,6 +66,8 @@ class Step:
         self._applied = engine.apply(work, plan)
         self.work = self._applied.work
         self._warned = False
+        left = ((option.technique, techniques()[option.technique].check(option)) for option in plan.options)
+        self._uses_gradients = [name for name, check in left if not check.leaves_gradients]
         self._batches = None if engine.captures else BatchWatch(plan, self.work)
         self._parameters: ParameterWatch | None = ParameterWatch(plan, work, self._batches)
         self._watched = self._watch_forward()
@@ -103,7 +106,18 @@ class Step:
         return self.work.device.type == "cpu" and self.measured is not None and like_planned
 
     def loss(self, batch: Any) -> Tensor:
-        """The planned loss with its graph, for your own loop; under ``torch.no_grad()`` the loss alone."""
+        """The planned loss with its graph, for your own loop; under ``torch.no_grad()`` the loss alone.
+
+        Raises ``PlanError`` if the plan uses gradients in backward: a loop of your own would find none.
+        """
+        if torch.is_grad_enabled() and self._uses_gradients:
+            raise PlanError(
+                f"The plan uses gradients in backward ({', '.join(self._uses_gradients)}), and leaves none in .grad",
+                hint=f"Train with step(batch), or plan with forbid={self._uses_gradients!r}.",
+            )
+        return self._loss(batch)
+
+    def _loss(self, batch: Any) -> Tensor:
         if batch is None and self.work.batch is not None:
             raise WorkloadError(
                 "The step was called with None for its batch", hint="Pass a batch like the planned one."
@@ -128,6 +142,7 @@ class Step:
             self._watched.remove()
         self._applied()
         self.work = self._plain
+        self._uses_gradients = []
         self._batches = self._parameters = None
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -163,7 +178,7 @@ class Step:
         optimizer = self.work.optimizer
         (self.model if optimizer is None else optimizer).zero_grad()
         with nullcontext() if meter is None else meter:
-            loss = self.loss(batch)
+            loss = self._loss(batch)
             loss.backward()
             if optimizer is not None:
                 optimizer.step()

@@ -7,16 +7,17 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Literal
+from typing import Literal, TypeVar
 
 from lowtide.errors import BudgetError
 from lowtide.planning.baseline import baseline_profile
 from lowtide.planning.budget import plans
 from lowtide.planning.candidate import Permission
+from lowtide.planning.combinations import leaves_gradients
 from lowtide.planning.engine import AUTO, ENGINES, engines_named
 from lowtide.planning.graph_candidates import graph_candidates
 from lowtide.planning.lowering import LOWERINGS
-from lowtide.planning.plan import Plan
+from lowtide.planning.plan import Choice, Plan, ProgramChoice
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import best_seconds, has_ranks, peak_above_start
 from lowtide.sizes import format_seconds
@@ -27,6 +28,7 @@ from lowtide.workload import Workload, check_workload
 _RIVALS = 3  # plans that are timed
 _ROUNDS = 2  # in turns
 _CORRECTIONS = 3  # times that compiled plans are planned again with a measured peak; then they are left out
+_Part = TypeVar("_Part", Choice, ProgramChoice)
 _NOISE = 1.03  # a stricter plan is taken if it is at most this much slower
 
 
@@ -35,6 +37,7 @@ def plan(
     budget: float | str,
     *,
     allow: str | Collection[str] | None = (),
+    forbid: str | Collection[str] | None = (),
     profile: Profile | None = None,
     fake: bool = False,
     device: str | None = None,
@@ -46,14 +49,17 @@ def plan(
 
     ``budget`` is "6GiB", "800MB", a number of bytes, "60%" of the plain step's peak, or "device". A plan uses bitwise
     and roundoff techniques. ``allow`` permits more: a fidelity class with all stricter ones, or a technique's name.
-    "bitwise" alone permits nothing else. A ``profile`` of the plain step avoids tracing it again. The plain step is
-    predicted with ``fake``, for a ``device`` that is not here, and where it does not fit. The model does not change.
+    "bitwise" alone permits nothing else. ``forbid`` names techniques that it does not use. A ``profile`` of the plain
+    step avoids tracing it again. The plain step is predicted with ``fake``, for a ``device`` that is not here, and
+    where it does not fit. The model does not change.
+
+    A plan may step parameters in backward, for loops that call ``step(batch)``. Gradients are then gone, and
+    ``step.loss`` raises. Loops that read them plan with ``forbid="optimizer_in_backward"``.
 
     ``engine`` names what may run the step. "eager" runs the model's own code, with techniques in its modules. "graph"
     captures the loss, forward and backward, and plans op by op. "auto" takes the faster plan of both.
 
-    ``compile=True`` lets the graph engine run regions compiled by Inductor. They round otherwise, and draw their own
-    dropout masks. "auto" does so on a GPU, where it is faster than the plain step's ops.
+    ``compile=True`` lets Inductor compile regions, with roundoff and dropout masks of their own; "auto" on a GPU alone.
 
     Up to three plans with close predictions run a few steps. The fastest is taken, with its measured seconds.
     ``tune=False`` skips that, and so does a process group, whose ranks need one plan. Then, for one profile, a larger
@@ -63,7 +69,7 @@ def plan(
     check_workload(work, call="lowtide.plan(work, budget)")
     is_here = not fake and device in (None, work.device.type) and work.device.type != "meta"
     most = _RIVALS if tune and is_here and not has_ranks() else 1
-    permitted = Permission.of(allow)
+    permitted = Permission.of(allow, forbid)
     engines_named(engine)
     lowerings = (None if work.device.type == "cuda" else False) if compile == "auto" else compile
     search = partial(plans, work, budget, permitted=permitted, engine=engine, most=most)
@@ -102,7 +108,8 @@ def _fastest(work: Workload, rivals: list[Plan]) -> tuple[Plan, int | None]:
         f"{_name(rival)} {format_seconds(taken)}" for rival, taken in zip(rivals, timed, strict=True) if taken < inf
     ]
     if times:
-        notes.append(f"Timed before choosing, loss and gradients of a step: {', '.join(times)}.")
+        what = "whole steps" if any(map(_steps_in_backward, rivals)) else "loss and gradients of a step"
+        notes.append(f"Timed before choosing, {what}: {', '.join(times)}.")
     best = replace(rivals[chosen], notes=(*rivals[chosen].notes, *notes))
     if len(times) > 1:
         why = f"Measured to be the fastest of {len(times)} plans that fit."
@@ -124,6 +131,7 @@ def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], d
     seconds = [inf for _ in plans]
     failed: dict[int, str] = {}
     peaks: dict[int, int] = {}
+    whole = any(map(_steps_in_backward, plans))  # then a backward pass is more than the plain step's
     with ExitStack() as stack:
         steps = [_step(work, plan, stack) for plan in plans]
         for index in [*range(len(plans))] * _ROUNDS:
@@ -131,7 +139,7 @@ def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], d
                 continue
             try:
                 with unchanged(work), steps[index]() as step:
-                    seconds[index] = min(seconds[index], *best_seconds(step))
+                    seconds[index] = min(seconds[index], *best_seconds(step, whole=whole))
                     if _is_compiled(plans[index]) and (above := peak_above_start(step)) is not None:
                         peaks[index] = above
             except Exception as error:  # whatever the reason, this plan cannot be taken
@@ -143,6 +151,10 @@ def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], d
         if plan is not None and index in failed
     ]
     return seconds, peaks, notes
+
+
+def _steps_in_backward(plan: Plan | None) -> bool:
+    return plan is not None and not all(map(leaves_gradients, plan.options))
 
 
 _Entering = Callable[[], AbstractContextManager[Workload]]
@@ -166,16 +178,22 @@ def _applied(work: Workload, plan: Plan) -> Generator[Workload]:
 
 def _with_seconds(plan: Plan, longer: float) -> Plan:
     """The plan with the measured difference to the plain step in place of the predicted one."""
+    parts = [*plan.choices, *([plan.program] if plan.program else [])]
+    off = longer - sum(part.seconds for part in parts)  # the part with the longest prediction takes the difference
+    most = max(parts, key=lambda part: part.seconds, default=None)
+
+    def measured(part: _Part) -> _Part:
+        return replace(part, seconds=part.seconds + off) if part is most else part
+
     return replace(
         plan,
         seconds=plan.baseline.seconds + longer,
-        choices=tuple(replace(choice, seconds=longer) for choice in plan.choices),
-        program=plan.program and replace(plan.program, seconds=longer),
+        choices=tuple(map(measured, plan.choices)),
+        program=plan.program and measured(plan.program),
     )
 
 
 def _name(plan: Plan) -> str:
-    return (
-        ", ".join(str(option) for option in plan.options)
-        or f"the {plan.engine} engine ({plan.program.lowering if plan.program else 'plain'})"
-    )
+    program = f"the {plan.engine} engine ({plan.program.lowering if plan.program else 'plain'})"
+    changes = [program] if plan.program or not plan.options else []
+    return " with ".join([*changes, *map(str, plan.options)])

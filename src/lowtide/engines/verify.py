@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import math
 import time
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowtide.errors import PlanError
 from lowtide.planning.engine import ENGINES
@@ -71,7 +73,7 @@ def verify(work: Workload, plan: Plan) -> Verification:
         except torch.OutOfMemoryError:
             notes.append("The plain step does not fit on this device, so there is nothing to compare results with.")
         with ENGINES[plan.engine].apply(work, plan) as applied:
-            planned = _run(applied.work, others)
+            planned = _run(applied.work, others, sees_gradients=not _strictest_promise(plan).leaves_gradients)
             # Compiled code allocates without torch's dispatcher, so a trace would not see its results.
             traced = None if _draws_its_own(plan) else profile(applied.work)
             if traced is None and planned.peak_bytes is None:
@@ -206,14 +208,18 @@ class _Outcome:
     seconds: float
 
 
-def _run(work: Workload, others: int) -> _Outcome:
-    """Run a step for its results, then for time and, on a GPU, for the peak less ``others`` bytes. Restores all."""
+def _run(work: Workload, others: int, *, sees_gradients: bool = False) -> _Outcome:
+    """Run a step for its results, then for time and, on a GPU, for the peak less ``others`` bytes. Restores all.
+
+    ``sees_gradients`` copies each gradient on its way, for steps that leave none.
+    """
+    model, seen = work.model, dict[str, Tensor]()
     with unchanged(work):
-        loss = _step(work)
-        model = work.model
+        with _watched(model, seen) if sees_gradients else nullcontext():
+            loss = _step(work)
         parts = {
             "loss": {"loss": loss},
-            "gradients": {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+            "gradients": {n: p.grad for n, p in model.named_parameters() if p.grad is not None} | seen,
             "buffers": dict(model.named_buffers()),
             "parameters": dict(model.named_parameters()),
             "generators": generators(work),
@@ -224,6 +230,22 @@ def _run(work: Workload, others: int) -> _Outcome:
         if peak is not None:
             peak -= others
     return _Outcome(parts, peak, seconds)
+
+
+@contextmanager
+def _watched(model: nn.Module, seen: dict[str, Tensor]) -> Generator[None]:
+    """Copy gradients to the host, before anything uses them."""
+
+    def see(name: str, gradient: Tensor) -> None:
+        seen[name] = on_host(gradient)
+
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    handles = [parameter.register_hook(partial(see, name)) for name, parameter in named]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _step(work: Workload) -> Tensor:
@@ -279,8 +301,7 @@ def _strictest_promise(plan: Plan) -> Check:
 
 
 def _compare(plain: _Outcome, planned: _Outcome, check: Check) -> tuple[Agreement, ...]:
-    parts = [what for what in plain.parts if what != "gradients" or check.leaves_gradients]
-    return tuple(_agreement(what, plain.parts[what], planned.parts[what], check) for what in parts)
+    return tuple(_agreement(what, part, planned.parts[what], check) for what, part in plain.parts.items())
 
 
 def _let_rounding_pass(

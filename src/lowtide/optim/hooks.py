@@ -180,7 +180,8 @@ def _see_clipped(parameters: Iterable[Tensor]) -> None:
             if reason is not None:
                 raise LowtideError(
                     f"A parameter of {tuple(parameter.shape)} {reason}: it has no gradient to clip",
-                    hint="Leave out clipping, or undo what uses gradients in backward.",
+                    hint="Leave out clipping, or undo what uses gradients in backward: a plan is made without it by "
+                    "forbid=['optimizer_in_backward', 'stored_gradients'].",
                 )
 
 

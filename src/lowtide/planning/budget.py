@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +49,7 @@ def plans(
     _check_profile(baseline, fingerprint)
     wanted = resolve_budget(budget, baseline.peak_bytes, baseline.graph.device, baseline.other_bytes)
     fits = baseline.peak_bytes <= wanted.bytes
-    search = Search(work, baseline, PLAIN_ENGINE if fits else engine, wanted.bytes, compile=compile)
+    search = Search(work, baseline, PLAIN_ENGINE if fits else engine, wanted.bytes, permitted, compile=compile)
     rivals = search.contenders(wanted.bytes, permitted, most=1 if fits else most, close=close)
     if not rivals:
         raise no_plan(search, wanted.bytes, permitted)
@@ -62,14 +63,20 @@ def plans(
             seconds=base.seconds + rival.candidate.price.seconds,
             seconds_source=baseline.seconds_source,
             baseline=base,
-            choices=_choices(rival, search.faster_peak(rival, permitted), base, wanted.bytes),
+            choices=_choices(rival, search.saved_bytes(rival), search.faster_peak(rival, permitted), wanted.bytes),
             fingerprint=fingerprint,
             device=baseline.graph.device,
-            notes=tuple(note for note in (wanted.said, *search.notes, _estimated(rival), _compiled(rival)) if note),
+            notes=_notes(wanted, search, rival, permitted),
             program=search.program(rival, wanted.bytes),
         )
         for rival in rivals
     ]
+
+
+def _notes(wanted: Budget, search: Search, rival: Contender, permitted: Permission) -> tuple[str, ...]:
+    outlook = search.outlook(rival, wanted.bytes, permitted)
+    notes = (wanted.said, *outlook, *search.notes, _estimated(rival), _compiled(rival))
+    return tuple(filter(None, notes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +116,15 @@ def _check_profile(profile: Profile, fingerprint: Fingerprint) -> None:
         raise PlanError(f"The profile is of {differs}", hint="Leave profile= out, or profile this step.")
 
 
-def _choices(rival: Contender, faster_peak: int, base: Baseline, budget: int) -> tuple[Choice, ...]:
-    option, price = rival.candidate.change, rival.candidate.price
-    if not isinstance(option, Option):
-        return ()
+def _choices(rival: Contender, saved: Sequence[int], faster_peak: int, budget: int) -> tuple[Choice, ...]:
+    candidate = rival.candidate
+    prices = candidate.prices[candidate.is_program :] or (candidate.price,)
     above = f": what is faster peaks at {format_size(faster_peak)} or more" if faster_peak else ""
     why = f"Predicted to be the fastest that fits {format_size(budget)}{above}."
-    return (Choice(option, price.fidelity, base.peak_bytes - rival.peak_bytes, price.seconds, why),)
+    return tuple(
+        Choice(option, price.fidelity, size, price.seconds, why)
+        for option, price, size in zip(candidate.options, prices, saved, strict=bool(candidate.options))
+    )
 
 
 def _estimated(rival: Contender) -> str:

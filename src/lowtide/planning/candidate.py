@@ -16,19 +16,24 @@ SMALLEST = 8  # programs with the smallest estimates are simulated for any budge
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One change of the step on one engine: an option of a technique, or the engine's own. None: the plain step."""
+    """One change of the loss on one engine: an option of a technique, or the engine's own. None: the plain loss.
+
+    ``around`` it are options that change the rest of the step.
+    """
 
     engine: str
     change: Option | Hashable | None
-    price: Price
+    price: Price  # of all together
     estimate: int
     lowering: str = ""  # of a program
     holds: tuple[str, ...] = ()  # names of techniques by which a program holds values
+    around: tuple[Option, ...] = ()
+    prices: tuple[Price, ...] = ()  # of the change, then of each option around it; none where nothing is around
 
     @property
-    def key(self) -> tuple[str, Option | Hashable | None, str]:
+    def key(self) -> Hashable:
         """Names the candidate among others of one step."""
-        return self.engine, self.change, self.lowering
+        return self.engine, self.change, self.lowering, self.around
 
     @property
     def kind(self) -> tuple[str, str, str]:
@@ -36,9 +41,24 @@ class Candidate:
         return self.engine, self.technique, self.lowering
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """Engine, lowering and all techniques: what fails for one of them may fail for the others."""
+        return self.engine, self.lowering, *(option.technique for option in self.options)
+
+    @property
     def technique(self) -> str:
         """The name of the option's technique; empty for other changes and the plain step."""
         return self.change.technique if isinstance(self.change, Option) else ""
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """Options to apply, in order."""
+        return (self.change, *self.around) if isinstance(self.change, Option) else self.around
+
+    @property
+    def is_program(self) -> bool:
+        """Whether the change is the engine's own."""
+        return self.change is not None and not isinstance(self.change, Option)
 
     @property
     def order(self) -> tuple[float, int, int, str]:
@@ -62,23 +82,49 @@ class Permission:
 
     loosest: Fidelity = Fidelity.ROUNDOFF
     names: frozenset[str] = frozenset()
+    forbidden: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, allow: str | Collection[str] | None) -> Permission:
-        """Read ``allow`` as users write it: a class, a technique's name, or several of both."""
-        wanted = [allow] if isinstance(allow, str) else allow or ()
-        if not isinstance(wanted, Collection) or not all(isinstance(item, str) for item in wanted):
-            raise PlanError(f"Cannot allow {allow!r}", hint="Write allow='changed', or allow=['fewbit', 'compress'].")
+    def of(cls, allow: str | Collection[str] | None, forbid: str | Collection[str] | None = ()) -> Permission:
+        """Read ``allow`` and ``forbid`` as users write them.
+
+        ``allow`` is a class, a technique's name, or several of both; ``forbid`` is one or several names.
+        """
+        wanted, unwanted = _named("allow", allow), _named("forbid", forbid)
         classes = [Fidelity(item) for item in wanted if item in list(Fidelity)]
-        names = frozenset(wanted) - frozenset(Fidelity)
-        unknown = sorted(names - techniques().keys())
-        if unknown:
-            raise PlanError(
-                f"Cannot allow {unknown[0]!r}: it is neither a fidelity class nor a technique",
-                hint=f"Classes: {', '.join(Fidelity)}. Techniques: {', '.join(sorted(techniques()))}.",
-            )
-        return cls(max(classes, default=Fidelity.ROUNDOFF), names)
+        names = wanted - frozenset(Fidelity)
+        for verb, unknown in (("allow", names - techniques().keys()), ("forbid", unwanted - techniques().keys())):
+            if unknown:
+                either = "neither a fidelity class nor a technique" if verb == "allow" else "no technique"
+                known = f"Classes: {', '.join(Fidelity)}. " if verb == "allow" else ""
+                raise PlanError(
+                    f"Cannot {verb} {min(unknown)!r}: it is {either}",
+                    hint=f"{known}Techniques: {', '.join(sorted(techniques()))}.",
+                )
+        if names & unwanted:
+            raise PlanError(f"{min(names & unwanted)} is both allowed and forbidden", hint="Leave one of the two out.")
+        return cls(max(classes, default=Fidelity.ROUNDOFF), names, unwanted)
 
     def __call__(self, candidate: Candidate) -> bool:
-        is_named = candidate.technique in self.names or (candidate.holds and self.names.issuperset(candidate.holds))
-        return bool(is_named) or candidate.price.fidelity <= self.loosest
+        prices = candidate.prices[1:]
+        around = zip((option.technique for option in candidate.around), prices, strict=True)
+        return self.permits_change(candidate) and all(self.permits(name, price.fidelity) for name, price in around)
+
+    def permits_change(self, candidate: Candidate) -> bool:
+        """Whether a plan may use the change of a candidate, whatever options are around it."""
+        price = next(iter(candidate.prices), candidate.price)
+        names = frozenset(candidate.holds or (candidate.technique,))
+        return not self.forbidden & names and (names <= self.names or price.fidelity <= self.loosest)
+
+    def permits(self, technique: str, fidelity: Fidelity) -> bool:
+        """Whether a plan may use an option of this technique with this fidelity."""
+        return technique not in self.forbidden and (technique in self.names or fidelity <= self.loosest)
+
+
+def _named(keyword: str, names: str | Collection[str] | None) -> frozenset[str]:
+    wanted = [names] if isinstance(names, str) else names or ()
+    if not isinstance(wanted, Collection) or not all(isinstance(item, str) for item in wanted):
+        example = "allow='changed', or allow=['fewbit', 'compress']"
+        example = example if keyword == "allow" else "forbid='microbatch'"
+        raise PlanError(f"Cannot {keyword} {names!r}", hint=f"Write {example}.")
+    return frozenset(wanted)

@@ -31,6 +31,7 @@ from lowtide.profiling import Profile
 from lowtide.registry import NEEDS_NO_CAPTURE, PLAIN_ENGINE
 from lowtide.techniques.microbatch.pieces import Batch
 from lowtide.techniques.technique import Fidelity
+from lowtide.tracing.capture.inputs import GraphInputs
 from lowtide.tracing.capture.joint import Joint, is_random
 from lowtide.tracing.capture.loss import Capture, capture_loss
 from lowtide.tracing.dense_parts import address
@@ -47,6 +48,7 @@ class Captured:
     fidelity: Fidelity
     note: str = ""
     is_compared: bool = True
+    inputs: GraphInputs | None = None  # None where the step has not come to the graph
 
     @property
     def joint(self) -> Joint:
@@ -61,21 +63,35 @@ def capture_and_compare(work: Workload, profiled: Profile | None = None) -> Capt
     the plain step's profile, it names draws that capture left out.
     """
     results: list[Parts] = []
-    capture = capture_loss(work, lambda joint, inputs: results.extend(_run(work, joint, inputs)))
+    places: list[GraphInputs] = []
+
+    def run(joint: Joint, inputs: Sequence[Any]) -> None:
+        places.append(GraphInputs(work, inputs))
+        results.extend(_run(work, joint, inputs))
+
+    capture = capture_loss(work, run)
     if profiled is not None:
         check_draws(capture.graph.joint, profiled)
+    fidelity, note = _earned(work, results)
+    return Captured(capture, fidelity, note, is_compared=bool(results), inputs=next(iter(places), None))
+
+
+def _earned(work: Workload, results: Sequence[Parts]) -> tuple[Fidelity, str]:
+    """The fidelity that a captured graph's results earn beside the plain step's, and why where that is not bitwise."""
     if not results:
-        note = "The captured graph was not compared with the plain step, so its bits are not promised."
-        return Captured(capture, Fidelity.ROUNDOFF, note, is_compared=False)
+        return (
+            Fidelity.ROUNDOFF,
+            "The captured graph was not compared with the plain step, so its bits are not promised.",
+        )
     (captured,) = results
     plain = {what: {name: part[name] for name in captured[what]} for what, part in _plain(work, captured).items()}
     differing = [what for what, part in plain.items() if not parts_equal(part, captured[what])]
     if not differing:
-        return Captured(capture, Fidelity.BITWISE)
+        return Fidelity.BITWISE, ""
     again = loss_and_gradients(work)
     if not all(parts_equal(part, {name: again[what][name] for name in part}) for what, part in plain.items()):
         note = "The plain step differs from itself when run twice, so the captured graph's bits are not promised."
-        return Captured(capture, Fidelity.ROUNDOFF, note)
+        return Fidelity.ROUNDOFF, note
     error = max((distance(plain[what], captured[what]) for what in differing if what != "generators"), default=0.0)
     rounding = Rounding(work, plain)
     if not all(rounding.explains(what, plain[what], captured[what]) for what in differing):
@@ -86,7 +102,7 @@ def capture_and_compare(work: Workload, profiled: Profile | None = None) -> Capt
     note = (
         f"The captured graph rounds otherwise than the plain step, by {error:.1e}: Dynamo or autograd took another way."
     )
-    return Captured(capture, Fidelity.ROUNDOFF, note)
+    return Fidelity.ROUNDOFF, note
 
 
 def capture_too_large(work: Workload, predicted: Profile) -> Captured:
@@ -95,7 +111,9 @@ def capture_too_large(work: Workload, predicted: Profile) -> Captured:
     Half the samples are tried, then a quarter, and so on. Raises ``TraceError`` as ``capture_and_compare`` does.
     Models that keep tensors from one step to the next are refused: their second step differs, and is not known here.
     """
-    capture = capture_loss(work)
+    places: list[GraphInputs] = []
+    capture = capture_loss(work, lambda _, inputs: places.append(GraphInputs(work, inputs)))
+    inputs = next(iter(places), None)
     try:
         check_draws(capture.graph.joint, predicted)
         if capture.graph.joint.stored:
@@ -109,8 +127,8 @@ def capture_too_large(work: Workload, predicted: Profile) -> Captured:
         raise
     if part is None:
         note = "The captured graph was not compared with the plain step, which does not fit."
-        return Captured(capture, Fidelity.ROUNDOFF, note, is_compared=False)
-    return Captured(capture, part.fidelity, " ".join(filter(None, (said, part.note))))
+        return Captured(capture, Fidelity.ROUNDOFF, note, is_compared=False, inputs=inputs)
+    return Captured(capture, part.fidelity, " ".join(filter(None, (said, part.note))), inputs=inputs)
 
 
 def _compared_part(work: Workload) -> tuple[Captured | None, str]:

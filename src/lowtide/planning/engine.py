@@ -12,6 +12,7 @@ from lowtide.planning.candidate import Candidate, Contender
 from lowtide.planning.plan import Plan, ProgramChoice
 from lowtide.profiling import Profile
 from lowtide.registry import Registry
+from lowtide.techniques.technique import Option
 from lowtide.undo import Applied
 from lowtide.workload import Workload
 
@@ -33,8 +34,19 @@ class Engine(Protocol):
         """The planned step, with the undo of its changes."""
         ...
 
-    def predict(self, work: Workload, plan: Plan, baseline: Profile) -> Profile:
-        """Predict the planned step without running it."""
+    def predict(
+        self,
+        work: Workload,
+        options: Sequence[Option],
+        program: ProgramChoice | None,
+        baseline: Profile,
+        *,
+        only_peaks: bool = False,
+    ) -> Profile:
+        """Predict the step with a plan's options and program without running it.
+
+        ``only_peaks`` may skip repetitions that change no peak.
+        """
         ...
 
 
@@ -43,15 +55,20 @@ class Candidates(Protocol):
 
     note: str  # for the plan; may be empty
 
-    def offers(self, engine: str, *, compile: bool | None) -> Sequence[Candidate]:
+    def offers(self, engine: str, *, compile: bool | None, around: Sequence[Option] = ()) -> Sequence[Candidate]:
         """The changes as candidates of this engine, each with price and estimate.
 
-        ``compile`` asks for compiled ones alone, or for none; None: both.
+        ``compile`` asks for compiled ones alone, or for none; None: both. ``around`` are options of the step that leave
+        the loss as it is.
         """
         ...
 
     def contender(self, candidate: Candidate) -> Contender | None:
         """A candidate with its exact peaks; None if it cannot run."""
+        ...
+
+    def saved_bytes(self, candidate: Candidate) -> Sequence[int]:
+        """Bytes that each option around a change saves at the peak, beside the change and the other options."""
         ...
 
     def choice(self, contender: Contender, budget_bytes: int) -> ProgramChoice | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -13,15 +13,18 @@ from lowtide.errors import TraceError
 from lowtide.planning.baseline import OUT_OF_MEMORY
 from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
 from lowtide.planning.captured import Captured, capture_and_compare, capture_too_large, check_draws
+from lowtide.planning.combinations import leaves_gradients, prices_inside, saved_by_each
 from lowtide.planning.lowering import LOWERINGS, REFERENCE, REWRITTEN, Lowering
 from lowtide.planning.plan import PlannedStage, ProgramChoice
+from lowtide.planning.prediction import estimate_peak, with_prices
 from lowtide.planning.programs.program import Kind, simulate
 from lowtide.planning.programs.program_profile import Forecast, check_results
 from lowtide.planning.solvers.solver import Problem, Solution, solutions
 from lowtide.profiling import Profile
 from lowtide.sizes import format_seconds, format_size
-from lowtide.techniques.technique import Fidelity
+from lowtide.techniques.technique import Fidelity, Option, Price
 from lowtide.tracing.capture.batchnorm import is_left_batch_norm
+from lowtide.tracing.capture.inputs import GraphInputs
 from lowtide.tracing.capture.joint import Joint, size_of
 from lowtide.tracing.snapshot import steady
 from lowtide.workload import Workload
@@ -45,26 +48,41 @@ class Form:
 class GraphCandidates:
     """The programs of a captured step, with each lowering."""
 
-    def __init__(self, joint: Joint, plain: Profile, *, earned: Fidelity = Fidelity.ROUNDOFF, note: str = "") -> None:
+    def __init__(
+        self,
+        joint: Joint,
+        plain: Profile,
+        *,
+        earned: Fidelity = Fidelity.ROUNDOFF,
+        note: str = "",
+        inputs: GraphInputs | None = None,
+        mutated: Sequence[int] = (),
+    ) -> None:
         check_draws(joint, plain)
         check_results(joint, plain)
         self.joint, self.plain, self.note = joint, plain, note
+        self.inputs, self.mutated = inputs, mutated  # where a trace finds the graph's inputs, and writes to them
         self._earned = earned  # by the results of the captured graph, where they were compared
-        self._forms: dict[Joint, Form] = {}
+        self._forms: dict[tuple[Joint, bool], Form] = {}
         self._excess: dict[str, int] = {}  # by lowering: measured bytes beyond the predicted peak
         forecast = Forecast(joint, plain)
         self._plain_seconds = sum(map(forecast.seconds, (*joint.forward, *joint.backward)))
 
-    def form(self, lowering: Lowering) -> Form:
-        """The graph of a lowering. Lowerings that run the same graph share it."""
-        joint = lowering.form(self.joint)
-        if joint not in self._forms:
-            forecast = Forecast(joint, self.plain)
+    def form(self, lowering: Lowering, around: Sequence[Option] = ()) -> Form:
+        """The graph of a lowering. Lowerings that run the same graph share it.
+
+        Its programs count on ``around`` to free gradients where these options do.
+        """
+        joint, holds_gradients = lowering.form(self.joint), all(map(leaves_gradients, around))
+        if (joint, holds_gradients) not in self._forms:
+            known = self._forms.get((joint, not holds_gradients))
+            forecast = Forecast(joint, self.plain) if known is None else known.forecast
             problem = lowering.problem(joint, forecast)
             seconds = sum(map(problem.seconds, (*joint.forward, *joint.backward)))
             saved = self._plain_seconds - seconds if joint is not self.joint else 0.0
-            self._forms[joint] = Form(forecast, replace(problem, saved_seconds=saved))
-        return self._forms[joint]
+            problem = replace(problem, saved_seconds=saved, holds_gradients=holds_gradients)
+            self._forms[joint, holds_gradients] = Form(forecast, problem)
+        return self._forms[joint, holds_gradients]
 
     def learn(self, lowering: str, excess_bytes: int) -> None:
         """Note by how much a measured peak of a lowering was above its prediction."""
@@ -81,29 +99,33 @@ class GraphCandidates:
         other = on_gpu and any(map(is_left_batch_norm, self.joint.forward))
         return Fidelity.ROUNDOFF if other else self._earned
 
-    def offers(self, engine: str, *, compile: bool | None) -> list[Candidate]:
+    def offers(self, engine: str, *, compile: bool | None, around: Sequence[Option] = ()) -> list[Candidate]:
         """Every program, once for each lowering: those that compile, those that do not, or both for None."""
         lowerings = [each for each in LOWERINGS.values() if each.name != REFERENCE and compile in (None, each.compiles)]
-        return [candidate for each in lowerings if self._has_form(each) for candidate in self.lowered(engine, each)]
+        candidates = (self.lowered(engine, each, around) for each in lowerings if self._has_form(each))
+        return [candidate for lowered in candidates for candidate in lowered]
 
     def _has_form(self, lowering: Lowering) -> bool:
         """Whether a lowering of rewrites has any: the plain graph is another's to offer."""
         return lowering.name != REWRITTEN or lowering.form(self.joint) is not self.joint
 
-    def lowered(self, engine: str, lowering: Lowering) -> list[Candidate]:
+    def lowered(self, engine: str, lowering: Lowering, around: Sequence[Option] = ()) -> list[Candidate]:
         """Every program with one lowering, the fastest first."""
-        fidelity, form = self.fidelity, self.form(lowering)
-        candidates = (
-            Candidate(
-                engine,
-                solution,
-                lowering.price(form.problem, solution, fidelity),
-                self.estimate(solution) + self._excess.get(lowering.name, 0),
-                lowering.name,
-                solution.techniques,
-            )
-            for solution in form.solutions
-        )
+        form, excess = self.form(lowering, around), self._excess.get(lowering.name, 0)
+        candidates: list[Candidate] = []
+        for solution in form.solutions:
+            price, holds = lowering.price(form.problem, solution, self.fidelity), solution.techniques
+            if not around:
+                estimate = self.estimate(solution) + excess
+                candidates.append(Candidate(engine, solution, price, estimate, lowering.name, holds))
+            elif not solution.host_bytes:  # a trace on fake tensors has no host to copy to
+                after = form.forecast.profile(solution.program)
+                prices = (price, *prices_inside(around, after))
+                estimate = estimate_peak(after.graph, prices[1:]) + excess
+                together, options = Price.together(prices), tuple(around)
+                candidates.append(
+                    Candidate(engine, solution, together, estimate, lowering.name, holds, options, prices)
+                )
         return sorted(candidates, key=lambda candidate: candidate.order)
 
     def estimate(self, solution: Solution) -> int:
@@ -111,14 +133,15 @@ class GraphCandidates:
         constants = sum(map(size_of, self.joint.constants.values()))
         return self.plain.static_bytes + constants + solution.estimate_bytes
 
-    def fastest(self, engine: str, lowering: Lowering, budget_bytes: int) -> Contender | None:
+    def fastest(
+        self, engine: str, lowering: Lowering, budget_bytes: int, around: Sequence[Option] = ()
+    ) -> Contender | None:
         """The fastest program of one lowering that fits a budget, or else the smallest; None if it can run none.
 
-        Only programs that need no permission.
-
-        Programs whose estimates are far above the budget are not simulated, except the few smallest.
+        Programs that need a permission are left out. Of those with estimates far above the budget, only the few smallest
+        are simulated.
         """
-        candidates = list(filter(Permission(), self.lowered(engine, lowering)))
+        candidates = list(filter(Permission().permits_change, self.lowered(engine, lowering, around)))
         smallest = sorted(candidates, key=lambda candidate: candidate.estimate)[:SMALLEST]
         rest: list[Contender] = []
         for candidate in candidates:
@@ -130,33 +153,42 @@ class GraphCandidates:
         return min(rest, key=lambda contender: contender.peak_bytes, default=None)
 
     def contender(self, candidate: Candidate) -> Contender | None:
-        """A program with its simulated peaks; None if its lowering cannot run it."""
+        """A program with its simulated peaks, options around it by their prices; None if its lowering cannot run it."""
         program, lowering = cast(Solution, candidate.change).program, LOWERINGS[candidate.lowering]
         form = self.form(lowering)
         if not lowering.can_run(form.problem.joint, program):
             return None
         after, excess = form.forecast.profile(program), self._excess.get(candidate.lowering, 0)
+        if candidate.around:
+            after = replace(after, graph=with_prices(after.graph, prices_inside(candidate.around, after)))
         return Contender(candidate, after.peak_bytes + excess, after.storage_peak_bytes + excess)
+
+    def saved_bytes(self, candidate: Candidate) -> tuple[int, ...]:
+        """Bytes that each option around a program saves at the peak."""
+        form = self.form(LOWERINGS[candidate.lowering], candidate.around)
+        after = form.forecast.profile(cast(Solution, candidate.change).program)
+        return saved_by_each(after.graph, prices_inside(candidate.around, after), candidate.estimate)
 
     def choice(self, contender: Contender, budget_bytes: int) -> ProgramChoice:
         """A program with its reasons, in bytes of the whole step, as a plan carries it."""
         candidate, peak_bytes = contender.candidate, contender.peak_bytes
+        price = next(iter(candidate.prices), candidate.price)
         solution = cast(Solution, candidate.change)
         beside = peak_bytes - solution.estimate_bytes
         stages = tuple(
             stage._replace(choice=replace(stage.choice, peak_bytes_if_kept=stage.choice.peak_bytes_if_kept + beside))
             for stage in solution.explain()
         )
-        problem = self.form(LOWERINGS[candidate.lowering]).problem
+        problem = self.form(LOWERINGS[candidate.lowering], candidate.around).problem
         return ProgramChoice(
             instructions=solution.program,
             graph=problem.joint.digest,
             lowering=candidate.lowering,
             solver=solution.solver,
             room_bytes=simulate(solution.program).peak_bytes + budget_bytes - peak_bytes,
-            seconds=candidate.price.seconds,
+            seconds=price.seconds,
             bound=solution.bound,
-            fidelity=candidate.price.fidelity,
+            fidelity=price.fidelity,
             why=(
                 *_rewrites(problem),
                 *_reasons(stages, budget_bytes),
@@ -220,7 +252,15 @@ def graph_candidates(work: Workload, plain: Profile) -> GraphCandidates:
     known = plain.findings.get(GraphCandidates)
     if known is None or known[0]() is not work:
         captured = capture_too_large(work, plain) if too_large else _steady_capture(work, plain)
-        candidates = GraphCandidates(captured.joint, plain, earned=captured.fidelity, note=captured.note)
+        graph = captured.capture.graph
+        candidates = GraphCandidates(
+            graph.joint,
+            plain,
+            earned=captured.fidelity,
+            note=captured.note,
+            inputs=captured.inputs if graph.is_plain else None,
+            mutated=graph.moved,
+        )
         known = plain.findings[GraphCandidates] = weakref.ref(work), candidates
         if work.captures is None:
             captured.capture.release()

@@ -144,7 +144,8 @@ class Plan:
             saved = format_size(choice.saved_bytes)
             lines.append(f"    saves {saved} at the peak, takes {_difference(choice.seconds)}. {choice.why}")
         if self.program is not None:
-            saved = format_size(base.peak_bytes - self.peak_bytes)
+            rest = base.peak_bytes - self.peak_bytes - sum(choice.saved_bytes for choice in self.choices)
+            saved = format_size(max(0, rest))
             lines.append(f"  {self.program} on the {self.engine} engine")
             lines.append(f"    saves {saved} at the peak, takes {_difference(self.program.seconds)}.")
             lines += [f"    {line}" for line in self.program.why]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lowtide.errors import PlanError, TraceError
 from lowtide.planning.engine import ENGINES
@@ -15,15 +16,70 @@ from lowtide.planning.programs.program import Program
 from lowtide.profiling import Comparison, Profile, profile
 from lowtide.profiling.kernels import Workspaces
 from lowtide.techniques.registry import find_technique
-from lowtide.techniques.technique import Kind, Option, Price, Technique, loss_for_peaks
-from lowtide.tracing.graph import Graph
+from lowtide.techniques.technique import Interval, Kind, Option, Price, Technique, loss_for_peaks
+from lowtide.tracing.graph import Category, Graph, Storage
 from lowtide.tracing.snapshot import unchanged
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
+_KEPT: tuple[Category, ...] = ("parameter", "buffer", "optimizer state", "input", "gradient")
+
 
 def estimate_peak(graph: Graph, prices: Iterable[Price]) -> int:
     """Estimate the allocated peak of a traced step under some prices, by their live intervals."""
+    return int(max(graph.live_bytes(allocated=True) + _change(graph, prices), default=0))
+
+
+def kept_peak(graph: Graph, prices: Iterable[Price]) -> int:
+    """Estimate the peak of what no recomputation frees: what stays between steps, gradients, the optimizer's step."""
+    live, first = graph.live_bytes(*_KEPT, allocated=True), graph.phase_starts().get("optimizer", len(graph.ops))
+    live[first:] = graph.live_bytes(allocated=True)[first:]
+    return int(max(live + _change(graph, prices), default=0))
+
+
+def with_prices(graph: Graph, prices: Iterable[Price]) -> Graph:
+    """A traced step as some prices change it, for an engine whose step no trace can follow.
+
+    What an interval removes is cut out of the storage that fits it best.
+    """
+    storages = list(graph.storages)
+
+    def excess(storage: Storage, interval: Interval) -> tuple[int, int]:
+        return storage.bytes - interval.bytes, storage.death - storage.birth
+
+    for price in prices:
+        for interval in price.removed:
+            fitting = [
+                place
+                for place, s in enumerate(storages)
+                if s.birth <= interval.birth and interval.death <= s.death and s.bytes >= interval.bytes
+                if s.device == graph.tensor_device and s.category != "workspace"
+            ]
+            if not fitting:
+                continue
+            place = min(fitting, key=lambda place: excess(storages[place], interval))
+            whole = storages[place]
+            rest = [
+                replace(whole, bytes=size, birth=birth, death=death)
+                for size, birth, death in (
+                    (whole.bytes, whole.birth, interval.birth),
+                    (whole.bytes - interval.bytes, interval.birth, interval.death),
+                    (whole.bytes, interval.death, whole.death),
+                )
+                if birth < death and size
+            ] or [replace(whole, bytes=0)]
+            storages[place] = rest[0]
+            storages += rest[1:]
+        for interval in price.added:
+            birth, death = interval.birth, interval.death
+            device = graph.tensor_device
+            storages.append(
+                Storage(0, interval.bytes, device, "uint8", "temporary", birth, death, interval.why, "", "")
+            )
+    return replace(graph, storages=tuple(replace(s, id=place) for place, s in enumerate(storages)))
+
+
+def _change(graph: Graph, prices: Iterable[Price]) -> NDArray[np.int64]:
     change = np.zeros(len(graph.ops) + 1, np.int64)
     unit = graph.granularity
     for price in prices:
@@ -32,7 +88,7 @@ def estimate_peak(graph: Graph, prices: Iterable[Price]) -> int:
                 size = sign * -(-interval.bytes // unit) * unit
                 change[interval.birth] += size
                 change[interval.death] -= size
-    return int(max(graph.live_bytes(allocated=True) + np.cumsum(change)[:-1], default=0))
+    return np.cumsum(change)[:-1]
 
 
 def predict(work: Workload, options: Sequence[Option], baseline: Profile, *, only_peaks: bool = False) -> Profile:
@@ -86,7 +142,7 @@ class Prediction:
 def predict_plan(work: Workload, plan: Plan, baseline: Profile) -> Prediction:
     """Predict a planned step without running it, then restore the model."""
     plan.check(work, device=baseline.graph.device)
-    after = ENGINES[plan.engine].predict(work, plan, baseline)
+    after = ENGINES[plan.engine].predict(work, plan.options, plan.program, baseline)
     return Prediction(plan, baseline, replace(after, name=f"{after.name}, planned"))
 
 

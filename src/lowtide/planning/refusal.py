@@ -15,7 +15,6 @@ from lowtide.tracing.graph import Category
 
 _STAYING: dict[Category, str] = {
     "parameter": "parameters",
-    "gradient": "gradients",
     "optimizer state": "optimizer state",
     "buffer": "buffers",
     "input": "the batch",
@@ -44,6 +43,8 @@ def _composition(search: Search) -> str:
         if storage.category in _STAYING:
             held[storage.category] += storage.bytes
     parts = [f"{words} {format_size(held[category])}" for category, words in _STAYING.items() if held[category]]
+    rest = search.floor_bytes - held.total()
+    parts += [f"gradients and the optimizer's step {format_size(rest)}"] if rest > 0 else []
     return f"Every plan holds {format_size(search.floor_bytes)} unless more is allowed: {', '.join(parts)}."
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
-from functools import cached_property
+from collections.abc import Collection, Hashable, Iterable, Iterator
+from operator import is_not
 from typing import Any
 
 from lowtide.errors import PlanError, TraceError
 from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
-from lowtide.planning.engine import AUTO, Candidates, Engine, engines_named
+from lowtide.planning.combinations import Combination, combinations, saved_by_each
+from lowtide.planning.engine import AUTO, ENGINES, Candidates, Engine, engines_named
+from lowtide.planning.lowering import LOWERINGS
 from lowtide.planning.plan import ProgramChoice
-from lowtide.planning.prediction import apply_options, estimate_peak, predict
+from lowtide.planning.prediction import apply_options, estimate_peak, kept_peak, predict
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import has_ranks
 from lowtide.registry import PLAIN_ENGINE
+from lowtide.sizes import format_seconds, format_size
 from lowtide.techniques.registry import measure, study, techniques
 from lowtide.techniques.technique import Fidelity, Option, Price, Technique
 from lowtide.tracing.snapshot import unchanged
@@ -36,7 +39,14 @@ class Search:
     """
 
     def __init__(
-        self, work: Workload, baseline: Profile, engine: str, budget: int, *, compile: bool | None = False
+        self,
+        work: Workload,
+        baseline: Profile,
+        engine: str,
+        budget: int,
+        permitted: Permission,
+        *,
+        compile: bool | None = False,
     ) -> None:
         self.work = work
         self._compile = compile
@@ -52,6 +62,11 @@ class Search:
         self._exact: dict[Any, Contender | None] = {plain.key: self._plain}
         self._runnable: dict[Option, bool] = {}
         self._left_out: set[tuple[str, str]] = set()
+        self._combined: dict[Permission, list[Combination]] = {}
+        self._expanded: set[tuple[Option, ...]] = set()
+        self.floor_bytes = min(
+            [kept_peak(baseline.graph, ()), *(each.floor_bytes for each in self._combinations(permitted))]
+        )
         self.candidates = [plain]
         engines = engines_named(engine)
         self._option_engines = [each.name for each in engines if each.takes_options]
@@ -65,13 +80,6 @@ class Search:
                 self.candidates += self._offers(each, required=engine != AUTO)
         self.candidates.sort(key=lambda candidate: candidate.order)
 
-    @cached_property
-    def floor_bytes(self) -> int:
-        """Bytes that no captured step goes below: all that stays between steps, and all gradients."""
-        graph = self.baseline.graph
-        gradients = (s for s in graph.on_device if s.category == "gradient" and s.death == len(graph.ops))
-        return graph.static_bytes + sum(graph.rounded(s.bytes) for s in gradients)
-
     def contenders(self, budget: int, permitted: Permission, *, most: int = 1, close: float = CLOSE) -> list[Contender]:
         """The first candidates by seconds that fit: at most one of each engine and technique, or lowering.
 
@@ -79,21 +87,23 @@ class Search:
         order. Options with a higher estimate than one of their technique that did not fit are skipped.
         """
         smallest = {candidate.key for candidate in self._smallest(permitted)}
-        failed: dict[str, float] = {}
+        failed: dict[Hashable, float] = {}
         rivals: dict[tuple[str, str, str], Contender] = {}
         limit = math.inf
         for candidate in self.candidates:
             seconds = self.baseline.seconds + candidate.price.seconds
             if len(rivals) == most or (rivals and seconds > limit):
                 break
+            if self._expand(permitted, budget, below=candidate.price.seconds):
+                return self.contenders(budget, permitted, most=most, close=close)
             name, kind = candidate.technique, candidate.kind
             if name in self._unstudied and kind not in rivals and candidate.estimate <= budget * _SLACK:
                 self._study()
                 return self.contenders(budget, permitted, most=most, close=close)
             if not permitted(candidate) or kind in rivals:
                 continue
-            slack = _SLACK if name or candidate.change is None else PROGRAM_SLACK
-            worth = candidate.estimate <= budget * slack and candidate.estimate < failed.get(name, math.inf)
+            slack = PROGRAM_SLACK if candidate.is_program else _SLACK
+            worth = candidate.estimate <= budget * slack and candidate.estimate < failed.get(candidate.parts, math.inf)
             if not (worth or candidate.key in smallest):
                 continue
             if name in self._unmeasured:
@@ -103,8 +113,10 @@ class Search:
             if contender is not None and contender.peak_bytes <= budget and self._runs(candidate):
                 rivals[kind] = contender
                 limit = min(limit, seconds * close)
-            elif name:
-                failed[name] = min(candidate.estimate, failed.get(name, math.inf))
+            elif candidate.options:
+                failed[candidate.parts] = min(candidate.estimate, failed.get(candidate.parts, math.inf))
+        if not rivals and self._expand(permitted, budget):
+            return self.contenders(budget, permitted, most=most, close=close)
         if rivals:
             return list(rivals.values())
         least = self.least(permitted)
@@ -113,13 +125,14 @@ class Search:
     def least(self, permitted: Permission, *, traced: int = _TRACED) -> Contender:
         """The candidate with the smallest peak, of the smallest estimates that can be used."""
         self._study()
+        self._expand(permitted, most=_TRACED)
         looked_at = [self._plain]
         seen: Counter[Any] = Counter()
         unusable: Counter[Any] = Counter()
         for candidate in self._by_estimate(permitted):
-            is_option, kind = isinstance(candidate.change, Option), candidate.kind
-            group, limit = (Option, traced) if is_option else (kind, SMALLEST)
-            if seen[group] == limit or unusable[kind] == _TRACED:
+            is_option, parts = bool(candidate.options), candidate.parts
+            group, limit = _group(candidate, traced)
+            if seen[group] == limit or unusable[parts] == _TRACED:
                 self.is_complete &= not is_option
                 continue
             contender = self.exact(candidate)
@@ -127,16 +140,16 @@ class Search:
                 looked_at.append(contender)
                 seen[group] += 1
             else:
-                unusable[kind] += 1
+                unusable[parts] += 1
         return min(looked_at, key=lambda contender: contender.peak_bytes)
 
     def exact(self, candidate: Candidate) -> Contender | None:
         """The peaks under a candidate, by tracing or simulating it; None where it cannot be used, which is noted."""
         if candidate.key not in self._exact:
             source = self._sources.get(candidate.engine)
-            is_option = isinstance(candidate.change, Option)
+            is_simulated = not candidate.options or (candidate.lowering and LOWERINGS[candidate.lowering].compiles)
             self._exact[candidate.key] = (
-                self._trace(candidate) if is_option or source is None else source.contender(candidate)
+                self._trace(candidate) if source is None or not is_simulated else source.contender(candidate)
             )
         return self._exact[candidate.key]
 
@@ -146,10 +159,54 @@ class Search:
         looked_at = ((c, self._exact.get(c.key)) for c in faster)
         return min((contender.peak_bytes if contender else c.estimate for c, contender in looked_at), default=0)
 
+    def saved_bytes(self, contender: Contender) -> list[int]:
+        """Bytes that each option saves at the peak: those around a change beside all else, the change the rest."""
+        candidate = contender.candidate
+        total = self.baseline.peak_bytes - contender.peak_bytes
+        if not candidate.around:
+            return [total]
+        if candidate.is_program:
+            return list(self._sources[candidate.engine].saved_bytes(candidate))
+        change, *around = saved_by_each(self.baseline.graph, candidate.prices, candidate.estimate)
+        return [max(change, total - sum(around)), *around]
+
+    def outlook(self, chosen: Contender, budget: int, permitted: Permission) -> Iterator[str]:
+        """Say what more bytes and what one more permission would buy, by candidates that are priced already."""
+        mine = chosen.candidate
+        if mine.change is None or math.isnan(mine.price.seconds):
+            return
+        faster = [c for c in self.candidates if c.change is not None and c.price.seconds < mine.price.seconds]
+        larger = [(self._peak(c), c) for c in faster if permitted(c) and self._peak(c) > budget]
+        if larger:
+            peak, candidate = min(larger, key=lambda each: (each[0], each[1].order))
+            less = format_seconds(mine.price.seconds - candidate.price.seconds)
+            yield f"A budget of {format_size(peak)}, {format_size(peak - budget)} more, would take {less} less."
+        closed = [
+            c for c in self.candidates if c.change is not None and not permitted(c) and not self._forbids(permitted, c)
+        ]
+        quick = [c for c in closed if c in faster and self._peak(c) <= budget]
+        small = [c for c in closed if self._peak(c) < chosen.peak_bytes]
+        if quick:
+            best = min(quick, key=lambda c: (c.price.fidelity.rank, *c.order))
+            less = format_seconds(mine.price.seconds - best.price.seconds)
+            yield f"Allowing {_named(best)} would take {less} less, by an estimate."
+        elif small:
+            best = min(small, key=lambda c: (c.price.fidelity.rank, self._peak(c)))
+            yield f"Allowing {_named(best)} would reach {format_size(self._peak(best))}, by an estimate."
+
+    def _peak(self, candidate: Candidate) -> int:
+        """The exact peak where it is known, else the estimate."""
+        contender = self._exact.get(candidate.key)
+        return contender.peak_bytes if contender else candidate.estimate
+
+    @staticmethod
+    def _forbids(permitted: Permission, candidate: Candidate) -> bool:
+        return any(option.technique in permitted.forbidden for option in candidate.options)
+
     def program(self, contender: Contender, budget: int) -> ProgramChoice | None:
         """The program of an engine's own candidate; None for options and the plain step."""
         candidate = contender.candidate
-        if candidate.change is None or isinstance(candidate.change, Option):
+        if not candidate.is_program:
             return None
         return self._sources[candidate.engine].choice(contender, budget)
 
@@ -157,7 +214,7 @@ class Search:
         """Candidates that are looked at for any budget."""
         seen: Counter[Any] = Counter()
         for candidate in self._by_estimate(permitted):
-            group, limit = (Option, _TRACED) if isinstance(candidate.change, Option) else (candidate.kind, SMALLEST)
+            group, limit = _group(candidate, _TRACED)
             if seen[group] < limit:
                 seen[group] += 1
                 yield candidate
@@ -181,6 +238,55 @@ class Search:
         self._sources[engine.name] = source
         self.notes += filter(None, [source.note])
         return source.offers(engine.name, compile=self._compile)
+
+    # -- combinations --------------------------------------------------------------------------------------
+
+    def _combinations(self, permitted: Permission) -> list[Combination]:
+        if permitted not in self._combined:
+            self._combined[permitted] = combinations(self.baseline, permitted.permits)
+        return self._combined[permitted]
+
+    def _expand(
+        self, permitted: Permission, budget: float = math.inf, *, below: float = math.inf, most: int | None = None
+    ) -> bool:
+        """Add the candidates of combinations that may fit a budget, and may be faster than ``below``.
+
+        Each is priced before: nothing is as fast as its options with the fastest change of the loss.
+        """
+        alone = [c.price.seconds for c in self.candidates if not c.around and not math.isnan(c.price.seconds)]
+        waiting = [
+            each
+            for each in self._combinations(permitted)[:most]
+            if each.options not in self._expanded
+            and each.floor_bytes <= budget * _SLACK
+            and not each.price.seconds + min(alone, default=0.0) >= below
+        ]
+        for combination in waiting:
+            self._expanded.add(combination.options)
+            self.candidates += [*self._around_options(combination), *self._around_programs(combination)]
+        self.candidates.sort(key=lambda candidate: candidate.order)
+        return bool(waiting)
+
+    def _around_programs(self, combination: Combination) -> Iterator[Candidate]:
+        for engine, source in self._sources.items():
+            yield from source.offers(engine, compile=self._compile, around=combination.options)
+
+    def _around_options(self, combination: Combination) -> Iterator[Candidate]:
+        """The combination on engines that take options: alone, and with each option that changes the loss."""
+        names = {option.technique for option in combination.options}
+        for candidate in [c for c in self.candidates if isinstance(c.change, Option) and not c.around]:
+            change = candidate.change
+            assert isinstance(change, Option)
+            if change == combination.options[0]:
+                options, prices = combination.options[1:], combination.prices
+            elif techniques()[change.technique].kind != "step" and not _conflict({change.technique}, names):
+                options, prices = combination.options, (candidate.price, *combination.prices)
+            else:
+                continue
+            if options:
+                estimate = estimate_peak(self.baseline.graph, prices)
+                together = Price.together(prices)
+                yield Candidate(candidate.engine, change, together, estimate, around=options, prices=prices)
 
     # -- options of techniques ---------------------------------------------------------------------------
 
@@ -221,40 +327,64 @@ class Search:
                 yield from (Candidate(engine, option, price, estimate) for engine in self._option_engines)
 
     def _runs(self, candidate: Candidate) -> bool:
-        """Whether the step runs under a technique that acts on the whole of it: some losses cannot be split."""
-        option = candidate.change
-        if not isinstance(option, Option) or self.baseline.graph.fake:
-            return True
+        """Whether the step runs under techniques that act on the whole of it: some losses cannot be split."""
+        return self.baseline.graph.fake or all(map(self._is_runnable, candidate.options))
+
+    def _is_runnable(self, option: Option) -> bool:
         if techniques()[option.technique].kind == "step" and option not in self._runnable:
             try:
                 with unchanged(self.work), apply_options(self.work, [option]) as applied:
                     applied.work.compute_loss()
                 self._runnable[option] = True
             except Exception as error:  # any failure says the same: not this option
-                self._leave_out(option, error)
+                self._leave_out(str(option), error)
                 self._runnable[option] = False
         return self._runnable.get(option, True)
 
-    def _leave_out(self, option: Option, error: Exception) -> None:
+    def _leave_out(self, what: str, error: Exception) -> None:
         """Note why an option is not used, once for all options of a technique that fail alike."""
         reason = next(iter(str(error).splitlines()), type(error).__name__)  # torch adds pages of tips
-        kind = option.technique, re.sub(r"[\d.e+-]+", "", reason)  # numbers apart
+        kind = what.partition(" on ")[0], re.sub(r"[\d.e+-]+", "", reason)  # numbers apart
         if kind not in self._left_out:
             self._left_out.add(kind)
-            self.notes.append(f"{option} was left out: {reason}")
+            self.notes.append(f"{what} was left out: {reason}")
 
     def _trace(self, candidate: Candidate) -> Contender | None:
-        """Trace an option, once for a profile of the plain step."""
-        option = candidate.change
-        assert isinstance(option, Option)
-        technique = techniques()[option.technique]
-        traced: dict[Option, tuple[Technique, int, int]] = self.baseline.findings.setdefault(Search, {})
-        known = traced.get(option)
-        if known is None or known[0] is not technique:
+        """Trace a candidate with options, once for a profile of the plain step."""
+        acting = [techniques()[option.technique] for option in candidate.options]
+        traced: dict[Hashable, tuple[list[Technique], int, int]] = self.baseline.findings.setdefault(Search, {})
+        known = traced.get(candidate.key)
+        if known is None or any(map(is_not, known[0], acting)):
             try:
-                after = predict(self.work, [option], self.baseline, only_peaks=True)
+                after = self._predict(candidate)
             except Exception as error:  # any failure says the same: not this option
-                self._leave_out(option, error)
+                self._leave_out(", ".join(map(str, candidate.options)), error)
                 return None
-            known = traced[option] = technique, after.peak_bytes, after.storage_peak_bytes
+            known = traced[candidate.key] = acting, after.peak_bytes, after.storage_peak_bytes
         return Contender(candidate, *known[1:])
+
+    def _predict(self, candidate: Candidate) -> Profile:
+        if not candidate.is_program:
+            return predict(self.work, candidate.options, self.baseline, only_peaks=True)
+        program = self.program(Contender(candidate, candidate.estimate, candidate.estimate), candidate.estimate)
+        engine = ENGINES[candidate.engine]
+        return engine.predict(self.work, candidate.options, program, self.baseline, only_peaks=True)
+
+
+def _named(candidate: Candidate) -> str:
+    names = " and ".join(dict.fromkeys(option.technique for option in candidate.options))
+    return f"{names} ({candidate.price.fidelity})" if names else candidate.price.fidelity.value
+
+
+def _group(candidate: Candidate, traced: int) -> tuple[Hashable, int]:
+    """Candidates that are looked at together for any budget, and how many of them."""
+    if not candidate.options:
+        return candidate.kind, SMALLEST
+    return candidate.is_program, traced
+
+
+def _conflict(names: set[str], others: set[str]) -> bool:
+    known = techniques()
+    return any(others & known[name].conflicts.keys() for name in names) or any(
+        names & known[name].conflicts.keys() for name in others
+    )

@@ -17,32 +17,34 @@ _LEAST_SECONDS = 0.05  # of short steps, whose noise is large
 _ENOUGH_SECONDS = 0.5  # of each step, after which no other round begins
 
 
-def best_seconds(*steps: Workload) -> list[float]:
+def best_seconds(*steps: Workload, whole: bool = False) -> list[float]:
     """Time a few forward and backward passes of each step, in turns, since the speed of a machine drifts.
 
-    The first of each, which captures and warms up, does not count. Changes gradients and whatever the losses change:
-    call it inside of ``unchanged``.
+    ``whole`` times the optimizer's step too. The first of each, which captures and warms up, does not count. Changes
+    gradients and whatever the losses change: call it inside of ``unchanged``.
     """
     for step in steps:
-        seconds_of_loss(step)
+        seconds_of_loss(step, whole=whole)
     rounds: list[list[float]] = []
     taken = 0.0
     for count in range(_MOST_ROUNDS):
         if taken >= (_ENOUGH_SECONDS if count < _ROUNDS else _LEAST_SECONDS) * len(steps):
             break
-        rounds.append([seconds_of_loss(step) for step in steps])
+        rounds.append([seconds_of_loss(step, whole=whole) for step in steps])
         taken += sum(rounds[-1])
     return [min(each) for each in zip(*rounds, strict=True)]
 
 
-def seconds_of_loss(work: Workload) -> float:
-    """Time one forward and backward pass. Leaves gradients set."""
+def seconds_of_loss(work: Workload, *, whole: bool = False) -> float:
+    """Time one forward and backward pass, and the optimizer's step if ``whole``. Leaves gradients set."""
     on_gpu = work.device.type == "cuda"
     work.model.zero_grad()
     if on_gpu:
         torch.cuda.synchronize(work.device)
     start = time.perf_counter()
     work.compute_loss().backward()
+    if whole and work.optimizer is not None:
+        work.optimizer.step()
     if on_gpu:
         torch.cuda.synchronize(work.device)
     return time.perf_counter() - start

@@ -66,6 +66,10 @@ class OptimizerState(Technique):
             host_bytes=moved,
         )
 
+    def inside(self, work: Workload, option: Option) -> Workload:
+        """The loss of the step itself."""
+        return work
+
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Change the optimizer in place; refused where it has no such states. Without one there is nothing to do."""
         kind = whole_step(options).config_as(OptimizerStateConfig).state

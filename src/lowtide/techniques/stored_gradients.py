@@ -70,6 +70,10 @@ class StoredGradients:
         added.append(Interval(largest, first, end, "a gradient, unpacked"))
         return Price(Fidelity.CHANGED, added=tuple(added), removed=tuple(removed))
 
+    def inside(self, work: Workload, option: Option) -> Workload:
+        """The loss of the step itself."""
+        return work
+
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Put the store between backward and the optimizer's step. Without an optimizer there is nothing to do."""
         bits = whole_step(options).config_as(StoredGradientsConfig).bits

@@ -31,6 +31,10 @@ class Technique(Protocol):
     ``profile.findings`` under the technique's name. ``study(work, profile)`` captures the step, where fidelity depends
     on more than a profile. ``measure(work, profile)`` runs the step once an option is a contender, and changes nothing.
     Prices may only rise by it, or a larger budget could get a slower plan.
+
+    A third, ``inside(work, option)``, is for techniques of the step that leave the loss as it is. It returns the step
+    whose loss they run: ``work`` itself, or ``work`` with a part of its batch. Plans then run programs of that loss
+    inside of the option, and price the option on the step with the program.
     """
 
     name: str
@@ -236,6 +240,20 @@ class Price:
     def seconds(self) -> float:
         """Seconds that the step takes longer if nothing overlaps; nan where the profile holds none."""
         return self.compute_seconds + self.h2d_seconds + self.d2h_seconds
+
+    @classmethod
+    def together(cls, prices: Sequence[Price]) -> Price:
+        """The price of options in one step: the loosest fidelity, all intervals, the sums of the rest."""
+        return cls(
+            max(price.fidelity for price in prices),
+            added=tuple(interval for price in prices for interval in price.added),
+            removed=tuple(interval for price in prices for interval in price.removed),
+            compute_seconds=sum(price.compute_seconds for price in prices),
+            h2d_seconds=sum(price.h2d_seconds for price in prices),
+            d2h_seconds=sum(price.d2h_seconds for price in prices),
+            host_bytes=sum(price.host_bytes for price in prices),
+            source="measured" if all(price.source == "measured" for price in prices) else "modelled",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,10 @@ def compiled_modules(work: Workload) -> set[int]:
 
 
 def is_compiled(loss: Any) -> bool:
-    """Tell whether a loss function is captured as a whole, like a planned step's."""
-    return bool(getattr(loss, "is_compiled", False))
+    """Tell whether a loss function is captured as a whole, like a planned step's, or is one in pieces."""
+    while loss is not None and not getattr(loss, "is_compiled", False):
+        loss = getattr(loss, "__wrapped__", None)
+    return loss is not None
 
 
 @contextmanager

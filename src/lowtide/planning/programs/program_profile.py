@@ -343,6 +343,10 @@ class _Planned:
             self.ops.append(Op(len(self.ops), name, phase, "", "", (), (), "", False, 0.0, 0))
         for storage in self.program.held(each.value):
             self._hold(storage, each, node)
+            if each.kind is Kind.RETURN_GRAD and self.ops and storage in self.index:
+                shown = self.storages[self.index[storage]]  # an output: so that the trace shows where it is complete
+                view = TensorView(shown.id, shown.shape, (), shown.dtype)
+                self.ops[-1] = replace(self.ops[-1], outputs=(*self.ops[-1].outputs, view))
 
     def _state_bytes(self, each: Instruction, node: fx.Node) -> int:
         """Bytes of the generator state that a recomputed random op needs, in host memory."""

@@ -28,6 +28,8 @@ class ChainSolver:
         """Programs of distinct schedules, the fastest first."""
         stages = Stages(problem.joint, problem.is_free)
         chain = complete_chain(stages, problem.seconds, problem.workspace)
+        if not problem.holds_gradients:
+            chain = replace(chain, left_bytes=[0] * len(stages))
         return sorted((_solution(stages, chain, each) for each in schedules(chain)), key=lambda each: each.seconds)
 
 

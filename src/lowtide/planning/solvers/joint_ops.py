@@ -25,9 +25,14 @@ class JointOps:
     """Kernels of a joint graph. Views belong to the storages that they show, and cost nothing."""
 
     def __init__(
-        self, joint: Joint, seconds: Callable[[fx.Node], float], workspace: Callable[[fx.Node], int] = lambda _: 0
+        self,
+        joint: Joint,
+        seconds: Callable[[fx.Node], float],
+        workspace: Callable[[fx.Node], int] = lambda _: 0,
+        *,
+        holds_gradients: bool = True,
     ) -> None:
-        self.joint = joint
+        self.joint, self.holds_gradients = joint, holds_gradients
         forward = [node for node in joint.forward if _is_kernel(node)]
         self.nodes = [*forward, *(node for node in _backward_order(joint) if _is_kernel(node))]
         self.op_of: dict[fx.Node, int] = {}  # of each storage
@@ -113,7 +118,8 @@ class JointOps:
         """Results that live to the end."""
         yield self.joint.loss
         yield from self.joint.stored
-        yield from (node for node in self.joint.gradients if isinstance(node, fx.Node))
+        if self.holds_gradients:
+            yield from (node for node in self.joint.gradients if isinstance(node, fx.Node))
 
     def _over(self, node: fx.Node) -> tuple[int, ...]:
         storages = [self.joint.storages[value] for value in node.all_input_nodes]

@@ -33,11 +33,12 @@ class Problem:
     saved_seconds: float = 0.0  # that the graph's ops take less than the plain step's
     host: HostLink | None = None  # where values may be offloaded
     codes: bool = False  # whether few-bit codes may stand for inputs of activations
+    holds_gradients: bool = True  # to the end; otherwise the step around frees each as soon as it is complete
 
     @cached_property
     def kernels(self) -> JointOps:
         """Ops and values of the graph, numbered."""
-        return JointOps(self.joint, self.seconds, self.workspace)
+        return JointOps(self.joint, self.seconds, self.workspace, holds_gradients=self.holds_gradients)
 
     @cached_property
     def bounds(self) -> LowerBounds:
