@@ -118,7 +118,8 @@ class GraphCandidates:
             if not around:
                 estimate = self.estimate(solution) + excess
                 candidates.append(Candidate(engine, solution, price, estimate, lowering.name, holds))
-            elif not solution.host_bytes:  # a trace on fake tensors has no host to copy to
+            elif not solution.host_bytes and lowering.can_run(form.problem.joint, solution.program):
+                # A trace on fake tensors has no host to copy to.
                 after = form.forecast.profile(solution.program)
                 prices = (price, *prices_inside(around, after))
                 estimate = estimate_peak(after.graph, prices[1:]) + excess
@@ -138,8 +139,8 @@ class GraphCandidates:
     ) -> Contender | None:
         """The fastest program of one lowering that fits a budget, or else the smallest; None if it can run none.
 
-        Programs that need a permission are left out. Of those with estimates far above the budget, only the few smallest
-        are simulated.
+        Programs that need a permission are left out. Programs whose estimates are far above the budget are not
+        simulated, except the few smallest.
         """
         candidates = list(filter(Permission().permits_change, self.lowered(engine, lowering, around)))
         smallest = sorted(candidates, key=lambda candidate: candidate.estimate)[:SMALLEST]

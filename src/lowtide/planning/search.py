@@ -176,10 +176,9 @@ class Search:
         if mine.change is None or math.isnan(mine.price.seconds):
             return
         faster = [c for c in self.candidates if c.change is not None and c.price.seconds < mine.price.seconds]
-        larger = [(self._peak(c), c) for c in faster if permitted(c) and self._peak(c) > budget]
-        if larger:
-            peak, candidate = min(larger, key=lambda each: (each[0], each[1].order))
-            less = format_seconds(mine.price.seconds - candidate.price.seconds)
+        larger = self._next_larger(filter(permitted, faster), budget)
+        if larger is not None:
+            peak, less = self._peak(larger), format_seconds(mine.price.seconds - larger.price.seconds)
             yield f"A budget of {format_size(peak)}, {format_size(peak - budget)} more, would take {less} less."
         closed = [
             c for c in self.candidates if c.change is not None and not permitted(c) and not self._forbids(permitted, c)
@@ -193,6 +192,12 @@ class Search:
         elif small:
             best = min(small, key=lambda c: (c.price.fidelity.rank, self._peak(c)))
             yield f"Allowing {_named(best)} would reach {format_size(self._peak(best))}, by an estimate."
+
+    def _next_larger(self, candidates: Iterable[Candidate], budget: int) -> Candidate | None:
+        """The candidate with the smallest peak above a budget, of those that can run."""
+        larger = sorted((c for c in candidates if self._peak(c) > budget), key=lambda c: (self._peak(c), c.order))
+        usable = (c for c in larger if c.options or self.exact(c) is not None)
+        return next((c for c in usable if self._peak(c) > budget), None)
 
     def _peak(self, candidate: Candidate) -> int:
         """The exact peak where it is known, else the estimate."""
@@ -253,7 +258,8 @@ class Search:
 
         Each is priced before: nothing is as fast as its options with the fastest change of the loss.
         """
-        alone = [c.price.seconds for c in self.candidates if not c.around and not math.isnan(c.price.seconds)]
+        usable = (c.price.seconds for c in filter(permitted, self.candidates) if not c.around)
+        alone = [seconds for seconds in usable if not math.isnan(seconds)]
         waiting = [
             each
             for each in self._combinations(permitted)[:most]
@@ -372,7 +378,7 @@ class Search:
 
 
 def _named(candidate: Candidate) -> str:
-    names = " and ".join(dict.fromkeys(option.technique for option in candidate.options))
+    names = " and ".join(dict.fromkeys((*candidate.holds, *(option.technique for option in candidate.options))))
     return f"{names} ({candidate.price.fidelity})" if names else candidate.price.fidelity.value
 
 
