@@ -6,8 +6,9 @@ import pytest
 
 from lowtide.engines import plan
 from lowtide.errors import BudgetError, PlanError
+from lowtide.planning.candidate import Candidate, Permission
 from lowtide.profiling import Profile
-from lowtide.techniques import Fidelity, register
+from lowtide.techniques import Fidelity, Price, register
 from tests.refusals import refused
 
 from .steps import Loose, chain
@@ -61,3 +62,17 @@ def test_what_is_forbidden_is_not_used_and_unknown_names_are_refused(plain: Prof
 def test_an_unknown_permission_is_refused(plain: Profile) -> None:
     with refused("everything", kind=PlanError):
         plan(chain(), "60%", profile=plain, allow="everything", tune=False)
+
+
+def test_programs_that_offload_wait_for_their_name_and_codes_for_their_class_or_name() -> None:
+    def program(*holds: str, fidelity: Fidelity = Fidelity.BITWISE) -> Candidate:
+        return Candidate("graph", "a program", Price(fidelity), 0, "ops", holds)
+
+    assert Permission()(program("fewbit"))
+    assert not Permission()(program("fewbit", fidelity=Fidelity.APPROXIMATE))
+    assert Permission.of("fewbit")(program("fewbit", fidelity=Fidelity.APPROXIMATE))
+    assert not Permission.of((), "fewbit")(program("fewbit"))
+    assert not Permission.of("changed")(program("offload"))
+    assert Permission.of("offload")(program("offload"))
+    assert not Permission.of("offload")(program("offload", "fewbit"))
+    assert Permission.of(["offload", "fewbit"])(program("offload", "fewbit"))

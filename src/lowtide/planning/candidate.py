@@ -12,6 +12,7 @@ from lowtide.techniques.technique import Fidelity, Option, Price
 
 PROGRAM_SLACK = 1.05  # a program whose estimate is this much above a budget is still simulated
 SMALLEST = 8  # programs with the smallest estimates are simulated for any budget
+OFFLOAD = "offload"  # a hold of programs, open by name alone: no GPU has run its copies beside the ops yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +94,14 @@ class Permission:
         wanted, unwanted = _named("allow", allow), _named("forbid", forbid)
         classes = [Fidelity(item) for item in wanted if item in list(Fidelity)]
         names = wanted - frozenset(Fidelity)
-        for verb, unknown in (("allow", names - techniques().keys()), ("forbid", unwanted - techniques().keys())):
+        known_names = {*techniques(), OFFLOAD}
+        for verb, unknown in (("allow", names - known_names), ("forbid", unwanted - known_names)):
             if unknown:
                 either = "neither a fidelity class nor a technique" if verb == "allow" else "no technique"
                 known = f"Classes: {', '.join(Fidelity)}. " if verb == "allow" else ""
                 raise PlanError(
                     f"Cannot {verb} {min(unknown)!r}: it is {either}",
-                    hint=f"{known}Techniques: {', '.join(sorted(techniques()))}.",
+                    hint=f"{known}Techniques: {', '.join(sorted(known_names))}.",
                 )
         if names & unwanted:
             raise PlanError(f"{min(names & unwanted)} is both allowed and forbidden", hint="Leave one of the two out.")
@@ -114,7 +116,8 @@ class Permission:
         """Whether a plan may use the change of a candidate, whatever options are around it."""
         price = next(iter(candidate.prices), candidate.price)
         names = frozenset(candidate.holds or (candidate.technique,))
-        return not self.forbidden & names and (names <= self.names or price.fidelity <= self.loosest)
+        is_open = price.fidelity <= self.loosest and OFFLOAD not in names
+        return not self.forbidden & names and (names <= self.names or is_open)
 
     def permits(self, technique: str, fidelity: Fidelity) -> bool:
         """Whether a plan may use an option of this technique with this fidelity."""

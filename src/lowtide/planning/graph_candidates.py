@@ -11,7 +11,7 @@ from typing import cast
 
 from lowtide.errors import TraceError
 from lowtide.planning.baseline import OUT_OF_MEMORY
-from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
+from lowtide.planning.candidate import OFFLOAD, PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
 from lowtide.planning.captured import Captured, capture_and_compare, capture_too_large, check_draws
 from lowtide.planning.combinations import leaves_gradients, prices_inside, saved_by_each
 from lowtide.planning.lowering import LOWERINGS, REFERENCE, REWRITTEN, Lowering
@@ -114,7 +114,8 @@ class GraphCandidates:
         form, excess = self.form(lowering, around), self._excess.get(lowering.name, 0)
         candidates: list[Candidate] = []
         for solution in form.solutions:
-            price, holds = lowering.price(form.problem, solution, self.fidelity), solution.techniques
+            price = lowering.price(form.problem, solution, self.fidelity)
+            holds = (*solution.techniques, OFFLOAD) if solution.host_bytes else solution.techniques
             if not around:
                 estimate = self.estimate(solution) + excess
                 candidates.append(Candidate(engine, solution, price, estimate, lowering.name, holds))

@@ -206,7 +206,8 @@ class Search:
 
     @staticmethod
     def _forbids(permitted: Permission, candidate: Candidate) -> bool:
-        return any(option.technique in permitted.forbidden for option in candidate.options)
+        names = (*candidate.holds, *(option.technique for option in candidate.options))
+        return not permitted.forbidden.isdisjoint(names)
 
     def program(self, contender: Contender, budget: int) -> ProgramChoice | None:
         """The program of an engine's own candidate; None for options and the plain step."""
