@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lowtide.planning.prediction import estimate_peak, kept_peak
 from lowtide.profiling import Profile
 from lowtide.techniques.registry import find_technique, techniques
-from lowtide.techniques.technique import Option, Price
+from lowtide.techniques.technique import Interval, Option, Price
 from lowtide.tracing.graph import Graph
 
 _MOST = 6  # combinations that are not worse than another one
@@ -48,8 +48,20 @@ def prices_inside(options: Sequence[Option], profile: Profile) -> tuple[Price, .
     return tuple(find_technique(option.technique).price(option, profile) for option in options)
 
 
-def saved_by_each(graph: Graph, prices: Sequence[Price], peak_bytes: int) -> tuple[int, ...]:
+def lasting_bytes(graph: Graph, prices: Iterable[Price]) -> int:
+    """Bytes that options take off a step from its first op to its last, such as those of the optimizer's states."""
+    changes = ((sign, each) for price in prices for sign, each in _signed(price))
+    return sum(sign * each.bytes for sign, each in changes if not each.birth and each.death >= len(graph.ops))
+
+
+def _signed(price: Price) -> Iterator[tuple[int, Interval]]:
+    yield from ((1, interval) for interval in price.removed)
+    yield from ((-1, interval) for interval in price.added)
+
+
+def saved_by_each(graph: Graph, prices: Sequence[Price]) -> tuple[int, ...]:
     """Bytes by which the peak of a step would be higher without each of some options."""
+    peak_bytes = estimate_peak(graph, prices)
     without = (estimate_peak(graph, [*prices[:place], *prices[place + 1 :]]) for place in range(len(prices)))
     return tuple(max(0, estimate - peak_bytes) for estimate in without)
 

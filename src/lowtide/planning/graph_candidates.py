@@ -13,10 +13,10 @@ from lowtide.errors import TraceError
 from lowtide.planning.baseline import OUT_OF_MEMORY
 from lowtide.planning.candidate import OFFLOAD, PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
 from lowtide.planning.captured import Captured, capture_and_compare, capture_too_large, check_draws
-from lowtide.planning.combinations import leaves_gradients, prices_inside, saved_by_each
+from lowtide.planning.combinations import lasting_bytes, leaves_gradients, prices_inside, saved_by_each
 from lowtide.planning.lowering import LOWERINGS, REFERENCE, REWRITTEN, Lowering
 from lowtide.planning.plan import PlannedStage, ProgramChoice
-from lowtide.planning.prediction import estimate_peak, with_prices
+from lowtide.planning.prediction import kept_peak, with_prices
 from lowtide.planning.programs.program import Kind, simulate
 from lowtide.planning.programs.program_profile import Forecast, check_results
 from lowtide.planning.solvers.solver import Problem, Solution, solutions
@@ -112,22 +112,19 @@ class GraphCandidates:
     def lowered(self, engine: str, lowering: Lowering, around: Sequence[Option] = ()) -> list[Candidate]:
         """Every program with one lowering, the fastest first."""
         form, excess = self.form(lowering, around), self._excess.get(lowering.name, 0)
+        inside = prices_inside(around, self.plain)
+        stays, lasting = kept_peak(self.plain.graph, inside), lasting_bytes(self.plain.graph, inside)
         candidates: list[Candidate] = []
         for solution in form.solutions:
+            if around and solution.host_bytes:
+                continue  # a trace on fake tensors has no host to copy to
             price = lowering.price(form.problem, solution, self.fidelity)
             holds = (*solution.techniques, OFFLOAD) if solution.host_bytes else solution.techniques
-            if not around:
-                estimate = self.estimate(solution) + excess
-                candidates.append(Candidate(engine, solution, price, estimate, lowering.name, holds))
-            elif not solution.host_bytes and lowering.can_run(form.problem.joint, solution.program):
-                # A trace on fake tensors has no host to copy to.
-                after = form.forecast.profile(solution.program)
-                prices = (price, *prices_inside(around, after))
-                estimate = estimate_peak(after.graph, prices[1:]) + excess
-                together, options = Price.together(prices), tuple(around)
-                candidates.append(
-                    Candidate(engine, solution, together, estimate, lowering.name, holds, options, prices)
-                )
+            estimate, prices = self.estimate(solution) + excess, ()
+            if around:
+                estimate, prices = max(stays, estimate - lasting), (price, *inside)
+                price = Price.together(prices)
+            candidates.append(Candidate(engine, solution, price, estimate, lowering.name, holds, tuple(around), prices))
         return sorted(candidates, key=lambda candidate: candidate.order)
 
     def estimate(self, solution: Solution) -> int:
@@ -169,7 +166,7 @@ class GraphCandidates:
         """Bytes that each option around a program saves at the peak."""
         form = self.form(LOWERINGS[candidate.lowering], candidate.around)
         after = form.forecast.profile(cast(Solution, candidate.change).program)
-        return saved_by_each(after.graph, prices_inside(candidate.around, after), candidate.estimate)
+        return saved_by_each(after.graph, prices_inside(candidate.around, after))
 
     def choice(self, contender: Contender, budget_bytes: int) -> ProgramChoice:
         """A program with its reasons, in bytes of the whole step, as a plan carries it."""

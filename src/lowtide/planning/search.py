@@ -146,11 +146,7 @@ class Search:
     def exact(self, candidate: Candidate) -> Contender | None:
         """The peaks under a candidate, by tracing or simulating it; None where it cannot be used, which is noted."""
         if candidate.key not in self._exact:
-            source = self._sources.get(candidate.engine)
-            is_simulated = not candidate.options or (candidate.lowering and LOWERINGS[candidate.lowering].compiles)
-            self._exact[candidate.key] = (
-                self._trace(candidate) if source is None or not is_simulated else source.contender(candidate)
-            )
+            self._exact[candidate.key] = self._simulate(candidate) if candidate.is_program else self._trace(candidate)
         return self._exact[candidate.key]
 
     def faster_peak(self, chosen: Contender, permitted: Permission) -> int:
@@ -167,7 +163,7 @@ class Search:
             return [total]
         if candidate.is_program:
             return list(self._sources[candidate.engine].saved_bytes(candidate))
-        change, *around = saved_by_each(self.baseline.graph, candidate.prices, candidate.estimate)
+        change, *around = saved_by_each(self.baseline.graph, candidate.prices)
         return [max(change, total - sum(around)), *around]
 
     def outlook(self, chosen: Contender, budget: int, permitted: Permission) -> Iterator[str]:
@@ -196,7 +192,7 @@ class Search:
     def _next_larger(self, candidates: Iterable[Candidate], budget: int) -> Candidate | None:
         """The candidate with the smallest peak above a budget, of those that can run."""
         larger = sorted((c for c in candidates if self._peak(c) > budget), key=lambda c: (self._peak(c), c.order))
-        usable = (c for c in larger if c.options or self.exact(c) is not None)
+        usable = (c for c in larger if not c.is_program or self._sources[c.engine].contender(c) is not None)
         return next((c for c in usable if self._peak(c) > budget), None)
 
     def _peak(self, candidate: Candidate) -> int:
@@ -355,6 +351,12 @@ class Search:
         if kind not in self._left_out:
             self._left_out.add(kind)
             self.notes.append(f"{what} was left out: {reason}")
+
+    def _simulate(self, candidate: Candidate) -> Contender | None:
+        """Simulate a program; with options around it, trace it if it can run and if a trace can follow it."""
+        contender = self._sources[candidate.engine].contender(candidate)
+        is_traced = candidate.options and not LOWERINGS[candidate.lowering].compiles
+        return self._trace(candidate) if contender and is_traced else contender
 
     def _trace(self, candidate: Candidate) -> Contender | None:
         """Trace a candidate with options, once for a profile of the plain step."""
