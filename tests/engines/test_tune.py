@@ -27,6 +27,15 @@ def chain() -> Workload:
 
 
 @pytest.fixture
+def work_in_backward() -> Workload:
+    """Parameters, gradients and states outweigh all else."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return Workload(model, lambda model, x: model(x).square().mean(), torch.randn(128, 128), optimizer)
+
+
+@pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Seconds that each engine is said to take; the plain step takes one."""
     seconds = {"graph": 2.0, "eager": 2.0}
@@ -84,6 +93,14 @@ def test_timing_is_skipped_on_request_and_where_nothing_runs(monkeypatch: pytest
     monkeypatch.setattr(timing.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(timing.distributed, "get_world_size", lambda: 2)
     lowtide.plan(chain(), "70%")  # ranks do not choose by their own clocks
+
+
+def test_plans_that_share_a_change_of_the_optimizer_are_timed_one_after_another(work_in_backward: Workload) -> None:
+    optimizer_in_backward = "optimizer_in_backward"
+    rival = lowtide.plan(work_in_backward, "66%", engine="graph", tune=False)
+    assert optimizer_in_backward in [option.technique for option in rival.options]
+    seconds, _, notes = tune._times(work_in_backward, [rival, rival])
+    assert max(seconds) < float("inf"), notes
 
 
 def test_timing_changes_nothing() -> None:

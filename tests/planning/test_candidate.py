@@ -76,3 +76,13 @@ def test_programs_that_offload_wait_for_their_name_and_codes_for_their_class_or_
     assert Permission.of("offload")(program("offload"))
     assert not Permission.of("offload")(program("offload", "fewbit"))
     assert Permission.of(["offload", "fewbit"])(program("offload", "fewbit"))
+
+
+def test_rewrites_of_a_graph_are_forbidden_by_name_and_need_roundoff() -> None:
+    rewritten = Candidate("graph", "a program", Price(Fidelity.ROUNDOFF), 0, "rewritten", (), ("batchnorm",))
+    assert Permission()(rewritten)
+    assert not Permission.of("bitwise")(rewritten)
+    assert not Permission.of((), "batchnorm")(rewritten)
+    coded = Candidate("graph", "a program", Price(Fidelity.APPROXIMATE), 0, "rewritten", ("fewbit",), ("batchnorm",))
+    assert Permission.of("fewbit")(coded)
+    assert not Permission.of(["bitwise", "fewbit"])(coded)

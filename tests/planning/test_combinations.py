@@ -54,6 +54,23 @@ def combined(work: Workload, plain: Profile) -> Plan:
     return plan(work, "66%", profile=plain, tune=False)
 
 
+def test_an_interrupt_while_a_combination_is_applied_leaves_nothing_in_the_model(
+    work: Workload, combined: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lowtide.engines.graph.OtherShapes", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            apply(combined, work)
+    before = [parameter.detach().clone() for parameter in work.model.parameters()]
+    work.compute_loss().backward()
+    assert all(map(torch.equal, before, work.model.parameters()))
+    assert all(parameter.grad is not None for parameter in work.model.parameters())
+    work.model.zero_grad()
+
+
 def test_a_step_in_backward_and_a_program_fit_where_neither_does_alone(combined: Plan) -> None:
     assert [option.technique for option in combined.options] == [NAME]
     assert combined.program is not None

@@ -93,11 +93,11 @@ def test_whether_a_loss_can_be_split_is_asked_of_each_size() -> None:
 def test_a_plan_says_what_more_bytes_and_a_permission_would_buy(plain: Profile) -> None:
     chosen = plan(chain(), "60%", profile=plain, tune=False)
     larger, allowing = chosen.notes[1:3]
-    size = re.fullmatch(r"A budget of (.+), .+ more, would take .+ less\.", larger)
+    size = re.fullmatch(r"A budget of (.+), .+ more, is predicted to take .+ less\.", larger)
     assert size is not None
     named = plan(chain(), parse_size(size[1].replace(" ", "")) + 1024, profile=plain, tune=False)  # which is rounded
     assert named.seconds < chosen.seconds
-    technique = re.fullmatch(r"Allowing (\w+) \((\w+)\) would reach .+, by an estimate\.", allowing)
+    technique = re.fullmatch(r"Allowing (\w+) \((\w+)\) is predicted to reach .+\.", allowing)
     assert technique is not None
     assert Fidelity(technique[2]) > Fidelity.ROUNDOFF
     without = plan(chain(), "60%", profile=plain, forbid=technique[1], tune=False)

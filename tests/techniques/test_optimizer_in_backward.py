@@ -64,3 +64,16 @@ def test_a_profile_changes_nothing():
         profile(applied.work, fake=True)
     assert all(torch.equal(value, before[key]) for key, value in work.model.state_dict().items())
     assert not work.optimizer.state
+
+
+def test_an_optimizer_with_step_hooks_of_the_user_is_left_alone():
+    work = WORKLOADS["convnet"]()
+    assert work.optimizer is not None
+    handle = work.optimizer.register_step_pre_hook(lambda optimizer, *_: None)
+    with pytest.raises(lowtide.LowtideError) as error:
+        techniques()[NAME].apply(work, [Option(NAME, ("",))])
+    assert "<lambda>" in str(error.value)
+    smallest = lowtide.plan(work, "99%", tune=False)
+    assert NAME not in [option.technique for option in smallest.options]
+    handle.remove()
+    techniques()[NAME].apply(work, [Option(NAME, ("",))])()

@@ -41,7 +41,7 @@ from lowtide.techniques.technique import Option
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.capture.loss import Capture, CapturedGraph, CompiledLoss, call_key
 from lowtide.tracing.step_state import parameters_of, watch_modules
-from lowtide.undo import Applied
+from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
 _MOST_SHAPES = 16  # captured at a time: each holds its code, and some MiB on the host
@@ -66,9 +66,10 @@ class GraphEngine:
         lowering = LOWERINGS[plan.program.lowering]
         applied = apply_options(work, plan.options)
         work = applied.work
-        shapes = OtherShapes(plan, work, plan.program)
-        loss = PlannedLoss(work, shapes, Uncaptured(plan, work), lowering, shapes.is_planned)
-        return Applied(replace(work, loss=loss, autocast=None), applied, loss.release)
+        with Undo(applied) as undo:  # if the loss cannot be built
+            shapes = OtherShapes(plan, work, plan.program)
+            loss = PlannedLoss(work, shapes, Uncaptured(plan, work), lowering, shapes.is_planned)
+            return Applied(replace(work, loss=loss, autocast=None), undo.keep(), loss.release)
 
     def predict(
         self,

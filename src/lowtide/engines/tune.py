@@ -161,10 +161,10 @@ _Entering = Callable[[], AbstractContextManager[Workload]]
 
 
 def _step(work: Workload, plan: Plan | None, stack: ExitStack) -> _Entering:
-    """Enter the plain or the planned step. A captured program stays applied: it leaves the modules alone."""
+    """Enter the plain or the planned step. A captured program alone stays applied: it changes nothing else."""
     if plan is None:
         return lambda: nullcontext(work)
-    if not ENGINES[plan.engine].captures:
+    if plan.choices or not ENGINES[plan.engine].captures:
         return lambda: _applied(work, plan)
     step = stack.enter_context(_applied(work, plan))
     return lambda: nullcontext(step)

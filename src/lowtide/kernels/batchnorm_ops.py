@@ -6,6 +6,7 @@ computes z wherever it reads it. The running statistics are results: a recompute
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,11 +24,11 @@ def batchnorm_statistics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return μ and 1/σ of each channel, and the running mean and variance that follow them.
 
-    Without running statistics the last two hold nothing of use. They take their bytes all the same.
+    Without running statistics the last two are NaN. They take their bytes all the same.
     """
     if running_mean is None or running_var is None:
         mean, invstd = batchnorm.moments(x, Running(), eps=eps)
-        return mean, invstd, torch.empty_like(mean), torch.empty_like(mean)
+        return mean, invstd, torch.full_like(mean, math.nan), torch.full_like(mean, math.nan)
     running = Running(running_mean.clone(), running_var.clone(), momentum)
     mean, invstd = batchnorm.moments(x, running, eps=eps)
     return mean, invstd, running.mean, running.var  # pyright: ignore[reportReturnType]
@@ -81,7 +82,7 @@ def _decomposed_statistics(
     var, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), axes, correction=0)
     invstd = torch.rsqrt(var + eps)
     if running_mean is None or running_var is None:
-        return mean, invstd, torch.empty_like(mean), torch.empty_like(mean)
+        return mean, invstd, torch.full_like(mean, math.nan), torch.full_like(mean, math.nan)
     unbiased = var * (count / max(count - 1, 1))
     return mean, invstd, running_mean.lerp(mean, momentum), running_var.lerp(unbiased, momentum)
 

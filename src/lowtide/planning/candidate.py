@@ -28,6 +28,7 @@ class Candidate:
     estimate: int
     lowering: str = ""  # of a program
     holds: tuple[str, ...] = ()  # names of techniques by which a program holds values
+    rewrites: tuple[str, ...] = ()  # names of the rewrites of its graph
     around: tuple[Option, ...] = ()
     prices: tuple[Price, ...] = ()  # of the change, then of each option around it; none where nothing is around
 
@@ -117,7 +118,8 @@ class Permission:
         price = next(iter(candidate.prices), candidate.price)
         names = frozenset(candidate.holds or (candidate.technique,))
         is_open = price.fidelity <= self.loosest and OFFLOAD not in names
-        return not self.forbidden & names and (names <= self.names or is_open)
+        is_named = names <= self.names and (not candidate.rewrites or self.loosest >= Fidelity.ROUNDOFF)
+        return self.forbidden.isdisjoint({*names, *candidate.rewrites}) and (is_named or is_open)
 
     def permits(self, technique: str, fidelity: Fidelity) -> bool:
         """Whether a plan may use an option of this technique with this fidelity."""

@@ -114,6 +114,7 @@ class GraphCandidates:
         form, excess = self.form(lowering, around), self._excess.get(lowering.name, 0)
         inside = prices_inside(around, self.plain)
         stays, lasting = kept_peak(self.plain.graph, inside), lasting_bytes(self.plain.graph, inside)
+        rewrites = tuple(form.problem.joint.rewrites)
         candidates: list[Candidate] = []
         for solution in form.solutions:
             if around and solution.host_bytes:
@@ -124,7 +125,9 @@ class GraphCandidates:
             if around:
                 estimate, prices = max(stays, estimate - lasting), (price, *inside)
                 price = Price.together(prices)
-            candidates.append(Candidate(engine, solution, price, estimate, lowering.name, holds, tuple(around), prices))
+            candidates.append(
+                Candidate(engine, solution, price, estimate, lowering.name, holds, rewrites, tuple(around), prices)
+            )
         return sorted(candidates, key=lambda candidate: candidate.order)
 
     def estimate(self, solution: Solution) -> int:

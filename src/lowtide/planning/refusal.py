@@ -52,7 +52,7 @@ def _advice(search: Search, least: Contender, wanted: int, permitted: Permission
     advice: list[str] = []
     if least.candidate.change is None and search.idle and search.is_complete:
         advice.append(f"Nothing lowers the plain step's peak here: {'; '.join(islice(search.idle, _REASONS))}.")
-    everything = search.least(Permission(Fidelity.CHANGED), traced=1)
+    everything = search.least(Permission(Fidelity.CHANGED, forbidden=permitted.forbidden), traced=1)
     if everything.peak_bytes < least.peak_bytes:
         chosen = everything.candidate
         what = f"{chosen.technique} ({chosen.price.fidelity})" if chosen.technique else chosen.price.fidelity

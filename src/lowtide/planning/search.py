@@ -175,7 +175,8 @@ class Search:
         larger = self._next_larger(filter(permitted, faster), budget)
         if larger is not None:
             peak, less = self._peak(larger), format_seconds(mine.price.seconds - larger.price.seconds)
-            yield f"A budget of {format_size(peak)}, {format_size(peak - budget)} more, would take {less} less."
+            more = format_size(peak - budget)
+            yield f"A budget of {format_size(peak)}, {more} more, is predicted to take {less} less."
         closed = [
             c for c in self.candidates if c.change is not None and not permitted(c) and not self._forbids(permitted, c)
         ]
@@ -184,10 +185,10 @@ class Search:
         if quick:
             best = min(quick, key=lambda c: (c.price.fidelity.rank, *c.order))
             less = format_seconds(mine.price.seconds - best.price.seconds)
-            yield f"Allowing {_named(best)} would take {less} less, by an estimate."
+            yield f"Allowing {_named(best)} is predicted to take {less} less."
         elif small:
             best = min(small, key=lambda c: (c.price.fidelity.rank, self._peak(c)))
-            yield f"Allowing {_named(best)} would reach {format_size(self._peak(best))}, by an estimate."
+            yield f"Allowing {_named(best)} is predicted to reach {format_size(self._peak(best))}."
 
     def _next_larger(self, candidates: Iterable[Candidate], budget: int) -> Candidate | None:
         """The candidate with the smallest peak above a budget, of those that can run."""

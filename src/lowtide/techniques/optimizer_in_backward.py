@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 
+from lowtide.compat.optimizers import all_step_hooks
+from lowtide.errors import LowtideError
 from lowtide.optim.in_backward import step_in_backward
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, Technique, whole_step
@@ -13,6 +17,7 @@ from lowtide.tracing.graph import Graph, Storage
 from lowtide.undo import Applied
 from lowtide.workload import Workload
 
+_HOOKS_OF_STATES = ("lowtide.optim.hooks", "lowtide.optim.state")  # which step one parameter at a time too
 _SECONDS_A_PARAMETER = 100e-6  # of Python and launches, where one step of all would share them
 
 
@@ -56,11 +61,22 @@ class OptimizerInBackward(Technique):
         whole_step(options)
         if work.optimizer is None:
             return Applied(work)
+        for hook in _hooks_of_others(work.optimizer):
+            raise LowtideError(
+                f"The optimizer has a step hook, which may read gradients ({getattr(hook, '__qualname__', hook)})",
+                hint="Remove it, or change gradients in hooks of the parameters.",
+            )
         return Applied(work, step_in_backward(work.optimizer))
 
     def check(self, option: Option) -> Check:
         """The parameters are a plain step's; no gradients are left to compare."""
         return Check(Fidelity.BITWISE, leaves_gradients=False)
+
+
+def _hooks_of_others(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """Hooks around steps that do not know of steps in backward: all gradients would not be there for them."""
+    hooks = (hook for hooks in all_step_hooks([optimizer]) for hook in hooks.values())
+    return (hook for hook in hooks if getattr(hook, "__module__", "") not in _HOOKS_OF_STATES)
 
 
 def _temporary_share(graph: Graph, passing: Sequence[Storage], sizes: Sequence[int], first: int) -> float:

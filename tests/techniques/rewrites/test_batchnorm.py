@@ -274,3 +274,15 @@ def test_other_norms_are_left_alone(name: str) -> None:
     step = split(LEFT[name]())
     assert step.rewritten == 0
     agrees(step)
+
+
+def test_a_batch_norm_whose_running_statistics_the_model_reads_stays_whole() -> None:
+    """Statistics that run again move none."""
+
+    class Reads(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.norms[1].running_mean.sum()
+
+    step = split(work_of(Reads(F.tanh)))
+    assert len(step.joint.module.graph.find_nodes(op="call_function", target=STATISTICS)) == 2
+    agrees(step)

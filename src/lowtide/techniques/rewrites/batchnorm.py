@@ -66,11 +66,22 @@ def _norm(node: fx.Node) -> _Norm | None:
     vectors = [each.meta["val"].dtype for each in (*kept, mean, var) if each is not None]
     is_plain = is_training and isinstance(momentum, float) and (mean is None) == (var is None)
     is_dense = value.is_contiguous(memory_format=suggest_memory_format(value))
+    moved = (user for index in (3, 4) if index in results for user in results[index].users)
+    is_plain = is_plain and not any(map(_reads_values, moved))
     if not is_plain or 0 not in results or not is_dense or any(dtype != wide for dtype in vectors):
         return None
     if not _lies_as(results[0], x):
         return None
     return _Norm(node, x, weight, bias, (mean, var), momentum, eps, results)  # pyright: ignore[reportArgumentType]
+
+
+def _reads_values(user: fx.Node) -> bool:
+    """Whether a reader of moved running statistics needs them: statistics that run again move none.
+
+    The buffers get those of the first run, and the gradient of a batch norm in training ignores them.
+    """
+    in_training = user.target is _aten.native_batch_norm_backward.default and user.args[7]
+    return user.op != "output" and not in_training
 
 
 def _split(graph: fx.Graph, norm: _Norm, waiting: set[fx.Node]) -> None:
