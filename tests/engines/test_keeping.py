@@ -177,7 +177,7 @@ class Average(Model):
 def test_tensors_that_are_written_to_are_restored(engine: Any) -> None:
     model = Average()
     work = workload(model)
-    checked = lowtide.verify(work, plan(work, "75%", engine=engine, allow="bitwise", tune=False))
+    checked = lowtide.verify(work, plan(work, "85%", engine=engine, allow="bitwise", tune=False))
     assert checked.results_agree, str(checked)
     assert not model.kept.any()
     assert model.token.grad is None
