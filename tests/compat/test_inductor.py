@@ -66,7 +66,7 @@ def test_traced_graphs_hold_fake_tensors_of_the_given_layout() -> None:
 
 
 def test_results_have_the_strides_of_the_graph_where_a_decomposition_gives_others() -> None:
-    """Of ``cat`` with an empty tensor, torch's decomposition copies the other one as it lies."""
+    """Torch's decomposition of ``cat`` with an empty tensor keeps the strides of the other one."""
     empty, x = torch.empty(0), torch.randn(2, 5, 3).transpose(1, 2)
     given = fakes(empty, x)
     graph = fx.Graph()

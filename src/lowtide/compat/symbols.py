@@ -55,6 +55,6 @@ def varying(places: Iterable[tuple[Tensor, int]]) -> Generator[None]:
 
 
 def _marks(tensor: Tensor) -> dict[str, Any]:
-    """What Dynamo and its users wrote on a tensor."""
+    """Return the attributes by which Dynamo and its users mark a tensor."""
     found = {name: value for name, value in vars(tensor).items() if "_dynamo_" in name}
     return {name: set(value) if isinstance(value, set) else value for name, value in found.items()}

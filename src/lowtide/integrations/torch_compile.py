@@ -68,7 +68,7 @@ class _PlannedGraph:
         return self._by_shape[shape](*inputs)
 
     def traced(self, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """What runs the graph for inputs of these shapes."""
+        """Plan the graph for inputs of these shapes, and return the planned function."""
         programs: list[tuple[Program, frozenset[str], int]] = []
 
         def partition(joint_module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[Any, Any]:

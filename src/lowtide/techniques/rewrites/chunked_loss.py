@@ -140,7 +140,7 @@ def _is_linear(node: fx.Node) -> bool:
 
 
 def _inward(node: Any) -> list[fx.Node]:
-    """From the softmax's input back to the product, through reshapes that nobody else reads."""
+    """Follow reshapes with one reader from the softmax's input back to the product."""
     path: list[Any] = [node]
     while path[-1].target in (*_RESHAPES, _SLICE) and len(path[-1].users) == 1:
         path.append(path[-1].args[0])
