@@ -41,6 +41,7 @@ def decompose(module: fx.GraphModule, inputs: Sequence[Any], table: Mapping[Any,
     Results get the strides that the graph gives them.
     """
     make_fx = importlib.import_module("torch.fx.experimental.proxy_tensor").make_fx
+    importlib.import_module("torch._inductor.compile_fx")  # which loads all that decompositions refer to
     decompositions = importlib.import_module("torch._inductor.decomposition").select_decomp_table()
     with _fake_mode(inputs), torch.no_grad():
         traced: fx.GraphModule = make_fx(module, decomposition_table={**decompositions, **table})(*inputs)

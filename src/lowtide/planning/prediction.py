@@ -42,41 +42,58 @@ def with_prices(graph: Graph, prices: Iterable[Price]) -> Graph:
 
     What an interval removes is cut out of the storage that fits it best.
     """
-    storages = list(graph.storages)
-
-    def excess(storage: Storage, interval: Interval) -> tuple[int, int]:
-        return storage.bytes - interval.bytes, storage.death - storage.birth
-
+    storages = _Cut(graph)
     for price in prices:
         for interval in price.removed:
-            fitting = [
-                place
-                for place, s in enumerate(storages)
-                if s.birth <= interval.birth and interval.death <= s.death and s.bytes >= interval.bytes
-                if s.device == graph.tensor_device and s.category != "workspace"
-            ]
-            if not fitting:
-                continue
-            place = min(fitting, key=lambda place: excess(storages[place], interval))
-            whole = storages[place]
-            rest = [
-                replace(whole, bytes=size, birth=birth, death=death)
-                for size, birth, death in (
-                    (whole.bytes, whole.birth, interval.birth),
-                    (whole.bytes - interval.bytes, interval.birth, interval.death),
-                    (whole.bytes, interval.death, whole.death),
-                )
-                if birth < death and size
-            ] or [replace(whole, bytes=0)]
-            storages[place] = rest[0]
-            storages += rest[1:]
+            storages.cut(interval)
         for interval in price.added:
             birth, death = interval.birth, interval.death
             device = graph.tensor_device
-            storages.append(
-                Storage(0, interval.bytes, device, "uint8", "temporary", birth, death, interval.why, "", "")
+            storages.add(Storage(0, interval.bytes, device, "uint8", "temporary", birth, death, interval.why, "", ""))
+    return replace(graph, storages=tuple(replace(s, id=place) for place, s in enumerate(storages.all)))
+
+
+class _Cut:
+    """Storages of a graph, of which intervals are cut out."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.all: list[Storage] = []
+        self._device = graph.tensor_device
+        self._spans = np.zeros((2 * len(graph.storages) + 1, 3), np.int64)  # birth, death, bytes; of those to cut
+        for storage in graph.storages:
+            self.add(storage)
+
+    def add(self, storage: Storage, place: int | None = None) -> None:
+        """Append a storage, or put it in the place of another."""
+        if place is None:
+            place = len(self.all)
+            self.all.append(storage)
+        self.all[place] = storage
+        if place >= len(self._spans):
+            self._spans = np.concatenate([self._spans, np.zeros_like(self._spans)])
+        can_be_cut = storage.device == self._device and storage.category != "workspace"
+        self._spans[place] = storage.birth, storage.death, storage.bytes if can_be_cut else -1
+
+    def cut(self, interval: Interval) -> None:
+        """Cut an interval out of the smallest storage that holds it, if any does."""
+        births, deaths, sizes = self._spans[: len(self.all)].T
+        (fitting,) = np.nonzero((births <= interval.birth) & (interval.death <= deaths) & (sizes >= interval.bytes))
+        if not len(fitting):
+            return
+        place = int(min(fitting, key=lambda each: (sizes[each], deaths[each] - births[each])))
+        whole = self.all[place]
+        rest = [
+            replace(whole, bytes=size, birth=birth, death=death)
+            for size, birth, death in (
+                (whole.bytes, whole.birth, interval.birth),
+                (whole.bytes - interval.bytes, interval.birth, interval.death),
+                (whole.bytes, interval.death, whole.death),
             )
-    return replace(graph, storages=tuple(replace(s, id=place) for place, s in enumerate(storages)))
+            if birth < death and size
+        ] or [replace(whole, bytes=0)]
+        self.add(rest[0], place)
+        for each in rest[1:]:
+            self.add(each)
 
 
 def _change(graph: Graph, prices: Iterable[Price]) -> NDArray[np.int64]:

@@ -60,6 +60,7 @@ class Search:
         plain = Candidate(PLAIN_ENGINE, None, Price(Fidelity.BITWISE), baseline.peak_bytes)
         self._plain = Contender(plain, baseline.peak_bytes, baseline.storage_peak_bytes)
         self._exact: dict[Any, Contender | None] = {plain.key: self._plain}
+        self._taken_off: dict[Hashable, int] = {}  # by parts: bytes by which a trace was below the simulation
         self._runnable: dict[Option, bool] = {}
         self._left_out: set[tuple[str, str]] = set()
         self._combined: dict[Permission, list[Combination]] = {}
@@ -109,6 +110,8 @@ class Search:
             if name in self._unmeasured:
                 self._measure(name)
                 return self.contenders(budget, permitted, most=most, close=close)
+            if self._is_above(candidate, budget):
+                continue
             contender = self.exact(candidate)
             if contender is not None and contender.peak_bytes <= budget and self._runs(candidate):
                 rivals[kind] = contender
@@ -142,6 +145,13 @@ class Search:
             else:
                 unusable[parts] += 1
         return min(looked_at, key=lambda contender: contender.peak_bytes)
+
+    def _is_above(self, candidate: Candidate, budget: int) -> bool:
+        """Whether a program with options around it, simulated, is above a budget by more than a trace ever took off."""
+        if candidate.key in self._exact or candidate.parts not in self._taken_off or not candidate.is_program:
+            return False
+        simulated = self._sources[candidate.engine].contender(candidate)
+        return simulated is None or simulated.peak_bytes - self._taken_off[candidate.parts] > budget
 
     def exact(self, candidate: Candidate) -> Contender | None:
         """The peaks under a candidate, by tracing or simulating it; None where it cannot be used, which is noted."""
@@ -256,15 +266,15 @@ class Search:
 
         Each is priced before: nothing is as fast as its options with the fastest change of the loss.
         """
-        usable = (c.price.seconds for c in filter(permitted, self.candidates) if not c.around)
-        alone = [seconds for seconds in usable if not math.isnan(seconds)]
         waiting = [
             each
             for each in self._combinations(permitted)[:most]
-            if each.options not in self._expanded
-            and each.floor_bytes <= budget * _SLACK
-            and not each.price.seconds + min(alone, default=0.0) >= below
+            if each.options not in self._expanded and each.floor_bytes <= budget * _SLACK
         ]
+        if waiting and below < math.inf:
+            fastest = next((c for c in self.candidates if not c.around and permitted(c)), None)
+            alone = 0.0 if fastest is None else fastest.price.seconds
+            waiting = [each for each in waiting if not each.price.seconds + alone >= below]
         for combination in waiting:
             self._expanded.add(combination.options)
             self.candidates += [*self._around_options(combination), *self._around_programs(combination)]
@@ -355,9 +365,14 @@ class Search:
 
     def _simulate(self, candidate: Candidate) -> Contender | None:
         """Simulate a program; with options around it, trace it if it can run and if a trace can follow it."""
-        contender = self._sources[candidate.engine].contender(candidate)
-        is_traced = candidate.options and not LOWERINGS[candidate.lowering].compiles
-        return self._trace(candidate) if contender and is_traced else contender
+        simulated = self._sources[candidate.engine].contender(candidate)
+        if simulated is None or not candidate.options or LOWERINGS[candidate.lowering].compiles:
+            return simulated
+        traced = self._trace(candidate)
+        if traced is not None:
+            less = simulated.peak_bytes - traced.peak_bytes
+            self._taken_off[candidate.parts] = max(less, self._taken_off.get(candidate.parts, 0))
+        return traced
 
     def _trace(self, candidate: Candidate) -> Contender | None:
         """Trace a candidate with options, once for a profile of the plain step."""

@@ -76,19 +76,22 @@ class Fidelity(StrEnum):
     @property
     def rank(self) -> int:
         """0 for the strictest class."""
-        return list(Fidelity).index(self)
+        return _RANKS[self]
 
     def __lt__(self, other: str) -> bool:
-        return self.rank < Fidelity(other).rank
+        return self.rank < _RANKS[Fidelity(other)]
 
     def __le__(self, other: str) -> bool:
-        return self.rank <= Fidelity(other).rank
+        return self.rank <= _RANKS[Fidelity(other)]
 
     def __gt__(self, other: str) -> bool:
-        return self.rank > Fidelity(other).rank
+        return self.rank > _RANKS[Fidelity(other)]
 
     def __ge__(self, other: str) -> bool:
-        return self.rank >= Fidelity(other).rank
+        return self.rank >= _RANKS[Fidelity(other)]
+
+
+_RANKS = {fidelity: rank for rank, fidelity in enumerate(Fidelity)}  # searches compare hundreds of thousands
 
 
 @dataclass(frozen=True)
