@@ -28,7 +28,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from benchmarks.drawing import color_by, say_drawn
+from benchmarks.gpu_time import timed
 from benchmarks.harness import RESULTS, ROOT, Row, arguments, read, record, skip
+from benchmarks.quiet import quiet, quiet_tuning
 from benchmarks.steps import peak_of, plain_step, seconds_of
 from lowtide import Workload, apply, plan, zoo
 from lowtide.errors import BudgetError
@@ -82,7 +84,8 @@ def measure_case(case: str, work: Workload, results: Path) -> list[str]:
         with by_hand(work.model):
             peaks.append(peak_of(work))
         note(name, peaks[-1], times_in_turn(work, work, lambda by_hand=by_hand: by_hand(work.model)))
-    profile = baseline_profile(work, fake=False, device=None)
+    with quiet():
+        profile = baseline_profile(work, fake=False, device=None)
     try:
         plan(work, 1, profile=profile, engine="graph")
     except BudgetError as error:
@@ -91,7 +94,8 @@ def measure_case(case: str, work: Workload, results: Path) -> list[str]:
         raise AssertionError("a step in one byte")
     for number, budget in enumerate(budgets_between(smallest, profile.peak_bytes - 1, peaks), 1):
         start = time.perf_counter()
-        chosen = plan(work, budget, profile=profile, engine="graph")
+        with quiet_tuning():
+            chosen = plan(work, budget, profile=profile, engine="graph")
         planning = time.perf_counter() - start
         name = f"lowtide, budget {number} of {BUDGETS}"
         again = chosen.program.ops_again if chosen.program else 0
@@ -154,10 +158,11 @@ def times_in_turn(
 ) -> list[tuple[float, float]]:
     """Seconds of a step one way, which may need a context, and of the plain one right after."""
     pairs: list[tuple[float, float]] = []
-    for _ in range(rounds + 1):
-        with under():
-            seconds = seconds_of(way)
-        pairs.append((seconds, seconds_of(plain)))
+    with quiet():
+        for _ in range(rounds + 1):
+            with under():
+                seconds = seconds_of(way)
+            pairs.append((seconds, seconds_of(plain)))
     return pairs[1:]
 
 
@@ -182,18 +187,12 @@ def graphed(case: str, name: str, work: Workload) -> list[Row]:
         loss.backward()
         work.optimizer.step()
     pool = torch.cuda.memory_reserved() - before
-    times: list[float] = []
-    for _ in range(12):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(3):
-            graph.replay()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / 3)
+    with quiet():
+        times = timed(graph.replay, calls=3, rounds=9)
     del loss, graph
     work.optimizer.zero_grad(set_to_none=True)
     torch._C._cuda_clearCublasWorkspaces()  # one for each stream, and they would count in the next peak
-    return [Row.of(case, name, "CUDA graph", times[3:], "s"), Row.of(case, name, "its pool", [pool], "B")]
+    return [Row.of(case, name, "CUDA graph", times, "s"), Row.of(case, name, "its pool", [pool], "B")]
 
 
 # -- checkpointing by hand -----------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from benchmarks.bench_budgets import _blocks as block_lists
 from benchmarks.harness import RESULTS, Row, arguments, record, skip
+from benchmarks.quiet import quiet, quiet_tuning
 from benchmarks.steps import plain_step
 from lowtide import Workload, apply, plan, verify, zoo
 from lowtide.errors import BudgetError
@@ -74,20 +75,24 @@ def measure_case(case: str, work: Workload, budgets: Sequence[float], results: P
         record("compiled", rows, device="cuda", results=results)
 
     measure(case, "PyTorch eager", work, note)
-    whole = measure(case, "torch.compile", _compiled(work), note)
+    whole = measure(case, "torch.compile", compiled(work), note)
     for name, policy in {"selective": _saves_heavy, "every block": None}.items():
-        with _checkpointed(work.model, policy):
-            measure(case, f"torch.compile, {name} checkpointed", _compiled(work), note, whole)
+        with checkpointed(work.model, policy):
+            measure(case, f"torch.compile, {name} checkpointed", compiled(work), note, whole)
         torch._dynamo.reset()
     start = time.perf_counter()
-    profile = baseline_profile(work, fake=False, device=None)
+    with quiet():
+        profile = baseline_profile(work, fake=False, device=None)
     note("lowtide", [Row.of(case, "lowtide", "profiling", [time.perf_counter() - start], "s")])
     failed: list[str] = []
     for gib in budgets:
         name = f"lowtide, {gib} GiB"
         start = time.perf_counter()
         try:
-            chosen = plan(work, profile.static_bytes + int(gib * GIB), profile=profile, engine="graph", compile=True)
+            with quiet_tuning():
+                chosen = plan(
+                    work, profile.static_bytes + int(gib * GIB), profile=profile, engine="graph", compile=True
+                )
         except BudgetError as error:
             print(f"{case}, {name}: {error}", flush=True)
             continue
@@ -124,11 +129,12 @@ def measure(
     static = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
-    for _ in range(12):
-        start = time.perf_counter()
-        plain_step(work)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+    with quiet():
+        for _ in range(12):
+            start = time.perf_counter()
+            plain_step(work)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() - static
     work.optimizer.zero_grad(set_to_none=True)
     rows = [
@@ -142,7 +148,7 @@ def measure(
     return rows[0].value, peak
 
 
-def _compiled(work: Workload) -> Workload:
+def compiled(work: Workload) -> Workload:
     """The step with loss and model as one compiled function."""
     torch._dynamo.reset()
     run = torch.compile(lambda batch: work.loss(work.model, batch), dynamic=False)
@@ -160,7 +166,7 @@ def _saves_heavy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
 
 
 @contextmanager
-def _checkpointed(model: nn.Module, policy: Callable[..., CheckpointPolicy] | None) -> Generator[None]:
+def checkpointed(model: nn.Module, policy: Callable[..., CheckpointPolicy] | None) -> Generator[None]:
     contexts = {} if policy is None else {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
     with ExitStack() as stack:
         for _, _, blocks in block_lists(model):

@@ -24,6 +24,7 @@ from benchmarks import bench_convert_compiled
 from benchmarks.bench_convert_compiled import Step
 from benchmarks.gpu_time import captured, timed
 from benchmarks.harness import RESULTS, Row, arguments, record, skip
+from benchmarks.quiet import quiet
 from lowtide import zoo
 from lowtide.techniques.batchnorm import convert
 
@@ -61,11 +62,12 @@ def main(*, only: str = "", variants: str = "", results: Path = RESULTS) -> None
             expected = expected or losses
             if abs(losses[0] - expected[0]) > 2e-2 * abs(expected[0]):
                 raise SystemExit(f"{title}, {variant}: the losses are {losses}, not {expected}")
-            rows = [
-                Row.of(title, variant, "peak above static", [step.peak_bytes()], "B"),
-                Row.of(title, variant, "step", timed(step, calls=5, rounds=5), "s"),
-                Row.of(title, variant, "step, GPU time", timed(captured(step), calls=1, rounds=7), "s"),
-            ]
+            with quiet():
+                rows = [
+                    Row.of(title, variant, "peak above static", [step.peak_bytes()], "B"),
+                    Row.of(title, variant, "step", timed(step, calls=5, rounds=5), "s"),
+                    Row.of(title, variant, "step, GPU time", timed(captured(step), calls=1, rounds=7), "s"),
+                ]
             record("convert", rows, device="cuda", results=results)
             del step
             gc.collect()

@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -171,13 +172,12 @@ def record(name: str, rows: Iterable[Row], *, device: str = "cpu", results: Path
     rows = list(rows)
     stamp = environment(device)
     columns = [*(field.name for field in fields(Row)), *stamp]
-    if path.exists():
-        with path.open(newline="") as file:
-            if (there := next(csv.reader(file), [])) != columns:
-                raise ValueError(f"{path} has other columns ({', '.join(there)}): move it away first")
-    else:
-        results.mkdir(parents=True, exist_ok=True)
-        path.write_text(",".join(columns) + "\n")
+    results.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError), path.open("x") as file:  # several processes may record at a time
+        file.write(",".join(columns) + "\n")
+    with path.open(newline="") as file:
+        if (there := next(csv.reader(file), [])) != columns:
+            raise ValueError(f"{path} has other columns ({', '.join(there)}): move it away first")
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writerows({**asdict(row), **stamp} for row in rows)
