@@ -154,7 +154,7 @@ def draw_steps(rows: Path, path: Path) -> Path:
 
 
 def times_in_turn(
-    way: Workload, plain: Workload, under: Callable[[], Any] = nullcontext, rounds: int = 9
+    way: Workload, plain: Workload, under: Callable[[], Any] = nullcontext, rounds: int = 5
 ) -> list[tuple[float, float]]:
     """Seconds of a step one way, which may need a context, and of the plain one right after."""
     pairs: list[tuple[float, float]] = []

@@ -38,7 +38,7 @@ def run_jobs(commands: Sequence[Sequence[str]], most: int) -> list[int]:
             while len(running) >= most:
                 _reap(running, codes, folder)
             # A cache of its own: another job may be stopped while it holds a lock of a shared one.
-            caches = {name: f"{folder}/{index}-{name}" for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+            caches = {name: f"{folder}/{name}-{index}" for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
             environment = {**os.environ, **caches, _FOLDER: folder}
             running[index] = subprocess.Popen([sys.executable, *command], env=environment)
             (Path(folder) / str(running[index].pid)).touch()
