@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import lowtide
 from lowtide import zoo
 from lowtide.engines import graph
+from lowtide.errors import BudgetError
 from lowtide.planning.programs.program import simulate
 
 from ..soak import SOAK, in_soak
@@ -51,14 +53,43 @@ def test_the_simulated_peak_is_the_executed_one(name: str, way: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gpt2", "resnet18", "unet", "roberta-base"])
-def test_a_plan_holds_on_the_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "allow"),
+    [("gpt2", "bitwise"), ("roberta-base", "bitwise"), *product(["gpt2", "resnet18", "unet"], ["roundoff"])],
+)
+def test_a_plan_holds_on_the_gpu(name: str, allow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     work = zoo.small(name, device="cuda")
     plain = lowtide.profile(work)
-    smallest = smallest_budget(work, plain)
-    verification = lowtide.verify(work, lowtide.plan(work, smallest, profile=plain, engine="graph"))
+    smallest = smallest_budget(work, plain, allow=allow)
+    chosen = lowtide.plan(work, smallest, profile=plain, engine="graph", allow=allow)
+    verification = lowtide.verify(work, chosen)
     assert verification.ok, str(verification)
-    assert verification.storage_peak_bytes == verification.plan.storage_peak_bytes
-    if name in ("gpt2", "roberta-base"):
-        assert verification.plan.fidelity == "bitwise"
+    assert verification.storage_peak_bytes == verification.plan.storage_peak_bytes, str(verification)
+    assert verification.plan.fidelity <= allow
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt2", "resnet18"])
+@pytest.mark.parametrize(
+    "ways",
+    [
+        {"compile": True},
+        {"compile": True, "forbid": ["optimizer_in_backward"]},
+        {"allow": "approximate"},
+        {"allow": ["offload"]},
+    ],
+    ids=["compiled, any step", "compiled", "codes", "offload"],
+)
+def test_each_way_to_run_a_program_keeps_its_promise_on_the_gpu(
+    name: str, ways: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    work = zoo.small(name, device="cuda", batch=16)
+    plain = lowtide.profile(work)
+    with pytest.raises(BudgetError) as refused:
+        lowtide.plan(work, 1, profile=plain, engine="graph", tune=False, **ways)
+    smallest = int(str(refused.value).split(" bytes)")[0].rsplit(" ", 1)[1])
+    for budget in (smallest, (smallest + plain.peak_bytes) // 2):
+        verification = lowtide.verify(work, lowtide.plan(work, budget, profile=plain, engine="graph", **ways))
+        assert verification.ok, str(verification)

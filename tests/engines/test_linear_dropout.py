@@ -20,11 +20,12 @@ from tests.soak import in_soak
 WIDTH, DEPTH, ROWS = 16, 6, 256
 
 
-def linear_net() -> Workload:
+def linear_net(device: str = "cpu") -> Workload:
     torch.manual_seed(0)
     blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Dropout(0.3)) for _ in range(DEPTH))
-    model = nn.Sequential(*blocks).double()
-    return Workload(model, lambda model, x: model(x).sum(), torch.randn(ROWS, WIDTH, dtype=torch.float64))
+    model = nn.Sequential(*blocks).double().to(device)
+    batch = torch.randn(ROWS, WIDTH, dtype=torch.float64, device=device)
+    return Workload(model, lambda model, x: model(x).sum(), batch)
 
 
 def planned(work: Workload, budget: str, **options: Any) -> Plan:
@@ -51,11 +52,12 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("engine", "compiled", "budget"), CASES)
 def test_the_loss_is_the_inner_product_of_each_weight_with_its_gradient(
-    engine: str, compiled: bool, budget: str
+    engine: str, compiled: bool, budget: str, device: str
 ) -> None:
-    work = linear_net()
+    work = linear_net(device)
     made = planned(work, budget, engine=engine, compile=compiled)
     assert not made.is_plain
     with apply(made, work) as step:
