@@ -1,6 +1,6 @@
 """Does a plan keep its budget, and is it faster than checkpointing by hand? Ten budgets each. Needs a GPU.
 
-    PYTHONPATH=src:. python -m benchmarks.bench_budgets [--only NAME] [--results DIR] [--draw]
+    PYTHONPATH=src:. python -m benchmarks.bench_budgets [--only NAME] [--part 1/4] [--results DIR] [--draw]
 
 Peaks are all bytes that torch's allocator gives out during a step, parameters and optimizer state included. A step is
 zero_grad, loss, backward, optimizer. Checkpointing by hand is ``torch.utils.checkpoint`` over every block, over √n
@@ -8,8 +8,8 @@ segments of blocks, and ``checkpoint_sequential``. Plans are of the graph engine
 of checkpointing by hand. The others lie evenly between the smallest peak and the plain step's.
 
 Each way is timed in turns with the plain step, since the host's speed drifts: ratios are of the same rounds. A step
-without random numbers is also replayed as one CUDA graph. That gives the time of its kernels without the host, and the
-memory that the graph would hold for good.
+without random numbers, planned as a program alone, is also replayed as one CUDA graph. That gives the time of its
+kernels without the host, and the memory that the graph would hold for good.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ COLORS = {
 DRAWING = ROOT / "docs" / "images" / "budgets.svg"
 
 
-def main(*, only: str = "", device: str = "cuda", draw: bool = False, results: Path = RESULTS) -> None:
+def main(
+    *, only: str = "", part: str = "1/1", device: str = "cuda", draw: bool = False, results: Path = RESULTS
+) -> None:
     if draw:
         say_drawn(lambda: draw_steps(results / "budgets.csv", DRAWING))
         return
@@ -63,13 +65,15 @@ def main(*, only: str = "", device: str = "cuda", draw: bool = False, results: P
     failed: list[str] = []
     for case, options in CASES.items():
         if only in case:
-            failed += measure_case(case, zoo.workload(device=device, **options), results)
+            failed += measure_case(case, zoo.workload(device=device, **options), results, part)
             gc.collect()
     if failed:
         raise SystemExit("\n".join(failed))
 
 
-def measure_case(case: str, work: Workload, results: Path) -> list[str]:
+def measure_case(case: str, work: Workload, results: Path, part: str = "1/1") -> list[str]:
+    first, step = map(int, part.split("/"))
+
     def note(name: str, peak: int, times: Sequence[tuple[float, float]], *more: Row) -> None:
         own, ratios = [way for way, _ in times], [way / plain for way, plain in times]
         rows = [Row.of(case, name, "peak", [peak], "B"), Row.of(case, name, "step", own, "s")]
@@ -78,12 +82,14 @@ def measure_case(case: str, work: Workload, results: Path) -> list[str]:
 
     failed: list[str] = []
     plain_peak = peak_of(work)
-    note("PyTorch eager", plain_peak, times_in_turn(work, work), *graphed(case, "PyTorch eager", work))
+    if first == 1:
+        note("PyTorch eager", plain_peak, times_in_turn(work, work), *graphed(case, "PyTorch eager", work))
     peaks: list[int] = []
     for name, by_hand in CHECKPOINTS.items():
         with by_hand(work.model):
             peaks.append(peak_of(work))
-        note(name, peaks[-1], times_in_turn(work, work, lambda by_hand=by_hand: by_hand(work.model)))
+        if first == 1:
+            note(name, peaks[-1], times_in_turn(work, work, lambda by_hand=by_hand: by_hand(work.model)))
     with quiet():
         profile = baseline_profile(work, fake=False, device=None)
     try:
@@ -92,7 +98,8 @@ def measure_case(case: str, work: Workload, results: Path) -> list[str]:
         smallest = int(str(error).split(", ")[1].split()[0])
     else:
         raise AssertionError("a step in one byte")
-    for number, budget in enumerate(budgets_between(smallest, profile.peak_bytes - 1, peaks), 1):
+    budgets = list(enumerate(budgets_between(smallest, profile.peak_bytes - 1, peaks), 1))
+    for number, budget in budgets[first - 1 :: step]:
         start = time.perf_counter()
         with quiet_tuning():
             chosen = plan(work, budget, profile=profile, engine="graph")
@@ -110,7 +117,7 @@ def measure_case(case: str, work: Workload, results: Path) -> list[str]:
         with apply(chosen, work) as step:
             peak = peak_of(step.work)
             times = times_in_turn(step.work, work)
-            note(name, peak, times, *rows, *graphed(case, name, step.work))
+            note(name, peak, times, *rows, *(() if chosen.choices else graphed(case, name, step.work)))
         if peak > budget:
             failed.append(f"{case}, {name}: {peak} bytes of {budget}")
     return failed
@@ -154,7 +161,7 @@ def draw_steps(rows: Path, path: Path) -> Path:
 
 
 def times_in_turn(
-    way: Workload, plain: Workload, under: Callable[[], Any] = nullcontext, rounds: int = 5
+    way: Workload, plain: Workload, under: Callable[[], Any] = nullcontext, rounds: int = 3
 ) -> list[tuple[float, float]]:
     """Seconds of a step one way, which may need a context, and of the plain one right after."""
     pairs: list[tuple[float, float]] = []
@@ -268,4 +275,5 @@ CHECKPOINTS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 if __name__ == "__main__":
-    main(**arguments(__doc__, "only", "results", "draw"))
+    part = {"default": "1/1", "help": "1/4: every fourth budget, from the first on, and the peers"}
+    main(**arguments(__doc__, "only", "results", "draw", part=part))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -65,6 +65,7 @@ class GraphCandidates:
         self._earned = earned  # by the results of the captured graph, where they were compared
         self._forms: dict[tuple[Joint, bool], Form] = {}
         self._excess: dict[str, int] = {}  # by lowering: measured bytes beyond the predicted peak
+        self._simulated: dict[Hashable, Contender | None] = {}  # by candidate
         forecast = Forecast(joint, plain)
         self._plain_seconds = sum(map(forecast.seconds, (*joint.forward, *joint.backward)))
 
@@ -87,6 +88,7 @@ class GraphCandidates:
     def learn(self, lowering: str, excess_bytes: int) -> None:
         """Note by how much a measured peak of a lowering was above its prediction."""
         self._excess[lowering] = self._excess.get(lowering, 0) + excess_bytes
+        self._simulated.clear()
 
     @property
     def fidelity(self) -> Fidelity:
@@ -156,6 +158,11 @@ class GraphCandidates:
 
     def contender(self, candidate: Candidate) -> Contender | None:
         """A program with its simulated peaks, options around it by their prices; None if its lowering cannot run it."""
+        if candidate.key not in self._simulated:
+            self._simulated[candidate.key] = self._simulate(candidate)
+        return self._simulated[candidate.key]
+
+    def _simulate(self, candidate: Candidate) -> Contender | None:
         program, lowering = cast(Solution, candidate.change).program, LOWERINGS[candidate.lowering]
         form = self.form(lowering)
         if not lowering.can_run(form.problem.joint, program):

@@ -80,7 +80,7 @@ class _Cut:
         (fitting,) = np.nonzero((births <= interval.birth) & (interval.death <= deaths) & (sizes >= interval.bytes))
         if not len(fitting):
             return
-        place = int(min(fitting, key=lambda each: (sizes[each], deaths[each] - births[each])))
+        place = int(fitting[np.lexsort((deaths[fitting] - births[fitting], sizes[fitting]))[0]])
         whole = self.all[place]
         rest = [
             replace(whole, bytes=size, birth=birth, death=death)

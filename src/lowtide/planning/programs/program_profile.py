@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,7 @@ from lowtide.registry import NEEDS_NO_CAPTURE
 from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.capture.joint import Joint, is_item, is_random, module_of, size_of
 from lowtide.tracing.dense_parts import dtype_name, flatten, leaves
-from lowtide.tracing.graph import STATIC, Graph, Op, Storage, TensorView, handed_on, signature
+from lowtide.tracing.graph import STATIC, Category, Graph, Op, Storage, TensorView, handed_on, signature
 from lowtide.tracing.op_calls import Call
 
 _KERNELS = {"_native_batch_norm_legit": "native_batch_norm"}  # a captured op, and the plain step's kernel
@@ -273,6 +273,8 @@ class _Planned:
     program: Program
     ops: list[Op] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
+    deaths: dict[int, int] = field(default_factory=dict)  # by place in ``storages``; the others outlive backward
+    categories: dict[int, Category] = field(default_factory=dict)  # by place, where it is no temporary
     index: dict[Value, int] = field(default_factory=dict)  # by storage: its place in ``storages``
     holders: dict[Value, int] = field(default_factory=dict)
 
@@ -297,19 +299,24 @@ class _Planned:
         self._name(gradients, "gradient")
         shift = len(self.ops) - first
         end = shift + len(plain.ops)
-        renumbered = {s.id: place for place, s in enumerate(statics) if s.death >= 0}
-        for s in plain.storages:
-            if s.birth >= first and s.birth:
-                renumbered[s.id] = len(self.storages)
-                self.storages.append(replace(s, birth=s.birth + shift, death=s.death + shift))
-        stepping = [replace(op, index=op.index + shift) for op in plain.ops[first:]]
-        stepping = [
-            replace(op, inputs=_moved(op.inputs, renumbered), outputs=_moved(op.outputs, renumbered)) for op in stepping
+        walked = [
+            replace(s, id=place, death=self.deaths.get(place, end), category=self.categories.get(place, s.category))
+            for place, s in enumerate(self.storages)
         ]
-        closed = [replace(s, death=end) if s.death < 0 or place < len(statics) else s
-                  for place, s in enumerate(self.storages)]  # fmt: skip
-        storages = tuple(replace(s, id=place) for place, s in enumerate(closed))
-        graph = replace(plain, ops=(*self.ops, *stepping), storages=storages)
+        stepping = [s for s in plain.storages if s.birth >= first and s.birth]
+        renumbered = {s.id: place for place, s in enumerate(statics) if s.death >= 0}
+        renumbered |= {s.id: place for place, s in enumerate(stepping, len(walked))}
+        later = [
+            replace(s, id=place, birth=s.birth + shift, death=s.death + shift)
+            for place, s in enumerate(stepping, len(walked))
+        ]
+        ops = [
+            replace(
+                op, index=op.index + shift, inputs=_moved(op.inputs, renumbered), outputs=_moved(op.outputs, renumbered)
+            )
+            for op in plain.ops[first:]
+        ]
+        graph = replace(plain, ops=(*self.ops, *ops), storages=(*walked, *later))
         return replace(graph, saved=handed_on(graph))
 
     def _waits(self) -> Iterator[float]:
@@ -323,18 +330,11 @@ class _Planned:
         run = self.forecast.run(each)
         if run is not None and node is not None:
             cost = self.forecast.cost_of(run)
+            op, again = cost.op, each.kind is Kind.RECOMPUTE
+            name = str(in_place_form(node)) if each.into is not None else op.name
+            size = cost.workspace_bytes + self._state_bytes(each, node)
             self.ops.append(
-                replace(
-                    cost.op,
-                    index=len(self.ops),
-                    name=str(in_place_form(node)) if each.into is not None else cost.op.name,
-                    phase=phase,
-                    inputs=(),
-                    outputs=(),
-                    recompute=each.kind is Kind.RECOMPUTE,
-                    seconds=cost.seconds,
-                    workspace_bytes=cost.workspace_bytes + self._state_bytes(each, node),
-                )
+                Op(len(self.ops), name, phase, op.module, "", (), (), op.arguments, again, cost.seconds, size)
             )
         elif each.kind is Kind.RETURN_GRAD and each.value in self.program.bytes and each.reads:
             self.ops.append(Op(len(self.ops), "aten.clone.default", phase, "", "", (), (), "", False, 0.0, 0))
@@ -375,13 +375,11 @@ class _Planned:
                 Storage(place, size, device, dtype, "temporary", birth, -1, label, module, "", shape, op)
             )
         elif not count:
-            place = self.index.pop(storage)
-            self.storages[place] = replace(self.storages[place], death=len(self.ops))
+            self.deaths[self.index.pop(storage)] = len(self.ops)
 
-    def _name(self, places: Any, category: Any) -> None:
-        for place in places:
-            if self.storages[place].death < 0:
-                self.storages[place] = replace(self.storages[place], category=category)
+    def _name(self, places: Iterable[int], category: Category) -> None:
+        """Give a category to the storages that are alive now."""
+        self.categories |= {place: category for place in places if place not in self.deaths}
 
 
 def _value(tensor: Tensor) -> TensorView:
