@@ -1,7 +1,7 @@
 """The fastest schedule of a chain that fits a budget in bytes: Rotor's dynamic programme (Beaumont et al., 2019).
 
 E(s, t, m) are the seconds of recomputing while stages s to t go forward and backward in m bytes beyond the input of s.
-f are forward seconds, r their tail, a value bytes. ā and l are a variant's saved bytes and seconds (see ``Needs``).
+Here f are forward seconds, r their tail, a value bytes. A variant saves ā bytes and takes l seconds (see ``Needs``).
 
     E(s, s, m) = min over variants of l_s                            if m >= keeping(s, s)
     E(s, t, m) = min( over variants of l_s + E(s + 1, t, m - ā_s)    if m >= keeping(s, t): keep s

@@ -98,8 +98,8 @@ def _runs_plain(x: Tensor, weight: Tensor, sketch: Sketch) -> bool:
 def _randomized(x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch, calls: CheckedCalls) -> Tensor:
     if _runs_plain(x, weight, sketch):
         return F.linear(x, weight, bias)
-    # Always drawn, so that both runs of a checkpoint leave the generator in the same state: the first may be without
-    # gradients, or share a sketch.
+    # Always drawn, so that both runs of a checkpoint leave the generator in the same state. The first run may be
+    # without gradients, or share a sketch.
     seed = kernels.draw_seed(x.device)
     if not torch.is_grad_enabled():
         return F.linear(x, weight, bias)

@@ -26,9 +26,9 @@ class LossScale:
 
     ``scale(loss, model)`` gives the loss with the same value. A gradient that reaches a parameter is divided by the
     scale, so that ``p.grad`` is always true. Clipping, accumulation and other losses with backward passes of their own
-    need no care. A backward pass is scaled as a whole, so a penalty has to be scaled with its loss: write
-    ``scale(loss + penalty, model)`` or ``scale(loss, model) + scale(penalty, model)``. Only gradients of the model's
-    parameters are divided; others stay scaled.
+    need no care. A backward pass is scaled as a whole, so scale a penalty with its loss. Write ``scale(loss + penalty,
+    model)`` or ``scale(loss, model) + scale(penalty, model)``. Only gradients of the model's parameters are divided;
+    others stay scaled.
 
     ``guard(optimizer)`` has a step with gradients that are not finite left out and the scale halved; after
     ``growth_interval`` good steps it doubles. Several optimizers can be guarded: their steps after one backward pass

@@ -92,8 +92,8 @@ class GraphCandidates:
     def fidelity(self) -> Fidelity:
         """The class that the captured graph's results earned, and no better than its ops.
 
-        On a GPU, a captured graph has PyTorch's own batch norm instead of cuDNN's in two cases: without running
-        statistics, and if the model reads them.
+        On a GPU, a captured graph may have PyTorch's own batch norm instead of cuDNN's: without running statistics, or
+        if the model reads them.
         """
         on_gpu = self.plain.graph.tensor_device != "cpu"
         other = on_gpu and any(map(is_left_batch_norm, self.joint.forward))

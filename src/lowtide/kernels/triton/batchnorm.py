@@ -1,10 +1,10 @@
 """Batch norm + activation in Triton, forward and backward, for NCHW and NHWC.
 
 A *tile* is one channel (NCHW) or a few neighbours (NHWC). If a tile fits the registers of one program, one launch takes
-the fewest passes over memory: 2 forward (read x, write z) and 3 backward (read dz and the saved tensor, write dx).
-Otherwise a first launch sums. All its programs go through the tensor side by side, from its beginning to its end. The
-last one of each tile adds the sums up. A second launch writes the result. That is 3 passes and 5, less the reads
-that the second launch finds in the cache: it starts at the end, which the sums saw last.
+the fewest passes over memory. They are 2 forward (read x, write z) and 3 backward (read dz and the saved tensor, write
+dx). Otherwise a first launch sums. All its programs go through the tensor side by side, from its beginning to its end.
+The last one of each tile adds the sums up. A second launch writes the result. That is 3 passes and 5, less the reads
+that the second launch finds in the cache. It starts at the end, which the sums read last.
 
 Results do not depend on timing: sums are put down by position and added in order.
 """
