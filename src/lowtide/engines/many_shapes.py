@@ -115,7 +115,7 @@ class ManyShapes:
 class UnplannedShape(Exception):
     """Stop a step of a shape that has no program."""
 
-    def __init__(self, graph: _Graph, sizes: tuple[int, ...]) -> None:
+    def __init__(self, graph: _SharedGraph, sizes: tuple[int, ...]) -> None:
         super().__init__(f"No program for sizes of {sizes}")
         self.graph, self.sizes = graph, sizes
 
@@ -132,7 +132,7 @@ class UnplannedShape(Exception):
         self.graph.runners.pop(self.sizes, None)
 
 
-class _Graph:
+class _SharedGraph:
     """A captured graph, with a program for each shape that was planned."""
 
     def __init__(self, joint: SymbolicJoint, moved: Iterable[int], backend: _SymbolicBackend) -> None:
@@ -175,5 +175,5 @@ class _SymbolicBackend:
         self._is_captured = True
         for joint, about in zip(joints, metadata, strict=False):
             if joint.sizes and is_plain(joint.inputs, joint.forward_outputs, len(inputs), about):
-                return _Graph(joint, about.mutated_inp_runtime_indices, self)
+                return _SharedGraph(joint, about.mutated_inp_runtime_indices, self)
         raise TraceError("The loss is not captured with symbols for sizes")

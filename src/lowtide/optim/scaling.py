@@ -54,7 +54,7 @@ class LossScale:
             if parameter.requires_grad and parameter not in self._hooked:
                 self._hooked[parameter] = True
                 self._handles.append(parameter.register_hook(_Unscale(self)))
-        return _Scaled.apply(loss, self)  # pyright: ignore[reportReturnType]
+        return _ScaledLoss.apply(loss, self)  # pyright: ignore[reportReturnType]
 
     def guard(self, optimizer: torch.optim.Optimizer) -> Undo:
         """Leave steps out whose gradients are not finite; refused where none are left to look at until the step."""
@@ -174,7 +174,7 @@ class _Unscale:
         return gradient if scale is None else gradient / scale
 
 
-class _Scaled(torch.autograd.Function):
+class _ScaledLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, scale: LossScale) -> Tensor:
         ctx.scale = scale

@@ -12,7 +12,7 @@ from typing import cast
 from lowtide.errors import TraceError
 from lowtide.planning.baseline import OUT_OF_MEMORY
 from lowtide.planning.candidate import OFFLOAD, PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
-from lowtide.planning.captured import Captured, capture_and_compare, capture_too_large, check_draws
+from lowtide.planning.captured import ComparedCapture, capture_and_compare, capture_too_large, check_draws
 from lowtide.planning.combinations import lasting_bytes, leaves_gradients, prices_inside, saved_by_each
 from lowtide.planning.lowering import LOWERINGS, REFERENCE, REWRITTEN, Lowering
 from lowtide.planning.plan import PlannedStage, ProgramChoice
@@ -271,14 +271,14 @@ def graph_candidates(work: Workload, plain: Profile) -> GraphCandidates:
     return known[1]
 
 
-def _steady_capture(work: Workload, plain: Profile) -> Captured:
+def _steady_capture(work: Workload, plain: Profile) -> ComparedCapture:
     """The graph of a step like all but the first, where modules keep tensors from one to the next."""
-    first: Captured | TraceError
+    first: ComparedCapture | TraceError
     try:
         first = capture_and_compare(work, plain)
     except TraceError as error:
         first = error
-    if isinstance(first, Captured) and not first.joint.stored:
+    if isinstance(first, ComparedCapture) and not first.joint.stored:
         return first
     with steady(work) as was_steady:
         if not was_steady:

@@ -58,7 +58,7 @@ class CompiledLowering:
 
     def lower(self, joint: Joint, program: Program) -> Lowered:
         """Compiled code for forward, and for each piece of backward."""
-        return _Lowering(joint, program).lowered()
+        return _ProgramCompiler(joint, program).lowered()
 
 
 class SeededLowering(CompiledLowering):
@@ -76,7 +76,7 @@ class SeededLowering(CompiledLowering):
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RegionCall:
     """One region in a pass: its code, and the places of its arguments and results among the pass's values."""
 
     code: Code
@@ -85,7 +85,7 @@ class _Call:
     results: tuple[int, ...]
 
 
-def _run(calls: Sequence[_Call], values: list[Any]) -> None:
+def _run(calls: Sequence[_RegionCall], values: list[Any]) -> None:
     """Run regions in order. A region's code frees its own arguments: no name here holds them, nor a result."""
     for call in calls:
         arguments = [values[place] for place in call.reads]
@@ -96,7 +96,7 @@ def _run(calls: Sequence[_Call], values: list[Any]) -> None:
             values[place] = results.pop()
 
 
-class _Lowering:
+class _ProgramCompiler:
     """Lower one program."""
 
     def __init__(self, joint: Joint, program: Program) -> None:
@@ -170,17 +170,17 @@ class _Lowering:
 
     def _calls(
         self, regions: Sequence[Region], given: Sequence[Value], held: set[Value]
-    ) -> tuple[dict[Value, int], list[_Call]]:
+    ) -> tuple[dict[Value, int], list[_RegionCall]]:
         """Calls of consecutive regions, and the place of each value that passes between them."""
         places = {value: place for place, value in enumerate(given)}
         for value in chain.from_iterable(region.results for region in regions):
             places.setdefault(value, len(places))
         last = {value: index for index, region in enumerate(regions) for value in region.reads}
-        calls: list[_Call] = []
+        calls: list[_RegionCall] = []
         for index, region in enumerate(regions):
             freed = [value for value in region.reads if last[value] == index and value not in held]
             calls.append(
-                _Call(
+                _RegionCall(
                     self._code(region),
                     tuple(places[value] for value in region.reads),
                     tuple(places[value] for value in freed),
@@ -214,7 +214,7 @@ def _used(region: Region) -> Iterable[Value]:
 
 
 def _run_piece(
-    calls: Sequence[_Call], size: int, returned: Sequence[int], results: Sequence[int], given: list[Any]
+    calls: Sequence[_RegionCall], size: int, returned: Sequence[int], results: Sequence[int], given: list[Any]
 ) -> list[Any]:
     values = [*given, *[None] * (size - len(given))]
     given.clear()
