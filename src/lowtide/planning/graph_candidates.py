@@ -238,8 +238,8 @@ def _reasons(stages: tuple[PlannedStage, ...], budget_bytes: int) -> tuple[str, 
         for outline, choice in sorted(largest, key=lambda stage: stage.choice.stage)
     ]
     if rest:
-        kept, size = sum(stage.choice.kept for stage in rest), sum(stage.choice.saved_bytes for stage in rest)
-        lines.append(f"smaller stages, {format_size(size)} together: {kept} kept, {len(rest) - kept} recomputed")
+        once, size = sum(stage.choice.kept for stage in rest), sum(stage.choice.saved_bytes for stage in rest)
+        lines.append(f"smaller stages, {format_size(size)} together: {once} kept, {len(rest) - once} recomputed")
     return tuple(lines)
 
 

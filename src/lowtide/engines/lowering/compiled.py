@@ -111,16 +111,16 @@ class _ProgramCompiler:
         backward = regions_of(self.joint, self.program.backward, self.makers)
         read = dict.fromkeys(value for region in backward for value in region.reads)
         computed = {value for region in backward for value in region.results}
-        kept = tuple(v for v in read if v not in computed and v not in self.primals and v not in self.tangents)
-        return Lowered(self._forward(kept), kept, list(self._pieces(backward)))
+        saved = tuple(v for v in read if v not in computed and v not in self.primals and v not in self.tangents)
+        return Lowered(self._forward(saved), saved, list(self._pieces(backward)))
 
-    def _forward(self, kept: tuple[Value, ...]) -> Code:
+    def _forward(self, saved: tuple[Value, ...]) -> Code:
         outputs = [Value(node.name) if isinstance(node, fx.Node) else node for node in self.joint.outputs]
         returned = [value for value in outputs if isinstance(value, Value)]
-        regions = regions_of(self.joint, self.program.forward, self.makers, read_later=kept, returned=returned)
-        places, calls = self._calls(regions, list(self.primals), held={*returned, *kept})
+        regions = regions_of(self.joint, self.program.forward, self.makers, read_later=saved, returned=returned)
+        places, calls = self._calls(regions, list(self.primals), held={*returned, *saved})
         size = len(places)
-        results = [places[value] if isinstance(value, Value) else None for value in (*outputs, *kept)]
+        results = [places[value] if isinstance(value, Value) else None for value in (*outputs, *saved)]
         counters = [(places[Value(node.name)], amount) for node, amount in self.joint.counters]
 
         def forward(inputs: list[Any]) -> list[Any]:
@@ -142,12 +142,12 @@ class _ProgramCompiler:
             groups[-1].append(region)
         last = {value: index for index, group in enumerate(groups) for region in group for value in _used(region)}
         for index, group in enumerate(groups):
-            made = dict.fromkeys(value for region in group for value in region.results)
-            read = dict.fromkeys(value for region in group for value in _used(region) if value not in made)
+            computed = dict.fromkeys(value for region in group for value in region.results)
+            read = dict.fromkeys(value for region in group for value in _used(region) if value not in computed)
             values = [v for v in read if v not in self.primals and (index or v not in self.tangents)]
             inputs = [value for value in read if value in self.primals]
             first = [] if index else self.tangents
-            results = [value for value in (*made, *first) if last.get(value, -1) > index]
+            results = [value for value in (*computed, *first) if last.get(value, -1) > index]
             returned = [each for region in group for each in region.returned]
             held = {*results, *(each.reads[0] for each in returned)}
             places, calls = self._calls(group, [*values, *inputs, *first], held)
