@@ -35,9 +35,6 @@ class LiveStorage:
         self.shape, self.state_key = self.shape if shape is None else shape, state_key
 
 
-OUTSIDE = "made outside of ops"
-
-
 @dataclass(slots=True)
 class Place:
     """Where an op was called: its name, its module and the user's line."""
