@@ -1,10 +1,10 @@
 """Does batch norm that recomputes save memory, and what does it cost? The experiments of the report.
 
-"Lowering Memory in the Batch Normalization Layer to Try to Speed Up Training" (Eng, 2024) trains two networks by
-Adam at 1e-3: LeNet on MNIST for 10 epochs of batches of 64, a 1-D ResNet on Speech Commands for one of batches of 32.
-Each has PyTorch's BatchNorm1d, or a layer of its own without and with recomputation. The median of three runs counts.
-Its own layer without recomputation keeps the normalised data beside the input. PyTorch's does not, and lowtide's
-"standard" is PyTorch's. So a layer like the report's stands beside them.
+"Lowering Memory in the Batch Normalization Layer to Try to Speed Up Training" (Eng, 2024) trains two networks by Adam
+at 1e-3. LeNet learns MNIST for 10 epochs of batches of 64, a 1-D ResNet Speech Commands for one of batches of 32. Each
+has PyTorch's BatchNorm1d, or a layer of its own without and with recomputation. The median of three runs counts. Its
+own layer without recomputation keeps the normalised data beside the input. PyTorch's does not, and lowtide's "standard"
+is PyTorch's. So a layer like the report's stands beside them.
 
 All variants start a run from the same parameters and see the same batches. Before anything is timed, gradients over the
 first steps are set beside PyTorch's, in float32 and in float64. Rows are appended after every round of runs. Needs a

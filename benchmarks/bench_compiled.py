@@ -4,8 +4,8 @@
 
 Peaks are bytes above what stays between steps (parameters, buffers, optimizer state), by torch's own counter. Seconds
 are of whole steps as launched from Python: zero_grad, loss, backward, optimizer. Peers compile loss and model as one
-function: all of it, with the results of matrix products and attention saved (selective checkpointing), and with every
-block checkpointed. Plans are made by ``lowtide.plan(..., engine="graph", compile=True)``, and verified before they are
+function. They save everything, the results of matrix products and attention (selective checkpointing), or the inputs of
+checkpointed blocks. Plans are made by ``lowtide.plan(..., engine="graph", compile=True)``, and verified before they are
 timed.
 """
 

@@ -2,9 +2,9 @@
 
     PYTHONPATH=src:. python -m benchmarks.bench_methods [--only NAME] [--results DIR]
 
-The columns are those of the table of methods in "Neural Networks Memory Footprint Reduction during Training" (Gusak,
-2022): GPUs, approximate or not, what is communicated, the batch per GPU, floating-point operations; and peak and time,
-measured. Every registered technique is applied by its own options, with usual settings or else those of the lowest
+The columns follow the table of methods in "Neural Networks Memory Footprint Reduction during Training" (Gusak, 2022).
+They are GPUs, approximate or not, communication, the batch per GPU, floating-point operations, and the measured peak
+and time. Every registered technique is applied by its own options, with usual settings or else those of the lowest
 estimated peak. That is one option, or all options with the same settings in different places. Operations are those of
 matrix products, convolutions and attention, counted over the traced step; what a Triton kernel does inside counts as
 none.

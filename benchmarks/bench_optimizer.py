@@ -1,7 +1,7 @@
 """What does a step of the optimizer take, in bytes and seconds, with states in 8 bits? And what becomes of the result?
 
 On a GPU: the parameters of GPT-2 medium in float32. AdamW with 8-bit states moves 16 bytes a parameter where torch's
-fused AdamW moves 28: ``lowtide`` is the kernel in ``lowtide/kernels/triton/adamw8bit.py``; bitsandbytes stands beside
+fused AdamW moves 28. ``lowtide`` is the kernel in ``lowtide/kernels/triton/adamw8bit.py``. bitsandbytes stands beside
 it where it is installed. "time" is of 20 steps in a row, which are launched ahead of the GPU.
 
 On a CPU: a smaller set of parameters, and the result: LeNet on MNIST if the data is found.

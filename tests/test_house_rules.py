@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "lowtide"
 DOORS = ("__init__.py", "__main__.py")  # of the package itself: they may import everything
+REGISTRIES = ("registry.py",)  # names built-in classes as text, which stand to its right
 
 MOST_LINES = 60
 MOST_COMPLEX = 15
@@ -42,7 +43,7 @@ def room(path: str) -> str:
 
 
 def imported(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and room of each import from lowtide, absolute or relative. Imports for types alone count too."""
+    """Line and room of each import from lowtide: absolute, relative, for types alone, or of a module named as text."""
     package = ["lowtide", *path.split("/")[:-1]]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -51,6 +52,8 @@ def imported(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
             above = package[: len(package) + 1 - node.level] if node.level else []
             module = ".".join([*above, *filter(None, [node.module])])
             names = [f"{module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and path not in REGISTRIES:
+            names = re.findall(r"^(lowtide\.\w+)[.:]\w", node.value)
         else:
             continue
         yield from ((node.lineno, name.split(".")[1]) for name in names if name.startswith("lowtide."))
@@ -81,10 +84,14 @@ def test_every_import_goes_to_the_left():
         "from ..planning.plan import Plan",
         "from ..planning import plan",
         "from .. import planning",
+        "def late():\n    from lowtide.planning.plan import Plan",
+        "import_module('lowtide.planning.plan')",
+        "HOME = 'lowtide.planning.plan:Plan'",
     ],
 )
 def test_an_import_to_the_right_is_found(line):
-    assert imports_to_the_right("tracing/graph.py", ast.parse(line), order()) == ["tracing/graph.py:1 imports planning"]
+    wrong = imports_to_the_right("tracing/graph.py", ast.parse(line), order())
+    assert wrong == [f"tracing/graph.py:{line.count(chr(10)) + 1} imports planning"]
     assert imports_to_the_right("reporting/html.py", ast.parse(line), order()) == []
 
 
@@ -99,11 +106,12 @@ def test_a_relative_import_starts_at_its_own_folder():
 
 
 def shared_names(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
+    """Classes of one name, a leading underscore aside, with their modules."""
     places: defaultdict[str, list[str]] = defaultdict(list)
     for path, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                places[node.name].append(path)
+                places[node.name.strip("_")].append(path)
     return {name: paths for name, paths in places.items() if len(paths) > 1}
 
 
@@ -114,6 +122,7 @@ def test_no_two_classes_share_a_name():
 def test_a_shared_name_is_found():
     trees = {"a.py": ast.parse("class Grid: ..."), "b.py": ast.parse("if True:\n    class Grid: ...")}
     assert shared_names(trees) == {"Grid": ["a.py", "b.py"]}
+    assert shared_names({**trees, "b.py": ast.parse("class _Grid: ...")}) == {"Grid": ["a.py", "b.py"]}
 
 
 # -- functions -----------------------------------------------------------------------------------------
@@ -172,9 +181,11 @@ def test_every_module_has_its_test_file():
 
 
 def process_state(path: str, tree: ast.Module) -> Iterator[str]:
-    """Containers, objects, thread-local and global variables that outlive a call, and readers of frames."""
+    """Containers, objects, thread-local and global variables that outlive a call, readers of frames, global hooks."""
     changed = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
     yield from (f"{path} {name}" for name in sorted(changed))
+    called = {ast.unparse(node.func).rpartition(".")[2] for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    yield from (f"{path} {name}" for name in sorted(called) if re.match("register_(module|optimizer_step)_", name))
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and any(alias.name == "frame_at" for alias in node.names):
             yield f"{path} frame_at"
@@ -210,6 +221,8 @@ def test_the_design_page_names_all_state_of_the_process():
         "_patch = ProcessPatch(change)",
         "KINDS: Registry[Kind] = Registry('kind')",
         "seen = None\ndef see():\n    global seen\n    seen = 1",
+        "register_module_forward_hook (see)",
+        "register_optimizer_step_post_hook (see)",
     ],
 )
 def test_state_of_the_process_is_found(line):

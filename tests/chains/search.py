@@ -11,10 +11,9 @@ from lowtide.chains import Chain
 def fastest_of_all(chain: Chain, budget: int, *, persistent: bool = True) -> float:
     """Seconds of running stages again in the fastest schedule that fits; infinity if there is none.
 
-    Dijkstra's search. A state is the progress of backward, the live values, which of them may not be freed, and the
-    stages that are saved, whole or lightly. In persistent schedules what was kept stays until its
-    backward; in others it may go at any time. Every stage must run with everything saved once: only what is more than
-    that costs.
+    Dijkstra's search. A state has the progress of backward, the live values, which of them may not be freed, and the
+    stages saved whole or lightly. In persistent schedules what was kept stays until its backward; in others it may go
+    at any time. Every stage must run with everything saved once: only what is more than that costs.
     """
     n, f = chain.stages, chain.forward_seconds
     a, saved_bytes, gradient = chain.value_bytes, chain.saved_bytes, chain.gradient_bytes

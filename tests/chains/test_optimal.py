@@ -21,7 +21,7 @@ DOCUMENT = "F1c, F2n, F3n, F4e, F5e, F6e, Loss, B_Loss, B6, B5, B4, F1c, F2n, F3
 
 
 def test_the_documents_sequence_comes_out():
-    # Equal stages cannot give it: where stages 4 to 6 fit beside value 3, so do stages 1 to 3, and none of these would
+    # Equal stages cannot give it. Where stages 4 to 6 fit beside value 3, so do stages 1 to 3, and none of these would
     # run a third time. A chain that shrinks, as convolutional networks do, gives it.
     chain = Chain([1] * 6, [1] * 6, [2, 2, 2, 2, 2, 1, 1], [3, 3, 3, 3, 2, 1])
     expected = DOCUMENT.replace("Loss, B_Loss, ", "")

@@ -316,8 +316,8 @@ def test_the_peak_is_at_most_one_buffer_above_that_of_plain_torch_less_what_was_
     act, count = KEPT[activation]
     x = torch.randn(LARGE)
     plain, ours = network(act), network(act, strategy)
-    # Beside full-size buffers there are a few values per channel, and a random state of 5 KB where the activation is
-    # of an unknown kind: together less than a quarter of a buffer here.
+    # Beside full-size buffers, a few values per channel live, and a random state of 5 KB for an activation of an
+    # unknown kind. Together these are less than a quarter of a buffer here.
     allowed = -(count - 2) * FULL + FULL + FULL // 4
     assert (
         profile(Workload(ours, mean_loss, x)).peak_bytes <= profile(Workload(plain, mean_loss, x)).peak_bytes + allowed

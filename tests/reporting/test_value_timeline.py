@@ -1,5 +1,8 @@
+from dataclasses import replace
+
 from lowtide.reporting.palette import RECOMPUTED
-from lowtide.reporting.value_timeline import Overlay, large_values, lifetimes_chart, overlay_chart
+from lowtide.reporting.value_timeline import Overlay, _readable, large_values, lifetimes_chart, overlay_chart
+from lowtide.tracing.graph import Storage
 from tests.reporting.pages import heights, rows
 
 MIB = 2**20
@@ -23,6 +26,13 @@ def test_bars_end_where_the_optimizer_starts_and_the_curve_reaches_the_peak(plan
 def test_the_largest_values_are_shown_and_nothing_static(make_profile):
     values = large_values(make_profile(blocks=30), 5)
     assert [lifetimes[0].module for lifetimes in values] == [f"{i}.relu" for i in range(5)]
+
+
+def test_values_are_named_by_their_ops_and_shapes_and_gradients_by_their_labels():
+    relu = Storage(0, 4, "cpu", "float32", "activation", 0, 1, "any text", "", "", (8, 4), "relu")
+    norm = replace(relu, made_by="_native_batch_norm_legit_functional_2", shape=())
+    gradient = replace(relu, category="gradient", label="weight.grad")
+    assert list(map(_readable, (relu, norm, gradient))) == ["relu 8×4", "batch_norm_2", "weight.grad"]
 
 
 def test_steps_are_drawn_over_each_other_with_their_budgets(profile, planned):

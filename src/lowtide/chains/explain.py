@@ -59,7 +59,7 @@ def explain(chain: Chain, schedule: Schedule) -> tuple[StageChoice, ...]:
     """
     during = simulate(chain, schedule).during_bytes
     peak = int(during.max())
-    places = _Places(schedule)
+    places = _OperationPlaces(schedule)
     light = {op.stage for op in schedule.operations if op.kind is Action.LIGHT}
     choices: list[StageChoice] = []
     for stage, runs in enumerate(schedule.runs):
@@ -71,7 +71,7 @@ def explain(chain: Chain, schedule: Schedule) -> tuple[StageChoice, ...]:
     return tuple(choices)
 
 
-class _Places:
+class _OperationPlaces:
     """The places of a schedule's operations, and so the lifetimes of values."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -89,7 +89,7 @@ class _Places:
         return [(place, ends[bisect(ends, place)]) for place in starts]
 
 
-def _most_if_kept(chain: Chain, stage: int, places: _Places, during: NDArray[np.int64]) -> int:
+def _most_if_kept(chain: Chain, stage: int, places: _OperationPlaces, during: NDArray[np.int64]) -> int:
     """The peak from the stage's first run to its last, had the first run kept everything."""
     start = places.of(stage, Action.CHECKPOINT, Action.NOTHING, Action.EVERYTHING, Action.LIGHT)[0]
     end = places.of(stage, Action.EVERYTHING, Action.LIGHT)[0]

@@ -1,7 +1,7 @@
 """The fastest schedule of a chain that fits a budget in bytes: Rotor's dynamic programme (Beaumont et al., 2019).
 
 E(s, t, m) are the seconds of recomputing while stages s to t go forward and backward in m bytes beyond the input of s.
-f are forward seconds, r their tail, a value bytes. ā and l are a variant's saved bytes and seconds (see ``Needs``).
+Here f are forward seconds, r their tail, a value bytes. A variant saves ā bytes and takes l seconds (see ``Needs``).
 
     E(s, s, m) = min over variants of l_s                            if m >= keeping(s, s)
     E(s, t, m) = min( over variants of l_s + E(s + 1, t, m - ā_s)    if m >= keeping(s, t): keep s
@@ -111,8 +111,8 @@ class OptimalSchedules:
         seconds, saved = np.array(self.chain.forward_seconds), self._needs.variants[-1].saved.astype(float)
         again = seconds - self._needs.tails
         order = np.argsort(-again / np.maximum(saved, 1e-9))
-        kept = np.clip((room - np.cumsum(saved[order])) / np.maximum(saved[order], 1) + 1, 0, 1)
-        return float(seconds.sum() + (again[order] * (1 - kept)).sum()) * (1 - 1e-9)
+        shares = np.clip((room - np.cumsum(saved[order])) / np.maximum(saved[order], 1) + 1, 0, 1)
+        return float(seconds.sum() + (again[order] * (1 - shares)).sum()) * (1 - 1e-9)
 
     def _seconds(self, schedule: Schedule) -> float:
         return schedule.forward_seconds(self.chain)
@@ -221,13 +221,15 @@ class _Grid:
                 for variant, least in enumerate(self.least):
                     low = int(least[s, t])
                     if low < high:
-                        np.minimum(row[low:high], self._kept(variant, s, t, low, high), out=row[low:high])
+                        np.minimum(row[low:high], self._seconds_if_kept(variant, s, t, low, high), out=row[low:high])
                 np.add(row, np.float32(self.elapsed[t + 1] - self.elapsed[s] - self.tails[t]), out=back[t])
 
     def _decide(self, first: int, last: int, point: int) -> Way:
         """Repeat a minimum of ``_fill``. Storing choices would take a table as large as that of seconds."""
-        kept = [
-            float(self._kept(variant, first, last, point, point + 1)[0]) if point >= least[first, last] else np.inf
+        kept_seconds = [
+            float(self._seconds_if_kept(variant, first, last, point, point + 1)[0])
+            if point >= least[first, last]
+            else np.inf
             for variant, least in enumerate(self.least)
         ]
         start = int(self.pass_shift[first])
@@ -237,13 +239,13 @@ class _Grid:
         passed = self.table[last][first + 1 : end + 1, point] + back
         needed = self.needs.waiting[last] + self.needs.passed[first, first:end]
         passed[needed > point * self.slot + self.offset[first]] = np.inf
-        best = min(range(len(kept)), key=kept.__getitem__)
-        if kept[best] <= passed.min(initial=np.inf):
+        best = min(range(len(kept_seconds)), key=kept_seconds.__getitem__)
+        if kept_seconds[best] <= passed.min(initial=np.inf):
             return Way(first, point - int(self.keep_shift[best][first]), self.needs.variants[best].kind)
         at = first + 1 + int(passed.argmin())
         return Way(at, point - int(self.pass_shift[at]))
 
-    def _kept(self, variant: int, s: int, t: int, low: int, high: int) -> NDArray[np.float32]:
+    def _seconds_if_kept(self, variant: int, s: int, t: int, low: int, high: int) -> NDArray[np.float32]:
         """l_s + E(s + 1, t, m - ā_s) for the points m from ``low`` to ``high``; l_s where s is t."""
         extra = self.extra[variant][s]
         if s == t:

@@ -26,10 +26,10 @@ def expression_of(size: torch.SymInt) -> Any:
 def value_of(expression: Any, symbols: Mapping[Any, int]) -> int:
     """Evaluate an expression for values of its symbols. Raises ``TraceError`` if it has others."""
     integer = importlib.import_module("sympy").Integer
-    found = expression.xreplace({symbol: integer(value) for symbol, value in symbols.items()})
-    if not found.is_Integer:
-        raise TraceError(f"The size {found} depends on more than the batch's shape")
-    return int(found)
+    size = expression.xreplace({symbol: integer(value) for symbol, value in symbols.items()})
+    if not size.is_Integer:
+        raise TraceError(f"The size {size} depends on more than the batch's shape")
+    return int(size)
 
 
 def is_symbol(expression: Any) -> bool:
@@ -56,5 +56,5 @@ def varying(places: Iterable[tuple[Tensor, int]]) -> Generator[None]:
 
 def _marks(tensor: Tensor) -> dict[str, Any]:
     """Return the attributes by which Dynamo and its users mark a tensor."""
-    found = {name: value for name, value in vars(tensor).items() if "_dynamo_" in name}
-    return {name: set(value) if isinstance(value, set) else value for name, value in found.items()}
+    marks = {name: value for name, value in vars(tensor).items() if "_dynamo_" in name}
+    return {name: set(value) if isinstance(value, set) else value for name, value in marks.items()}

@@ -80,8 +80,8 @@ class _Run:
             expected = self.versions.get(cell)
             if expected is not None and (version := version_of(self.cells[cell])) != expected:
                 raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"the planned loss is at version {version}; expected version {expected} instead"
+                    "one of the variables needed for gradient computation has been modified by an inplace operation. "
+                    f"The planned loss is at version {version}; expected version {expected} instead"
                 )
 
 

@@ -189,14 +189,14 @@ class PlannedLoss:
 
     def _capture(self, key: Any, batch: Any) -> None:
         """Have a shape run by a program, of a capture that it shares with others or of its own."""
-        found = None
+        shared = None
         if self._shared is not None:
             with unwatched(self.work.model):
-                found = self._shared.find(key, batch)
-        if found is None:
+                shared = self._shared.find(key, batch)
+        if shared is None:
             self._capture_alone(key, batch)
             return
-        many, shape = found
+        many, shape = shared
         joint = shape.joint()
         try:
             planner = self.planner_for(batch, joint)

@@ -8,13 +8,12 @@ from typing import Any
 from torch import Tensor, fx
 
 from lowtide.batches import tensors
-from lowtide.compat.dynamo import aot_autograd, default_partition, make_boxed, traced_metadata
 from lowtide.compat.symbols import varying
 from lowtide.engines.autograd import Runner
 from lowtide.engines.shapes import Place, differing, signature
 from lowtide.errors import TraceError
-from lowtide.tracing.capture.joint import Joint, Origin, origin_of
-from lowtide.tracing.capture.loss import CompiledLoss, is_plain
+from lowtide.tracing.capture.joint import Joint
+from lowtide.tracing.capture.loss import CompiledLoss, differentiated, is_plain
 from lowtide.tracing.capture.shapes import SymbolicJoint
 from lowtide.workload import Workload
 
@@ -115,7 +114,7 @@ class ManyShapes:
 class UnplannedShape(Exception):
     """Stop a step of a shape that has no program."""
 
-    def __init__(self, graph: _Graph, sizes: tuple[int, ...]) -> None:
+    def __init__(self, graph: _SharedGraph, sizes: tuple[int, ...]) -> None:
         super().__init__(f"No program for sizes of {sizes}")
         self.graph, self.sizes = graph, sizes
 
@@ -132,7 +131,7 @@ class UnplannedShape(Exception):
         self.graph.runners.pop(self.sizes, None)
 
 
-class _Graph:
+class _SharedGraph:
     """A captured graph, with a program for each shape that was planned."""
 
     def __init__(self, joint: SymbolicJoint, moved: Iterable[int], backend: _SymbolicBackend) -> None:
@@ -158,22 +157,9 @@ class _SymbolicBackend:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if self._is_captured:
             raise TraceError("The shape takes another way through the model's code than the captured one")
-        placeholders = module.graph.find_nodes(op="placeholder")
-        origins: list[Origin] = [origin_of(*each) for each in zip(placeholders, inputs, strict=False)]
-        joints: list[SymbolicJoint] = []
-        metadata: list[Any] = []
-
-        def partition(joint: fx.GraphModule, given: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[Any, Any]:
-            joints.append(SymbolicJoint(joint, num_fwd_outputs, origins))
-            return default_partition(joint, given, num_fwd_outputs=num_fwd_outputs)
-
-        def compiler(graph: fx.GraphModule, _: Any) -> Callable[[list[Any]], Any]:
-            metadata.append(traced_metadata())
-            return make_boxed(graph)
-
-        aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(module, inputs)
+        _, joints = differentiated(module, inputs, SymbolicJoint)
         self._is_captured = True
-        for joint, about in zip(joints, metadata, strict=False):
+        for joint, about in joints:
             if joint.sizes and is_plain(joint.inputs, joint.forward_outputs, len(inputs), about):
-                return _Graph(joint, about.mutated_inp_runtime_indices, self)
+                return _SharedGraph(joint, about.mutated_inp_runtime_indices, self)
         raise TraceError("The loss is not captured with symbols for sizes")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from lowtide.engines.shapes import Bounds, modes_of, signature
-from lowtide.engines.step_difference import Setting, step_difference
+from lowtide.engines.step_difference import ModelSetting, step_difference
 from lowtide.errors import TraceError
 from lowtide.fingerprint import batch_shapes
 from lowtide.planning.graph_candidates import GraphCandidates
@@ -43,7 +43,7 @@ class OtherShapes:
         self.plan, self.work, self.planned = plan, work, planned
         self._bounds = Bounds[ProgramChoice]([(signature(work.batch), planned)])
         self._modes = modes_of(work)
-        self._setting = Setting.of(work.model)
+        self._setting = ModelSetting.of(work.model)
 
     def __call__(self, batch: Any, joint: Joint | None = None) -> Planner:
         """The planner for batches of this shape. ``joint`` saves a capture.

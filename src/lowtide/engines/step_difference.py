@@ -16,9 +16,9 @@ from lowtide.tracing.dense_parts import leaves
 from lowtide.workload import Workload
 
 
-def step_difference(joint: Joint, work: Workload, planned: Setting) -> str:
+def step_difference(joint: Joint, work: Workload, planned: ModelSetting) -> str:
     """Name the reason why a batch of the planned shape runs another step."""
-    difference = planned.difference(Setting.of(work.model))
+    difference = planned.difference(ModelSetting.of(work.model))
     if difference:
         return difference
     if not work.autocast and _is_half(joint.forward) and not _is_half(joint.primals):
@@ -29,7 +29,7 @@ def step_difference(joint: Joint, work: Workload, planned: Setting) -> str:
 
 
 @dataclass(frozen=True)
-class Setting:
+class ModelSetting:
     """Modes, hooks and trained parameters, by name: they decide which ops a model runs."""
 
     modes: Mapping[str, bool]
@@ -37,7 +37,7 @@ class Setting:
     trained: Mapping[str, bool]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Setting:
+    def of(cls, model: nn.Module) -> ModelSetting:
         modules = dict(model.named_modules())
         return cls(
             {name: module.training for name, module in modules.items()},
@@ -45,7 +45,7 @@ class Setting:
             {name: parameter.requires_grad for name, parameter in model.named_parameters()},
         )
 
-    def difference(self, now: Setting) -> str:
+    def difference(self, now: ModelSetting) -> str:
         """Name the first module or parameter that differs; "" if none does."""
         if name := _first_unlike(self.modes, now.modes):
             mode = "training" if now.modes.get(name, now.modes[""]) else "evaluation"

@@ -56,7 +56,7 @@ def verify(work: Workload, plan: Plan) -> Verification:
     if work.device.type == "meta":
         raise PlanError("A model on the meta device cannot run, so nothing can be verified")
     notes: list[str] = []
-    plain: _Outcome | None = None
+    plain: _StepResults | None = None
     agreements: tuple[Agreement, ...] = ()
     repeatable, only_rounding = True, False
     others = other_bytes(work)
@@ -200,7 +200,7 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _StepResults:
     """Results of a step, on the host."""
 
     parts: dict[str, dict[str, Tensor]]
@@ -208,7 +208,7 @@ class _Outcome:
     seconds: float
 
 
-def _run(work: Workload, others: int, *, sees_gradients: bool = False) -> _Outcome:
+def _run(work: Workload, others: int, *, sees_gradients: bool = False) -> _StepResults:
     """Run a step for its results, then for time and, on a GPU, for the peak less ``others`` bytes. Restores all.
 
     ``sees_gradients`` copies each gradient on its way, for steps that leave none.
@@ -229,7 +229,7 @@ def _run(work: Workload, others: int, *, sees_gradients: bool = False) -> _Outco
         peak, seconds = _measure(work)
         if peak is not None:
             peak -= others
-    return _Outcome(parts, peak, seconds)
+    return _StepResults(parts, peak, seconds)
 
 
 @contextmanager
@@ -300,12 +300,12 @@ def _strictest_promise(plan: Plan) -> Check:
     )
 
 
-def _compare(plain: _Outcome, planned: _Outcome, check: Check) -> tuple[Agreement, ...]:
+def _compare(plain: _StepResults, planned: _StepResults, check: Check) -> tuple[Agreement, ...]:
     return tuple(_agreement(what, part, planned.parts[what], check) for what, part in plain.parts.items())
 
 
 def _let_rounding_pass(
-    agreements: tuple[Agreement, ...], plain: _Outcome, planned: _Outcome, rounding: Rounding
+    agreements: tuple[Agreement, ...], plain: _StepResults, planned: _StepResults, rounding: Rounding
 ) -> tuple[Agreement, ...]:
     """Accept differences that rounding explains. Parameters are shown, not judged."""
     return tuple(
@@ -352,7 +352,7 @@ class _Noise:
     promise. A step that differs by more is another one each time, and no other can be held against it.
     """
 
-    def __init__(self, plain: _Outcome, again: _Outcome, limit: float) -> None:
+    def __init__(self, plain: _StepResults, again: _StepResults, limit: float) -> None:
         self.plain = plain
         self.limit = limit
         self.noise = {agreement.what: agreement for agreement in _compare(plain, again, Check.EXACT)}
@@ -373,7 +373,7 @@ class _Noise:
             return []
         return ["The plain step differs from itself when run twice: that much error is let pass."]
 
-    def let_pass(self, agreement: Agreement, planned: _Outcome) -> Agreement:
+    def let_pass(self, agreement: Agreement, planned: _StepResults) -> Agreement:
         what = agreement.what
         is_noise = self.is_roundoff and agreement.error <= _NOISE * self.noise[what].error
         return replace(

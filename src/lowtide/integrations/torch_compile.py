@@ -119,8 +119,8 @@ class _PlannedGraph:
             given = {id(storage) for storage in _storages(inputs)}
             results = run(inputs)
             given |= {id(storage) for storage in _storages(results[:outputs])}
-            kept = [each for each in _storages(results[place] for place in own) if id(each) not in given]
-            _in_flight.setdefault(self.owner, []).extend(map(weakref.ref, kept))
+            for_backward = [each for each in _storages(results[place] for place in own) if id(each) not in given]
+            _in_flight.setdefault(self.owner, []).extend(map(weakref.ref, for_backward))
             return results
 
         mark_boxed(forward)
@@ -133,8 +133,8 @@ def _program(joint: Joint, budget: float | str, *, says: bool) -> Program:
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     seconds, workspace = node_seconds(joint, name), node_workspaces(joint, name)
     always = sum({id(s): _rounded(s.nbytes(), device) for s in _storages(_tensors(joint.primals))}.values())
-    found = [(each.program, each.seconds) for each in solutions(Problem(joint, seconds, workspace))]
-    peaks = [always + _peak(program, joint, workspace, device) for program, _ in found]
+    programs = [(each.program, each.seconds) for each in solutions(Problem(joint, seconds, workspace))]
+    peaks = [always + _peak(program, joint, workspace, device) for program, _ in programs]
     wanted = resolve_budget(budget, max(peaks), device.type).bytes
     fitting = [place for place, peak in enumerate(peaks) if peak <= wanted]
     if not fitting:
@@ -142,8 +142,8 @@ def _program(joint: Joint, budget: float | str, *, says: bool) -> Program:
             f"{format_size(wanted)} is below the smallest program of this graph ({format_size(min(peaks))}, "
             f"{min(peaks)} bytes): parameters and inputs are {format_size(always)}"
         )
-    best = min(fitting, key=lambda place: found[place][1])
-    program = found[best][0]
+    best = min(fitting, key=lambda place: programs[place][1])
+    program = programs[best][0]
     if says:
         _log.warning(
             "lowtide: a graph of %d ops is planned with %s of %s, for parameters, inputs, gradients and values of the "

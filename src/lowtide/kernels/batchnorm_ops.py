@@ -35,9 +35,7 @@ def batchnorm_statistics(
 
 
 @batchnorm_statistics.register_fake
-def _(
-    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = torch.promote_types(x.dtype, torch.float32)
     vectors = (x.new_empty(x.shape[1], dtype=wide) for _ in range(4))
     return tuple(vectors)  # pyright: ignore[reportReturnType]
@@ -60,16 +58,7 @@ def batchnorm_activation(
 
 
 @batchnorm_activation.register_fake
-def _(
-    x: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    numbers: Sequence[float],
-) -> Tensor:
+def _(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 

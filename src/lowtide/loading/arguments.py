@@ -14,7 +14,7 @@ from lowtide.errors import WorkloadError
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 
 
-class Settings(TypedDict, total=False):
+class TargetSettings(TypedDict, total=False):
     """Settings of a workload on the command line. None, or absent, leaves them to the target."""
 
     batch: int | None

@@ -26,7 +26,7 @@ import torch
 from lowtide import zoo
 from lowtide.errors import LowtideError, WorkloadError
 from lowtide.loading import installed
-from lowtide.loading.arguments import Settings, bind, guess
+from lowtide.loading.arguments import TargetSettings, bind, guess
 from lowtide.tracing.call_sites import is_library
 from lowtide.workload import Workload, place_of
 
@@ -41,7 +41,7 @@ DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.floa
 Build = Callable[[Mapping[str, str], dict[str, Any], "str | None"], Workload]
 
 
-def load(target: str, args: Mapping[str, str] | None = None, **settings: Unpack[Settings]) -> Workload:
+def load(target: str, args: Mapping[str, str] | None = None, **settings: Unpack[TargetSettings]) -> Workload:
     """Build the workload that a target names.
 
     A function gets ``args``, converted as its annotations and defaults say, and the settings. It needs parameters of
@@ -54,7 +54,7 @@ def load(target: str, args: Mapping[str, str] | None = None, **settings: Unpack[
 
 
 def make_loader(
-    target: str, args: Mapping[str, str] | None = None, **settings: Unpack[Settings]
+    target: str, args: Mapping[str, str] | None = None, **settings: Unpack[TargetSettings]
 ) -> Callable[..., Workload]:
     """Find a target, and return a function that builds it, as ``sweep`` takes it: ``make(batch=8, seq=512)``."""
     build = _find(target)
@@ -64,7 +64,7 @@ def make_loader(
     device = settings.pop("device", None)
 
     def make(**axes: Any) -> Workload:
-        known = {k: v for k, v in {**settings, **axes}.items() if v is not None and k in Settings.__annotations__}
+        known = {k: v for k, v in {**settings, **axes}.items() if v is not None and k in TargetSettings.__annotations__}
         others = {k: str(v) for k, v in axes.items() if k not in known}
         work = build({**(args or {}), **others}, known, device)
         return replace(work, autocast=DTYPES[autocast]) if autocast else work

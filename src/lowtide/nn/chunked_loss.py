@@ -55,7 +55,7 @@ def linear_cross_entropy(
     >>> torch.allclose(linear_cross_entropy(x, w, t, chunk=2), F.cross_entropy(x @ w.t(), t))
     True
     """
-    options = Options(ignore_index, label_smoothing, reduction, chunk).checked()
+    options = LossOptions(ignore_index, label_smoothing, reduction, chunk).checked()
     if target.is_floating_point():
         raise LowtideError(
             "The targets are probabilities, as large as the logits that are to be avoided",
@@ -103,7 +103,7 @@ class LinearCrossEntropy(nn.Linear):
         dtype: Any = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        Options(ignore_index, label_smoothing, reduction, chunk).checked()
+        LossOptions(ignore_index, label_smoothing, reduction, chunk).checked()
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
         self.reduction: Reduction = reduction
         self.chunk = chunk
@@ -137,7 +137,7 @@ class LinearCrossEntropy(nn.Linear):
 # -- shared with lazy_logits -------------------------------------------------------------------------------
 
 
-class Options(NamedTuple):
+class LossOptions(NamedTuple):
     """The settings of the loss."""
 
     ignore_index: int = -100
@@ -203,7 +203,7 @@ def run(
     bias: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
-    options: Options,
+    options: LossOptions,
     precision: LossDtypes,
 ) -> Tensor:
     """The loss of rows that are supported."""
@@ -234,7 +234,7 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         class_weight: Tensor | None,
-        options: Options,
+        options: LossOptions,
         precision: LossDtypes,
     ) -> Tensor:
         ctx.options, ctx.precision = options, precision
@@ -392,7 +392,7 @@ def _scaled(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype, *, in_p
     return (gradient.mul_(factor) if in_place else gradient * factor).to(dtype)
 
 
-def _rules(options: Options, class_weight: Tensor | None, precision: LossDtypes) -> Rules:
+def _rules(options: LossOptions, class_weight: Tensor | None, precision: LossDtypes) -> Rules:
     if class_weight is None:
         return Rules(options.ignore_index, options.label_smoothing)
     weight = class_weight.to(wide(precision.logits)).contiguous()

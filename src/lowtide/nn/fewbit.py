@@ -180,7 +180,7 @@ class _FewBitFunction(torch.autograd.Function):
                 f"{ctx.book.activation} with {ctx.book.bits} bits kept",
                 hint="A step function has no slope: use torch's own activation there.",
             )
-        scale: Any = _Scale.apply if torch.is_grad_enabled() else _scale
+        scale: Any = _TimesSlope.apply if torch.is_grad_enabled() else _scale
         dx = scale(gradients[0], codes, ctx.book, ctx.strides)
         return dx if dx.dtype == ctx.dtype else dx.to(ctx.dtype), None, None
 
@@ -189,7 +189,7 @@ class _FewBitFunction(torch.autograd.Function):
 _apply: Any = super(torch.autograd.Function, _FewBitFunction).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class _Scale(torch.autograd.Function):
+class _TimesSlope(torch.autograd.Function):
     """dx = dy·slope of a straight activation, where it may be differentiated in turn: it is linear in dy."""
 
     @staticmethod
@@ -203,7 +203,7 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (codes,) = ctx.saved_tensors
-        return _Scale.apply(gradients[0], codes, ctx.book, ctx.strides), None, None, None
+        return _TimesSlope.apply(gradients[0], codes, ctx.book, ctx.strides), None, None, None
 
 
 def _scale(dy: Tensor, codes: Tensor, book: Codebook, strides: tuple[int, ...]) -> Tensor:

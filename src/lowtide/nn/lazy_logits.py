@@ -23,7 +23,7 @@ from lowtide.compat.dispatch import without_subclass_function
 from lowtide.compat.fake import FakeTensor
 from lowtide.compat.tensors import make_wrapper, version_of
 from lowtide.errors import LowtideError
-from lowtide.nn.chunked_loss import LossDtypes, Options, is_supported, run, wide
+from lowtide.nn.chunked_loss import LossDtypes, LossOptions, is_supported, run, wide
 from lowtide.nn.second_order import refuse_create_graph
 
 
@@ -238,7 +238,7 @@ def _cross_entropy(
     source.check()
     autocast = torch.is_autocast_enabled(lazy.rows.device.type)
     precision = LossDtypes(source.precision.logits, wide(lazy.dtype) if autocast else lazy.dtype)
-    options = Options(ignore_index, label_smoothing, reduction, source.chunk)
+    options = LossOptions(ignore_index, label_smoothing, reduction, source.chunk)
     with torch.set_grad_enabled(lazy.has_grad and torch.is_grad_enabled()):
         return run(lazy.rows, source.weight, source.bias, target, weight, options, precision)
 

@@ -98,8 +98,8 @@ def _runs_plain(x: Tensor, weight: Tensor, sketch: Sketch) -> bool:
 def _randomized(x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch, calls: CheckedCalls) -> Tensor:
     if _runs_plain(x, weight, sketch):
         return F.linear(x, weight, bias)
-    # Always drawn, so that both runs of a checkpoint leave the generator in the same state: the first may be without
-    # gradients, or share a sketch.
+    # Always drawn, so that both runs of a checkpoint leave the generator in the same state. The first run may be
+    # without gradients, or share a sketch.
     seed = kernels.draw_seed(x.device)
     if not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
@@ -133,7 +133,7 @@ class _RandomizedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Any, stored: _StoredSketch, sketch: Sketch, latest: _Latest
+        ctx: Any, x: Tensor, weight: Tensor, bias: Any, stored: _StoredSketch, sketch: Sketch, latest: _LatestSketch
     ) -> Tensor:
         ctx.sketch, ctx.latest = sketch, latest
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *(t for t in stored if t is not None))
@@ -164,7 +164,7 @@ class _StoredSketch(NamedTuple):
     scale: Tensor | None = None  # of a sketch in float16
 
 
-class _Latest:
+class _LatestSketch:
     """The last sketch of a thread, for the next layer that reads the same input.
 
     Freed when that input dies, when another one is sketched, or when a backward pass begins.
@@ -198,9 +198,9 @@ class _Latest:
             self.forget()
 
 
-class _Threads(threading.local):
+class _SketchOfThread(threading.local):
     def __init__(self) -> None:
-        self.of_thread = _Latest()
+        self.of_thread = _LatestSketch()
 
 
-_latest = _Threads()
+_latest = _SketchOfThread()

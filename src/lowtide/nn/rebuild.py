@@ -147,8 +147,8 @@ class SavedTensor(NamedTuple):
     def unpack(self) -> Tensor:
         if version_of(self.tensor) != self.version:
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a {self.tensor.dtype} tensor of shape {list(self.tensor.shape)} is at version "
+                "one of the variables needed for gradient computation has been modified by an inplace operation. "
+                f"A {self.tensor.dtype} tensor of shape {list(self.tensor.shape)} is at version "
                 f"{version_of(self.tensor)}; expected version {self.version} instead"
             )
         return self.tensor

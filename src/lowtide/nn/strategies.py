@@ -60,8 +60,8 @@ class Spec(NamedTuple):
 
 # -- does z determine x? -----------------------------------------------------------------------------------
 #
-# x̂ from z has the error u(|x̂| + |β/γ|), u the unit roundoff of z. Where some channel's |β/γ| is too large, or γ is 0,
-# a layer with an in-place strategy keeps x instead, which costs time and no memory.
+# x̂ from z has the error u(|x̂| + |β/γ|), u the unit roundoff of z. Where a channel's |β/γ| is too large, or γ is 0, a
+# layer with an in-place strategy keeps x instead. That costs time and no memory.
 
 # The largest |β/γ| at which z still determines x̂: its error there is the unit roundoff of z times this.
 _LARGEST_RATIO = {torch.float64: 1e6, torch.float32: 32.0, torch.float16: 16.0, torch.bfloat16: 4.0}

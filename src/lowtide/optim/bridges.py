@@ -83,8 +83,9 @@ class Bitsandbytes:
     """Has bitsandbytes step an optimizer, with the same numbers and the same rule.
 
     For torch's SGD with momentum, and bitsandbytes' own optimizers with 32-bit states. With a ``bound``, an update's
-    norm is at most that share of the weight's: SGD is then LARS, and torch's Adam or AdamW LAMB. bitsandbytes' step on
-    8-bit states ignores a bound. Here a bounded step decodes one parameter's states and encodes them afterwards.
+    norm is at most that share of the weight's: SGD is then LARS, and torch's Adam or AdamW LAMB. On 8-bit states,
+    bitsandbytes' own step ignores a bound. Here a bounded step decodes one parameter's states and encodes them
+    afterwards.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, bits: int = 8, bound: float | None = None) -> None:

@@ -24,7 +24,7 @@ def offload_state(optimizer: torch.optim.Optimizer) -> Undo:
     for the copies; to read ``optimizer.state`` itself after a step, synchronise first. A loaded state goes to the host
     without passing through the device.
     """
-    part = _Offloaded(optimizer)
+    part = _OffloadedStep(optimizer)
     undo = take_part(optimizer, part)
     undo.add(load_exactly(optimizer, part.receive))
     undo.add(optimizer.register_state_dict_pre_hook(part.wait).remove)
@@ -42,10 +42,10 @@ def offload_state(optimizer: torch.optim.Optimizer) -> Undo:
 
 def is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer's states are on the host."""
-    return isinstance(part_of(optimizer), _Offloaded)
+    return isinstance(part_of(optimizer), _OffloadedStep)
 
 
-class _Offloaded(StepPart):
+class _OffloadedStep(StepPart):
     """Steps every parameter with its state fetched before and offloaded after."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

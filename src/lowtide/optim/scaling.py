@@ -26,9 +26,9 @@ class LossScale:
 
     ``scale(loss, model)`` gives the loss with the same value. A gradient that reaches a parameter is divided by the
     scale, so that ``p.grad`` is always true. Clipping, accumulation and other losses with backward passes of their own
-    need no care. A backward pass is scaled as a whole, so a penalty has to be scaled with its loss: write
-    ``scale(loss + penalty, model)`` or ``scale(loss, model) + scale(penalty, model)``. Only gradients of the model's
-    parameters are divided; others stay scaled.
+    need no care. A backward pass is scaled as a whole, so scale a penalty with its loss. Write ``scale(loss + penalty,
+    model)`` or ``scale(loss, model) + scale(penalty, model)``. Only gradients of the model's parameters are divided;
+    others stay scaled.
 
     ``guard(optimizer)`` has a step with gradients that are not finite left out and the scale halved; after
     ``growth_interval`` good steps it doubles. Several optimizers can be guarded: their steps after one backward pass
@@ -54,7 +54,7 @@ class LossScale:
             if parameter.requires_grad and parameter not in self._hooked:
                 self._hooked[parameter] = True
                 self._handles.append(parameter.register_hook(_Unscale(self)))
-        return _Scaled.apply(loss, self)  # pyright: ignore[reportReturnType]
+        return _ScaledLoss.apply(loss, self)  # pyright: ignore[reportReturnType]
 
     def guard(self, optimizer: torch.optim.Optimizer) -> Undo:
         """Leave steps out whose gradients are not finite; refused where none are left to look at until the step."""
@@ -174,7 +174,7 @@ class _Unscale:
         return gradient if scale is None else gradient / scale
 
 
-class _Scaled(torch.autograd.Function):
+class _ScaledLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, scale: LossScale) -> Tensor:
         ctx.scale = scale

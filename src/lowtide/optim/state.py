@@ -27,10 +27,10 @@ _State = dict[str, Any]
 def lower_state(optimizer: torch.optim.Optimizer, state: str) -> Undo:
     """Keep the optimizer's state in less memory, from now on; the undo restores torch's form.
 
-    ``"8bit"``: torch's Adam and AdamW with moments in 8 bits (``AdamW8bit``). bitsandbytes steps torch's SGD with
-    momentum, and its own optimizers, such as Lion, LARS and LAMB. ``"4bit"``: AdamW with moments in 4, by torchao.
-    ``"cpu"``: any optimizer, its state in pinned memory of the host, copied to the device a parameter at a time; the
-    same bits as without.
+    ``"8bit"``: torch's Adam and AdamW with moments in 8 bits (``AdamW8bit``). Momentum SGD of torch, and optimizers of
+    bitsandbytes such as Lion, LARS and LAMB, are stepped by bitsandbytes. ``"4bit"``: AdamW with moments in 4, by
+    torchao. ``"cpu"``: any optimizer, its state in pinned memory of the host, copied to the device a parameter at a
+    time; the same bits as without.
 
     The optimizer stays the object that it was, with the same groups: loops and schedulers go on using it. Its state is
     converted, and so is a plain one that is loaded later.

@@ -41,7 +41,7 @@ from lowtide.workload import Workload
 
 
 @dataclass(frozen=True)
-class Captured:
+class ComparedCapture:
     """A captured loss, what its results promise, and why where that is not bitwise or not compared."""
 
     capture: Capture
@@ -56,7 +56,7 @@ class Captured:
         return self.capture.graph.joint
 
 
-def capture_and_compare(work: Workload, profiled: Profile | None = None) -> Captured:
+def capture_and_compare(work: Workload, profiled: Profile | None = None) -> ComparedCapture:
     """Capture a step and run it beside the plain one; everything is restored.
 
     Raises ``TraceError`` where the captured step differs by more than rounding, or draws other random numbers. Given
@@ -73,7 +73,7 @@ def capture_and_compare(work: Workload, profiled: Profile | None = None) -> Capt
     if profiled is not None:
         check_draws(capture.graph.joint, profiled)
     fidelity, note = _earned(work, results)
-    return Captured(capture, fidelity, note, is_compared=bool(results), inputs=next(iter(places), None))
+    return ComparedCapture(capture, fidelity, note, is_compared=bool(results), inputs=next(iter(places), None))
 
 
 def _earned(work: Workload, results: Sequence[Parts]) -> tuple[Fidelity, str]:
@@ -105,7 +105,7 @@ def _earned(work: Workload, results: Sequence[Parts]) -> tuple[Fidelity, str]:
     return Fidelity.ROUNDOFF, note
 
 
-def capture_too_large(work: Workload, predicted: Profile) -> Captured:
+def capture_too_large(work: Workload, predicted: Profile) -> ComparedCapture:
     """Capture a step that does not fit on the device, and compare it on the largest part of the batch that does.
 
     Half the samples are tried, then a quarter, and so on. Raises ``TraceError`` as ``capture_and_compare`` does.
@@ -127,11 +127,11 @@ def capture_too_large(work: Workload, predicted: Profile) -> Captured:
         raise
     if part is None:
         note = "The captured graph was not compared with the plain step, which does not fit."
-        return Captured(capture, Fidelity.ROUNDOFF, note, is_compared=False, inputs=inputs)
-    return Captured(capture, part.fidelity, " ".join(filter(None, (said, part.note))), inputs=inputs)
+        return ComparedCapture(capture, Fidelity.ROUNDOFF, note, is_compared=False, inputs=inputs)
+    return ComparedCapture(capture, part.fidelity, " ".join(filter(None, (said, part.note))), inputs=inputs)
 
 
-def _compared_part(work: Workload) -> tuple[Captured | None, str]:
+def _compared_part(work: Workload) -> tuple[ComparedCapture | None, str]:
     """The step captured and compared on some samples, and on how many; None where no part of the batch runs."""
     try:
         batch = Batch.of(work.batch)

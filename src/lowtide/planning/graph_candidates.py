@@ -12,7 +12,7 @@ from typing import cast
 from lowtide.errors import TraceError
 from lowtide.planning.baseline import OUT_OF_MEMORY
 from lowtide.planning.candidate import OFFLOAD, PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
-from lowtide.planning.captured import Captured, capture_and_compare, capture_too_large, check_draws
+from lowtide.planning.captured import ComparedCapture, capture_and_compare, capture_too_large, check_draws
 from lowtide.planning.combinations import lasting_bytes, leaves_gradients, prices_inside, saved_by_each
 from lowtide.planning.lowering import LOWERINGS, REFERENCE, REWRITTEN, Lowering
 from lowtide.planning.plan import PlannedStage, ProgramChoice
@@ -94,8 +94,8 @@ class GraphCandidates:
     def fidelity(self) -> Fidelity:
         """The class that the captured graph's results earned, and no better than its ops.
 
-        On a GPU, a captured graph has PyTorch's own batch norm instead of cuDNN's in two cases: without running
-        statistics, and if the model reads them.
+        On a GPU, a captured graph may have PyTorch's own batch norm instead of cuDNN's: without running statistics, or
+        if the model reads them.
         """
         on_gpu = self.plain.graph.tensor_device != "cpu"
         other = on_gpu and any(map(is_left_batch_norm, self.joint.forward))
@@ -245,8 +245,8 @@ def _reasons(stages: tuple[PlannedStage, ...], budget_bytes: int) -> tuple[str, 
         for outline, choice in sorted(largest, key=lambda stage: stage.choice.stage)
     ]
     if rest:
-        kept, size = sum(stage.choice.kept for stage in rest), sum(stage.choice.saved_bytes for stage in rest)
-        lines.append(f"smaller stages, {format_size(size)} together: {kept} kept, {len(rest) - kept} recomputed")
+        once, size = sum(stage.choice.kept for stage in rest), sum(stage.choice.saved_bytes for stage in rest)
+        lines.append(f"smaller stages, {format_size(size)} together: {once} kept, {len(rest) - once} recomputed")
     return tuple(lines)
 
 
@@ -278,14 +278,14 @@ def graph_candidates(work: Workload, plain: Profile) -> GraphCandidates:
     return known[1]
 
 
-def _steady_capture(work: Workload, plain: Profile) -> Captured:
+def _steady_capture(work: Workload, plain: Profile) -> ComparedCapture:
     """The graph of a step like all but the first, where modules keep tensors from one to the next."""
-    first: Captured | TraceError
+    first: ComparedCapture | TraceError
     try:
         first = capture_and_compare(work, plain)
     except TraceError as error:
         first = error
-    if isinstance(first, Captured) and not first.joint.stored:
+    if isinstance(first, ComparedCapture) and not first.joint.stored:
         return first
     with steady(work) as was_steady:
         if not was_steady:

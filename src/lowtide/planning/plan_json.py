@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -89,7 +89,7 @@ def _plan(data: Mapping[str, Any]) -> Plan:
         peak_bytes=_size(data, "peak_bytes"),
         storage_peak_bytes=_size(data, "storage_peak_bytes"),
         seconds=_seconds(data),
-        seconds_source=_one_of(data["seconds_source"], ("measured", "modelled", "none")),
+        seconds_source=_seconds_source(data["seconds_source"]),
         baseline=Baseline(
             _size(data["baseline"], "peak_bytes"),
             _size(data["baseline"], "storage_peak_bytes"),
@@ -182,8 +182,8 @@ def _texts(values: Any) -> tuple[str, ...]:
     return tuple(map(_text, values))
 
 
-def _one_of(value: Any, known: Sequence[Any]) -> Any:
-    if value not in known:
+def _seconds_source(value: Any) -> Any:
+    if value not in (known := ("measured", "modelled", "none")):
         raise ValueError(f"{_shown(value)} is none of {', '.join(known)}")
     return value
 

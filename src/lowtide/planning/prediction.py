@@ -42,7 +42,7 @@ def with_prices(graph: Graph, prices: Iterable[Price]) -> Graph:
 
     What an interval removes is cut out of the storage that fits it best.
     """
-    storages = _Cut(graph)
+    storages = _TrimmedStorages(graph)
     for price in prices:
         for interval in price.removed:
             storages.cut(interval)
@@ -53,7 +53,7 @@ def with_prices(graph: Graph, prices: Iterable[Price]) -> Graph:
     return replace(graph, storages=tuple(replace(s, id=place) for place, s in enumerate(storages.all)))
 
 
-class _Cut:
+class _TrimmedStorages:
     """Storages of a graph, of which intervals are cut out."""
 
     def __init__(self, graph: Graph) -> None:

@@ -25,9 +25,9 @@ class Device:
 _T = 1e12
 _GIB = 2**30
 
-# Datasheet figures times 0.8 for matrix products and 0.88 for memory. The H200 was measured to reach these shares:
-# 788 of 990 TFLOP/s, 4.23 of 4.8 TB/s. float32 is the rate of TF32 where a device has it, which cuDNN's convolutions
-# take by default.
+# Datasheet figures times 0.8 for matrix products and 0.88 for memory. The H200 was measured to reach these shares: 788
+# of 990 TFLOP/s, 4.23 of 4.8 TB/s. The rate of float32 is that of TF32 where a device has it: cuDNN's convolutions use
+# it by default.
 DEVICES: dict[str, Device] = {
     "cpu": Device("CPU", 16 * _GIB, 2e10, {"float32": 1e11, "bfloat16": 5e10, "float16": 2e10}, 5e-6, 2e10),
     "t4": Device(

@@ -144,9 +144,9 @@ def _seconds_of(run: Callable[[], object], device: torch.device) -> float:
 def modelled_workspace(op: Op) -> int:
     """Bytes that an unmeasured kernel needs on a GPU.
 
-    cuDNN's tensor-core convolutions work on channels-last data: contiguous tensors are copied into that layout, so
-    the workspace holds the input, the weight and the output once more. Recurrent layers hold their weights twice more,
-    and their sequences once.
+    cuDNN's tensor-core convolutions work on channels-last data. Contiguous tensors are copied into that layout: the
+    workspace holds the input, the weight and the output once more. Recurrent layers hold their weights twice more, and
+    their sequences once.
     """
     name = short_name(op.name)
     if name == "convolution" and not _channels_last(op.inputs[0]):

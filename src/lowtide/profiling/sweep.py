@@ -76,7 +76,7 @@ def sweep(
             "A sweep has one or two axes with values", hint="Write sweep(make, batch=[8, 16], seq=[512])."
         )
     grid = {axis: tuple(values) for axis, values in axes.items()}
-    profiles = _Profiles(make_workload, grid, device, progress)
+    profiles = _GridProfiles(make_workload, grid, device, progress)
     by_point = profiles.all()
     first = next(iter(by_point.values()))
     cells = [
@@ -89,7 +89,7 @@ def sweep(
     return Sweep(first.name, first.hardware, grid, tuple(cells), profiles.traced, limit_bytes)
 
 
-class _Profiles:
+class _GridProfiles:
     """The profiles of a grid, most of them worked out from a few.
 
     Storages grow with a batch or a sequence as polynomials of low degree, and the ops stay the same. So three values

@@ -296,7 +296,7 @@ def _share(profile: Profile, plain: Profile, budget: int | None) -> str:
 
 
 @dataclass(frozen=True)
-class Slice:
+class BarSlice:
     """A part of a whole in percent, for bars and the pie."""
 
     name: str
@@ -306,22 +306,22 @@ class Slice:
     share: float
 
 
-def _slices(sizes: Mapping[Any, int], whole: int = 0) -> list[Slice]:
+def _slices(sizes: Mapping[Any, int], whole: int = 0) -> list[BarSlice]:
     return _side_by_side([(c, COLORS[c], sizes[c]) for c in STACK if sizes.get(c)], whole)
 
 
-def _side_by_side(parts: Sequence[tuple[str, str, int]], whole: int) -> list[Slice]:
+def _side_by_side(parts: Sequence[tuple[str, str, int]], whole: int) -> list[BarSlice]:
     """Turn names, colours and sizes into slices of a whole, one after the other."""
     percent = 100 / max(whole, sum(size for *_, size in parts), 1)
-    slices: list[Slice] = []
+    slices: list[BarSlice] = []
     start = 0
     for name, color, size in parts:
-        slices.append(Slice(name, color, size, start * percent, size * percent))
+        slices.append(BarSlice(name, color, size, start * percent, size * percent))
         start += size
     return slices
 
 
-def _outside(profile: Profile) -> list[Slice]:
+def _outside(profile: Profile) -> list[BarSlice]:
     """Parts of the GPU's memory, from the allocated peak outwards; empty where it could not be read."""
     outside = profile.outside
     if outside is None or not outside.device_bytes:

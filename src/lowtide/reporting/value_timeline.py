@@ -22,6 +22,7 @@ from lowtide.reporting.charts import (
 )
 from lowtide.reporting.palette import COLORS, RECOMPUTED, RUNS, STACK
 from lowtide.sizes import format_size
+from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.graph import STATIC, Category, Storage
 
 WIDE = 900
@@ -127,18 +128,15 @@ def _end(profile: Profile) -> int:
 
 def _name(value: Storage) -> str:
     where = f"{value.module} " if value.module else ""
-    return f"{where}{_readable(value.label)}, {format_size(value.bytes)}"
+    return f"{where}{_readable(value)}, {format_size(value.bytes)}"
 
 
-def _readable(label: str) -> str:
-    """A captured op's name without the parts that only tell overloads apart, and its shape if it has one.
-
-    >>> _readable("_native_batch_norm_legit_functional_2 []"), _readable("relu [8, 4]")
-    ('batch_norm_2', 'relu 8×4')
-    """
-    name, _, shape = label.partition(" ")
-    name = re.sub(r"^_?(native_)?|_legit_functional|_with_bias", "", name)
-    return f"{name} {shape[1:-1].replace(', ', '×')}".strip()
+def _readable(value: Storage) -> str:
+    """The op without the parts of its name that only tell overloads apart, and the shape. A gradient has its label."""
+    if value.category == "gradient" or not value.made_by:
+        return value.label
+    op = re.sub(r"^_?(native_)?|_legit_functional|_with_bias", "", short_name(value.made_by))
+    return f"{op} {'×'.join(map(str, value.shape))}".strip()
 
 
 def _kind(profile: Profile, storage: Storage) -> str:

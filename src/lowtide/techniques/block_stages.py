@@ -16,7 +16,7 @@ _MOST = 96  # stages of blocks: more are joined with their neighbours, since sch
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class BlockStage:
     """Blocks of a container that stay together; none for what runs between chains, which is always kept."""
 
     container: str = ""
@@ -59,7 +59,7 @@ class BlockStages:
             container: tuple(sorted(nodes, key=lambda node: next(leaves(node)))) for container, nodes in trees.items()
         }
 
-    def _stages(self) -> list[Stage]:
+    def _stages(self) -> list[BlockStage]:
         """Blocks in the order in which they run, with a stage wherever other ops run between."""
         blocks = self._units()
         order = {number: i for i, stage in enumerate(blocks) for number in stage.blocks}
@@ -71,13 +71,13 @@ class BlockStages:
                     reached = max(reached, order[number])
                 else:
                     gaps.add(reached)
-        stages = [Stage()] if -1 in gaps else []
+        stages = [BlockStage()] if -1 in gaps else []
         for i, stage in enumerate(blocks):
-            stages += [stage, Stage()] if i in gaps else [stage]
+            stages += [stage, BlockStage()] if i in gaps else [stage]
         return stages
 
-    def _units(self) -> list[Stage]:
-        stages: list[Stage] = []
+    def _units(self) -> list[BlockStage]:
+        stages: list[BlockStage] = []
         group = 0
         share = _MOST / max(len(self.chains.blocks), _MOST)
         for chain in self.chains.chains:
@@ -89,7 +89,7 @@ class BlockStages:
             before = -1
             for unit in units:
                 group += not chain.joined or unit[0] != before + 1
-                stages.append(Stage(chain.container, unit, tuple(number[i] for i in unit), group))
+                stages.append(BlockStage(chain.container, unit, tuple(number[i] for i in unit), group))
                 before = unit[-1]
             group += 1
         blocks = self.chains.blocks

@@ -49,8 +49,8 @@ class OptimizerState(Technique):
         """Bytes that the states free over the whole step; from the host they are fetched and stored again."""
         kind, end = option.config_as(OptimizerStateConfig).state, len(profile.graph.ops)
         removed = tuple(
-            Interval(storage.bytes - kept, 0, end, f"{storage.label} in {kind}")
-            for storage, kept in _lowered(profile, kind)
+            Interval(storage.bytes - lowered_bytes, 0, end, f"{storage.label} in {kind}")
+            for storage, lowered_bytes in _lowered(profile, kind)
         )
         if kind != "cpu":
             return Price(Fidelity.CHANGED, removed=removed)

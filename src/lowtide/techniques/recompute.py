@@ -202,7 +202,7 @@ def _ignores_statistics(module: nn.Module) -> bool:
 def _modified(module: nn.Module, name: str, parameter: Tensor, version: int, path: str) -> ModifiedError:
     return ModifiedError(
         f"{type(module).__name__}.{name} {list(parameter.shape)} was changed between the forward and the backward pass "
-        "of a recomputed part, which would run again with other weights: it is at "
+        "of a recomputed part, which would run again with other weights. It is at "
         f"version {version_of(parameter)}; expected version {version} instead",
         where=path,
         hint="Call backward() before the optimizer's step, or whatever else writes into the parameters.",

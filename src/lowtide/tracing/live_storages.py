@@ -11,7 +11,7 @@ from lowtide.compat.tensors import storage_id
 from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.dense_parts import address, dtype_name
 from lowtide.tracing.graph import Category
-from lowtide.tracing.trace_builder import OUTSIDE, LiveStorage, Place, Record
+from lowtide.tracing.trace_builder import LiveStorage, Place, Record
 
 _ZEROS = "aten._efficientzerotensor.default"  # which no bytes hold, such as the gradient of ``sgn``
 
@@ -34,7 +34,7 @@ class LiveStorages:
         index = self.index(tensor)
         return None if index is None else self._record.storages[index]
 
-    def see(self, tensor: Tensor, *, label: str = OUTSIDE, birth: int | None = None, place: Place | None = None) -> int:
+    def see(self, tensor: Tensor, *, label: str = "", birth: int | None = None, place: Place | None = None) -> int:
         """Return the index of a tensor's storage. One that is new, or was resized, starts a lifetime now."""
         untyped = tensor.untyped_storage()
         where, size = storage_id(untyped), untyped.nbytes()
@@ -55,12 +55,12 @@ class LiveStorages:
                 device=tensor.device.type,
                 dtype=dtype_name(tensor),
                 birth=birth,
-                label=label,
+                label=label or "made outside of ops",
                 module=place.module if place else (self._modules[-1] if self._modules else ""),
                 source=place.source if place else "",
                 shape=tuple(tensor.shape),
                 made_by=place.op if place else "",
-                is_outside=place is None and label == OUTSIDE,
+                is_outside=not label,
             )
         )
         if where not in self._watch:

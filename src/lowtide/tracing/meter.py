@@ -219,8 +219,8 @@ class CudaMeter:
         workspaces: list[int] = []
         level = static_bytes
         for alive, (before, peak, after) in zip(live.tolist(), self._levels, strict=True):
-            # Bytes that an op leaves beyond its outputs are a library's workspace, or the slack of a large block:
-            # the allocator does not split off less than a MiB.
+            # Bytes that an op leaves beyond its outputs are a library's workspace, or the slack of a large block. The
+            # allocator does not split off less than a MiB.
             left = (after - before) - (alive - level)
             level = alive
             if left > 2**20 and after - aside - alive > held:

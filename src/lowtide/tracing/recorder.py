@@ -42,7 +42,7 @@ from lowtide.tracing.plain_aten.gradient_accumulation import (
 )
 from lowtide.tracing.plain_aten.in_place import DIFFERING, form_after_product, form_in_formula
 from lowtide.tracing.plain_aten.saved_numbers import KeptNumbers
-from lowtide.tracing.trace_builder import Place, Record, Save
+from lowtide.tracing.trace_builder import LiveSave, Place, Record
 
 _PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor, int, float, bool, list, tuple, str, type(None)})
 _DEVICE = torch.ops.prim.device.default
@@ -291,7 +291,7 @@ class Recorder(TorchDispatchMode):
             if storage.category == "temporary" and self.phase == "forward":
                 storage.category = "activation"
             size, sequence = part.numel() * part.element_size(), next_sequence_number() - 1
-            save = Save(index, tuple(part.shape), dtype_name(part), size, sequence, source_line())
+            save = LiveSave(index, tuple(part.shape), dtype_name(part), size, sequence, source_line())
             self._record.saves.append(save)
         # An op's own output, packed as it is, would keep its node alive, and the node it.
         return self._outer_hooks[0](tensor) if self._outer_hooks else tensor.detach()

@@ -35,9 +35,6 @@ class LiveStorage:
         self.shape, self.state_key = self.shape if shape is None else shape, state_key
 
 
-OUTSIDE = "made outside of ops"
-
-
 @dataclass(slots=True)
 class Place:
     """Where an op was called: its name, its module and the user's line."""
@@ -48,7 +45,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class Save:
+class LiveSave:
     storage: int
     shape: tuple[int, ...]
     dtype: str
@@ -63,7 +60,7 @@ class Record:
 
     ops: list[Op] = field(default_factory=list)
     storages: list[LiveStorage] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
+    saves: list[LiveSave] = field(default_factory=list)
     places: dict[int, Place] = field(default_factory=dict)  # autograd sequence number -> the forward call
 
     def graph(
@@ -109,7 +106,7 @@ class Record:
     def _outlives_recompute(self, storage: LiveStorage, death: int) -> bool:
         return any(not op.recompute for op in self.ops[storage.birth + 1 : death])
 
-    def _frozen_save(self, save: Save, numbers: dict[int, int]) -> Saved:
+    def _frozen_save(self, save: LiveSave, numbers: dict[int, int]) -> Saved:
         storage = self.storages[save.storage]
         needed = self.places.get(save.sequence, Place("", "", ""))
         origin = (storage.category, storage.made_by, storage.module)

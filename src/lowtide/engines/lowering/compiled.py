@@ -58,7 +58,7 @@ class CompiledLowering:
 
     def lower(self, joint: Joint, program: Program) -> Lowered:
         """Compiled code for forward, and for each piece of backward."""
-        return _Lowering(joint, program).lowered()
+        return _ProgramCompiler(joint, program).lowered()
 
 
 class SeededLowering(CompiledLowering):
@@ -76,7 +76,7 @@ class SeededLowering(CompiledLowering):
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RegionCall:
     """One region in a pass: its code, and the places of its arguments and results among the pass's values."""
 
     code: Code
@@ -85,7 +85,7 @@ class _Call:
     results: tuple[int, ...]
 
 
-def _run(calls: Sequence[_Call], values: list[Any]) -> None:
+def _run(calls: Sequence[_RegionCall], values: list[Any]) -> None:
     """Run regions in order. A region's code frees its own arguments: no name here holds them, nor a result."""
     for call in calls:
         arguments = [values[place] for place in call.reads]
@@ -96,7 +96,7 @@ def _run(calls: Sequence[_Call], values: list[Any]) -> None:
             values[place] = results.pop()
 
 
-class _Lowering:
+class _ProgramCompiler:
     """Lower one program."""
 
     def __init__(self, joint: Joint, program: Program) -> None:
@@ -111,16 +111,16 @@ class _Lowering:
         backward = regions_of(self.joint, self.program.backward, self.makers)
         read = dict.fromkeys(value for region in backward for value in region.reads)
         computed = {value for region in backward for value in region.results}
-        kept = tuple(v for v in read if v not in computed and v not in self.primals and v not in self.tangents)
-        return Lowered(self._forward(kept), kept, list(self._pieces(backward)))
+        saved = tuple(v for v in read if v not in computed and v not in self.primals and v not in self.tangents)
+        return Lowered(self._forward(saved), saved, list(self._pieces(backward)))
 
-    def _forward(self, kept: tuple[Value, ...]) -> Code:
+    def _forward(self, saved: tuple[Value, ...]) -> Code:
         outputs = [Value(node.name) if isinstance(node, fx.Node) else node for node in self.joint.outputs]
         returned = [value for value in outputs if isinstance(value, Value)]
-        regions = regions_of(self.joint, self.program.forward, self.makers, read_later=kept, returned=returned)
-        places, calls = self._calls(regions, list(self.primals), held={*returned, *kept})
+        regions = regions_of(self.joint, self.program.forward, self.makers, read_later=saved, returned=returned)
+        places, calls = self._calls(regions, list(self.primals), held={*returned, *saved})
         size = len(places)
-        results = [places[value] if isinstance(value, Value) else None for value in (*outputs, *kept)]
+        results = [places[value] if isinstance(value, Value) else None for value in (*outputs, *saved)]
         counters = [(places[Value(node.name)], amount) for node, amount in self.joint.counters]
 
         def forward(inputs: list[Any]) -> list[Any]:
@@ -142,12 +142,12 @@ class _Lowering:
             groups[-1].append(region)
         last = {value: index for index, group in enumerate(groups) for region in group for value in _used(region)}
         for index, group in enumerate(groups):
-            made = dict.fromkeys(value for region in group for value in region.results)
-            read = dict.fromkeys(value for region in group for value in _used(region) if value not in made)
+            computed = dict.fromkeys(value for region in group for value in region.results)
+            read = dict.fromkeys(value for region in group for value in _used(region) if value not in computed)
             values = [v for v in read if v not in self.primals and (index or v not in self.tangents)]
             inputs = [value for value in read if value in self.primals]
             first = [] if index else self.tangents
-            results = [value for value in (*made, *first) if last.get(value, -1) > index]
+            results = [value for value in (*computed, *first) if last.get(value, -1) > index]
             returned = [each for region in group for each in region.returned]
             held = {*results, *(each.reads[0] for each in returned)}
             places, calls = self._calls(group, [*values, *inputs, *first], held)
@@ -170,17 +170,17 @@ class _Lowering:
 
     def _calls(
         self, regions: Sequence[Region], given: Sequence[Value], held: set[Value]
-    ) -> tuple[dict[Value, int], list[_Call]]:
+    ) -> tuple[dict[Value, int], list[_RegionCall]]:
         """Calls of consecutive regions, and the place of each value that passes between them."""
         places = {value: place for place, value in enumerate(given)}
         for value in chain.from_iterable(region.results for region in regions):
             places.setdefault(value, len(places))
         last = {value: index for index, region in enumerate(regions) for value in region.reads}
-        calls: list[_Call] = []
+        calls: list[_RegionCall] = []
         for index, region in enumerate(regions):
             freed = [value for value in region.reads if last[value] == index and value not in held]
             calls.append(
-                _Call(
+                _RegionCall(
                     self._code(region),
                     tuple(places[value] for value in region.reads),
                     tuple(places[value] for value in freed),
@@ -214,7 +214,7 @@ def _used(region: Region) -> Iterable[Value]:
 
 
 def _run_piece(
-    calls: Sequence[_Call], size: int, returned: Sequence[int], results: Sequence[int], given: list[Any]
+    calls: Sequence[_RegionCall], size: int, returned: Sequence[int], results: Sequence[int], given: list[Any]
 ) -> list[Any]:
     values = [*given, *[None] * (size - len(given))]
     given.clear()

@@ -55,11 +55,11 @@ class OpsLowering:
     def lower(self, joint: Joint, program: Program) -> Lowered:
         """Generated Python for forward, and for each piece of backward."""
         primals = {Value(node.name) for node in joint.primals}
-        kept = tuple(cell for cell in program.kept if cell not in primals)
+        saved = tuple(cell for cell in program.kept if cell not in primals)
         pool = HostPool.of(program)
-        forward = boxed(forward_graph(joint, program, kept, pool), keeps_graph=False)
+        forward = boxed(forward_graph(joint, program, saved, pool), keeps_graph=False)
         return Lowered(
-            forward if pool is None else pool.leased(forward), kept, pieces_of(joint, program, pooled=pool is not None)
+            forward if pool is None else pool.leased(forward), saved, pieces_of(joint, program, pooled=pool is not None)
         )
 
 
@@ -78,7 +78,7 @@ def graphs_of(joint: Joint, program: Program) -> tuple[fx.GraphModule, fx.GraphM
 
 
 def forward_graph(
-    joint: Joint, program: Program, kept: Iterable[Value], pool: HostPool | None = None
+    joint: Joint, program: Program, saved: Iterable[Value], pool: HostPool | None = None
 ) -> fx.GraphModule:
     """Code of the forward pass. With a pool, its first argument is a lease of it."""
     forward = GraphWriter(joint, pool is not None)
@@ -93,7 +93,7 @@ def forward_graph(
         counters = [forward.now[Value(node.name)] for node, by in joint.counters if by == amount]
         forward.graph.call_function(_aten._foreach_add_.Scalar, (counters, amount))
     outputs = [forward.now[Value(node.name)] if isinstance(node, fx.Node) else node for node in joint.outputs]
-    forward.graph.output((*outputs, *(forward.now[cell] for cell in kept)))
+    forward.graph.output((*outputs, *(forward.now[cell] for cell in saved)))
     return fx.GraphModule(joint.module, forward.graph)
 
 

@@ -3,8 +3,8 @@
 A state tensor is cut into blocks of 256 values. A block stores its largest magnitude a in float32, and a code c for
 each value: x ≈ a·(c/127)⁴ with a sign, or a·(c/255)⁴ without. The fourth power puts as many codes between a/16 and a
 as below a/16. So the relative error stays small over many orders of magnitude, and a itself is exact. With a sign it is
-1.6% at a, 3% at a/16 and 6% at a/256; without, half of that. Second moments have no sign, and only 0 has the code 0:
-a first moment over a second one that vanished would be divided by eps alone.
+1.6% at a, 3% at a/16 and 6% at a/256; without, half of that. Second moments have no sign, and only 0 has the code 0. A
+second moment that vanished would leave eps alone to divide by.
 """
 
 from __future__ import annotations

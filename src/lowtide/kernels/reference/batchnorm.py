@@ -4,8 +4,8 @@ x̂ = (x - μ)/σ, y = γx̂ + β (+ residual), z = φ(y). With dy = dz·φ'(y) 
 
     dβ = Σ dy      dγ = Σ dy·x̂      dx = (γ/σ)(dy - dβ/m - x̂·dγ/m)
 
-A layer keeps x, x̂ or z for backward. ATen's batch-norm kernels serve all three: x̂ is a batch with mean 0 and σ = 1,
-and y is one with mean β and σ = γ.
+A layer keeps x, x̂ or z for backward. ATen's batch-norm kernels serve all three. x̂ is a batch with mean 0 and σ = 1, y
+one with mean β and σ = γ.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cross entropy of rows of logits, and its gradient written over them, in plain torch.
 
-A row has the logits z, the target t, p = softmax(z), and c, the gradient of its loss. w are the class weights (1 if
-there are none), W is their sum over V classes, ε the label smoothing:
+A row has the logits z, the target t, p = softmax(z), and c, the gradient of its loss. The class weights are w (1 if
+there are none), with the sum W over V classes. The label smoothing is ε:
 
     loss  = (1-ε)·w_t·(lse z - z_t) + ε/V·(W·lse z - Σ w_k·z_k)
     dz_k  = c·((1-ε)·w_t + ε·W/V)·p_k - c·ε/V·w_k - [k = t]·c·(1-ε)·w_t

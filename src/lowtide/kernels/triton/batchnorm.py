@@ -1,10 +1,10 @@
 """Batch norm + activation in Triton, forward and backward, for NCHW and NHWC.
 
 A *tile* is one channel (NCHW) or a few neighbours (NHWC). If a tile fits the registers of one program, one launch takes
-the fewest passes over memory: 2 forward (read x, write z) and 3 backward (read dz and the saved tensor, write dx).
-Otherwise a first launch sums. All its programs go through the tensor side by side, from its beginning to its end. The
-last one of each tile adds the sums up. A second launch writes the result. That is 3 passes and 5, less the reads
-that the second launch finds in the cache: it starts at the end, which the sums saw last.
+the fewest passes over memory. They are 2 forward (read x, write z) and 3 backward (read dz and the saved tensor, write
+dx). Otherwise a first launch sums. All its programs go through the tensor side by side, from its beginning to its end.
+The last one of each tile adds the sums up. A second launch writes the result. That is 3 passes and 5, less the reads
+that the second launch finds in the cache. It starts at the end, which the sums read last.
 
 Results do not depend on timing: sums are put down by position and added in order.
 """
@@ -45,7 +45,7 @@ _WHOLE = _Tile(2**15, 64, 8)  # the largest tile that one program holds, in floa
 _REGISTERS = 128  # of a thread that sums, so that all streams run at once
 
 
-class Blocks(NamedTuple):
+class TileBlocks(NamedTuple):
     """A tensor cut into tiles of a few channels, and tiles into blocks of rows."""
 
     tiles: int
@@ -61,11 +61,11 @@ class LaunchGrid:
     channels: int
     rows: int  # values per channel
     device: int | None  # of CUDA
-    whole: Blocks | None  # where a tile is one block that one program holds
-    sums: Blocks
+    whole: TileBlocks | None  # where a tile is one block that one program holds
+    sums: TileBlocks
     parts: int  # of a tile: programs that sum
     at_once: int  # parts whose sums are loaded together
-    map: Blocks
+    map: TileBlocks
 
 
 @lru_cache(maxsize=4096)
@@ -78,11 +78,11 @@ def grid_of(
     nhwc = nhwc or len(shape) == 2
     common = (1 if nhwc else rows // shape[0], nhwc, shape.numel() >= 2**31)  # the last: offsets need 64 bits
 
-    def cut(values: int, width_bytes: int, warps: int) -> Blocks:
+    def cut(values: int, width_bytes: int, warps: int) -> TileBlocks:
         block_channels = min(_power(channels), width_bytes // dtype.itemsize) if nhwc else 1
         block_rows = min(_power(rows), values // block_channels)
         tiles = -(-channels // block_channels)
-        return Blocks(tiles, -(-rows // block_rows), (*common, block_rows, block_channels), warps)
+        return TileBlocks(tiles, -(-rows // block_rows), (*common, block_rows, block_channels), warps)
 
     shape_of_sums = _SUMS["NHWC" if nhwc else "NCHW"]
     whole = cut(_WHOLE.block_bytes // 4, _WHOLE.width_bytes, _WHOLE.warps)

@@ -100,19 +100,19 @@ class _StageBytes:
         """Bytes beyond the chain's count while each stage runs forward and backward, and bytes left after."""
         simulation, first = simulate(program, self._cost), len(program.forward)
         live, within = np.array(simulation.live_bytes), simulation.during_bytes
-        kept, gradients = np.cumsum(self.kept(program)), np.array(self.chain.gradient_bytes)
-        always = live[first - 1] - kept[-1]
+        saved, gradients = np.cumsum(self.kept(program)), np.array(self.chain.gradient_bytes)
+        always = live[first - 1] - saved[-1]
         forward, before = np.zeros((2, len(self.stages)), np.int64)
         for i, (stage, _) in enumerate(self.forward(program)):
-            forward[stage] = max(forward[stage], within[i] - kept[stage])
+            forward[stage] = max(forward[stage], within[i] - saved[stage])
         during: dict[int, int] = {}
         for i, (stage, _) in enumerate(self.backward(program), first):
             if stage not in during and i > first:
-                before[stage] = live[i - 1] - kept[stage] - gradients[stage + 1] - always
+                before[stage] = live[i - 1] - saved[stage] - gradients[stage + 1] - always
             during[stage] = max(during.get(stage, 0), within[i])
         held = np.maximum.accumulate(before[::-1])[::-1]  # of gradients, when a stage's backward starts
         left = np.append(max(live[-1], held[0]), held[:-1]) - held
-        counted = kept + gradients[:-1] + gradients[1:] + left + held
+        counted = saved + gradients[:-1] + gradients[1:] + left + held
         backward = [during[stage] - int(size) if stage in during else 0 for stage, size in enumerate(counted)]
         return forward.tolist(), backward, left.tolist()
 

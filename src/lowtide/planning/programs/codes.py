@@ -85,7 +85,7 @@ def codes_of(joint: Joint) -> dict[fx.Node, Codes]:
         if viewed(node) is None and not is_item(node):
             for storage in dict.fromkeys(joint.storages[value] for value in node.all_input_nodes):
                 readers.setdefault(storage, []).append(node)
-    found: dict[fx.Node, Codes] = {}
+    codes_of: dict[fx.Node, Codes] = {}
     for storage, nodes in readers.items():
         sources = {_source(node) for node in nodes}
         books = {_book(node) for node in nodes}
@@ -93,8 +93,8 @@ def codes_of(joint: Joint) -> dict[fx.Node, Codes]:
         if len(sources) == len(books) == 1 and source is not None and book is not None and joint.is_forward(storage):
             codes = Codes(source, book, tuple(nodes))
             if joint.is_forward(source) and _fits(joint, codes):
-                found[source] = codes
-    return found
+                codes_of[source] = codes
+    return codes_of
 
 
 def gradient_of(reader: fx.Node) -> fx.Node:

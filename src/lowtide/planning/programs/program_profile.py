@@ -77,12 +77,12 @@ class Forecast:
     def _is_free(self, node: fx.Node) -> bool:
         return node in self.joint.storages and is_free(self.joint, node)
 
-    def cost_of(self, node: fx.Node) -> _Cost:
+    def cost_of(self, node: fx.Node) -> _OpCost:
         """The op that a node runs, with its cost."""
         return self.costs[node.name] if node in self.joint.storages else self._code_costs[_op(node).signature]
 
     @cached_property
-    def _code_costs(self) -> Mapping[str, _Cost]:
+    def _code_costs(self) -> Mapping[str, _OpCost]:
         """Seconds and workspace of ops that take or read codes, by signature."""
         nodes = [node for codes in self.codes.values() for node in (codes.encode, *codes.decode.values())]
         return self._costs({_op(node).signature: node for node in nodes})
@@ -99,11 +99,11 @@ class Forecast:
         return Cost() if node is None else Cost(self.seconds(node), self.workspace(node))
 
     @cached_property
-    def costs(self) -> Mapping[str, _Cost]:
+    def costs(self) -> Mapping[str, _OpCost]:
         """Seconds and workspace of each op, by its node's name."""
         return self._costs({name: node for name, node in self.joint.nodes.items() if not is_free(self.joint, node)})
 
-    def _costs(self, nodes: Mapping[str, fx.Node]) -> Mapping[str, _Cost]:
+    def _costs(self, nodes: Mapping[str, fx.Node]) -> Mapping[str, _OpCost]:
         """Seconds and workspace of ops, by name."""
         ops = {name: _op(node) for name, node in nodes.items()}
         known = _Known(self.plain)
@@ -194,7 +194,7 @@ def _arguments(node: fx.Node) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cost:
+class _OpCost:
     op: Op
     seconds: float
     workspace_bytes: int
@@ -238,8 +238,8 @@ class _Known:
             alone_seconds = seconds_alone(alone, torch.device(self.tensor_device))
             self._seconds.update({key: [seconds] for key, seconds in alone_seconds.items()})
 
-    def cost(self, op: Op) -> _Cost:
-        return _Cost(op, self._seconds_of(op), self._workspace_of(op))
+    def cost(self, op: Op) -> _OpCost:
+        return _OpCost(op, self._seconds_of(op), self._workspace_of(op))
 
     def _workspace_of(self, op: Op) -> int:
         size = self._workspaces.get(*_keys(op))

@@ -72,8 +72,8 @@ class CheapResults:
         """Last backward position at which the value is available."""
         if node in self.stages.always_kept:
             return float("inf")
-        again, kept = self.until.get(node, -1), self.last.get(node, -1)
-        return again if node in self.dropped else max(again, kept)
+        again, last_read = self.until.get(node, -1), self.last.get(node, -1)
+        return again if node in self.dropped else max(again, last_read)
 
     def _is_cheap(self, node: fx.Node) -> bool:
         """Whether a result is cheap, or shows a cheap result's storage: a view, or one of several outputs."""

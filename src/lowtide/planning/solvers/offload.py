@@ -15,8 +15,8 @@ from lowtide.planning.programs.program import Kind
 from lowtide.planning.solvers.frontier import frontier
 from lowtide.planning.solvers.runs import Again, Hold, Ops, RunTimeline
 
-# What the search takes a copy to cost, as a share of its seconds; and how much may be offloaded, in bytes that copy
-# while the forward pass runs. Copies that fit beside the ops are nearly free, others are not.
+# The cost of a copy in the search, as a share of its seconds. The most bytes to offload, as a share of those that the
+# link copies during the forward pass. Copies that fit beside the ops are nearly free, others are not.
 _TRIALS = ((0.01, 0.5), (0.01, 1.0), (0.1, 1.0), (0.01, 1e3), (0.5, 1e3))
 _TARGETS = 18  # peaks at which runs are sought for each
 

@@ -1,8 +1,8 @@
 """First guesses: keep the values that cross a few cuts of the forward pass, and recompute all else on demand.
 
 Any position of the order is a cut, whatever number of values crosses it (Kusumoto et al., 2019: lower sets of the
-graph). Two kinds of cuts are tried: the fewest crossing bytes among positions that end segments of about equal bytes,
-and the fewest among a number of ops around.
+graph). Two kinds of cuts are tried. Both have the fewest crossing bytes: among positions that end segments of about
+equal bytes, or among a number of ops around.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def convert(
     input alone and find their maxima again. ``undo()`` restores the modules and keeps what they learned. With ``work``,
     the training step of the model, the result has the step's predicted bytes before and after.
 
-    ``joins`` is about the ends of residual blocks, act(batch_norm(x) + residual). 0 leaves them, 1 makes each a layer.
-    k > 1 keeps the output of every k-th block only, and rebuilds those between, by one more pass each.
+    ``joins`` is about the ends of residual blocks, act(batch_norm(x) + residual). With 0 they stay, with 1 each becomes
+    a layer. With k > 1 only the output of every k-th block is kept; one more pass rebuilds each between.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
     >>> print(convert(model))

@@ -55,8 +55,8 @@ def find(model: nn.Module, *, joins: bool = True, residuals: bool = False) -> tu
     With ``residuals``, also those that give the residual of a join, which a join that is rebuilt would keep.
     """
     modules = _Modules(model)
-    training = _Forwards(modules, training=True)
-    evaluation = _Forwards(modules, training=False)
+    training = _TracedForwards(modules, training=True)
+    evaluation = _TracedForwards(modules, training=False)
     results = {path: modules.refusal(path) or training.follow(path) for path in modules.norms}
     pairs: dict[tuple[str, str], Pair] = {}  # by the node that they give: of two batch norms added, one is taken
     left: dict[str, str | None] = dict.fromkeys(modules.scripted, "it is compiled by torch.jit")
@@ -155,7 +155,7 @@ class _Modules:
 # -- who calls whom --------------------------------------------------------------------------------------
 
 
-class _Forwards:
+class _TracedForwards:
     """The forwards of a model in one mode, as graphs."""
 
     def __init__(self, modules: _Modules, *, training: bool) -> None:

@@ -80,7 +80,7 @@ class Compress:
 
     def layers(self, profile: Profile) -> list[LayerCosts]:
         """The modules that save something to compress, and its bytes; all values are taken to matter the same."""
-        return [LayerCosts.of(path, parts) for path, parts in _Saves(profile).parts.items()]
+        return [LayerCosts.of(path, parts) for path, parts in _SavesBySite(profile).parts.items()]
 
     def option(self, layers: Sequence[LayerCosts], budget_bytes: int) -> Option:
         """The best bits for layers, measured or not, under a budget; a layer that is kept is no site."""
@@ -93,7 +93,7 @@ class Compress:
 
     def price(self, option: Option, profile: Profile) -> Price:
         """Compressed values live from their save to their last use; the originals are freed in between."""
-        saves, config = _Saves(profile), option.config_as(CompressConfig)
+        saves, config = _SavesBySite(profile), option.config_as(CompressConfig)
         bits_of, group = dict(zip(option.site, config.bits, strict=True)), config.group
         device = find_device(profile.graph.device)
         added: list[Interval] = []
@@ -123,7 +123,9 @@ class Compress:
 
         def compress(module: nn.Module, path: str, option: Option) -> Undo:
             config = option.config_as(CompressConfig)
-            return replace_forward(Compressed(module, config.bits[option.site.index(path)], config.group), path=path)
+            return replace_forward(
+                CompressedForward(module, config.bits[option.site.index(path)], config.group), path=path
+            )
 
         return apply_at_sites(work, options, compress)
 
@@ -136,7 +138,7 @@ class Compress:
         return Option(self.name, tuple(layer.path for layer in layers), CompressConfig(tuple(bits)))
 
 
-class Compressed(Forward):
+class CompressedForward(Forward):
     """A forward whose saved activations are stored in few bits."""
 
     def __init__(self, module: nn.Module, bits: int, group: int = GROUP) -> None:
@@ -177,7 +179,7 @@ class _SavedStorage:
     saves: int = 0
 
 
-class _Saves:
+class _SavesBySite:
     """The storages that ``nn.compressed`` would compress around each site of a profiled step.
 
     A site is a block of a chain, or a module outside of all chains.

@@ -137,8 +137,8 @@ class Microbatch(Technique):
         return Check(_fidelity(option.config_as(MicrobatchConfig)))
 
 
-# Measured on one CPU thread, with eight models of the zoo in 2 to 16 pieces, and on an H200, with GPT-2 medium and
-# ResNet-50 in 2 to 8 pieces.
+# Measured on one CPU thread (eight models of the zoo, 2 to 16 pieces) and an H200 (GPT-2 medium and ResNet-50, 2 to 8
+# pieces).
 _HOST_SECONDS = 25e-6  # an op with its share of Python, autograd and modules
 _HOOK_SECONDS = 20e-6  # a gradient added by a hook
 _CONVOLUTION_SECONDS = 150e-6  # on a CPU, more than other ops: its layouts are chosen and weights reordered each time

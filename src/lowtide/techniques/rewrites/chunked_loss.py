@@ -1,7 +1,7 @@
 """A linear layer and the cross entropy of its result as one op, in which the logits are never whole.
 
-The pattern is found in the graph, so it may stand anywhere: models of Hugging Face compute their loss inside, cast the
-logits to 32 bits and ignore -100. The op gives the gradients too, up to the factor that backward brings.
+The pattern is matched in the graph, so it may stand anywhere. Models of Hugging Face compute their loss inside, cast
+the logits to 32 bits and ignore -100. The op gives the gradients too, up to the factor that backward brings.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Side effects of a captured graph: batch-norm statistics, counters and other buffers.
 
 Capture writes a batch norm as an op that gives new running statistics, to be copied into the buffers, and knows only
-PyTorch's own kernels. Here it becomes the op that the plain step calls: it moves the statistics itself, and on a GPU it
+PyTorch's own kernels. Here it becomes the op that the plain step calls, which moves the statistics itself. On a GPU it
 is cuDNN's where PyTorch would choose that. Its backward in training no longer reads the running statistics, which it
 does not use, and which have moved by then.
 

@@ -1,7 +1,7 @@
 """Forward and backward of a step as one graph of ATen ops, before anything is decided: AOTAutograd's joint graph.
 
-The ops are those of the plain step, in its order, so a step that runs them gives its bits: results of ops with several
-are taken right after the op, and batch norms are the plain step's (``tracing/capture/batchnorm.py``).
+The ops are those of the plain step, in its order, so a step that runs them gives its bits. An op with several results
+is followed at once by the ops that take them. Batch norms are the plain step's (``tracing/capture/batchnorm.py``).
 """
 
 from __future__ import annotations

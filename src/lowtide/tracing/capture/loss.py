@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -39,6 +39,8 @@ from lowtide.tracing.fake.kernels import FIXES, SUBSTITUTES
 from lowtide.tracing.plain_aten.gradient_accumulation import held_by_call
 from lowtide.tracing.snapshot import unchanged
 from lowtide.workload import Workload
+
+J = TypeVar("J")
 
 
 def capture_joint(work: Workload) -> Joint:
@@ -181,6 +183,34 @@ def sharing_captures(work: Workload) -> Generator[None]:
             capture.end_sharing()
 
 
+def differentiated(
+    captured: fx.GraphModule,
+    inputs: Sequence[Any],
+    joint_type: Callable[[fx.GraphModule, int, Sequence[Origin]], J],
+    run: Callable[..., Any] | None = None,
+) -> tuple[Callable[..., Any], list[tuple[J, Any]]]:
+    """A graph of Dynamo's with its backward pass, by AOTAutograd; and its joint graphs, each with their metadata.
+
+    ``run`` is called in place of the graphs.
+    """
+    placeholders = captured.graph.find_nodes(op="placeholder")
+    origins: list[Origin] = [origin_of(*each) for each in zip(placeholders, inputs, strict=False)]
+    joints: list[J] = []
+    metadata: list[Any] = []
+
+    def partition(module: fx.GraphModule, given: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[Any, Any]:
+        graphs = default_partition(module, given, num_fwd_outputs=num_fwd_outputs)
+        joints.append(joint_type(module, num_fwd_outputs, origins))
+        return graphs
+
+    def compiler(graph: fx.GraphModule, _: Any) -> Any:
+        metadata.append(traced_metadata())
+        return make_boxed(graph if run is None else run)
+
+    whole = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(captured, inputs)
+    return whole, list(zip(joints, metadata, strict=False))
+
+
 class _JointCollector:
     """For Dynamo: collects joint graphs, until an engine says what to do with the next ones.
 
@@ -197,24 +227,11 @@ class _JointCollector:
         if self.recapture is not None:
             self.is_recaptured = True
             return self.recapture(captured, inputs)
-        placeholders = captured.graph.find_nodes(op="placeholder")
-        origins: list[Origin] = [origin_of(*each) for each in zip(placeholders, inputs, strict=False)]
-        joints: list[Joint] = []
-        metadata: list[Any] = []
-
-        def partition(module: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[Any, Any]:
-            graphs = default_partition(module, inputs, num_fwd_outputs=num_fwd_outputs)
-            joints.append(Joint(module, num_fwd_outputs, origins))
-            return graphs
-
-        def compiler(graph: fx.GraphModule, _: Any) -> Any:
-            metadata.append(traced_metadata())
-            return make_boxed(self._stop if self._stops else graph)
-
-        whole = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(captured, inputs)
+        whole, joints = differentiated(captured, inputs, Joint, self._stop if self._stops else None)
         if not joints:
             return whole
-        self.graphs.append(CapturedGraph(joints[0], inputs, metadata[0]))
+        joint, metadata = joints[0]
+        self.graphs.append(CapturedGraph(joint, inputs, metadata))
         self.graphs[-1].run = whole
         return self.graphs[-1]
 

@@ -55,9 +55,9 @@ class _Shape:
         for place, node in enumerate(inputs):
             if place in self.given:
                 self._bind(node, self.given[place])
-        kept = [node for node in inputs if node not in self.now]
+        open_inputs = [node for node in inputs if node not in self.now]
         primals = 0
-        for node in kept:
+        for node in open_inputs:
             primals += not _is_tangent(node)
             name = node.name if _is_tangent(node) else f"primals_{primals}"
             self.now[node] = self.graph.placeholder(name)
@@ -107,8 +107,8 @@ class _Shape:
         """The outputs, without gradients of inputs that are sizes."""
         (values,), _ = self._arguments(node)
         first = self.whole.forward_outputs
-        kept = [each for i, each in enumerate(values) if i - first not in self.given]
-        self.graph.output(tuple(kept) if isinstance(values, tuple) else kept)
+        outputs = [each for i, each in enumerate(values) if i - first not in self.given]
+        self.graph.output(tuple(outputs) if isinstance(values, tuple) else outputs)
         (outcome,) = self.graph.find_nodes(op="output")
         outcome.meta = dict(node.meta)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowtide.compat.autograd import backward_in_python, gradient_hooks, input_metadata, sequence_number
 from lowtide.compat.tensors import tensor_holders
-from lowtide.tracing.plain_aten.gradient_accumulation import fits, held_by_call, held_once
+from lowtide.tracing.plain_aten.gradient_accumulation import fits, held_by_call, held_twice
 
 _LEAF = -1  # leaves come first: torch gives them the highest sequence number
 
@@ -58,7 +58,7 @@ def backward(loss: Tensor, visit: Callable[[Any], None]) -> None:
                     held = slots[slot]
                     if held is None:
                         slots[slot] = gradient
-                    elif held_once(held, references=2) and fits(held, gradient):
+                    elif held_twice(held) and fits(held, gradient):
                         held.add_(gradient)
                     else:
                         slots[slot] = held + gradient

@@ -1,8 +1,8 @@
 """Predict a GPU's step: CUDA's ops and their saved values, on a machine with or without CUDA.
 
-With a GPU, fake CUDA tensors go through torch's own choices. Without one, three things are missing, and replaced
-here while the step is traced: the device guard that autograd asks for, the engine (see ``backward.py``), and
-the choices that torch makes by looking at the GPU (attention, recurrent layers).
+With a GPU, fake CUDA tensors go through torch's own choices. Without one, three things are missing, and replaced here
+while the step is traced. They are autograd's device guard, its engine (see ``backward.py``), and torch's choices by the
+GPU (attention, recurrent layers).
 """
 
 from __future__ import annotations

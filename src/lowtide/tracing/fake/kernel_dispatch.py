@@ -18,8 +18,8 @@ Kernel = Callable[..., Any]
 class FakeKernels(UncompiledMode):
     """``substitutes`` maps an op to a function called instead of it, ``fixes`` to one that corrects its outputs.
 
-    Updates of whole lists of tensors in place (``_foreach_add_``, ``_fused_adamw_``) make nothing and are left out:
-    they would take most of the time of a fake step.
+    Updates of whole lists of tensors in place (``_foreach_add_``, ``_fused_adamw_``) allocate nothing and are left out.
+    They would take most of the time of a fake step.
     """
 
     def __init__(self, substitutes: dict[Any, Kernel], fixes: dict[Any, Kernel]) -> None:

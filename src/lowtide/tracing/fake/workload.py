@@ -29,8 +29,8 @@ from lowtide.workload import Workload
 def fake_workload(work: Workload, mode: FakeTensorMode, device: torch.device) -> Generator[Workload]:
     """Give the step on fake tensors on ``device``. Allocates nothing and restores the original after.
 
-    The model object is the caller's own, with its parameters and buffers swapped for fakes while inside:
-    every hook, override and patched ``forward`` on it takes part. Tied weights stay tied.
+    The model object is the caller's own, with its parameters and buffers swapped for fakes while inside. Its hooks,
+    overrides and patched ``forward`` take part. Tied weights stay tied.
     """
     twins = _Twins(mode, device)
     with Restoring() as restoring:

@@ -49,14 +49,10 @@ def fits(old: Tensor, new: Tensor) -> bool:
     )
 
 
-def held_once(tensor: Tensor, references: int) -> bool:
-    """Tell whether a tensor, its storage too, is held by ``references`` Python names and nothing else."""
-    # The argument of this function and getrefcount's own are two more.
-    return (
-        sys.getrefcount(tensor) == references + 2 + held_by_call()
-        and tensor_holders(tensor) == 1
-        and storage_holders(tensor) == 2
-    )
+def held_twice(tensor: Tensor) -> bool:
+    """Tell whether a tensor, its storage too, is held by two Python names of the caller and nothing else."""
+    names = sys.getrefcount(tensor) - 2 - held_by_call()  # less this function's argument and getrefcount's own
+    return names == 2 and tensor_holders(tensor) == 1 and storage_holders(tensor) == 2
 
 
 def held_by_call() -> int:

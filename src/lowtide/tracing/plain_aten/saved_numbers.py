@@ -25,7 +25,7 @@ class KeptNumbers:
     def __init__(self, record: Record) -> None:
         self._record = record
         self._last: tuple[weakref.ref[Tensor], type, str, str] | None = None
-        self._kept: dict[int, int] = {}  # sequence number of the autograd node -> index in the record's storages
+        self._numbers: dict[int, int] = {}  # sequence number of the autograd node -> index in the record's storages
         self._owners: dict[int, weakref.ref[_Owner]] = {}
 
     def note(self, args: tuple[Any, ...], out: Any) -> None:
@@ -52,12 +52,12 @@ class KeptNumbers:
         owner = _Owner()
         node.metadata["lowtide.number"] = owner  # which dies with the node
         self._owners[index] = weakref.ref(owner, lambda _: self._end(index))
-        self._kept[sequence_number(node)] = index
+        self._numbers[sequence_number(node)] = index
 
     def run(self, number: int) -> None:
         """Tell that the node with this sequence number runs: its formula reads the number."""
-        if number in self._kept:
-            self._end(self._kept.pop(number))
+        if number in self._numbers:
+            self._end(self._numbers.pop(number))
 
     def _end(self, index: int) -> None:
         storage = self._record.storages[index]
