@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.engines import Step, apply, many_shapes, plan
 from lowtide.engines import uncaptured as uncaptured_module
 from lowtide.engines.other_shapes import OtherShapes
+from lowtide.planning.candidate import Contender
+from lowtide.planning.graph_candidates import GraphCandidates, graph_candidates
+from lowtide.planning.programs.program_profile import Forecast
 from lowtide.profiling import profile
+from lowtide.techniques.technique import Fidelity
+from lowtide.tracing.capture.joint import bytes_of
 from lowtide.workload import Workload
 from tests.refusals import warned
 
+from ..planning.programs.test_codes import step as gates
 from ..tracing.allocator import allocated_peak
 from .counting import count_calls
-from .planned import smallest_budget, squares
+from .planned import IN_BACKWARD, smallest_budget, squares
 from .test_watch import Attention
 
 
@@ -96,3 +104,75 @@ def test_a_planned_batch_between_others_is_not_captured_again(captures: list[Any
     for value in losses:  # backward runs after the model was restored
         value.backward()
     assert len(captures) == 1
+
+
+# -- permissions and options of the plan -----------------------------------------------------------------
+
+
+def chosen_for(step: Step, batch: Tensor, monkeypatch: pytest.MonkeyPatch) -> Contender:
+    """The program that the step chooses for a larger batch, where no way without a capture is offered."""
+    monkeypatch.setattr(uncaptured_module.Uncaptured, "__call__", lambda *_: None)
+    chosen: list[Contender] = []
+    original = GraphCandidates.fastest
+
+    def noted(self: GraphCandidates, *given: Any, **named: Any) -> Contender | None:
+        contender = original(self, *given, **named)
+        assert contender is not None
+        chosen.append(contender)
+        return contender
+
+    monkeypatch.setattr(GraphCandidates, "fastest", noted)
+    step(batch)
+    (contender,) = chosen
+    return contender
+
+
+@pytest.mark.parametrize("forbid", [(), ("fewbit",)], ids=["open", "forbidden"])
+def test_batches_of_other_shapes_keep_what_the_plan_forbids(
+    forbid: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Forecast, "seconds", lambda _, node: 1e-12 * bytes_of(node))
+    work = gates(F.relu, rows=4000)
+    step = apply(plan(work, "80%", engine="graph", tune=False, forbid=[IN_BACKWARD, *forbid]), work)
+    contender = chosen_for(step, torch.randn(4100, *work.batch.shape[1:]), monkeypatch)
+    assert contender.candidate.holds == (() if forbid else ("fewbit",))
+    assert contender.peak_bytes <= step.plan.budget_bytes
+
+
+def test_batches_of_other_shapes_keep_bits_where_only_bits_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = gates(F.relu, rows=4000)
+    step = apply(plan(work, "85%", engine="graph", tune=False, forbid=IN_BACKWARD, allow="bitwise"), work)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        contender = chosen_for(step, torch.randn(4100, *work.batch.shape[1:]), monkeypatch)
+    assert contender.candidate.price.fidelity is Fidelity.BITWISE
+
+
+UNWANTED = ["stored_gradients", "compress", "precision", "microbatch"]
+
+
+@pytest.mark.parametrize(
+    ("share", "allow", "forbid"),
+    [("70%", (), UNWANTED), ("80%", "changed", [*UNWANTED, IN_BACKWARD])],
+    ids=["in backward", "8-bit states"],
+)
+def test_options_around_a_program_are_priced_once_for_other_shapes(
+    share: str, allow: str, forbid: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wide(rows: int) -> Workload:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(6)))
+        return Workload(model, squares, torch.randn(rows, 128), torch.optim.AdamW(model.parameters()))
+
+    work, larger = wide(128), wide(136)
+    made = plan(work, share, engine="graph", tune=False, allow=allow, forbid=forbid)
+    assert made.options
+    before = profile(larger)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        contender = chosen_for(apply(made, work), larger.batch, monkeypatch)
+    candidates = graph_candidates(larger, before).offers("graph", compile=False, around=made.options)
+    same = next(each for each in candidates if str(each.change) == str(contender.candidate.change))
+    expected = graph_candidates(larger, before).contender(same)
+    assert expected is not None
+    assert contender.storage_peak_bytes == expected.storage_peak_bytes

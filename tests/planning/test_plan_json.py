@@ -74,6 +74,9 @@ def with_config(data: dict[str, Any], value: Any) -> dict[str, Any]:
         (lambda d: with_config(d, {}), "needs the field 'trees'"),
         (lambda d: with_config(d, [["trees", []]]), "is an object with fields"),
         (lambda d: {**d, "notes": "9" * 10_000}, "is not a list"),
+        (lambda d: {**d, "permission": {"loosest": "anything", "names": [], "forbidden": []}}, "anything"),
+        (lambda d: {**d, "permission": {"loosest": "bitwise", "names": 3, "forbidden": []}}, "is not a list"),
+        (lambda d: {**d, "permission": None}, "malformed"),
     ],
 )
 def test_a_malformed_plan_is_refused_with_the_reason(found: Plan, change: Any, reason: str) -> None:

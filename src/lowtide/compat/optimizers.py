@@ -60,6 +60,13 @@ def remove_step_hooks(optimizer: Any) -> None:
         setattr(optimizer, name, OrderedDict())
 
 
+def copy_step_hooks(optimizer: Any) -> None:
+    """Give a copy of an optimizer dictionaries of its own with the same hooks around its step."""
+    for name in _STEP_HOOKS:
+        if name in vars(optimizer):
+            setattr(optimizer, name, OrderedDict(vars(optimizer)[name]))
+
+
 @_HOOKS
 def call_hooks_in_step(optimizer: Any) -> None:
     """Have the step of an optimizer's class call hooks, as its constructor does."""

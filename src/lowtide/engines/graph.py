@@ -24,6 +24,7 @@ from lowtide.engines.autograd import Runner
 from lowtide.engines.lowering.ops import OpsLowering, boxed, graphs_of
 from lowtide.engines.many_shapes import ManyShapes, SharedCaptures, UnplannedShape
 from lowtide.engines.other_shapes import OtherShapes, Planner, PlannerFor
+from lowtide.engines.plain_step import PlainStep
 from lowtide.engines.traced import ProgramLoss
 from lowtide.engines.uncaptured import Uncaptured
 from lowtide.engines.watch import unwatched
@@ -64,10 +65,11 @@ class GraphEngine:
         if plan.program is None:
             raise PlanError("A plan for the graph engine has no program", hint="Plan again.")
         lowering = LOWERINGS[plan.program.lowering]
+        plain = PlainStep(work, is_changed=bool(plan.options))
         applied = apply_options(work, plan.options)
         work = applied.work
         with Undo(applied) as undo:  # if the loss cannot be built
-            shapes = OtherShapes(plan, work, plan.program)
+            shapes = OtherShapes(plan, work, plan.program, plain)
             loss = PlannedLoss(work, shapes, Uncaptured(plan, work), lowering, shapes.is_planned)
             return Applied(replace(work, loss=loss, autocast=None), undo.keep(), loss.release)
 

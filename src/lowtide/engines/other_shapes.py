@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
+from lowtide.engines.plain_step import PlainStep
 from lowtide.engines.shapes import Bounds, modes_of, signature
 from lowtide.engines.step_difference import ModelSetting, step_difference
 from lowtide.errors import TraceError
@@ -20,6 +21,7 @@ from lowtide.planning.programs.transfer import check_runs_on, transferred
 from lowtide.planning.solvers.solver import fastest_program
 from lowtide.profiling import profile
 from lowtide.sizes import format_size
+from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.capture.loss import capture_joint
 from lowtide.workload import Workload
@@ -39,8 +41,8 @@ class OtherShapes:
     A program holds for every batch that is no larger in any dimension than the one it was made for.
     """
 
-    def __init__(self, plan: Plan, work: Workload, planned: ProgramChoice) -> None:
-        self.plan, self.work, self.planned = plan, work, planned
+    def __init__(self, plan: Plan, work: Workload, planned: ProgramChoice, plain: PlainStep) -> None:
+        self.plan, self.work, self.planned, self._plain = plan, work, planned, plain
         self._bounds = Bounds[ProgramChoice]([(signature(work.batch), planned)])
         self._modes = modes_of(work)
         self._setting = ModelSetting.of(work.model)
@@ -66,7 +68,7 @@ class OtherShapes:
             self._warn_too_large(batch, "more than that of a smaller batch, which is too much already")
             return lambda joint: self._smaller_program(joint, smallest, must_fit=False)
         try:
-            choice, fits = self._plan_again(replace(self.work, batch=batch), joint)
+            choice, fits = self._plan_again(batch, joint)
         except TraceError:  # a prediction has no values to look at
             shapes = f"the batch is {batch_shapes(batch)}, and {self.plan.fingerprint.batch} was planned"
             return lambda joint: self._other_program(joint, self.planned, shapes)
@@ -77,20 +79,23 @@ class OtherShapes:
         """Whether a captured graph is the one that the plan's program was made for."""
         return LOWERINGS[self.planned.lowering].form(joint).digest == self.planned.graph
 
-    def _plan_again(self, work: Workload, joint: Joint | None) -> tuple[ProgramChoice, bool]:
-        """The fastest program for another batch, and whether it fits.
+    def _plan_again(self, batch: Any, joint: Joint | None) -> tuple[ProgramChoice, bool]:
+        """The fastest program for another batch that the plan's user permits, and whether it fits.
 
-        The step is predicted, with each new kernel measured alone.
+        The step is predicted, with each new kernel measured alone. The plan's options are priced, so they do not act.
         """
-        budget = self.plan.budget_bytes
-        plain = profile(work, fake=True, device=self.plan.device, measure=True)
-        candidates = GraphCandidates(joint or capture_joint(work), plain)
-        fastest = candidates.fastest(self.plan.engine, LOWERINGS[self.planned.lowering], budget, self.plan.options)
+        plan, budget = self.plan, self.plan.budget_bytes
+        with self._plain(batch) as work:
+            plain = profile(work, fake=True, device=plan.device, measure=True)
+        joint = joint or capture_joint(replace(self.work, batch=batch))
+        candidates = GraphCandidates(joint, plain, earned=min(self.planned.fidelity, Fidelity.ROUNDOFF))
+        lowering = LOWERINGS[self.planned.lowering]
+        fastest = candidates.fastest(plan.engine, lowering, budget, plan.options, permitted=plan.permission)
         if fastest is None:
             raise TraceError(f"The {self.planned.lowering} lowering runs no program of this batch")
         fits = fastest.peak_bytes <= budget
         if not fits:
-            self._warn_too_large(work.batch, format_size(fastest.peak_bytes))
+            self._warn_too_large(batch, format_size(fastest.peak_bytes))
         return candidates.choice(fastest, budget if fits else fastest.peak_bytes), fits
 
     def _warn_too_large(self, batch: Any, takes: str) -> None:

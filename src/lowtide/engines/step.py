@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from lowtide.engines.watch import BatchWatch, ForwardWatch, ParameterWatch
 from lowtide.errors import LowtideError, PlanError, WorkloadError
 from lowtide.fingerprint import batch_shapes
+from lowtide.optim.used_gradients import mark_used, remove_marks
 from lowtide.planning.engine import ENGINES
 from lowtide.planning.plan import Plan, check_plan
 from lowtide.profiling import Profile, profile
@@ -78,7 +79,17 @@ class Step:
         return self.work.model
 
     def __call__(self, batch: Any) -> Tensor:
-        """zero_grad, loss, backward, optimizer.step; returns the loss, detached."""
+        """zero_grad, loss, backward, optimizer.step; returns the loss, detached.
+
+        On a plan that uses gradients in backward, any use of what ``.grad`` then holds raises.
+        """
+        remove_marks(self._plain.optimizer)
+        loss = self._measured_run(batch)
+        if self._uses_gradients:
+            mark_used(self._plain.optimizer, self._uses_gradients)
+        return loss
+
+    def _measured_run(self, batch: Any) -> Tensor:
         if self.measured is not None and self.measured.steps >= _MEASURED_STEPS:
             return self._run(batch)
         device = self.work.device
@@ -134,10 +145,12 @@ class Step:
 
     def profile(self) -> Profile:
         """Trace one real planned step on the planned batch, then restore everything."""
+        remove_marks(self._plain.optimizer)
         return profile(self.work)
 
     def undo(self) -> None:
         """Undo the plan's changes. A second call does nothing."""
+        remove_marks(self._plain.optimizer)
         if self._watched is not None:
             self._watched.remove()
         self._applied()

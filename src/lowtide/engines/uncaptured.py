@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lowtide.engines.shapes import Bounds, Signature, is_within, modes_of, signature
 from lowtide.fingerprint import batch_shapes
+from lowtide.planning.candidate import Permission
 from lowtide.planning.plan import Plan
 from lowtide.planning.prediction import apply_options, estimate_peak
 from lowtide.profiling import Profile, profile
@@ -92,7 +93,7 @@ class Uncaptured:
         before = self._predict(batch, ())
         if before is None:
             return None
-        for option in _worth_a_trace(before, self.plan.budget_bytes):
+        for option in _worth_a_trace(before, self.plan.budget_bytes, self.plan.permission):
             after = self._predict(batch, (option,))
             if after is not None and after.peak_bytes <= self.plan.budget_bytes:
                 return (option,)
@@ -126,15 +127,15 @@ _ADVICE = (
 )
 
 
-def _worth_a_trace(before: Profile, budget: int) -> Iterator[Option]:
-    """Bitwise options on modules whose estimates fit: the fastest, and the smallest."""
+def _worth_a_trace(before: Profile, budget: int, permitted: Permission) -> Iterator[Option]:
+    """Permitted bitwise options on modules whose estimates fit: the fastest, and the smallest."""
     priced: list[tuple[float, int, Option]] = []
     for technique in techniques().values():
         if technique.kind != "hold":
             continue
         for option in technique.options(before):
             price = technique.price(option, before)
-            if price.fidelity is Fidelity.BITWISE:
+            if price.fidelity is Fidelity.BITWISE and permitted.permits(technique.name, price.fidelity):
                 priced.append((price.seconds, estimate_peak(before.graph, [price]), option))
     fastest = sorted((each for each in priced if each[1] <= budget), key=lambda each: each[:2])[: _TRIED - 1]
     smallest = sorted(priced, key=lambda each: each[1])[:1]

@@ -73,6 +73,7 @@ class GradientStore(StepPart):
         self.bits: Bits = bits
         self.seed = seed
         self.packed: dict[Tensor, _Packed] = {}
+        self.used: list[Tensor] = []  # parameters that the last step unpacked
 
     def __str__(self) -> str:
         return f"gradients in {self.bits}"
@@ -128,6 +129,8 @@ class GradientStore(StepPart):
         return [p for group in optimizer.param_groups for p in group["params"] if p in self.packed]
 
     def run(self, single: SingleStep, parameters: list[Tensor]) -> None:
+        if single is self.single:  # and no copy of a trace
+            self.used = parameters
         for parameter in parameters:
             gradient = unpack(self.packed.pop(parameter), parameter)
             parameter.grad = gradient.to(parameter.dtype)

@@ -66,6 +66,8 @@ class StepHook:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.step = SingleStep(optimizer)
+        self.used: list[Tensor] = []  # parameters that were stepped before the last call of the optimizer's step
+        self._stepped: dict[Tensor, None] = {}  # since that call
 
     def of(self, optimizer: torch.optim.Optimizer) -> StepHook:
         """The hook for a copy of the optimizer, over other parameters."""
@@ -80,10 +82,12 @@ class StepHook:
         else:
             self.step(parameter)
         parameter.grad = None
+        self._stepped[parameter] = None
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called by torch before a step, which finds nothing left to do: refuse what would need gradients then."""
         refuse_closure(optimizer, args, kwargs)
+        self.used, self._stepped = list(self._stepped), {}
         if "found_inf" in vars(optimizer):
             for name in ("found_inf", "grad_scale"):
                 vars(optimizer).pop(name, None)

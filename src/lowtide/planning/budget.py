@@ -68,6 +68,7 @@ def plans(
             device=baseline.graph.device,
             notes=_notes(wanted, search, rival, permitted),
             program=search.program(rival, wanted.bytes),
+            permission=permitted,
         )
         for rival in rivals
     ]

@@ -138,14 +138,20 @@ class GraphCandidates:
         return self.plain.static_bytes + constants + solution.estimate_bytes
 
     def fastest(
-        self, engine: str, lowering: Lowering, budget_bytes: int, around: Sequence[Option] = ()
+        self,
+        engine: str,
+        lowering: Lowering,
+        budget_bytes: int,
+        around: Sequence[Option] = (),
+        *,
+        permitted: Permission,
     ) -> Contender | None:
-        """The fastest program of one lowering that fits a budget, or else the smallest; None if it can run none.
+        """The fastest permitted program of one lowering that fits, or else the smallest; None if it can run none.
 
-        Programs that need a permission are left out. Programs whose estimates are far above the budget are not
+        Programs whose estimates are far above the budget are not
         simulated, except the few smallest.
         """
-        candidates = list(filter(Permission().permits_change, self.lowered(engine, lowering, around)))
+        candidates = list(filter(permitted.permits_change, self.lowered(engine, lowering, around)))
         smallest = sorted(candidates, key=lambda candidate: candidate.estimate)[:SMALLEST]
         rest: list[Contender] = []
         for candidate in candidates:

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from lowtide.chains import StageChoice
 from lowtide.errors import PlanError
 from lowtide.fingerprint import Fingerprint
+from lowtide.planning.candidate import Permission
 from lowtide.planning.programs.program import Kind, Program
 from lowtide.registry import PLAIN_ENGINE
 from lowtide.sizes import format_seconds, format_size
@@ -93,6 +94,9 @@ class Plan:
     device: str
     notes: tuple[str, ...] = ()
     program: ProgramChoice | None = None  # for engines that run one
+    permission: Permission = field(
+        default_factory=Permission
+    )  # of its user, which holds for batches of other shapes, too
 
     @property
     def is_plain(self) -> bool:

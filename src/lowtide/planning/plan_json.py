@@ -12,13 +12,14 @@ from typing import Any
 from lowtide.chains import StageChoice
 from lowtide.errors import PlanError
 from lowtide.fingerprint import Fingerprint
+from lowtide.planning.candidate import Permission
 from lowtide.planning.plan import Baseline, Choice, Plan, PlannedStage, ProgramChoice
 from lowtide.planning.programs.program_json import program_from_json, program_to_json
 from lowtide.techniques.registry import find_technique
 from lowtide.techniques.technique import Fidelity, Option
 from lowtide.version import __version__
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 _LARGEST = 2**63  # of whole numbers: no device has as many bytes
 
 
@@ -40,6 +41,11 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "device": plan.device,
         "notes": plan.notes,
         "program": None if plan.program is None else _program_to_json(plan.program),
+        "permission": {
+            "loosest": plan.permission.loosest,
+            "names": sorted(plan.permission.names),
+            "forbidden": sorted(plan.permission.forbidden),
+        },
     }
     return _null_for_nan(data)
 
@@ -109,6 +115,11 @@ def _plan(data: Mapping[str, Any]) -> Plan:
         device=_text(data["device"]),
         notes=_texts(data["notes"]),
         program=None if data["program"] is None else _program(data["program"]),
+        permission=Permission(
+            Fidelity(data["permission"]["loosest"]),
+            frozenset(_texts(data["permission"]["names"])),
+            frozenset(_texts(data["permission"]["forbidden"])),
+        ),
     )
 
 

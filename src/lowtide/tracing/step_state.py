@@ -133,7 +133,7 @@ def own_storages(work: Workload, *, gradients: bool = True) -> list[torch.Untype
 def static_bytes(work: Workload, *, gradients: bool = False) -> int:
     """Count the bytes that a step finds and leaves, each storage once; with ``gradients``, also those that exist."""
     storages = own_storages(work, gradients=gradients)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return sum({address: storage.nbytes() for storage in storages if (address := storage.data_ptr())}.values())
 
 
 def other_bytes(work: Workload) -> int:

@@ -28,15 +28,16 @@ class GraphSolver:
         choices = [Offloaded(timeline, timeline.seconds) for timeline in frontier(kernels.ops)]
         if host is not None:
             values = {op: kernels.offloadable(op) for op in range(kernels.ops.backward)}
-            choices = with_offloaded(choices, kernels.ops, values, host)
+            offloaded = with_offloaded(choices, kernels.ops, values, host)
+            choices += [each for each in offloaded if each.host_bytes]
         solutions = [_solution(kernels, choice) for choice in choices]
         if problem.codes:
             codes = list(codes_of(problem.joint).values())
             exact = [each for each in codes if each.is_exact]
-            solutions = _undominated([*solutions, *_coded(problem, exact)])
+            solutions += _coded(problem, exact)
             if len(codes) > len(exact):
-                solutions = _undominated([*solutions, *_coded(problem, codes)])
-        return sorted(solutions, key=lambda solution: solution.seconds)
+                solutions += _coded(problem, codes)
+        return _undominated(solutions)
 
 
 def _coded(problem: Problem, codes: list[Codes]) -> list[Solution]:
@@ -48,10 +49,10 @@ def _coded(problem: Problem, codes: list[Codes]) -> list[Solution]:
 
 
 def _undominated(solutions: list[Solution]) -> list[Solution]:
-    """Solutions without those that another one of the same fidelity, or of a stricter one, beats."""
+    """Solutions without those that another one beats and needs no further permission for. The fastest come first."""
     chosen: list[Solution] = []
     for each in sorted(solutions, key=lambda each: (each.seconds, each.estimate_bytes, each.fidelity.rank)):
-        faster = (other for other in chosen if other.fidelity <= each.fidelity)
+        faster = (other for other in chosen if other.fidelity <= each.fidelity and other.needs <= each.needs)
         if all(each.estimate_bytes < other.estimate_bytes for other in faster):
             chosen.append(each)
     return chosen

@@ -61,6 +61,11 @@ class Solution:
     fidelity: Fidelity = Fidelity.BITWISE  # beside the graph's own ops
     bound: float = 0.0  # of the relative error of a gradient, if it is approximate
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """Ways of holding values that a plan must permit, beside its fidelity."""
+        return frozenset((*self.techniques, "host") if self.host_bytes else self.techniques)
+
     @cached_property
     def program(self) -> Program:
         """Instructions for an engine."""
