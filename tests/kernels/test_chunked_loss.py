@@ -26,16 +26,17 @@ def make(classes, dtype=torch.float32, *, rows=6, padding=3):
     return whole[:, :classes], target.to(DEVICE)
 
 
-def rules_of(classes, *, smoothing=0.0, weighted=False):
+def rules_of(classes, *, smoothing=0.0, weighted=False, cap=0.0):
     weight = torch.rand(classes, device=DEVICE) if weighted else None
-    return Rules(-100, smoothing, weight, None if weight is None else weight.sum())
+    return Rules(-100, smoothing, weight, None if weight is None else weight.sum(), cap)
 
 
 def expected(logits, target, rules, scale):
     """By float64 autograd: the losses of rows, and the gradient of the logits."""
     z = logits.double().detach().requires_grad_()
     weight = None if rules.weight is None else rules.weight.double()
-    loss = F.cross_entropy(z, target, weight, reduction="none", label_smoothing=rules.smoothing)
+    used = rules.cap * (z / rules.cap).tanh() if rules.cap else z
+    loss = F.cross_entropy(used, target, weight, reduction="none", label_smoothing=rules.smoothing)
     gradient = torch.autograd.grad(loss, z, scale.to(z).expand(len(z)))[0]
     return loss.detach(), gradient
 
@@ -69,6 +70,26 @@ def half_infinite(classes=9000):
     logits, target = make(classes)
     logits[:, : classes // 2] = float("-inf")
     return logits, target.where(target < 0, classes - 1000)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's numpy
+@pytest.mark.parametrize("rows_", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("cap", [2.0, *in_soak([50.0])])
+@pytest.mark.parametrize("classes", [7, 4099, *in_soak([9000])])
+def test_a_cap_acts_on_logits_and_on_their_gradient(rows_, cap, classes):
+    logits, target = make(classes)
+    rules, scale = rules_of(classes, smoothing=0.1, weighted=True, cap=cap), torch.tensor(0.3, device=DEVICE)
+    loss, gradient = expected(logits, target, rules, scale)
+    padding = -classes % 64
+    whole = torch.full((len(logits), classes + padding), float("nan"), device=DEVICE)
+    whole[:, :classes] = logits
+    losses = torch.empty(len(logits), device=DEVICE)
+    rows_(whole, target, losses, rules, scale, padding)
+    assert_near(losses, loss, 2e-6)
+    assert_near(whole[:, :classes], gradient, 2e-6)
+    assert not whole[:, classes:].any()
+    rows_(logits, target, losses, rules, None)
+    assert_near(losses, loss, 2e-6)
 
 
 GIVEN = {

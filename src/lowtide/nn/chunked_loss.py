@@ -293,15 +293,17 @@ def linear_cross_entropy_gradients(
     bias: Tensor | None,
     target: Tensor,
     ignore_index: int,
+    label_smoothing: float,
+    cap: float,
     is_mean: bool,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the loss of rows (n, features) in 32 bits, and its gradients of input, weight and bias.
 
-    Gradients have the dtypes of what they are of; those that nobody needs are empty. It is an op of graphs, for
-    float32 and bfloat16.
+    Gradients have the dtypes of what they are of; those that nobody needs are empty. With a ``cap`` other than 0,
+    logits are cap·tanh(product/cap). It is an op of graphs, for float32 and bfloat16.
     """
-    rules, kind = Rules(ignore_index), wide(x.dtype)
+    rules, kind = Rules(ignore_index, label_smoothing, cap=cap), wide(x.dtype)
     total = _total(target, rules, kind) if is_mean else None
     scale = torch.ones((), dtype=kind, device=x.device) if total is None else total.reciprocal()
     losses, gradients = _sweep(x, weight, bias, target, rules, scale, list(needs), None, x.dtype)
@@ -320,6 +322,8 @@ def _(
     bias: Tensor | None,
     target: Tensor,
     ignore_index: int,
+    label_smoothing: float,
+    cap: float,
     is_mean: bool,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

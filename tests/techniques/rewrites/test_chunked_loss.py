@@ -61,11 +61,11 @@ def plain(model: Model, ids: Tensor, target: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(model(ids).view(-1, CLASSES), target.flatten(), **options)
 
 
-def as_in_transformers(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+def as_in_transformers(model: Model, ids: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     """Logits are cast to 32 bits, then flattened; targets are shifted by one."""
     logits = model(ids).float()
     target = F.pad(target, (0, 1), value=-100)[..., 1:].contiguous()
-    return F.cross_entropy(logits.view(-1, CLASSES), target.view(-1), ignore_index=-100, reduction="mean")
+    return F.cross_entropy(logits.view(-1, CLASSES), target.view(-1), ignore_index=-100, reduction=reduction)
 
 
 def scaled(model: Model, ids: Tensor, target: Tensor) -> Tensor:
@@ -93,6 +93,45 @@ def without_prompt(model: Model, ids: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(model(ids)[:, 2:-1].reshape(-1, CLASSES), target[:, 3:].reshape(-1), reduction="sum")
 
 
+def capped(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    """Gemma's head: the cap is small, so that it shows in the gradients."""
+    logits = torch.tanh(model(ids) / 0.5) * 0.5
+    return F.cross_entropy(logits.float().view(-1, CLASSES), target.flatten())
+
+
+def capped_and_shifted(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    logits = 0.5 * (model(ids)[:, :-1] / 0.5).tanh()
+    return F.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), reduction="sum")
+
+
+def with_final_bias(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    """BART's head: a buffer that is added to the logits."""
+    logits = model(ids) + torch.linspace(-2.0, 2.0, CLASSES).unsqueeze(0)
+    return F.cross_entropy(logits.view(-1, CLASSES), target.view(-1))
+
+
+def with_learned_bias(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    """The bias is a parameter, of the same gradient as the layer's own."""
+    features = model.features(ids).flatten(0, 1)
+    return F.cross_entropy(F.linear(features, model.tokens.weight) + model.head.bias, target.flatten())
+
+
+def biased_and_capped(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    logits = torch.tanh((model(ids) + torch.linspace(-2.0, 2.0, CLASSES)) / 0.5) * 0.5
+    return F.cross_entropy(logits.view(-1, CLASSES), target.view(-1), label_smoothing=0.2)
+
+
+def by_number_of_items(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    """A sum over the tokens, as a trainer divides it that accumulates gradients."""
+    items = (target != -100).sum() * 3
+    return as_in_transformers(model, ids, target, reduction="sum") / items
+
+
+def smoothed_and_shifted(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    logits = model(ids)[:, :-1].flatten(0, 1)
+    return 2.0 * F.cross_entropy(logits, target[:, 1:].flatten(), label_smoothing=0.1) + model.body.bias.sum()
+
+
 CHUNKED: dict[str, Callable[[], Workload]] = {
     "mean": lambda: work_of(plain),
     "sum": lambda: work_of(partial(plain, reduction="sum")),
@@ -108,11 +147,25 @@ CHUNKED: dict[str, Callable[[], Workload]] = {
     "shifted": lambda: work_of(shifted),
     "shifted, another class ignored": lambda: work_of(partial(shifted_ignoring, 3), ignored=0),
     "without the prompt": lambda: work_of(without_prompt, tied=True, bias=False),
+    "smoothed mean": lambda: work_of(partial(plain, label_smoothing=0.1)),
+    "smoothed sum": lambda: work_of(partial(plain, label_smoothing=0.3, reduction="sum"), bias=False),
+    "smoothed, nothing ignored": lambda: work_of(partial(plain, label_smoothing=0.1, ignore_index=4), ignored=0),
+    "smoothed and shifted": lambda: work_of(smoothed_and_shifted),
+    "capped": lambda: work_of(capped),
+    "capped and shifted": lambda: work_of(capped_and_shifted, bias=False),
+    "final bias": lambda: work_of(with_final_bias, tied=True, bias=False),
+    "final bias beside the layer's own": lambda: work_of(with_final_bias),
+    "learned bias": lambda: work_of(with_learned_bias),
+    "bias, then cap, smoothed": lambda: work_of(biased_and_capped),
+    "sum by the number of items": lambda: work_of(by_number_of_items, bias=False),
 }
 HALF: dict[str, Callable[[], Workload]] = {
     "autocast": lambda: work_of(plain, autocast=torch.bfloat16),
     "autocast, tied weights": lambda: work_of(plain, autocast=torch.bfloat16, tied=True, bias=False),
     "autocast, as in transformers": lambda: work_of(as_in_transformers, autocast=torch.bfloat16),
+    "autocast, capped": lambda: work_of(capped, autocast=torch.bfloat16, bias=False),
+    "autocast, final bias": lambda: work_of(with_final_bias, autocast=torch.bfloat16, tied=True, bias=False),
+    "autocast, smoothed": lambda: work_of(partial(plain, label_smoothing=0.1), autocast=torch.bfloat16),
     "bfloat16, as in transformers": lambda: work_of(as_in_transformers, dtype=torch.bfloat16, bias=False),
 }
 
@@ -186,9 +239,39 @@ def with_class_weights(model: Model, ids: Tensor, target: Tensor) -> Tensor:
     return plain(model, ids, target, weight=torch.linspace(0.5, 2.0, CLASSES))
 
 
-def capped(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+def squashed(model: Model, ids: Tensor, target: Tensor) -> Tensor:
     """Logits go through another op before the loss."""
-    return F.cross_entropy(9.0 * (model(ids) / 9.0).tanh().view(-1, CLASSES), target.flatten())
+    return F.cross_entropy(model(ids).sinh().view(-1, CLASSES), target.flatten())
+
+
+def capped_by_two_numbers(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(9.0 * (model(ids) / 3.0).tanh().view(-1, CLASSES), target.flatten())
+
+
+def cap_read_elsewhere(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    tanh = (model(ids) / 9.0).tanh()
+    return F.cross_entropy((9.0 * tanh).view(-1, CLASSES), target.flatten()) + tanh.square().mean()
+
+
+def capped_then_biased(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    logits = 9.0 * (model(ids) / 9.0).tanh() + torch.linspace(-2.0, 2.0, CLASSES)
+    return F.cross_entropy(logits.view(-1, CLASSES), target.flatten())
+
+
+def bias_of_tokens(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    logits = model(ids) + torch.linspace(-2.0, 2.0, ROWS * CLASSES).view(-1, TOKENS, CLASSES)
+    return F.cross_entropy(logits.view(-1, CLASSES), target.flatten())
+
+
+def learned_bias_of_sequences(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    """The gradient of the bias is read off the logits' gradient before it is flat."""
+    logits = F.linear(model.features(ids), model.tokens.weight) + model.head.bias
+    return F.cross_entropy(logits.view(-1, CLASSES), target.flatten())
+
+
+def smoothed_by_hand(model: Model, ids: Tensor, target: Tensor) -> Tensor:
+    logs = model(ids).view(-1, CLASSES).log_softmax(-1)
+    return 0.9 * F.nll_loss(logs, target.flatten()) - 0.1 * logs.mean()
 
 
 def of_several_heads(model: Model, ids: Tensor, target: Tensor) -> Tensor:
@@ -224,9 +307,17 @@ LEFT: dict[str, Callable[[], Workload]] = {
     "logits read elsewhere": lambda: work_of(with_penalty),
     "log softmax read elsewhere": lambda: work_of(with_probabilities),
     "class weights": lambda: work_of(with_class_weights),
-    "label smoothing": lambda: work_of(partial(plain, label_smoothing=0.1)),
+    "label smoothing by hand": lambda: work_of(smoothed_by_hand),
+    "smoothed by class weights": lambda: work_of(
+        partial(plain, label_smoothing=0.1, weight=torch.linspace(0.5, 2.0, CLASSES))
+    ),
     "no reduction": lambda: work_of(lambda m, x, y: plain(m, x, y, reduction="none").square().mean()),
-    "capped": lambda: work_of(capped),
+    "squashed": lambda: work_of(squashed),
+    "capped by two numbers": lambda: work_of(capped_by_two_numbers),
+    "cap read elsewhere": lambda: work_of(cap_read_elsewhere),
+    "capped, then biased": lambda: work_of(capped_then_biased),
+    "bias of each token": lambda: work_of(bias_of_tokens),
+    "learned bias of sequences": lambda: work_of(learned_bias_of_sequences),
     "every other position": lambda: work_of(every_other_position),
     "weighted sum": lambda: work_of(weighted_sum),
     "bias of each row": lambda: work_of(bias_of_rows),

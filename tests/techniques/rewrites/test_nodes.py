@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lowtide.techniques.rewrites.nodes import behind, called, readers
+from lowtide.techniques.rewrites.nodes import behind, called, matched, readers
 
 aten: Any = torch.ops.aten
 
@@ -46,3 +46,25 @@ def test_a_call_has_its_fake_result_and_the_module_of_another() -> None:
         made = called(graph, aten.cat.default, [source, source], like=source)
     assert made.meta["val"].shape == (6,)
     assert made.meta["nn_module_stack"] is source.meta["nn_module_stack"]
+
+
+def test_a_pattern_matches_ops_and_their_arguments() -> None:
+    graph = traced()
+    total = node(graph, aten.add.Tensor)
+    found: dict[str, Any] = {}
+    nodes: list[Any] = []
+    source = (aten.exp.default, "x")
+    pattern = (aten.add.Tensor, (aten.sin.default, (aten.alias.default, "kept")), (aten.cos.default, source))
+    assert matched(total, pattern, found, nodes)
+    assert found == {"x": node(graph, aten.exp.default).args[0], "kept": node(graph, aten.detach.default)}
+    assert {each.target for each in nodes} == {aten.add.Tensor, aten.sin.default, aten.alias.default, aten.cos.default,
+                                               aten.exp.default}  # fmt: skip
+
+
+def test_a_name_in_a_pattern_stands_for_one_value() -> None:
+    graph = traced()
+    total = node(graph, aten.add.Tensor)
+    assert not matched(total, (aten.add.Tensor, "x", "x"), {}, [])
+    assert matched(total, (aten.add.Tensor, "x", "y"), {}, [])
+    assert not matched(total, (aten.add.Tensor, "x"), {}, [])
+    assert not matched(total, (aten.add.Tensor, "x", (aten.sin.default, "y")), {}, [])

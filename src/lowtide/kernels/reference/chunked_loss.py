@@ -6,7 +6,8 @@ there are none), with the sum W over V classes. The label smoothing is ε:
     loss  = (1-ε)·w_t·(lse z - z_t) + ε/V·(W·lse z - Σ w_k·z_k)
     dz_k  = c·((1-ε)·w_t + ε·W/V)·p_k - c·ε/V·w_k - [k = t]·c·(1-ε)·w_t
 
-A row whose target is the ignored index has neither.
+A row whose target is the ignored index has neither. With a cap a, z = a·tanh(y/a) of the logits y that are given, and
+dy = dz·(1 - (z/a)²) takes their place.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Rules(NamedTuple):
     smoothing: float = 0.0
     weight: Tensor | None = None
     weight_sum: Tensor | None = None
+    cap: float = 0.0  # of logits; 0 for none
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -34,13 +36,18 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def rows_(logits: Tensor, target: Tensor, losses: Tensor, rules: Rules, scale: Tensor | None, padding: int = 0) -> None:
     """Write the losses of the rows; and, with a ``scale`` (c, of one row or of each), the gradient over the logits.
 
-    The logits are overwritten either way. Nothing is allocated beside them, but in 16 bits a copy in 32. The last
-    ``padding`` columns are no classes: their values are not used, and their gradient is 0.
+    The logits are overwritten either way. Nothing is allocated beside them, but in 16 bits a copy in 32, and with a cap
+    one more copy. The last ``padding`` columns are no classes: their values are not used, and their gradient is 0.
     """
     if padding:
         logits[:, -padding:] = 0
         logits = logits[:, :-padding]
     z, classes = logits.to(wide(logits.dtype)), logits.shape[1]
+    tanh = None
+    if rules.cap:
+        z.div_(rules.cap).tanh_()
+        tanh = None if scale is None else z.clone()
+        z.mul_(rules.cap)
     counts = target != rules.ignore_index
     at = target.where(counts, 0).unsqueeze(1)
     highest = z.amax(1)
@@ -65,5 +72,7 @@ def rows_(logits: Tensor, target: Tensor, losses: Tensor, rules: Rules, scale: T
     elif rules.smoothing:
         z.sub_((share * c).unsqueeze(1))
     z.scatter_add_(1, at, -(c * mine).unsqueeze(1))
+    if tanh is not None:
+        z.mul_(tanh.square_().neg_().add_(1))
     if z is not logits:
         logits.copy_(z)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lowtide.kernels.launches import Launcher
 from lowtide.kernels.reference.chunked_loss import Rules
+from lowtide.kernels.triton.activations import tanh
 
 _BLOCK = 4096
 _WARPS = 8
@@ -36,12 +37,20 @@ def rows_(
     block = min(_BLOCK, 1 << (width - 1).bit_length())
     assert width <= -(-classes // block) * block
     stride = 0 if scale is None or scale.numel() == 1 else scale.stride(0)
+    forms = (scale is not None, rules.weight is not None, rules.smoothing != 0, rules.cap != 0)
     _launch(
         count, (logits, target, losses, scale, rules.weight, rules.weight_sum),
-        (logits.stride(0), target.stride(0), stride, classes, width, rules.ignore_index, float(rules.smoothing)),
-        (scale is not None, rules.weight is not None, rules.smoothing != 0, classes % block != 0, block),
+        (logits.stride(0), target.stride(0), stride, classes, width, rules.ignore_index, float(rules.smoothing),
+         float(rules.cap)),
+        (*forms, classes % block != 0, block),
         num_warps=_WARPS if block == _BLOCK else 4,
     )  # fmt: skip
+
+
+@triton.jit
+def _capped(y, cap, CAPPED: tl.constexpr):
+    """The logits of what the product gave."""
+    return cap * tanh(y / cap) if CAPPED else y
 
 
 @triton.jit
@@ -59,7 +68,10 @@ def _add(z, k, here, highest, total, spread, weight_ptr, WEIGHTED: tl.constexpr,
 
 
 @triton.jit
-def _slope(z, k, here, t, highest, factor, even, hit, weight_ptr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr):
+def _slope(
+    z, k, here, t, highest, factor, even, hit, cap, weight_ptr,
+    WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     """The gradient of one block."""
     dz = factor * tl.exp(z - highest)
     if SMOOTHED:
@@ -67,14 +79,18 @@ def _slope(z, k, here, t, highest, factor, even, hit, weight_ptr, WEIGHTED: tl.c
             dz -= even * tl.load(weight_ptr + k, mask=here, other=0.0)
         else:
             dz -= even
-    return tl.where(k == t, dz - hit, dz)
+    dz = tl.where(k == t, dz - hit, dz)
+    if CAPPED:
+        dz *= 1.0 - (z / cap) * (z / cap)
+    return dz
 
 
 @triton.jit
 def _rows(
     logits_ptr, target_ptr, losses_ptr, scale_ptr, weight_ptr, weight_sum_ptr, stride, target_stride, scale_stride,
-    classes, width, ignore_index, smoothing,
-    GRADIENT: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
+    classes, width, ignore_index, smoothing, cap,
+    GRADIENT: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
@@ -93,6 +109,7 @@ def _rows(
     else:
         is_class = (t >= 0) & (t < classes)
         z_t = tl.load(logits_ptr + t, mask=is_class, other=float("nan")).to(tl.float32)
+        z_t = _capped(z_t, cap, CAPPED)
         mine = 1.0 - smoothing
         all_weights = classes * 1.0
         if WEIGHTED:
@@ -102,12 +119,12 @@ def _rows(
         total = 0.0
         spread = 0.0
         for first in range(0, whole, BLOCK):
-            z = tl.load(logits_ptr + first + k).to(tl.float32)
+            z = _capped(tl.load(logits_ptr + first + k).to(tl.float32), cap, CAPPED)
             highest, total, spread = _add(z, first + k, every, highest, total, spread, weight_ptr, WEIGHTED, SMOOTHED)
         if TAIL:
             here = whole + k < classes
             z = tl.load(logits_ptr + whole + k, mask=whole + k < width, other=0.0).to(tl.float32)
-            z = tl.where(here, z, float("-inf"))
+            z = tl.where(here, _capped(z, cap, CAPPED), float("-inf"))
             highest, total, spread = _add(z, whole + k, here, highest, total, spread, weight_ptr, WEIGHTED, SMOOTHED)
         share = smoothing / classes
         loss = mine * (highest - z_t + tl.log(total))
@@ -122,14 +139,18 @@ def _rows(
             even = c * share
             hit = c * mine
             for first in range(0, whole, BLOCK):
-                z = tl.load(logits_ptr + first + k).to(tl.float32)
-                dz = _slope(z, first + k, every, t, highest, factor, even, hit, weight_ptr, WEIGHTED, SMOOTHED)
+                z = _capped(tl.load(logits_ptr + first + k).to(tl.float32), cap, CAPPED)
+                dz = _slope(
+                    z, first + k, every, t, highest, factor, even, hit, cap, weight_ptr, WEIGHTED, SMOOTHED, CAPPED
+                )
                 tl.store(logits_ptr + first + k, dz.to(logits_ptr.dtype.element_ty))
             if TAIL:
                 here = whole + k < classes
                 z = tl.load(logits_ptr + whole + k, mask=whole + k < width, other=0.0).to(tl.float32)
-                z = tl.where(here, z, float("-inf"))
-                dz = _slope(z, whole + k, here, t, highest, factor, even, hit, weight_ptr, WEIGHTED, SMOOTHED)
+                z = tl.where(here, _capped(z, cap, CAPPED), float("-inf"))
+                dz = _slope(
+                    z, whole + k, here, t, highest, factor, even, hit, cap, weight_ptr, WEIGHTED, SMOOTHED, CAPPED
+                )
                 dz = tl.where(here, dz, 0.0).to(logits_ptr.dtype.element_ty)
                 tl.store(logits_ptr + whole + k, dz, mask=whole + k < width)
 

@@ -36,3 +36,19 @@ def readers(node: fx.Node, targets: tuple[Any, ...] = ALIASES) -> Iterator[fx.No
         yield user
         if user.target in targets:
             yield from readers(user, targets)
+
+
+def matched(node: Any, pattern: Any, found: dict[str, Any], nodes: list[fx.Node]) -> bool:
+    """Whether an argument is what a pattern says: a tuple of an op and its arguments, a name, or the value itself.
+
+    A name stands for one value wherever it stands, and ``found`` keeps it. ``nodes`` gets the ops of the tuples.
+    """
+    if isinstance(pattern, str):
+        return found.setdefault(pattern, node) == node
+    if not isinstance(pattern, tuple):
+        return node == pattern
+    target, *arguments = pattern
+    if not isinstance(node, fx.Node) or node.target is not target or len(node.args) != len(arguments) or node.kwargs:
+        return False
+    nodes.append(node)
+    return all(matched(each, part, found, nodes) for each, part in zip(node.args, arguments, strict=True))
