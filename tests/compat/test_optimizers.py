@@ -66,6 +66,17 @@ def test_a_copy_loses_its_hooks_and_the_original_keeps_them() -> None:
     assert optimizers.step_pre_hooks(optimizer)
 
 
+def test_a_copy_with_its_own_hooks_leaves_the_original_alone() -> None:
+    optimizer = sgd()
+    optimizer.register_step_pre_hook(nothing)
+    shadow = object.__new__(torch.optim.SGD)
+    shadow.__dict__ = dict(optimizer.__dict__)
+    optimizers.copy_step_hooks(shadow)
+    assert list(optimizers.step_pre_hooks(shadow).values()) == [nothing]
+    optimizers.step_pre_hooks(shadow).clear()
+    assert optimizers.step_pre_hooks(optimizer)
+
+
 def test_a_step_calls_hooks_once_its_class_is_patched() -> None:
     class Plain(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:

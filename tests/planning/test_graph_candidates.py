@@ -18,6 +18,7 @@ from lowtide.engines.lowering.compiled import CompiledLowering, SeededLowering
 from lowtide.engines.lowering.ops import OpsLowering
 from lowtide.errors import BudgetError, PlanError
 from lowtide.planning import Plan
+from lowtide.planning.candidate import Permission
 from lowtide.planning.graph_candidates import GraphCandidates, graph_candidates
 from lowtide.planning.programs.program import simulate
 from lowtide.profiling import Profile, profile
@@ -188,13 +189,13 @@ def peaks(candidates: GraphCandidates, lowering: str) -> list[int]:
 
 def test_a_lowering_lowers_what_fits_or_else_its_smallest_program(candidates: GraphCandidates) -> None:
     lowering = CompiledLowering()
-    whole = candidates.fastest("graph", lowering, 10**12)
+    whole = candidates.fastest("graph", lowering, 10**12, permitted=Permission())
     assert whole is not None
-    smallest = candidates.fastest("graph", lowering, 1)
+    smallest = candidates.fastest("graph", lowering, 1, permitted=Permission())
     assert smallest is not None
     assert smallest.peak_bytes < whole.peak_bytes
     between = (smallest.peak_bytes + whole.peak_bytes) // 2
-    fitting = candidates.fastest("graph", lowering, between)
+    fitting = candidates.fastest("graph", lowering, between, permitted=Permission())
     assert fitting is not None
     assert smallest.peak_bytes <= fitting.peak_bytes <= between
     assert {each.candidate.lowering for each in (whole, smallest, fitting)} == {"compiled"}

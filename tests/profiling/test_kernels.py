@@ -48,7 +48,17 @@ def test_measurements_serve_the_next_profile():
 
 def test_sizes_of_lowtides_own_ops_are_measured_each_time():
     """Its next version may take other bytes."""
-    args = (torch.randn(4, 8), torch.randn(6, 8), None, torch.zeros(4, dtype=torch.int64), -100, True, [True] * 3)
+    args = (
+        torch.randn(4, 8),
+        torch.randn(6, 8),
+        None,
+        torch.zeros(4, dtype=torch.int64),
+        -100,
+        0.0,
+        0.0,
+        True,
+        [True] * 3,
+    )
     own = Call.of(getattr(torch.ops.lowtide, chunked_loss.OP).default, args, {})
     copied = Call.of(torch.ops.aten.t.default, (torch.randn(4, 8),), {})
     sizes = measure({"own": own, "copied": copied}, torch.device("cpu"), "cpu")

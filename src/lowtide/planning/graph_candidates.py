@@ -17,7 +17,7 @@ from lowtide.planning.combinations import lasting_bytes, leaves_gradients, price
 from lowtide.planning.lowering import LOWERINGS, REFERENCE, REWRITTEN, Lowering
 from lowtide.planning.plan import PlannedStage, ProgramChoice
 from lowtide.planning.prediction import kept_peak, with_prices
-from lowtide.planning.programs.program import Kind, simulate
+from lowtide.planning.programs.program import Kind, Program, simulate
 from lowtide.planning.programs.program_profile import Forecast, check_results
 from lowtide.planning.solvers.solver import Problem, Solution, solutions
 from lowtide.profiling import Profile
@@ -65,7 +65,7 @@ class GraphCandidates:
         self._earned = earned  # by the results of the captured graph, where they were compared
         self._forms: dict[tuple[Joint, bool], Form] = {}
         self._excess: dict[str, int] = {}  # by lowering: measured bytes beyond the predicted peak
-        self._simulated: dict[Hashable, Contender | None] = {}  # by candidate
+        self._simulated: dict[Hashable, Contender] = {}  # by candidate
         forecast = Forecast(joint, plain)
         self._plain_seconds = sum(map(forecast.seconds, (*joint.forward, *joint.backward)))
 
@@ -148,8 +148,7 @@ class GraphCandidates:
     ) -> Contender | None:
         """The fastest permitted program of one lowering that fits, or else the smallest; None if it can run none.
 
-        Programs whose estimates are far above the budget are not
-        simulated, except the few smallest.
+        Programs whose estimates are far above the budget are not simulated, except the few smallest.
         """
         candidates = list(filter(permitted.permits_change, self.lowered(engine, lowering, around)))
         smallest = sorted(candidates, key=lambda candidate: candidate.estimate)[:SMALLEST]
@@ -164,15 +163,15 @@ class GraphCandidates:
 
     def contender(self, candidate: Candidate) -> Contender | None:
         """A program with its simulated peaks, options around it by their prices; None if its lowering cannot run it."""
-        if candidate.key not in self._simulated:
-            self._simulated[candidate.key] = self._simulate(candidate)
-        return self._simulated[candidate.key]
-
-    def _simulate(self, candidate: Candidate) -> Contender | None:
-        program, lowering = cast(Solution, candidate.change).program, LOWERINGS[candidate.lowering]
+        lowering, program = LOWERINGS[candidate.lowering], cast(Solution, candidate.change).program
         form = self.form(lowering)
         if not lowering.can_run(form.problem.joint, program):
             return None
+        if candidate.key not in self._simulated:
+            self._simulated[candidate.key] = self._simulate(candidate, program, form)
+        return self._simulated[candidate.key]
+
+    def _simulate(self, candidate: Candidate, program: Program, form: Form) -> Contender:
         after, excess = form.forecast.profile(program), self._excess.get(candidate.lowering, 0)
         if candidate.around:
             after = replace(after, graph=with_prices(after.graph, prices_inside(candidate.around, after)))

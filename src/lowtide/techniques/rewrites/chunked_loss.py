@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -73,7 +73,7 @@ def _match(forward: fx.Node) -> _Match | None:
     gradient = by_target.get(_aten._log_softmax_backward_data.default)
     if backward is None or gradient is None:
         return None
-    slope, tangent = behind(gradient.args[0], _SAME), backward.args[0]
+    slope, tangent = behind(gradient.args[0], _SAME), cast(fx.Node, backward.args[0])
     loss = next((user for user in forward.users if user.args[1] == 0), None)
     smoothing = None if slope is backward else smoothing_of(softmax, forward, backward, slope)
     if smoothing is not None:
@@ -94,22 +94,12 @@ def _match(forward: fx.Node) -> _Match | None:
     results = {loss, *dx, *dweight, *dbias}
     if any(user not in replaced for node in {*replaced} - results for user in node.users):
         return None  # another reader
+    epsilon = 0.0 if smoothing is None else smoothing.epsilon
+    own_bias = bias[0] if bias else None
+    gradients = tuple(dx), tuple(dweight), tuple(dbias)
     return _Match(
-        x,
-        weight,
-        bias[0] if bias else None,
-        logits,
-        target,
-        reduction,
-        ignore_index,
-        0.0 if smoothing is None else smoothing.epsilon,
-        loss,
-        tangent,
-        tuple(dx),
-        tuple(dweight),
-        tuple(dbias),
-        replaced,
-    )  # pyright: ignore[reportArgumentType]
+        x, weight, own_bias, logits, target, reduction, ignore_index, epsilon, loss, tangent, *gradients, replaced
+    )
 
 
 def _uses(gradient: fx.Node, x: fx.Node) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node], list[fx.Node]] | None:

@@ -48,7 +48,7 @@ class Logits:
 
 
 @dataclass
-class _Way:
+class _Path:
     """Nodes from the softmax's input back to the product."""
 
     nodes: list[Any]
@@ -95,9 +95,9 @@ def _is_linear(node: Any) -> bool:
     return fits and product.dtype in _DTYPES and x.dtype == product.dtype
 
 
-def _inward(node: Any) -> _Way:
+def _inward(node: Any) -> _Path:
     """Follow the softmax's input back: reshapes and slices, one cap, and behind it one bias."""
-    way = _Way([node], [])
+    way = _Path([node], [])
     while len((node := way.nodes[-1]).users) == 1:
         capped = _capped(node) if way.tanh is way.bias is None else None
         biased = _biased(node) if way.bias is None else None
@@ -139,7 +139,7 @@ def _biased(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (bias, inner) if shape.numel() == shape[-1:].numel() else None
 
 
-def _outward(node: fx.Node, way: _Way) -> list[fx.Node]:
+def _outward(node: fx.Node, way: _Path) -> list[fx.Node]:
     """From the softmax's gradient on to the gradient of the product, through one reader at a time."""
     path, capped = [node], way.tanh is None
     while len(path[-1].users) == 1:
@@ -154,7 +154,7 @@ def _outward(node: fx.Node, way: _Way) -> list[fx.Node]:
     return path
 
 
-def _slopes(scaled: fx.Node, way: _Way) -> list[fx.Node] | None:
+def _slopes(scaled: fx.Node, way: _Path) -> list[fx.Node] | None:
     """The gradient's way through the cap: times it, through the tanh, divided by it."""
     if scaled.target is not _aten.mul.Tensor or scaled.args[1] != way.cap or len(scaled.users) != 1:
         return None
