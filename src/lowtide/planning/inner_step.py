@@ -1,102 +1,96 @@
-"""The step inside of options: a piece of the batch, or another precision. Its loss is planned as a step of its own."""
+"""The step inside of options: a piece of the batch, or another precision. Options that change its loss go in there."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 from lowtide.planning.baseline import OUT_OF_MEMORY, baseline_profile
-from lowtide.planning.candidate import Candidate
-from lowtide.planning.engine import Candidates, Engine
-from lowtide.planning.prediction import apply_options
+from lowtide.planning.prediction import apply_options, estimate_peak, saved_by_each
 from lowtide.profiling import Profile
 from lowtide.techniques.registry import find_technique
 from lowtide.techniques.technique import Option, Price
 from lowtide.workload import Workload
 
 
-def work_inside(work: Workload, options: Iterable[Option]) -> Workload:
-    """The step whose loss runs inside of options; the step itself where all leave it as it is."""
-    for option in options:
-        technique: Any = find_technique(option.technique)
-        if hasattr(technique, "inside"):
-            work = technique.inside(work, option)
-    return work
+def runs_inner_step(option: Option) -> bool:
+    """Whether an option runs another step inside than the one around it."""
+    return hasattr(find_technique(option.technique), "around")
 
 
-def changing(work: Workload, options: Iterable[Option]) -> tuple[Option, ...]:
-    """Options that run another step inside than the one around them."""
-    return tuple(option for option in options if work_inside(work, [option]) is not work)
+def repeats(option: Option) -> int:
+    """How often an option runs the step inside."""
+    technique: Any = find_technique(option.technique)
+    return technique.repeats(option) if hasattr(technique, "repeats") else 1
 
 
 class InnerStep:
-    """The step inside of options, profiled, with the candidates of engines for it.
-
-    It lives with the profile of the step around it, and holds neither the model nor the batch.
-    """
+    """The step inside of options, profiled. It lives as long as the profile of the step around it."""
 
     def __init__(self, work: Workload, options: tuple[Option, ...], around: Profile) -> None:
         self.options = options
-        self.repeats = prod(getattr(find_technique(each.technique), "repeats", _once)(each) for each in options)
-        self._outer = weakref.ref(work)
-        self._candidates: dict[str, Candidates | None] = {}  # by engine
+        self.around = around
+        self.repeats = prod(map(repeats, options))
         is_predicted = around.graph.fake and OUT_OF_MEMORY not in around.graph.notes
-        with self.entered() as inner:
+        with apply_options(work, options) as applied:  # other weights, and a loss around the one that is profiled
+            inner = replace(work, optimizer=applied.work.optimizer)
+            for option in options:
+                technique: Any = find_technique(option.technique)
+                inner = technique.inside(inner, option)
             self.profile: Profile = baseline_profile(inner, fake=is_predicted, device=around.graph.device)
 
-    @contextmanager
-    def entered(self) -> Generator[Workload]:
-        """Apply the options, and yield the step inside: its model may have other weights until the end."""
-        work = self._outer()
-        assert work is not None
-        with apply_options(work, self.options) as applied:
-            yield work_inside(replace(work, optimizer=applied.work.optimizer), self.options)
+    def prices(self, options: Iterable[Option], change: Price | None = None) -> tuple[Price, ...]:
+        """Prices of a change inside and of options around it, with their seconds in the whole step.
 
-    def is_of(self, work: Workload) -> bool:
-        """Whether it is inside of this very step."""
-        return self._outer() is work
+        The change costs its seconds in each piece. The first option with another step inside has that step's own.
+        """
+        prices = {option: self._price_around(option) for option in options}
+        first, seconds = self.options[0], self.profile.seconds - self.around.seconds
+        prices[first] = replace(prices[first], compute_seconds=prices[first].compute_seconds + seconds)
+        if change is None:
+            return tuple(prices.values())
+        return (replace(change, compute_seconds=self.repeats * change.compute_seconds), *prices.values())
 
-    def candidates(self, engine: Engine) -> Candidates | None:
-        """An engine's candidates. Raises ``TraceError`` where the engine cannot run the step inside."""
-        if engine.name not in self._candidates:
-            with self.entered() as inner:
-                self._candidates[engine.name] = engine.candidates(inner, self.profile)
-        return self._candidates[engine.name]
+    def estimate(self, prices: Sequence[Price]) -> int:
+        """Estimate of the peak under prices on the inner step."""
+        return estimate_peak(self.profile.graph, prices)
 
-    def priced(self, candidate: Candidate, outer: Profile) -> Candidate:
-        """A candidate for the step inside, with its seconds in the whole step: its change costs them in each piece."""
-        change, first, *rest = candidate.prices
-        inner_seconds = self.profile.seconds - outer.seconds  # the options' own prices start from the step inside
-        repeated = replace(change, compute_seconds=self.repeats * change.compute_seconds)
-        first = replace(first, compute_seconds=first.compute_seconds + inner_seconds)
-        prices = (repeated, first, *rest)
-        return replace(candidate, price=Price.together(prices), prices=prices)
+    def saved_bytes(self, options: Sequence[Option], prices: Sequence[Price], total: int) -> Iterator[int]:
+        """Bytes that each option saves at the peak, of the total; those with another step inside share the rest."""
+        saved = saved_by_each(self.profile.graph, prices)
+        beside = sum(size for option, size in zip(options, saved, strict=True) if option not in self.options)
+        alone = {option: self._saved_alone(option) for option in self.options}
+        share = max(total - beside, 0) / max(sum(alone.values()), 1)
+        for option, size in zip(options, saved, strict=True):
+            yield int(alone[option] * share) if option in alone else size
 
+    def _saved_alone(self, option: Option) -> int:
+        price = find_technique(option.technique).price(option, self.around)
+        return self.around.peak_bytes - estimate_peak(self.around.graph, [price])
 
-def inner_step(work: Workload, options: Sequence[Option], baseline: Profile) -> InnerStep | None:
-    """The step inside of options, profiled once for a profile of the step around them; None for the same step."""
-    inner = changing(work, options)
-    if not inner:
-        return None
-    known: dict[tuple[Option, ...], InnerStep] = baseline.findings.setdefault(InnerStep, {})
-    if inner not in known or not known[inner].is_of(work):
-        known[inner] = InnerStep(work, inner, baseline)
-    return known[inner]
+    def _price_around(self, option: Option) -> Price:
+        technique: Any = find_technique(option.technique)
+        return getattr(technique, "around", technique.price)(option, self.profile)
 
 
-def prices_around(options: Iterable[Option], profile: Profile) -> tuple[Price, ...]:
-    """Prices of options on the step inside of them, with the program that runs there."""
-    return tuple(map(lambda option: _price_around(option, profile), options))
+class InnerSteps:
+    """The inner steps of one step, each profiled once for a profile of the step around."""
 
+    def __init__(self, work: Workload, baseline: Profile) -> None:
+        self.work, self.baseline = work, baseline
+        known = baseline.findings.get(InnerSteps)
+        if known is None or known[0]() is not work:
+            known = baseline.findings[InnerSteps] = weakref.ref(work), {}
+        self._known: dict[tuple[Option, ...], InnerStep] = known[1]
 
-def _price_around(option: Option, profile: Profile) -> Price:
-    technique: Any = find_technique(option.technique)
-    return getattr(technique, "around", technique.price)(option, profile)
-
-
-def _once(_: Option) -> int:
-    return 1
+    def find(self, options: Iterable[Option]) -> InnerStep | None:
+        """The step inside of options; None where it is the step itself."""
+        inner = tuple(filter(runs_inner_step, options))
+        if not inner:
+            return None
+        if inner not in self._known:
+            self._known[inner] = InnerStep(self.work, inner, self.baseline)
+        return self._known[inner]

@@ -11,11 +11,12 @@ from typing import Any
 
 from lowtide.errors import PlanError, TraceError
 from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
-from lowtide.planning.combinations import Combination, combinations, saved_by_each
+from lowtide.planning.combinations import Combination, combinations
 from lowtide.planning.engine import AUTO, ENGINES, Candidates, Engine, engines_named
+from lowtide.planning.inner_step import InnerStep, InnerSteps
 from lowtide.planning.lowering import LOWERINGS
 from lowtide.planning.plan import ProgramChoice
-from lowtide.planning.prediction import apply_options, estimate_peak, kept_peak, predict
+from lowtide.planning.prediction import apply_options, estimate_peak, kept_peak, predict, saved_by_each
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import has_ranks
 from lowtide.registry import PLAIN_ENGINE
@@ -26,6 +27,7 @@ from lowtide.tracing.snapshot import unchanged
 from lowtide.workload import Workload
 
 _SLACK = 1.01  # an option whose estimate is this much above the budget is still traced
+_MOST_INNER_STEPS = 8  # that are profiled in one search: each takes as long as some steps
 _TRACED = 3  # options with the smallest estimates that are traced: each takes as long as a step, or more
 CLOSE = 2.0  # times the fastest: predicted seconds that are worth a comparison, since prices err
 
@@ -65,9 +67,10 @@ class Search:
         self._left_out: set[tuple[str, str]] = set()
         self._combined: dict[Permission, list[Combination]] = {}
         self._expanded: set[tuple[Option, ...]] = set()
-        self.floor_bytes = min(
-            [kept_peak(baseline.graph, ()), *(each.floor_bytes for each in self._combinations(permitted))]
-        )
+        self._inner_steps = InnerSteps(work, baseline)
+        self._entered: dict[tuple[Option, ...], bool] = {}  # options with another step inside: whether that runs
+        around = (each.floor_bytes for each in self._combinations(permitted) if not each.inner)
+        self.floor_bytes = min([kept_peak(baseline.graph, ()), *around])  # of what engines may capture
         self.candidates = [plain]
         engines = engines_named(engine)
         self._option_engines = [each.name for each in engines if each.takes_options]
@@ -173,6 +176,9 @@ class Search:
             return [total]
         if candidate.is_program:
             return list(self._sources[candidate.engine].saved_bytes(candidate))
+        inner = self._inner_steps.find(candidate.options)
+        if inner is not None:
+            return list(inner.saved_bytes(candidate.options, candidate.prices, total))
         change, *around = saved_by_each(self.baseline.graph, candidate.prices)
         return [max(change, total - sum(around)), *around]
 
@@ -264,22 +270,65 @@ class Search:
     ) -> bool:
         """Add the candidates of combinations that may fit a budget, and may be faster than ``below``.
 
-        Each is priced before: nothing is as fast as its options with the fastest change of the loss.
+        Each is priced before: nothing is as fast as its options with the fastest change of the loss. Of combinations
+        with another step inside, which is profiled, one is added at a time.
         """
         waiting = [
             each
-            for each in self._combinations(permitted)[:most]
+            for each in self._combinations(permitted)
             if each.options not in self._expanded and each.floor_bytes <= budget * _SLACK
         ]
         if waiting and below < math.inf:
             fastest = next((c for c in self.candidates if not c.around and permitted(c)), None)
             alone = 0.0 if fastest is None else fastest.price.seconds
             waiting = [each for each in waiting if not each.price.seconds + alone >= below]
+        around_inner = [each for each in waiting if each.inner and self._may_enter(each)]
+        first = min(around_inner, key=lambda each: (max(each.reach, budget), each.price.seconds), default=None)
+        waiting = [each for each in waiting if not each.inner][:most]
+        waiting += [each for each in around_inner if first and each.inner == first.inner]
         for combination in waiting:
             self._expanded.add(combination.options)
-            self.candidates += [*self._around_options(combination), *self._around_programs(combination)]
+            if combination.inner:
+                self.candidates += self._inside(combination)
+            else:
+                self.candidates += [*self._around_options(combination), *self._around_programs(combination)]
         self.candidates.sort(key=lambda candidate: candidate.order)
         return bool(waiting)
+
+    def _may_enter(self, combination: Combination) -> bool:
+        """Whether the step inside of a combination runs, or may still be tried."""
+        can_try = bool(self._option_engines) and not has_ranks() and len(self._entered) < _MOST_INNER_STEPS
+        return self._entered.get(combination.inner, can_try)
+
+    def _inside(self, combination: Combination) -> Iterator[Candidate]:
+        """The combination on engines that take options: alone, and with each change of the loss of the inner step."""
+        inner = self._inner_step(combination)
+        if inner is None:
+            return
+        first, *rest = combination.options
+        changes: list[tuple[Option, tuple[Option, ...], Price | None]] = [(first, tuple(rest), None)] if rest else []
+        names = {option.technique for option in combination.options}
+        for technique in techniques().values():
+            if technique.kind != "step" and not _conflict({technique.name}, names):
+                changes += [
+                    (option, combination.options, technique.price(option, inner.profile))
+                    for option in technique.options(inner.profile)
+                ]
+        for change, around, price in changes:
+            prices = inner.prices(combination.options, price)
+            for engine in self._option_engines:
+                together, estimate = Price.together(prices), inner.estimate(prices)
+                yield Candidate(engine, change, together, estimate, around=around, prices=prices)
+
+    def _inner_step(self, combination: Combination) -> InnerStep | None:
+        """The step inside of a combination, profiled; None where it does not run, which is noted."""
+        try:
+            inner = self._inner_steps.find(combination.inner)
+        except Exception as error:  # any failure says the same: not these options
+            self._leave_out(", ".join(map(str, combination.inner)), error)
+            inner = None
+        self._entered[combination.inner] = inner is not None
+        return inner
 
     def _around_programs(self, combination: Combination) -> Iterator[Candidate]:
         for engine, source in self._sources.items():
@@ -318,6 +367,7 @@ class Search:
         study(self.work, self.baseline)
         self._price_again(self._unstudied)
         self._unstudied = set()
+        self._combined.clear()
 
     def _measure(self, name: str) -> None:
         """Let a technique run a part of the step, and price its options by the seconds that it took."""
@@ -326,7 +376,7 @@ class Search:
         self._price_again({name})
 
     def _price_again(self, names: Collection[str]) -> None:
-        others = [c for c in self.candidates if c.technique not in names]
+        others = [c for c in self.candidates if c.around or c.technique not in names]
         options = self._options([techniques()[name] for name in names])
         self.candidates = sorted([*others, *options], key=lambda candidate: candidate.order)
 
