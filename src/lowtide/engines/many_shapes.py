@@ -58,7 +58,7 @@ class SharedCaptures:
         return many, unplanned
 
     def _is_checked(self, many: ManyShapes) -> bool:
-        """Whether a capture gives the planned graph at the planned shape."""
+        """Tell whether a capture gives the planned graph at the planned shape."""
         if many.is_planned is None:
             planned = many.find(self.work.batch)
             many.is_planned = planned is not None and self.is_planned(planned.joint())

@@ -23,7 +23,7 @@ def signature(batch: Any) -> Signature:
 
 
 def is_within(shape: Signature, other: Signature) -> bool:
-    """Whether all tensors are of the same dtypes and no larger in any dimension."""
+    """Tell whether all tensors are of the same dtypes and no larger in any dimension."""
     return len(shape) == len(other) and all(
         dtype == other_dtype
         and len(sizes) == len(other_sizes)

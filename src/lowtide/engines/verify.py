@@ -104,7 +104,7 @@ def verify(work: Workload, plan: Plan) -> Verification:
 
 
 def _draws_its_own(plan: Plan) -> bool:
-    """Whether a plan's code is compiled, and dropout masks are then its own."""
+    """Tell whether a plan's code is compiled, with dropout masks of its own."""
     return plan.program is not None and LOWERINGS[plan.program.lowering].compiles
 
 
@@ -142,7 +142,7 @@ class Verification:
 
     @property
     def compared(self) -> bool:
-        """Whether two steps were compared: the plain one may not fit on this device."""
+        """Tell whether two steps were compared: the plain one may not fit on this device."""
         return bool(self.agreements)
 
     @property

@@ -123,17 +123,17 @@ class Activation:
 
     @property
     def invertible(self) -> bool:
-        """Whether z determines y. ReLU and others that fold do not; a PReLU may learn to fold."""
+        """Tell whether z determines y. ReLU and others that fold do not; a PReLU may learn to fold."""
         return self.function is None and self._row.inverse is not None and all(number > 0 for number in self.numbers)
 
     @property
     def slope_from_sign(self) -> bool:
-        """Whether φ' depends on the sign of z alone."""
+        """Tell whether φ' depends on the sign of z alone."""
         return self.name == "relu" or (self.name == "leaky_relu" and self.numbers[0] > 0)
 
     @property
     def may_overwrite(self) -> bool:
-        """Whether torch's backward needs z alone, so that z may take the place of y."""
+        """Tell whether torch's backward needs z alone, so that z may take the place of y."""
         return self.function is None and self._row.from_result and all(number > 0 for number in self.numbers)
 
     @property
@@ -143,7 +143,7 @@ class Activation:
 
     @property
     def is_gate(self) -> bool:
-        """Whether one bit gives all of φ'."""
+        """Tell whether one bit of each element gives φ' exactly."""
         return self.function is None and self._row.gate is not None
 
     @property
@@ -237,7 +237,7 @@ def _shrunk(size: float) -> Gate:
 
 
 class _Ends(NamedTuple):
-    """How near z can be to the ends of φ's range: 1 less a unit roundoff, and the least number above 0."""
+    """Values of z nearest to the ends of φ's range: 1 less a unit roundoff, and the least number above 0."""
 
     unit: float
     least: float

@@ -48,7 +48,7 @@ def decode(dy: Tensor, codes: Tensor, book: Codebook) -> Tensor:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether x fills its part of memory, in whatever order."""
+    """Tell whether x fills its part of memory, in whatever order."""
     return x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(x)
 
 

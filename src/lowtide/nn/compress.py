@@ -86,7 +86,7 @@ def compressed(
 
 
 def compressible(tensor: Tensor) -> bool:
-    """Whether a tensor that an op saves is an activation, large enough, and of a kind that can be stored."""
+    """Tell whether a saved tensor is an activation, large enough, and of a kind that can be stored."""
     if (
         type(tensor) not in (Tensor, FakeTensor)
         or tensor.grad_fn is None
@@ -161,7 +161,7 @@ class _ShownValues:
 
     @classmethod
     def of(cls, tensor: Tensor) -> _ShownValues | None:
-        """None where the values would take more than their storage, as those of an expanded view."""
+        """Read a tensor; None if its values take more than their storage, as in an expanded view."""
         numel = _stretch(tensor)
         if numel is not None:
             return cls(tensor, numel, dense=True)
@@ -186,7 +186,7 @@ class _SharedCodes:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the compressed storage lives: another one may have its address by now."""
+        """Tell whether the compressed storage lives: another one may have its address by now."""
         return self._storage() is not None
 
     def give(self) -> Tensor:
@@ -267,7 +267,7 @@ def _origin(tensor: Tensor) -> Any:
 
 
 def _stretch(tensor: Tensor) -> int | None:
-    """How many neighbours in memory a tensor shows, in any order or repeated; None if there are gaps."""
+    """Number of neighbours in memory that a tensor shows, in any order or repeated; None if there are gaps."""
     if tensor.is_contiguous():
         return tensor.numel()
     numel = 1

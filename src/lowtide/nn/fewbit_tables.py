@@ -48,7 +48,7 @@ class Table:
 
 
 class Density(Protocol):
-    """How inputs are spread: it knows the integrals of w, f'w and f'²w from −∞."""
+    """A density of inputs: it knows the integrals of w, f'w and f'²w from −∞."""
 
     def grid(self, curve: Activation) -> _Array:
         """Points among which the boundaries are sought first, in order."""

@@ -272,7 +272,7 @@ def _getitem(input: LazyLogits, index: Any) -> Any:
 
 
 def _keeps_classes(index: Any, dims: int) -> bool:
-    """Whether an index leaves the last dimension as it is."""
+    """Tell whether an index leaves the last dimension as it is."""
     parts = index if isinstance(index, tuple) else (index,)
     if not parts:
         return True

@@ -47,14 +47,14 @@ class Rebuildable:
         self._alive = self._served = self._round = 0
 
     def covers(self, tensor: Tensor) -> bool:
-        """Whether a tensor shows this one's values: the same storage, not written since."""
+        """Tell whether a tensor shows this one's values: the same storage, not written since."""
         is_same = version_of(tensor) == self._version and tensor.dtype == self._dtype
         if self._storage() is None or not is_same or tensor.is_neg() or tensor.is_conj():
             return False
         return not self._has_hidden_write(tensor)
 
     def _has_hidden_write(self, tensor: Tensor) -> bool:
-        """Whether the values differ from the layer's. Waiting readers then get current values, as in a plain step."""
+        """Tell whether the values differ from the layer's. Waiting readers then get current ones, as in a plain step."""
         if self._values is not None and not self._is_written:
             whole = tensor.detach().as_strided(self._shape, self._stride, self._offset)
             if read(whole) != self._values:
@@ -189,7 +189,7 @@ class Scope(threading.local):
 
     @property
     def is_open(self) -> bool:
-        """Whether one is open. One whose forward was interrupted, which no hook saw, is closed now."""
+        """Tell whether a scope is open. If its forward was interrupted without a hook, it is closed now."""
         if self.owner is None or self.owner == "by hand":
             return self.owner is not None
         try:

@@ -241,7 +241,7 @@ def _whole(p: Tensor, state: dict[str, Any], key: str) -> Tensor:
 
 
 def _order(p: Tensor) -> int:
-    """How ``flat`` goes through the dimensions, two digits for each, the outermost first: 1030402 for channels_last.
+    """The order of dimensions in ``flat``, two digits for each, the outermost first: 1030402 for channels_last.
 
     Dimensions of size 1 are left out, since their strides say nothing. An int, which every kind of checkpoint can save.
     """

@@ -75,7 +75,7 @@ _CANNOT = ("nesterov", "dampening", "maximize", "amsgrad", "differentiable")
 
 
 def has_bridge(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether 8-bit states are bitsandbytes': for torch's SGD and for bitsandbytes' own optimizers."""
+    """Tell whether 8-bit states are bitsandbytes': for torch's SGD and for bitsandbytes' own optimizers."""
     return type(optimizer) is torch.optim.SGD or _is_bitsandbytes(optimizer)
 
 

@@ -54,7 +54,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> Undo:
 
 
 def is_stepped_in_backward(parameter: Tensor) -> bool:
-    """Whether there is no gradient left of it after backward."""
+    """Tell whether backward leaves no gradient of it."""
     return any(hasattr(hook, "is_step") for hook in gradient_hooks(parameter).values())
 
 

@@ -59,7 +59,7 @@ class Candidate:
 
     @property
     def is_program(self) -> bool:
-        """Whether the change is the engine's own."""
+        """Tell whether the change is the engine's own."""
         return self.change is not None and not isinstance(self.change, Option)
 
     @property
@@ -114,7 +114,7 @@ class Permission:
         return self.permits_change(candidate) and all(self.permits(name, price.fidelity) for name, price in around)
 
     def permits_change(self, candidate: Candidate) -> bool:
-        """Whether a plan may use the change of a candidate, whatever options are around it."""
+        """Tell whether a plan may use the change of a candidate, whatever options are around it."""
         price = next(iter(candidate.prices), candidate.price)
         names = frozenset(candidate.holds or (candidate.technique,))
         is_open = price.fidelity <= self.loosest and OFFLOAD not in names
@@ -122,7 +122,7 @@ class Permission:
         return self.forbidden.isdisjoint({*names, *candidate.rewrites}) and (is_named or is_open)
 
     def permits(self, technique: str, fidelity: Fidelity) -> bool:
-        """Whether a plan may use an option of this technique with this fidelity."""
+        """Tell whether a plan may use an option of this technique with this fidelity."""
         return technique not in self.forbidden and (technique in self.names or fidelity <= self.loosest)
 
 

@@ -108,7 +108,7 @@ class GraphCandidates:
         return [candidate for lowered in candidates for candidate in lowered]
 
     def _has_form(self, lowering: Lowering) -> bool:
-        """Whether a lowering of rewrites has any: the plain graph is another's to offer."""
+        """Tell whether a lowering of rewrites changes the graph: another one offers the plain graph."""
         return lowering.name != REWRITTEN or lowering.form(self.joint) is not self.joint
 
     def lowered(self, engine: str, lowering: Lowering, around: Sequence[Option] = ()) -> list[Candidate]:
@@ -242,7 +242,7 @@ def _held_elsewhere(solution: Solution) -> Iterator[str]:
 
 
 def _reasons(stages: tuple[PlannedStage, ...], budget_bytes: int) -> tuple[str, ...]:
-    """Why each large stage is kept or recomputed; the small ones in one line."""
+    """Give reasons for each large stage, and one line for the small ones."""
     by_size = sorted(stages, key=lambda stage: -stage.choice.saved_bytes)
     largest, rest = by_size[:_SHOWN], by_size[_SHOWN:]
     lines = [

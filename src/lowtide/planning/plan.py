@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the plain step fits, so that nothing is changed."""
+        """Tell whether the plain step fits, so that nothing is changed."""
         return self.engine == PLAIN_ENGINE and not self.choices
 
     @property

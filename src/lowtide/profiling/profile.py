@@ -257,7 +257,7 @@ class Comparison:
 
     @property
     def saved_bytes(self) -> int:
-        """How much lower the allocated peak became (negative: higher)."""
+        """Bytes by which the allocated peak fell; negative if it rose."""
         return self.before.peak_bytes - self.after.peak_bytes
 
     def rows(self) -> list[tuple[str, int, int]]:

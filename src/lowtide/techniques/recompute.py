@@ -195,7 +195,7 @@ def _attributes(value: Any) -> dict[str, Any] | None:
 
 
 def _ignores_statistics(module: nn.Module) -> bool:
-    """Whether a module normalises by its batch in training: its statistics move, and nothing depends on them."""
+    """Tell whether a module normalises by its batch in training, so that nothing depends on its running statistics."""
     return isinstance(module, NormBase) and not isinstance(module, _BatchRenormAct)
 
 

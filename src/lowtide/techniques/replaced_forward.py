@@ -37,7 +37,7 @@ class Forward:
 
 
 def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module runs the forward of this class, neither overridden nor replaced."""
+    """Tell whether a module runs the forward of this class, neither overridden nor replaced."""
     return type(module).forward is kind.forward and "forward" not in vars(module)
 
 

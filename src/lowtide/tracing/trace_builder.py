@@ -37,7 +37,7 @@ class LiveStorage:
 
 @dataclass(slots=True)
 class Place:
-    """Where an op was called: its name, its module and the user's line."""
+    """The place of an op's call: its name, its module and the user's line."""
 
     op: str
     module: str

@@ -44,12 +44,12 @@ def header_bytes(numel: int, group: int, dtype: torch.dtype) -> int:
 
 
 def groups_of(numel: int, group: int) -> int:
-    """How many groups there are; the last may be short."""
+    """Number of groups; the last may be short."""
     return -(-numel // group)
 
 
 def groups_at_once(numel: int, group: int) -> int:
-    """How many are worked on at a time: temporaries take about 16 bytes for each of their values."""
+    """Number of groups in work at a time: temporaries take about 16 bytes for each of their values."""
     groups = groups_of(numel, group)
     return min(groups, max(_LEAST, -(-groups // 8)))
 

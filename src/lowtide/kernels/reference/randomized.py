@@ -31,7 +31,7 @@ _DIRECT = 512  # rows of a block up to which the DCT is a product with its matri
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """How rows are sketched: K = ratio · N of N rows stay, in blocks of at most ``block`` rows (None: one block).
+    """A way to sketch rows: K = ratio · N of N rows stay, in blocks of at most ``block`` rows (None: one block).
 
     A block keeps at least one row: where the ratio is less than 1 / block, blocks are larger.
 
@@ -58,7 +58,7 @@ class Sketch:
         return max(1, round(self.ratio * rows)) if rows else 0
 
     def blocks(self, rows: int) -> int:
-        """How many blocks so many rows are cut into."""
+        """Number of blocks into which so many rows are cut."""
         wanted = 1 if self.block is None else -(-rows // self.block)
         return max(1, min(wanted, self.sketch_rows(rows)))
 

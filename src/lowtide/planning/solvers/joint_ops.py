@@ -110,7 +110,7 @@ class JointOps:
         return self.joint.is_forward(node) or node in self.joint.prepared
 
     def _is_constant(self, node: fx.Node) -> bool:
-        """Whether an op reads constants of the graph alone. Those live anyway, so running it again saves nothing."""
+        """Tell whether an op reads constants of the graph alone. They live anyway: recomputing it saves nothing."""
         inputs = node.all_input_nodes
         return node.op == "get_attr" or (bool(inputs) and all(map(self._is_constant, inputs)))
 
@@ -133,7 +133,7 @@ class JointOps:
 
 
 def is_dense(value: Any) -> bool:
-    """Whether a tensor fills its storage, in whatever order."""
+    """Tell whether a tensor fills its storage, in whatever order."""
     whole = isinstance(value, Tensor) and value.numel() * value.element_size() == size_of(value)
     return whole and (value.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(value))
 

@@ -169,7 +169,7 @@ class _AtPeak:
         return frozenset(value for value, born, dies in self.timeline.spans if born < self.place <= dies)
 
     def _is_available(self, value: int, stage: int) -> bool:
-        """Whether a value lives right before an op, or is recomputed there."""
+        """Tell whether a value lives right before an op, or is recomputed there."""
         op, again = self.ops.maker[value], self.again.get(stage, ())
         if op in again or any(hold.load in again for hold in self.ops.loads_of(value)):
             return True

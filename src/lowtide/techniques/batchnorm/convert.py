@@ -258,7 +258,7 @@ class Joined(Forward):
         return self.activation(out.add_(residual) if self.in_place else out + residual)
 
     def _fits(self, residual: Tensor, input: Tensor) -> bool:
-        """Whether the sum is of the input's shape and type."""
+        """Tell whether the sum is of the input's shape and type."""
         if not self.in_place and residual.dtype != input.dtype:
             return False
         return residual.shape == input.shape or torch.broadcast_shapes(residual.shape, input.shape) == input.shape

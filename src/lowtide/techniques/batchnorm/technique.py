@@ -117,7 +117,7 @@ class _TracedPair:
         return self.residual is not None
 
     def rebuilds(self, spacing: int) -> bool:
-        """Whether z is recomputed for those who read it."""
+        """Tell whether z is recomputed for its readers."""
         return not self.in_place and (not self.is_join or self.join % spacing != 0)
 
     def drops(self, spacing: int) -> tuple[int, ...]:
@@ -165,7 +165,7 @@ class _TracedPairs:
         return self.graph.storages[storage].death
 
     def frees(self, pair: _TracedPair, spacing: int) -> bool:
-        """Whether the plain step keeps something for backward that the pair does not."""
+        """Tell whether the plain step keeps something for backward that the pair does not."""
         return any(self._is_kept(storage) for storage in self._dropped(pair, spacing))
 
     def first_needs(self, pairs: Sequence[_TracedPair], spacing: int) -> _Needs:

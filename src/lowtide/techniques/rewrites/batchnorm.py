@@ -76,7 +76,7 @@ def _norm(node: fx.Node) -> _Norm | None:
 
 
 def _reads_values(user: fx.Node) -> bool:
-    """Whether a reader of moved running statistics needs them: statistics that run again move none.
+    """Tell whether a reader of moved running statistics needs them: statistics that run again move none.
 
     The buffers get those of the first run, and the gradient of a batch norm in training ignores them.
     """

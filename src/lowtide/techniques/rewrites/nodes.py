@@ -39,7 +39,7 @@ def readers(node: fx.Node, targets: tuple[Any, ...] = ALIASES) -> Iterator[fx.No
 
 
 def matched(node: Any, pattern: Any, found: dict[str, Any], nodes: list[fx.Node]) -> bool:
-    """Whether an argument is what a pattern says: a tuple of an op and its arguments, a name, or the value itself.
+    """Tell whether an argument matches a pattern: a tuple of an op and its arguments, a name, or the value itself.
 
     A name stands for one value wherever it stands, and ``found`` keeps it. ``nodes`` gets the ops of the tuples.
     """
