@@ -24,8 +24,8 @@ _MOST_FAILURES = 3  # shapes that the shared captures do not hold for, as where 
 class SharedCaptures:
     """Batches that differ from the planned one in sizes alone. From the second such shape on, they share a capture.
 
-    ``is_planned`` compares a capture with symbols, at the planned shape, with the graph that was planned: Dynamo
-    writes some arithmetic of sizes as other ops.
+    ``is_planned`` compares such a capture, at the planned shape, with the planned graph: with symbols, Dynamo writes
+    some arithmetic of sizes as other ops.
     """
 
     def __init__(self, work: Workload, is_planned: Callable[[Joint], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Shapes of batches, and what is known of the peaks of their steps."""
+"""Shapes of batches, and the known peaks of their steps."""
 
 from __future__ import annotations
 

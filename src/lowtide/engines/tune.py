@@ -142,7 +142,7 @@ def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], d
                     seconds[index] = min(seconds[index], *best_seconds(step, whole=whole))
                     if _is_compiled(plans[index]) and (above := peak_above_start(step)) is not None:
                         peaks[index] = above
-            except Exception as error:  # whatever the reason, this plan cannot be taken
+            except Exception as error:  # for any reason: this plan cannot be taken
                 seconds[index] = inf
                 failed[index] = next(iter(str(error).splitlines()), type(error).__name__)
     notes = [

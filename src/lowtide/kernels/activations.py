@@ -154,7 +154,7 @@ class Activation:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module that is called as it is."""
+        """The module to call, for an activation without a formula."""
         return self.function if isinstance(self.function, nn.Module) else None
 
     @property
@@ -214,8 +214,7 @@ def _per_channel(slopes: Tensor, y: Tensor) -> Tensor:
 class Gate(NamedTuple):
     """The slope ``on`` where a gate is open, else ``off``.
 
-    Open are: kind 0, all between low and high (of NaN, nothing); kind 1, the same with NaN; kind 2, all but that, and
-    NaN. A bound of NaN is none.
+    Kind 0 is open between low and high, kind 1 there and at NaN, kind 2 outside and at NaN. A bound of NaN is no bound.
     """
 
     kind: int

@@ -22,7 +22,7 @@ def rows_(
 ) -> None:
     """Write the losses of rows; with a ``scale``, their gradient times it takes the logits' place.
 
-    The last ``padding`` columns are no classes: what they hold is not used, and their gradient is 0.
+    The last ``padding`` columns are not classes: their values are ignored, and their gradient is 0.
     """
     fast = launches.fast_kernels("chunked_loss", logits)
     if fast is not None and logits.numel():

@@ -244,7 +244,7 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
         ctx.early = any(needs) and options.reduction != "none"
         kind = wide(precision.logits)
         total = _total(target, rules, kind) if options.reduction == "mean" else None
-        ctx.counted = None if total is None else (total, target.numel())  # for those who add such means up
+        ctx.counted = None if total is None else (total, target.numel())  # for sums of such means
         later, scale = None, None
         if ctx.early:
             scale = torch.ones((), dtype=kind, device=x.device) if total is None else total.reciprocal()

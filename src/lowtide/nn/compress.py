@@ -130,7 +130,7 @@ class Hooks:
         return self._exact(tensor)
 
     def save_exactly(self, packed: Any) -> None:
-        """Keep an input of the op that is running as it is, after all."""
+        """Keep an input of the running op uncompressed."""
         if isinstance(packed, _Stored):
             packed.save_exactly(self._exact)
 
@@ -176,7 +176,7 @@ class _ShownValues:
 
 
 class _SharedCodes:
-    """A compressed tensor, for all who saved it. It holds no memory of the tensor's."""
+    """A compressed tensor, shared by all ops that saved it. It holds none of the tensor's memory."""
 
     __slots__ = ("__weakref__", "_bits", "_codes", "_dtype", "_group", "_numel", "_storage")
 

@@ -1,4 +1,4 @@
-"""The best few slopes for an activation: which inputs share one, and what it is.
+"""The best few slopes for an activation, and the inputs that share each.
 
 Dynamic programming over a grid finds the step function q with K steps that minimises ∫(f'−q)²w (Novikov et al., 2022,
 https://arxiv.org/abs/2202.00441). The density of the input is w:

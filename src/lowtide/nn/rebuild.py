@@ -54,7 +54,7 @@ class Rebuildable:
         return not self._has_hidden_write(tensor)
 
     def _has_hidden_write(self, tensor: Tensor) -> bool:
-        """Tell whether the values differ from the layer's. Waiting readers then get current ones, as in a plain step."""
+        """Tell whether values differ from the layer's. If so, waiting readers get current ones, as in a plain step."""
         if self._values is not None and not self._is_written:
             whole = tensor.detach().as_strided(self._shape, self._stride, self._offset)
             if read(whole) != self._values:
@@ -173,7 +173,7 @@ def save_as_is(tensor: Tensor, outer: tuple[Any, Any] | None) -> SavedTensor | C
 
 
 def unpack(packed: Any) -> Any:
-    """The hook that returns a saved tensor, whatever was saved in its place."""
+    """The hook that returns a saved tensor, or rebuilds it."""
     return packed.unpack()
 
 
@@ -221,8 +221,7 @@ class Scope(threading.local):
     def register(self, tensor: Tensor, rebuild: Callable[[], Tensor], calls: CheckedCalls) -> Rebuildable | None:
         """Replace saves of this tensor from now on; None where no scope is open, or the layer's output is written to.
 
-        Also None where other hooks are on top, as in a user's checkpoint: they own what the layer saves, and may return
-        it only once.
+        Also None under other hooks, as in a user's checkpoint: they own the saves, and may return them only once.
         """
         if calls.is_written or not self.is_open or not self._is_on_top:
             return None

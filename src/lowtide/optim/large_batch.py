@@ -19,7 +19,7 @@ from lowtide.undo import Undo
 Rule = Literal["linear", "sqrt"]
 
 RULES: tuple[Rule, ...] = ("linear", "sqrt")
-COUNT = "large_batch_steps"  # in the optimizer's first group, and so in what is saved
+COUNT = "large_batch_steps"  # in the optimizer's first group, and so in its ``state_dict``
 
 
 def scale_batch(
@@ -52,9 +52,9 @@ def scale_rates(
 ) -> Undo:
     """Step as ``scale_batch`` would, without a scheduler to call: the rate is multiplied while a step runs.
 
-    Between steps ``group["lr"]`` is what it was: schedulers of your own go on with it, and the undo has it as it is.
-    Steps are counted in the first group, and so in what is saved. With a ``bound``, bitsandbytes steps torch's SGD as
-    LARS, and Adam or AdamW as LAMB. An update's norm is then at most that share of the weight's.
+    Between steps ``group["lr"]`` is unchanged, for your own schedulers. The first group counts the steps, and so its
+    ``state_dict`` does. With a ``bound``, bitsandbytes steps torch's SGD as LARS, and Adam or AdamW as LAMB. An
+    update's norm is then at most that share of the weight's.
     """
     top = _top(factor, warmup_steps, rule)
     if any(isinstance(owner, _ScaledStep) for owner in hook_owners(optimizer)):

@@ -67,7 +67,7 @@ def convert(
     lower: Callable[[Tensor, _State], _State],
     lift: Callable[[Tensor, _State], _State],
 ) -> Undo:
-    """Make the optimizer one of other's class, its groups as they are with what they lack, its states lowered."""
+    """Change the optimizer's class to other's, lower its states, and add the settings that its groups lack."""
     groups, defaults = [set(group) for group in optimizer.param_groups], optimizer.defaults
     plain = {p: dict(state) for p, state in optimizer.state.items()}
     states = {p: with_notes(lower(p, state), state) for p, state in plain.items() if state}
@@ -109,7 +109,7 @@ def convert(
 
 
 def _load_in_4bit(optimizer: torch.optim.Optimizer, four: Adam4bit) -> Undo:
-    """Have what is loaded put into 4 bits where it is not, with rates as torchao wants them."""
+    """Convert loaded states to 4 bits, with rates as torchao wants them."""
 
     def receive(p: Tensor, state: _State, group: dict[str, Any]) -> _State:
         if "max_exp_avg_sq" in state or (state and "exp_avg" not in state):
@@ -139,7 +139,7 @@ def _from_host(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def replace_states(optimizer: torch.optim.Optimizer, states: dict[Tensor, dict[str, Any]]) -> None:
-    """Give the optimizer these states; of what it had, nothing stays."""
+    """Replace all states of the optimizer by these."""
     optimizer.state.clear()
     optimizer.state.update({p: state for p, state in states.items() if state})
 

@@ -133,11 +133,7 @@ def norms(plain: Tensor, other: Tensor) -> tuple[float, float]:
 
 
 def distance(plain: Part, other: Part) -> float:
-    """The relative error of all tensors together.
-
-    That of each alone says little of noise: a gradient that would be zero, as of a bias before a batch norm, is nothing
-    else.
-    """
+    """The relative error of all tensors together. A gradient that is zero but for noise has no relative error alone."""
     if plain.keys() != other.keys():
         return math.inf
     sizes = [norms(tensor, other[name]) for name, tensor in plain.items()]

@@ -1,4 +1,4 @@
-"""Run a function, drop what it saved, and run it again when the backward pass asks, in the same state."""
+"""Run a function, free its saved values, and run it again in backward from the same state."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _first_run(state: _State) -> Generator[None]:
         for name, buffer in own_buffers(module).items()
         if buffer is not None
     ]
-    # Whoever steps in backward may do so before this: what is behind such a parameter is then differentiated.
+    # An optimizer that steps in backward may act before this; ops behind its parameter are then differentiated.
     state.parameters = [
         (module, name, parameter, version_of(parameter))
         for module in state.modules

@@ -42,11 +42,10 @@ def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def replace_forward(forward: Forward, *, path: str = "", instead_of: type[nn.Module] | None = None) -> Undo:
-    """Put ``forward`` on its module until the undo is called.
+    """Replace the forward of its module until the undo is called.
 
-    A forward that calls ``plain`` can lie on top of others. One that does the work of ``plain`` itself names the class
-    whose forward it stands for; the module must run as that class. Refused: the same kind of forward twice, and an undo
-    while another forward lies on top.
+    A forward that calls ``plain`` can lie on top of others. If it replaces ``plain``, ``instead_of`` names the class
+    that the module must run as. The same kind of forward twice is refused, and an undo under another forward.
     """
     module = forward.module
     if type(forward.replaced) is type(forward) or (instead_of is not None and forward.replaced is not None):

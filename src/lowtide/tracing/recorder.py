@@ -189,7 +189,7 @@ class Recorder(TorchDispatchMode):
         if func.namespace in ("prim", "profiler") or self._opaque:
             return func(*args, **kwargs)
         if any(type(arg) not in _PLAIN and is_wrapper(arg) for arg in args):
-            return NotImplemented  # let the subclass unwrap: we count what it is made of
+            return NotImplemented  # let the subclass unwrap: its parts are counted
         if self._fake and any(map(_is_real, (*args, *kwargs.values()))):
             args, kwargs = pytree.tree_map_only(Tensor, self._twin, (args, kwargs))
         self._numbers.settle()
@@ -293,7 +293,7 @@ class Recorder(TorchDispatchMode):
             size, sequence = part.numel() * part.element_size(), next_sequence_number() - 1
             save = LiveSave(index, tuple(part.shape), dtype_name(part), size, sequence, source_line())
             self._record.saves.append(save)
-        # An op's own output, packed as it is, would keep its node alive, and the node it.
+        # An op's own output, packed unchanged, would form a cycle with its node.
         return self._outer_hooks[0](tensor) if self._outer_hooks else tensor.detach()
 
     @contextmanager

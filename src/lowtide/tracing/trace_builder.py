@@ -99,7 +99,7 @@ class Record:
     def _own_what_stays(self) -> None:
         """Own storages that no op made and that outlive the step, such as a mask of the loss or a module."""
         for storage in self.storages:
-            if storage.is_outside and storage.death < 0:  # or a module keeps what it made of no tensor: as good
+            if storage.is_outside and storage.death < 0:
                 storage.name("buffer", "held beside model and batch", storage.module)
                 storage.birth = 0
 

@@ -223,7 +223,7 @@ def _run_piece(
 
 
 def _digest(graph: fx.Graph) -> str:
-    """A name of a graph's code: equal for equal ops on equal layouts, whatever its nodes are called."""
+    """A name of a graph's code: equal for equal ops on equal layouts, under any names of nodes."""
     names = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
     lines: list[str] = []
     for node in graph.nodes:
@@ -234,6 +234,6 @@ def _digest(graph: fx.Graph) -> str:
 
 
 def _layout(node: fx.Node) -> str:
-    """The layout that code depends on. Where a tensor begins in its storage is none of it."""
+    """The layout that code depends on, without the tensor's offset in its storage."""
     value = node.meta.get("val")
     return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}" if isinstance(value, Tensor) else ""

@@ -34,7 +34,7 @@ Noise = Callable[[int, int], Tensor]  # first group, groups -> int32 [groups, gr
 
 
 def buffer_bytes(numel: int, bits: int, group: int, dtype: torch.dtype) -> int:
-    """Exactly what is stored: l and s of each group, up to the next 16 bytes, then the codes of whole groups."""
+    """The stored bytes: l and s of each group, rounded up to 16 bytes, then the codes of whole groups."""
     return header_bytes(numel, group, dtype) + groups_of(numel, group) * group * bits // 8
 
 

@@ -210,7 +210,7 @@ def _normal(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _order(seed: Tensor, cut: Cut, blocks: tuple[int, int]) -> Tensor:
-    """The rows of each block in a random order, as far as they are kept."""
+    """The kept rows of each block, in a random order."""
     block = torch.arange(*blocks, device=seed.device).unsqueeze(1)
     j = torch.arange(cut.most(cut.rows), device=seed.device)
     key = philox(seed, j, 0, block, PLACES)[0]
@@ -219,7 +219,7 @@ def _order(seed: Tensor, cut: Cut, blocks: tuple[int, int]) -> Tensor:
 
 
 def _chosen(seed: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
-    """For each row of the sketch: which row of x it is, and by what it is multiplied."""
+    """For each row of the sketch, its row of x and the factor."""
     place = torch.arange(cut.sketch_rows, device=seed.device)
     block = cut.block_of(place, cut.sketch_rows)
     order = _order(seed, cut, (0, cut.blocks))

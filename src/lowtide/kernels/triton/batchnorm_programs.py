@@ -47,7 +47,7 @@ def _per_channel(pointer, channels, known, default, HAS: tl.constexpr):
 
 @triton.jit
 def _learned(slopes_ptr, a, channels, known, ACT: tl.constexpr, ONE_SLOPE: tl.constexpr):
-    """The activation's first number: for a PReLU, what it learned."""
+    """The activation's first number: a PReLU's slope."""
     if ACT == 12:
         if ONE_SLOPE:
             return tl.load(slopes_ptr).to(tl.float32)

@@ -149,7 +149,7 @@ class _AtPeak:
         return _Freed(added, frozenset(), self.ops.seconds[hold.store], gain)
 
     def _loading(self, hold: Hold, stage: int) -> _Freed:
-        """A load, and its store where there is none yet."""
+        """A load, and its store if it is missing."""
         added, seconds, gain = {(stage, hold.load)}, self.ops.seconds[hold.load], self._bytes_at_peak(hold.values)
         if hold.stored not in self._live_at_peak:
             gain -= self.ops.bytes[hold.stored]

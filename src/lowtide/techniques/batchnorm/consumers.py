@@ -131,7 +131,7 @@ def _writes(root: nn.Module, node: fx.Node) -> bool:
 
 
 def _activation(root: nn.Module, node: fx.Node, value: fx.Node) -> ActivationCall | str | None:
-    """Read the activation that a node applies to a value; or the reason, where it looks like one and is none."""
+    """Read the activation that a node applies to a value, or the reason why it cannot be fused."""
     reads = node.args[0] if node.args else node.kwargs.get("input")
     if reads is not value or node.all_input_nodes != [value]:
         return None

@@ -120,7 +120,7 @@ class _Modules:
         ]
 
     def norm_that_gives(self, owner: str, node: fx.Node | None) -> str:
-        """The batch norm whose result a node is, for a single reader; empty if it is none."""
+        """The path of the batch norm whose result a node is, if it has a single reader; else empty."""
         if node is None or node.op != "call_module" or len(node.users) != 1:
             return ""
         path = below(owner, str(node.target))

@@ -37,7 +37,7 @@ _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view that autograd is no
 class Joint:
     """A joint graph: which ops are forward, which backward, and which results share a storage.
 
-    ``origins`` say of its inputs what they are, where that is known.
+    ``origins`` name its inputs, where they are known.
     """
 
     def __init__(
