@@ -105,11 +105,11 @@ def unroll(stages: int, room: int, decide: Callable[[int, int, int], Way]) -> Sc
     operations: list[Operation] = []
     todo: list[Operation | tuple[int, int, int]] = [(0, stages - 1, room)]
     while todo:
-        item = todo.pop()
-        if isinstance(item, Operation):
-            operations.append(item)
+        following = todo.pop()
+        if isinstance(following, Operation):
+            operations.append(following)
             continue
-        first, last, room = item
+        first, last, room = following
         at, left, kind = decide(first, last, room)
         if at == first:
             operations.append(Operation(kind, first))

@@ -110,10 +110,10 @@ class Activation:
     def inverse(self, z: Tensor) -> Tensor:
         """Return y, in float32 at least; for a saturated z, the last y that differs from the end."""
         wide = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
-        info = torch.finfo(z.dtype)
-        least = max(info.tiny * info.eps, torch.finfo(wide.dtype).tiny)  # the smallest z > 0
+        limits = torch.finfo(z.dtype)
+        least = max(limits.tiny * limits.eps, torch.finfo(wide.dtype).tiny)  # the smallest z > 0
         assert self._row.inverse is not None
-        return self._row.inverse(wide, _Ends(info.eps / 2, least), *self.numbers)
+        return self._row.inverse(wide, _Ends(limits.eps / 2, least), *self.numbers)
 
     def slope(self, x: Tensor) -> Tensor:
         """Return φ'(x), by torch's own derivative."""

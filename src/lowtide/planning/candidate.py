@@ -93,7 +93,7 @@ class Permission:
         ``allow`` is a class, a technique's name, or several of both; ``forbid`` is one or several names.
         """
         wanted, unwanted = _named("allow", allow), _named("forbid", forbid)
-        classes = [Fidelity(item) for item in wanted if item in list(Fidelity)]
+        classes = [Fidelity(name) for name in wanted if name in list(Fidelity)]
         names = wanted - frozenset(Fidelity)
         known_names = {*techniques(), OFFLOAD}
         for verb, unknown in (("allow", names - known_names), ("forbid", unwanted - known_names)):
@@ -128,7 +128,7 @@ class Permission:
 
 def _named(keyword: str, names: str | Collection[str] | None) -> frozenset[str]:
     wanted = [names] if isinstance(names, str) else names or ()
-    if not isinstance(wanted, Collection) or not all(isinstance(item, str) for item in wanted):
+    if not isinstance(wanted, Collection) or not all(isinstance(name, str) for name in wanted):
         example = "allow='changed', or allow=['fewbit', 'compress']"
         example = example if keyword == "allow" else "forbid='microbatch'"
         raise PlanError(f"Cannot {keyword} {names!r}", hint=f"Write {example}.")

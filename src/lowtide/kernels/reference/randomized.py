@@ -17,8 +17,8 @@ from torch import Tensor
 from lowtide.compat.fake import FakeTensor
 from lowtide.errors import LowtideError
 
-Kind = Literal["rademacher", "gaussian", "rows", "dct"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+SketchKind = Literal["rademacher", "gaussian", "rows", "dct"]
+KINDS: tuple[SketchKind, ...] = get_args(SketchKind)
 BITS = 128  # that one call of Philox gives
 
 # The last word of Philox's counter: what the numbers are for.
@@ -39,7 +39,7 @@ class Sketch:
     (200, 8)
     """
 
-    kind: Kind = "rademacher"
+    kind: SketchKind = "rademacher"
     ratio: float = 0.2
     block: int | None = 128
 
