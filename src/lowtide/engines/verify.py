@@ -157,7 +157,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Everything as promised."""
+        """Tell whether everything is as promised."""
         return self.results_agree and self.within_budget
 
     def to_json(self) -> dict[str, Any]:

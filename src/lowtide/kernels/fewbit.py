@@ -125,7 +125,6 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 @torch.library.custom_op("lowtide::fewbit_encode", mutates_args=())
 def _encode(x: Tensor, book: str) -> Tensor:
-    """The codes of a dense x."""
     return encode(x, BOOKS[book]) if _fast_kernels(x) else reference.encode(x, BOOKS[book])
 
 

@@ -138,8 +138,6 @@ class LinearCrossEntropy(nn.Linear):
 
 
 class LossOptions(NamedTuple):
-    """The settings of the loss."""
-
     ignore_index: int = -100
     label_smoothing: float = 0.0
     reduction: Reduction = "mean"

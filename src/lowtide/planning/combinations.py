@@ -28,7 +28,6 @@ class Combination:
 
     @property
     def price(self) -> Price:
-        """The price of all options."""
         return Price.together(self.prices)
 
     def is_worse(self, other: Combination) -> bool:

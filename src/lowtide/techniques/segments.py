@@ -31,7 +31,6 @@ class SegmentConfig(Config):
             self.refuse("trees", "is no tuple of trees of block numbers")
 
     def check_site(self, site: tuple[str, ...]) -> None:
-        """One tree for each container."""
         if len(site) != len(self.trees):
             self.refuse("trees", f"is not one tree for each of {len(site)} sites")
 

@@ -30,7 +30,6 @@ class LiveStorage:
     def name(
         self, category: Category, label: str, module: str, shape: tuple[int, ...] | None = None, state_key: str = ""
     ) -> None:
-        """Name an owner."""
         self.category, self.label, self.module, self.is_outside = category, label, module, False
         self.shape, self.state_key = self.shape if shape is None else shape, state_key
 

@@ -97,8 +97,6 @@ def _run(calls: Sequence[_RegionCall], values: list[Any]) -> None:
 
 
 class _ProgramCompiler:
-    """Lower one program."""
-
     def __init__(self, joint: Joint, program: Program) -> None:
         self.joint, self.program = joint, program
         instructions = [*program.forward, *program.backward]

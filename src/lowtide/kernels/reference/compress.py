@@ -69,7 +69,6 @@ def compress(x: Tensor, bits: int, group: int, noise: Noise) -> Tensor:
 
 
 def decompress(buffer: Tensor, numel: int, dtype: torch.dtype, bits: int, group: int) -> Tensor:
-    """The flat tensor."""
     out = torch.empty(numel, dtype=dtype, device=buffer.device)
     low, step, codes = split(buffer, numel, bits, group, dtype)
     for first, count in _chunks(numel, group):

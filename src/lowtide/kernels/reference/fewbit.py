@@ -177,5 +177,4 @@ def constants(book: Codebook, device: torch.device, dtype: torch.dtype) -> tuple
 
 @lru_cache(maxsize=1024)
 def _rounded(book: Codebook) -> tuple[float, ...]:
-    """The boundaries to float32."""
     return tuple(float(np.float32(boundary)) for boundary in book.boundaries)

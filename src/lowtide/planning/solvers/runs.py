@@ -62,7 +62,6 @@ class Ops:
 
     @cached_property
     def holds_of(self) -> dict[int, list[Hold]]:
-        """By op."""
         holds: dict[int, list[Hold]] = {}
         for hold in self.holds:
             holds.setdefault(hold.op, []).append(hold)
@@ -75,12 +74,10 @@ class Ops:
 
     @cached_property
     def stores(self) -> dict[int, Hold]:
-        """Holds by their stores."""
         return {hold.store: hold for hold in self.holds}
 
     @cached_property
     def loads(self) -> dict[int, Hold]:
-        """Holds by their loads."""
         return {hold.load: hold for hold in self.holds}
 
     @cached_property
@@ -281,7 +278,6 @@ def with_runs(again: Again, runs: Iterable[tuple[int, int]]) -> Again:
 
 
 def without_runs(again: Again, runs: Iterable[tuple[int, int]]) -> Again:
-    """Remove runs."""
     changed: dict[int, set[int]] = {}
     for turn, op in runs:
         changed.setdefault(turn, set()).add(op)

@@ -314,7 +314,6 @@ def _base(op: Op) -> str:
 
 
 def _other(addition: Op, storage: int) -> int | None:
-    """The storage of the other operand."""
     others = [value.storage for value in addition.inputs if value.storage != storage]
     return others[0] if len(addition.inputs) == 2 and len(others) == 1 else None
 

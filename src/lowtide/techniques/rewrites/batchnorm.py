@@ -29,8 +29,6 @@ _IDENTITY: _Known = ("identity", ())
 
 @dataclass(frozen=True)
 class _Norm:
-    """One batch norm in training."""
-
     node: fx.Node
     x: fx.Node
     weight: fx.Node | None

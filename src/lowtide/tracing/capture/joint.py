@@ -117,7 +117,6 @@ class Joint:
 
     @cached_property
     def nodes(self) -> dict[str, fx.Node]:
-        """By name."""
         return {node.name: node for node in self.module.graph.nodes}
 
     @cached_property
