@@ -149,7 +149,9 @@ class LossOptions(NamedTuple):
                 f"Unknown reduction {self.reduction!r}", hint=f"Known: {', '.join(get_args(Reduction))}."
             )
         if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 1):
-            raise LowtideError(f"A chunk of {self.chunk} rows is none", hint="Leave chunk out, or pass 1 or more.")
+            raise LowtideError(
+                f"The loss cannot take a chunk of {self.chunk} rows", hint="Leave chunk out, or pass 1 or more."
+            )
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise LowtideError(f"label_smoothing={self.label_smoothing} is not between 0 and 1")
         return self

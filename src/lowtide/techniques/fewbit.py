@@ -191,7 +191,7 @@ def _temporaries(kept: _KeptInput, path: str) -> Iterator[Interval]:
 def _put(module: nn.Module, bits: int, path: str, density: Any = "normal") -> Undo:
     if read_module(module) is None:
         raise PlanError(
-            f"{type(module).__name__} is no activation that a few bits can stand for",
+            f"{type(module).__name__} is not an activation with few-bit codes",
             where=path,
             hint="The plan is of another model.",
         )

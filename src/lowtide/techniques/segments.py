@@ -28,7 +28,7 @@ class SegmentConfig(Config):
 
     def __post_init__(self) -> None:
         if not isinstance(self.trees, tuple) or not all(map(_is_tree, self.trees)):
-            self.refuse("trees", "is no tuple of trees of block numbers")
+            self.refuse("trees", "is not a tuple of trees of block numbers")
 
     def check_site(self, site: tuple[str, ...]) -> None:
         if len(site) != len(self.trees):

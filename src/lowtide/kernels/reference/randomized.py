@@ -47,10 +47,10 @@ class Sketch:
         if self.kind not in KINDS:
             raise LowtideError(f"Unknown sketch {self.kind!r}", hint=f"Known: {', '.join(KINDS)}.")
         if not 0 < self.ratio <= 1:
-            raise LowtideError(f"ratio={self.ratio!r} is no share of the rows", hint="Use one above 0, up to 1.")
+            raise LowtideError(f"ratio={self.ratio!r} is not a share of the rows", hint="Use one above 0, up to 1.")
         if self.block is not None and (not isinstance(self.block, int) or self.block < 2):
             raise LowtideError(
-                f"block={self.block!r} is no number of rows", hint="Use 2 rows or more, or None for one block."
+                f"block={self.block!r} is not a number of rows", hint="Use 2 rows or more, or None for one block."
             )
 
     def sketch_rows(self, rows: int) -> int:
