@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from lowtide.batches import tensors
 from lowtide.compat.symbols import varying
 from lowtide.engines.autograd import Runner
-from lowtide.engines.shapes import Place, differing, signature
+from lowtide.engines.shapes import BatchDimension, differing, signature
 from lowtide.errors import TraceError
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.capture.loss import CompiledLoss, differentiated, is_plain
@@ -81,7 +81,7 @@ class ManyShapes:
     Dynamo's guards decide at every call whether a shape takes the captured way through the model's code.
     """
 
-    def __init__(self, work: Workload, places: Iterable[Place]) -> None:
+    def __init__(self, work: Workload, places: Iterable[BatchDimension]) -> None:
         self.places = frozenset(places)
         self.is_planned: bool | None = None  # whether the graph was compared with the planned one, and equals it
         self._backend = _SymbolicBackend()

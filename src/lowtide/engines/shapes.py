@@ -13,7 +13,7 @@ from lowtide.tracing.step_state import modules_of
 from lowtide.workload import Workload
 
 Signature = tuple[tuple[torch.Size, torch.dtype], ...]
-Place = tuple[int, int]  # a tensor of a batch, and a dimension of it
+BatchDimension = tuple[int, int]  # a tensor of a batch, and a dimension of it
 T = TypeVar("T")
 
 
@@ -32,7 +32,7 @@ def is_within(shape: Signature, other: Signature) -> bool:
     )
 
 
-def differing(shape: Signature, other: Signature) -> frozenset[Place] | None:
+def differing(shape: Signature, other: Signature) -> frozenset[BatchDimension] | None:
     """Dimensions in which two shapes differ; None if they differ in more than sizes.
 
     >>> one, two = torch.zeros(2, 3), torch.zeros(2, 4)

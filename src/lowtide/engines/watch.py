@@ -28,7 +28,7 @@ from lowtide.workload import Workload
 
 _MOST_PREDICTED = 8  # batches: each takes as long as tracing a step
 
-_Place = tuple[dict[str, nn.Parameter | None], str]  # a module's parameters, and the name of one
+_NamedParameter = tuple[dict[str, nn.Parameter | None], str]  # a module's parameters, and the name of one
 
 
 class BatchWatch:
@@ -211,7 +211,7 @@ def unwatched(model: nn.Module) -> Generator[None]:
         hooks.update(aside)
 
 
-def _at(places: list[_Place]) -> Iterator[Tensor]:
+def _at(places: list[_NamedParameter]) -> Iterator[Tensor]:
     """Current parameters, each once."""
     return iter(dict.fromkeys(p for held, name in places if (p := held.get(name)) is not None))
 

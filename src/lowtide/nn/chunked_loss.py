@@ -22,7 +22,7 @@ from lowtide.kernels import chunked_loss as kernels
 from lowtide.kernels.chunked_loss import Rules, wide
 from lowtide.nn.second_order import refuse_create_graph
 
-Reduction = Literal["mean", "sum", "none"]
+LossReduction = Literal["mean", "sum", "none"]
 OP = "linear_cross_entropy"  # of lowtide, in graphs
 
 _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
@@ -41,7 +41,7 @@ def linear_cross_entropy(
     class_weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    reduction: Reduction = "mean",
+    reduction: LossReduction = "mean",
     chunk: int | None = None,
 ) -> Tensor:
     """``F.cross_entropy(F.linear(input, weight, bias), target)`` without the logits ever whole; to roundoff.
@@ -97,7 +97,7 @@ class LinearCrossEntropy(nn.Linear):
         *,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
-        reduction: Reduction = "mean",
+        reduction: LossReduction = "mean",
         chunk: int | None = None,
         device: Any = None,
         dtype: Any = None,
@@ -105,7 +105,7 @@ class LinearCrossEntropy(nn.Linear):
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         LossOptions(ignore_index, label_smoothing, reduction, chunk).checked()
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
-        self.reduction: Reduction = reduction
+        self.reduction: LossReduction = reduction
         self.chunk = chunk
 
     @classmethod
@@ -140,13 +140,13 @@ class LinearCrossEntropy(nn.Linear):
 class LossOptions(NamedTuple):
     ignore_index: int = -100
     label_smoothing: float = 0.0
-    reduction: Reduction = "mean"
+    reduction: LossReduction = "mean"
     chunk: int | None = None
 
     def checked(self) -> Self:
-        if self.reduction not in get_args(Reduction):
+        if self.reduction not in get_args(LossReduction):
             raise LowtideError(
-                f"Unknown reduction {self.reduction!r}", hint=f"Known: {', '.join(get_args(Reduction))}."
+                f"Unknown reduction {self.reduction!r}", hint=f"Known: {', '.join(get_args(LossReduction))}."
             )
         if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 1):
             raise LowtideError(

@@ -16,9 +16,9 @@ from lowtide.optim.in_backward import is_stepped_in_backward
 from lowtide.optim.state import convert
 from lowtide.undo import Undo
 
-Rule = Literal["linear", "sqrt"]
+RateRule = Literal["linear", "sqrt"]
 
-RULES: tuple[Rule, ...] = ("linear", "sqrt")
+RULES: tuple[RateRule, ...] = ("linear", "sqrt")
 COUNT = "large_batch_steps"  # in the optimizer's first group, and so in its ``state_dict``
 
 
@@ -27,7 +27,7 @@ def scale_batch(
     factor: float,
     *,
     warmup_steps: int,
-    rule: Rule = "linear",
+    rule: RateRule = "linear",
 ) -> LambdaLR:
     """A scheduler for a batch ``factor`` times as large: from the optimizer's rate up to ``factor`` times it.
 
@@ -48,7 +48,7 @@ def scale_batch(
 
 
 def scale_rates(
-    optimizer: torch.optim.Optimizer, factor: float, *, warmup_steps: int, rule: Rule = "linear", bound: float = 0.0
+    optimizer: torch.optim.Optimizer, factor: float, *, warmup_steps: int, rule: RateRule = "linear", bound: float = 0.0
 ) -> Undo:
     """Step as ``scale_batch`` would, without a scheduler to call: the rate is multiplied while a step runs.
 

@@ -11,7 +11,7 @@ from lowtide.compat.tensors import storage_id
 from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.dense_parts import address, dtype_name
 from lowtide.tracing.graph import Category
-from lowtide.tracing.trace_builder import LiveStorage, Place, Record
+from lowtide.tracing.trace_builder import CallSite, LiveStorage, Record
 
 _ZEROS = "aten._efficientzerotensor.default"  # which no bytes hold, such as the gradient of ``sgn``
 
@@ -34,7 +34,7 @@ class LiveStorages:
         index = self.index(tensor)
         return None if index is None else self._record.storages[index]
 
-    def see(self, tensor: Tensor, *, label: str = "", birth: int | None = None, place: Place | None = None) -> int:
+    def see(self, tensor: Tensor, *, label: str = "", birth: int | None = None, place: CallSite | None = None) -> int:
         """Return the index of a tensor's storage. One that is new, or was resized, starts a lifetime now."""
         untyped = tensor.untyped_storage()
         where, size = storage_id(untyped), untyped.nbytes()

@@ -35,7 +35,7 @@ class LiveStorage:
 
 
 @dataclass(slots=True)
-class Place:
+class CallSite:
     """The place of an op's call: its name, its module and the user's line."""
 
     op: str
@@ -60,7 +60,7 @@ class Record:
     ops: list[Op] = field(default_factory=list)
     storages: list[LiveStorage] = field(default_factory=list)
     saves: list[LiveSave] = field(default_factory=list)
-    places: dict[int, Place] = field(default_factory=dict)  # autograd sequence number -> the forward call
+    places: dict[int, CallSite] = field(default_factory=dict)  # autograd sequence number -> the forward call
 
     def graph(
         self, meter: Meter, modules: dict[str, str], *, device: str, fake: bool, notes: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ class Record:
 
     def _frozen_save(self, save: LiveSave, numbers: dict[int, int]) -> Saved:
         storage = self.storages[save.storage]
-        needed = self.places.get(save.sequence, Place("", "", ""))
+        needed = self.places.get(save.sequence, CallSite("", "", ""))
         origin = (storage.category, storage.made_by, storage.module)
         source = save.source or needed.source
         number = numbers[save.storage]
