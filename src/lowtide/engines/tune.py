@@ -124,9 +124,8 @@ def _fastest(work: Workload, rivals: list[Plan]) -> tuple[Plan, int | None]:
 def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], dict[int, int], list[str]]:
     """Time each planned step; infinite where it fails, with the reason. None is the plain step.
 
-    Also measure the bytes of compiled plans above those before the step: their compiler chose what to allocate.
-
-    They run in turns, since the speed of a machine drifts.
+    They run in turns, since the speed of a machine drifts. The bytes of compiled plans above those before the
+    step are measured too: their compiler chose what to allocate.
     """
     seconds = [inf for _ in plans]
     failed: dict[int, str] = {}

@@ -34,7 +34,7 @@ _NamedParameter = tuple[dict[str, nn.Parameter | None], str]  # a module's param
 class BatchWatch:
     """Watch for batches unlike the planned one on the eager engine; the graph engine plans anew for them.
 
-    One that is not smaller in every dimension is predicted, once, and warned about where it does not fit.
+    A batch that is larger in any dimension is predicted once. A warning says if it does not fit.
     ``work`` is the planned step.
     """
 

@@ -110,7 +110,7 @@ class LinearCrossEntropy(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
-        """One that shares the parameters of a linear layer; ``options`` are the constructor's."""
+        """Share the parameters of a linear layer; ``options`` are the constructor's."""
         bias = own_parameters(linear).get("bias") is not None
         layer = cls(linear.in_features, linear.out_features, bias, device="meta", **options)
         layer.weight, layer.bias = linear.weight, linear.bias

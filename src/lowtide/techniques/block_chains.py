@@ -17,7 +17,7 @@ from lowtide.tracing.graph import Graph, Op
 
 Span = tuple[int, int]  # the blocks of a segment: the first, and one past the last
 
-_GENERATOR_BYTES = 5056  # what a checkpoint keeps of the CPU's random generator
+_GENERATOR_BYTES = 5056  # state of the CPU's random generator that a checkpoint keeps
 
 
 @dataclass(frozen=True, slots=True)

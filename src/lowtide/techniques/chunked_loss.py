@@ -28,7 +28,7 @@ from lowtide.workload import Workload
 def chunk_loss(head: nn.Linear, chunk: int | None = None, *, path: str = "") -> Undo:
     """Have cross entropy of this head's logits computed in chunks of ``chunk`` rows, until the undo is called.
 
-    Whatever else reads the logits gets them whole: right, and without a saving.
+    Any other reader gets the whole logits: right, and without a saving.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1000))

@@ -39,7 +39,7 @@ class Technique(Protocol):
 
     name: str
     kind: Kind
-    needs: str  # what a model must have for it, in words: "a nn.Sequential of two or more blocks"
+    needs: str  # requirements on the model, in words: "a nn.Sequential of two or more blocks"
     conflicts: Mapping[str, str] = {}  # names of techniques that cannot be in one plan with it, and why
     config: type[Config]  # of its options; Config itself where they have no settings
 

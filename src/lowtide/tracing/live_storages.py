@@ -35,7 +35,7 @@ class LiveStorages:
         return None if index is None else self._record.storages[index]
 
     def see(self, tensor: Tensor, *, label: str = "", birth: int | None = None, place: CallSite | None = None) -> int:
-        """Return the index of a tensor's storage. One that is new, or was resized, starts a lifetime now."""
+        """Return the index of a tensor's storage. A new or resized storage starts a lifetime now."""
         untyped = tensor.untyped_storage()
         where, size = storage_id(untyped), untyped.nbytes()
         birth = len(self._record.ops) if birth is None else birth
@@ -103,7 +103,7 @@ class LiveStorages:
     def stop(self, *, constants: bool) -> list[tuple[str, weakref.ref[Any]]]:
         """Stop following. Return labels of, and references to, living storages that ops of the step made.
 
-        Those that depend on neither parameters nor batch, such as a cached table, only where ``constants`` count.
+        Constants, which depend on neither parameters nor batch, are included only with ``constants``.
         """
         alive = {index: where for where, index in self._alive.items() if self._record.storages[index].made_by}
         if alive and not constants:

@@ -134,7 +134,7 @@ class Recorder(TorchDispatchMode):
             return self.run_opaque(str(func), leaves((*args, *kwargs.values())), partial(func, *args, **kwargs))
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for many times an op: the way through all modes would be long
-        with without_torch_function():  # what a function mode had to say, it said before autograd
+        with without_torch_function():  # function modes acted before autograd
             if func in DIFFERING and not self._opaque:
                 func = self._plain_form(func, args, kwargs)
             return self._dispatch(func, args, kwargs)

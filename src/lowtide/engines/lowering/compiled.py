@@ -43,7 +43,7 @@ class CompiledLowering:
         return Problem(form, seconds, forecast.workspace, is_free=partial(is_free, form))
 
     def price(self, problem: Problem, solution: Solution, fidelity: Fidelity) -> Price:
-        """Other rounding than the plain step's, and fewer seconds for elementwise ops."""
+        """Price other rounding than the plain step's, and fewer seconds for elementwise ops."""
         return Price(
             max(fidelity, Fidelity.ROUNDOFF),
             compute_seconds=solution.seconds - problem.saved_seconds,

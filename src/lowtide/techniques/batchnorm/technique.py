@@ -110,7 +110,7 @@ class _TracedPair:
     residual: int | None
     shortcut: int | None  # the op of the batch norm that gives the residual
     second: bool  # whether y is the second operand of the sum with the residual
-    join: int = 0  # how many joins there are up to it, itself included, since one whose residual is a batch norm's
+    join: int = 0  # number of joins up to this one, since one whose residual is a batch norm's
 
     @property
     def is_join(self) -> bool:
