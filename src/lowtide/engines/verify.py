@@ -104,7 +104,7 @@ def verify(work: Workload, plan: Plan) -> Verification:
 
 
 def _draws_its_own(plan: Plan) -> bool:
-    """Tell whether a plan's code is compiled, with dropout masks of its own."""
+    """Whether a plan's code is compiled, and dropout masks are then its own."""
     return plan.program is not None and LOWERINGS[plan.program.lowering].compiles
 
 

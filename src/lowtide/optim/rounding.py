@@ -18,7 +18,7 @@ from lowtide.undo import Undo
 How = Literal["stochastic", "kahan"]
 ROUNDINGS: tuple[How, ...] = ("stochastic", "kahan")
 
-COUNT, REST = "roundings", "rounded_away"  # in a parameter's state
+COUNT, REST = "roundings", "rounded_away"  # in a parameter's state, and so in what is saved
 
 
 def round_updates(optimizer: torch.optim.Optimizer, how: How = "stochastic", *, seed: int = 0) -> Undo:
@@ -100,7 +100,7 @@ class _Rounded(StepPart):
 
 
 def _widened(state: dict[str, Any]) -> dict[str, Any]:
-    """Widen a 16-bit state to float32, in place; ``rounded_away`` stays in 16 bits."""
+    """The state with float32 where it had 16 bits, in place; what was rounded away stays short."""
     state.update({key: value.float() for key, value in state.items() if key != REST and _is_short(value)})
     return state
 

@@ -135,7 +135,7 @@ class LossScale:
 
 
 def _are_finite(gradients: list[Tensor]) -> bool:
-    """Tell whether all are finite, by the largest value: other norms overflow where all values are finite."""
+    """Whether nothing is infinite or nan, by the largest value: other norms overflow where all values are finite."""
     largest: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     gradients = [gradient for gradient in gradients if gradient.numel()]
     norms = foreach_norm(gradients, ord=torch.inf) if gradients else []

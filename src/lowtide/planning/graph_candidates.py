@@ -108,7 +108,7 @@ class GraphCandidates:
         return [candidate for lowered in candidates for candidate in lowered]
 
     def _has_form(self, lowering: Lowering) -> bool:
-        """Tell whether a lowering of rewrites changes the graph: another one offers the plain graph."""
+        """Whether a lowering of rewrites has any: the plain graph is another's to offer."""
         return lowering.name != REWRITTEN or lowering.form(self.joint) is not self.joint
 
     def lowered(self, engine: str, lowering: Lowering, around: Sequence[Option] = ()) -> list[Candidate]:

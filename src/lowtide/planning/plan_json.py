@@ -195,7 +195,7 @@ def _texts(values: Any) -> tuple[str, ...]:
 
 def _seconds_source(value: Any) -> Any:
     if value not in (known := ("measured", "modelled", "none")):
-        raise ValueError(f"{_shown(value)} is not one of {', '.join(known)}")
+        raise ValueError(f"{_shown(value)} is none of {', '.join(known)}")
     return value
 
 

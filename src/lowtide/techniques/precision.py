@@ -131,7 +131,7 @@ class LowerLoss:
         pieces = in_pieces(self.__wrapped__)
         if self.scale is not None and pieces is not None:  # they have gradients before the whole's scale comes back
             pieces.scale = torch.tensor(self.scale.value)
-        with autocast(self.device, self.dtype):  # here too: the weights are bfloat16 in a call of the loss alone
+        with autocast(self.device, self.dtype):  # here too: whoever calls the loss alone has bfloat16 weights as well
             loss = self.__wrapped__(model, batch)
         return self.scale.scale(loss, model) if self.scale is not None and loss.requires_grad else loss
 

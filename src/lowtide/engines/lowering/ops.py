@@ -281,7 +281,7 @@ def _run_and_save_state(op: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any
 def _run_with_state(state: Tensor, op: Any, *args: Any, **kwargs: Any) -> Any:
     """Repeat a random op's first result; leave the generator unchanged."""
     device = _drawn_on(args, kwargs)
-    # Not by torch.get_rng_state, which traces watch: this read stands for the kernel's own.
+    # Not by torch.get_rng_state, which traces watch: this one is the kernel's own, as it were.
     now = torch.default_generator.get_state() if device is None else torch.cuda.get_rng_state(device)
     _set_state(state, device)
     try:
