@@ -169,7 +169,7 @@ def autocast(device_type: str, dtype: torch.dtype | None) -> Generator[None]:
 
 
 def _steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Tell whether an optimizer has a parameter of the model; True where one of the two has none at all."""
+    """Tell whether an optimizer has a parameter of the model; True if either has none."""
     own = {id(parameter) for parameter in model.parameters()}
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return not own or not stepped or not own.isdisjoint(stepped)

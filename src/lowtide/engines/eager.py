@@ -20,7 +20,7 @@ class EagerEngine:
     captures = False
 
     def candidates(self, work: Workload, baseline: Profile) -> None:
-        """None beside the options of techniques."""
+        """Offer none beside the options of techniques."""
 
     def apply(self, work: Workload, plan: Plan) -> Applied:
         """Apply the plan's options to the model."""

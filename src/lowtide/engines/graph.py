@@ -1,9 +1,8 @@
 """The ``graph`` engine: a program that runs behind autograd.
 
-The loss is captured by Dynamo and AOTAutograd. Its forward pass runs at once; its backward pass is cut into pieces,
-each a node of autograd that hands on the gradients it completes. So parameters' hooks, ``zero_grad``, accumulation,
-autocast, clipping, optimizers, also those that step in backward, are as before. Ops are those of the plain step, so
-are the bits.
+Dynamo and AOTAutograd capture the loss. Forward runs in one piece. Backward is cut into nodes of autograd, each of
+which returns the gradients that it completes. Hooks, accumulation, autocast, clipping and optimizers therefore work as
+in a plain step. Ops and bits are the plain step's.
 """
 
 from __future__ import annotations

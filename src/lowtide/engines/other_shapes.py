@@ -76,7 +76,7 @@ class OtherShapes:
         return lambda joint: self._own_program(joint, choice)
 
     def is_planned(self, joint: Joint) -> bool:
-        """Whether a captured graph is the one that the plan's program was made for."""
+        """Tell whether the plan's program was written for a captured graph."""
         return LOWERINGS[self.planned.lowering].form(joint).digest == self.planned.graph
 
     def _plan_again(self, batch: Any, joint: Joint | None) -> tuple[ProgramChoice, bool]:

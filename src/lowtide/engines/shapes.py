@@ -1,4 +1,4 @@
-"""Shapes of batches, and what is known of the peaks of their steps."""
+"""Shapes of batches, and the known peaks of their steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowtide.tracing.step_state import modules_of
 from lowtide.workload import Workload
 
 Signature = tuple[tuple[torch.Size, torch.dtype], ...]
-Place = tuple[int, int]  # a tensor of a batch, and a dimension of it
+BatchDimension = tuple[int, int]  # a tensor of a batch, and a dimension of it
 T = TypeVar("T")
 
 
@@ -23,7 +23,7 @@ def signature(batch: Any) -> Signature:
 
 
 def is_within(shape: Signature, other: Signature) -> bool:
-    """Whether all tensors are of the same dtypes and no larger in any dimension."""
+    """Tell whether all tensors are of the same dtypes and no larger in any dimension."""
     return len(shape) == len(other) and all(
         dtype == other_dtype
         and len(sizes) == len(other_sizes)
@@ -32,7 +32,7 @@ def is_within(shape: Signature, other: Signature) -> bool:
     )
 
 
-def differing(shape: Signature, other: Signature) -> frozenset[Place] | None:
+def differing(shape: Signature, other: Signature) -> frozenset[BatchDimension] | None:
     """Dimensions in which two shapes differ; None if they differ in more than sizes.
 
     >>> one, two = torch.zeros(2, 3), torch.zeros(2, 4)

@@ -112,7 +112,7 @@ class Step:
         return loss
 
     def _is_measured_on_cpu(self, batch: Any) -> bool:
-        """Whether to read the CPU's allocator: for batches like the planned one, after the first step."""
+        """Tell whether to read the CPU's allocator: for batches like the planned one, after the first step."""
         like_planned = batch_shapes(batch) == self.plan.fingerprint.batch
         return self.work.device.type == "cpu" and self.measured is not None and like_planned
 

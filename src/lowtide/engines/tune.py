@@ -124,9 +124,8 @@ def _fastest(work: Workload, rivals: list[Plan]) -> tuple[Plan, int | None]:
 def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], dict[int, int], list[str]]:
     """Time each planned step; infinite where it fails, with the reason. None is the plain step.
 
-    Also measure the bytes of compiled plans above those before the step: their compiler chose what to allocate.
-
-    They run in turns, since the speed of a machine drifts.
+    They run in turns, since the speed of a machine drifts. The bytes of compiled plans above those before the
+    step are measured too: their compiler chose what to allocate.
     """
     seconds = [inf for _ in plans]
     failed: dict[int, str] = {}
@@ -142,7 +141,7 @@ def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], d
                     seconds[index] = min(seconds[index], *best_seconds(step, whole=whole))
                     if _is_compiled(plans[index]) and (above := peak_above_start(step)) is not None:
                         peaks[index] = above
-            except Exception as error:  # whatever the reason, this plan cannot be taken
+            except Exception as error:  # for any reason: this plan cannot be taken
                 seconds[index] = inf
                 failed[index] = next(iter(str(error).splitlines()), type(error).__name__)
     notes = [

@@ -26,7 +26,7 @@ _log = logging.getLogger("lowtide")
 _TRIED = 3  # options that are traced for one shape: a capture takes as long as a few traces
 _MOST_PREDICTED = 4  # plain steps, where checkpoints are known to fit: each takes as long as tracing a step
 
-Run = Callable[[Any], Tensor]
+BatchLoss = Callable[[Any], Tensor]
 Options = tuple[Option, ...]
 
 
@@ -43,7 +43,7 @@ class Uncaptured:
         self._said: set[str] = set()
         self._forget()
 
-    def __call__(self, batch: Any) -> Run | None:
+    def __call__(self, batch: Any) -> BatchLoss | None:
         """The loss for such a batch without a capture; None for the planned shape or if only a program fits."""
         shape = signature(batch)
         if not shape or shape == self._planned:

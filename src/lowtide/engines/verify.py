@@ -142,7 +142,7 @@ class Verification:
 
     @property
     def compared(self) -> bool:
-        """Whether two steps were compared: the plain one may not fit on this device."""
+        """Tell whether two steps were compared: the plain one may not fit on this device."""
         return bool(self.agreements)
 
     @property
@@ -157,7 +157,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Everything as promised."""
+        """Tell whether everything is as promised."""
         return self.results_agree and self.within_budget
 
     def to_json(self) -> dict[str, Any]:

@@ -28,13 +28,13 @@ from lowtide.workload import Workload
 
 _MOST_PREDICTED = 8  # batches: each takes as long as tracing a step
 
-_Place = tuple[dict[str, nn.Parameter | None], str]  # a module's parameters, and the name of one
+_NamedParameter = tuple[dict[str, nn.Parameter | None], str]  # a module's parameters, and the name of one
 
 
 class BatchWatch:
     """Watch for batches unlike the planned one on the eager engine; the graph engine plans anew for them.
 
-    One that is not smaller in every dimension is predicted, once, and warned about where it does not fit.
+    A batch that is larger in any dimension is predicted once. A warning says if it does not fit.
     ``work`` is the planned step.
     """
 
@@ -211,7 +211,7 @@ def unwatched(model: nn.Module) -> Generator[None]:
         hooks.update(aside)
 
 
-def _at(places: list[_Place]) -> Iterator[Tensor]:
+def _at(places: list[_NamedParameter]) -> Iterator[Tensor]:
     """Current parameters, each once."""
     return iter(dict.fromkeys(p for held, name in places if (p := held.get(name)) is not None))
 

@@ -24,7 +24,7 @@ class Engine(Protocol):
 
     name: str
     takes_options: bool  # applies options of techniques to the user's own modules
-    captures: bool  # runs a captured loss: modules stay as they are, and other shapes are planned when they come
+    captures: bool  # runs a captured loss: modules do not change, and other shapes are planned at their first batch
 
     def candidates(self, work: Workload, baseline: Profile) -> Candidates | None:
         """Changes of its own, beside options; None if it has none. Raises ``TraceError`` if it cannot run the step."""

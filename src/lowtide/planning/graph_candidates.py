@@ -242,7 +242,7 @@ def _held_elsewhere(solution: Solution) -> Iterator[str]:
 
 
 def _reasons(stages: tuple[PlannedStage, ...], budget_bytes: int) -> tuple[str, ...]:
-    """Why each large stage is kept or recomputed; the small ones in one line."""
+    """Give reasons for each large stage, and one line for the small ones."""
     by_size = sorted(stages, key=lambda stage: -stage.choice.saved_bytes)
     largest, rest = by_size[:_SHOWN], by_size[_SHOWN:]
     lines = [

@@ -54,7 +54,7 @@ class Lowering(Protocol):
         ...
 
     def can_run(self, joint: Joint, program: Program) -> bool:
-        """Whether ``lower`` takes this program, on the devices that are here."""
+        """Tell whether ``lower`` takes this program, on the devices of this machine."""
         ...
 
     def price(self, problem: Problem, solution: Solution, fidelity: Fidelity) -> Price:

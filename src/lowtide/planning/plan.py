@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the plain step fits, so that nothing is changed."""
+        """Tell whether the plain step fits, so that nothing is changed."""
         return self.engine == PLAIN_ENGINE and not self.choices
 
     @property
@@ -166,7 +166,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: str | Mapping[str, Any]) -> Plan:
-        """Read a plan from ``to_json()``'s data, or from that as text; refuse what is not one and say why."""
+        """Read a plan from ``to_json()``'s data, or from its text. Anything else is refused, with the reason."""
         from lowtide.planning.plan_json import plan_from_json
 
         return plan_from_json(data)

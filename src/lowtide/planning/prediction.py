@@ -40,7 +40,7 @@ def kept_peak(graph: Graph, prices: Iterable[Price]) -> int:
 def with_prices(graph: Graph, prices: Iterable[Price]) -> Graph:
     """A traced step as some prices change it, for an engine whose step no trace can follow.
 
-    What an interval removes is cut out of the storage that fits it best.
+    A removed interval is cut out of the storage that fits it best.
     """
     storages = _TrimmedStorages(graph)
     for price in prices:

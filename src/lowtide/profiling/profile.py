@@ -26,7 +26,7 @@ class Usage:
 
     parameter_bytes: int = 0
     saved_bytes: int = 0  # activations that it made and that are kept for the backward pass
-    peak_bytes: int = 0  # what it made or owns of the bytes alive at the peak
+    peak_bytes: int = 0  # bytes alive at the peak that it made or owns
     seconds: float = 0.0
 
     def __add__(self, other: Usage) -> Usage:
@@ -62,10 +62,10 @@ class Timeline:
 class Outside:
     """On CUDA: what nvidia-smi shows above the allocated bytes. Zero where it could not be read."""
 
-    reserved_bytes: int  # what PyTorch's allocator took from the driver, at its peak
+    reserved_bytes: int  # taken from the driver by PyTorch's allocator, at its peak
     context_bytes: int  # this process's CUDA context and libraries
     other_bytes: int  # other processes on the GPU
-    device_bytes: int  # what the GPU has
+    device_bytes: int  # the GPU's memory
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class Comparison:
 
     @property
     def saved_bytes(self) -> int:
-        """How much lower the allocated peak became (negative: higher)."""
+        """Bytes by which the allocated peak fell; negative if it rose."""
         return self.before.peak_bytes - self.after.peak_bytes
 
     def rows(self) -> list[tuple[str, int, int]]:

@@ -113,7 +113,6 @@ class _GridProfiles:
         self.traced = 0
 
     def all(self) -> dict[Point, Profile]:
-        """A profile for every point, in order."""
         nodes = [_nodes(values) for values in self._grid.values()]
         samples = list(itertools.product(*nodes))
         others = [point for point in self._points if point not in set(samples)]

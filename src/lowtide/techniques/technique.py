@@ -39,7 +39,7 @@ class Technique(Protocol):
 
     name: str
     kind: Kind
-    needs: str  # what a model must have for it, in words: "a nn.Sequential of two or more blocks"
+    needs: str  # requirements on the model, in words: "a nn.Sequential of two or more blocks"
     conflicts: Mapping[str, str] = {}  # names of techniques that cannot be in one plan with it, and why
     config: type[Config]  # of its options; Config itself where they have no settings
 
@@ -112,15 +112,15 @@ class Config:
         """Raise ``PlanError`` unless a field has this type and is large enough; a bool is no int."""
         value: Any = getattr(self, name)
         if type(value) is not kind or (least is not None and value < least) or (above is not None and value <= above):
-            limits = [f"of at least {least:g}"] if least is not None else []
+            limits = [f"at least {least:g}"] if least is not None else []
             limits += [f"above {above:g}"] if above is not None else []
-            self.refuse(name, " ".join([f"is no {kind.__name__}", *limits]))
+            self.refuse(name, ", ".join([f"must be of type {kind.__name__}", *limits]))
 
     def require_one_of(self, name: str, known: Iterable[object]) -> None:
         """Raise ``PlanError`` unless a field has one of these values."""
         value, choices = getattr(self, name), tuple(known)
         if not any(type(value) is type(choice) and value == choice for choice in choices):
-            self.refuse(name, f"is none of {', '.join(map(repr, choices))}")
+            self.refuse(name, f"is not one of {', '.join(map(repr, choices))}")
 
     def refuse(self, name: str, why: str) -> NoReturn:
         """Raise ``PlanError`` with a field's name and value."""

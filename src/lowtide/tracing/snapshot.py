@@ -170,7 +170,6 @@ def _restore_later(restoring: Restoring, what: str, container: Any) -> None:
 
 
 def content_of(container: Any) -> dict[Any, Any] | list[Any]:
-    """Copy the content of a container."""
     return dict(container) if isinstance(container, dict) else list(container)
 
 

@@ -43,7 +43,7 @@ class CompiledLowering:
         return Problem(form, seconds, forecast.workspace, is_free=partial(is_free, form))
 
     def price(self, problem: Problem, solution: Solution, fidelity: Fidelity) -> Price:
-        """Other rounding than the plain step's, and fewer seconds for elementwise ops."""
+        """Price other rounding than the plain step's, and fewer seconds for elementwise ops."""
         return Price(
             max(fidelity, Fidelity.ROUNDOFF),
             compute_seconds=solution.seconds - problem.saved_seconds,
@@ -97,8 +97,6 @@ def _run(calls: Sequence[_RegionCall], values: list[Any]) -> None:
 
 
 class _ProgramCompiler:
-    """Lower one program."""
-
     def __init__(self, joint: Joint, program: Program) -> None:
         self.joint, self.program = joint, program
         instructions = [*program.forward, *program.backward]
@@ -223,7 +221,7 @@ def _run_piece(
 
 
 def _digest(graph: fx.Graph) -> str:
-    """A name of a graph's code: equal for equal ops on equal layouts, whatever its nodes are called."""
+    """A name of a graph's code: equal for equal ops on equal layouts, under any names of nodes."""
     names = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
     lines: list[str] = []
     for node in graph.nodes:
@@ -234,6 +232,6 @@ def _digest(graph: fx.Graph) -> str:
 
 
 def _layout(node: fx.Node) -> str:
-    """The layout that code depends on. Where a tensor begins in its storage is none of it."""
+    """The layout that code depends on, without the tensor's offset in its storage."""
     value = node.meta.get("val")
     return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}" if isinstance(value, Tensor) else ""

@@ -23,10 +23,10 @@ class RewrittenLowering(OpsLowering):
         return joint.forms[self.name]
 
     def price(self, problem: Problem, solution: Solution, fidelity: Fidelity) -> Price:
-        """Other rounding than the plain step's, and the seconds that other ops take longer.
+        """Price other rounding than the plain step's, and the extra seconds of replaced ops.
 
-        Ops timed alone run faster than within a step. So a rewrite that seems to save seconds is priced as one that
-        saves none: tuning shows whether it does.
+        Ops timed alone run faster than within a step. A rewrite that seems to save seconds is therefore priced
+        without the saving: tuning measures it.
         """
         longer = max(0.0, -problem.saved_seconds)
         return Price(max(fidelity, Fidelity.ROUNDOFF), compute_seconds=solution.seconds + longer)

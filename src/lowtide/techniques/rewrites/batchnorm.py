@@ -29,8 +29,6 @@ _IDENTITY: _Known = ("identity", ())
 
 @dataclass(frozen=True)
 class _Norm:
-    """One batch norm in training."""
-
     node: fx.Node
     x: fx.Node
     weight: fx.Node | None
@@ -76,7 +74,7 @@ def _norm(node: fx.Node) -> _Norm | None:
 
 
 def _reads_values(user: fx.Node) -> bool:
-    """Whether a reader of moved running statistics needs them: statistics that run again move none.
+    """Tell whether a reader of moved running statistics needs them: statistics that run again move none.
 
     The buffers get those of the first run, and the gradient of a batch norm in training ignores them.
     """

@@ -30,8 +30,8 @@ class CapturedLoss:
 def capture_forward(work: Workload) -> CapturedLoss:
     """Capture the loss of a step, forward alone. Nothing runs, and nothing is changed.
 
-    Raises ``TraceError`` where Dynamo finds no one graph. It also does where a custom ``autograd.Function`` or a hook
-    inside of the loss makes gradients differ from those of the captured ops.
+    Raises ``TraceError`` if the loss is not one graph, or if a custom ``autograd.Function`` or a hook inside of it
+    changes gradients.
     """
     captures: list[CapturedLoss] = []
 

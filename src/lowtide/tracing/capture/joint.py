@@ -37,7 +37,7 @@ _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view that autograd is no
 class Joint:
     """A joint graph: which ops are forward, which backward, and which results share a storage.
 
-    ``origins`` say of its inputs what they are, where that is known.
+    ``origins`` name its inputs, where they are known.
     """
 
     def __init__(
@@ -117,7 +117,6 @@ class Joint:
 
     @cached_property
     def nodes(self) -> dict[str, fx.Node]:
-        """By name."""
         return {node.name: node for node in self.module.graph.nodes}
 
     @cached_property

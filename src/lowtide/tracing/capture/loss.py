@@ -252,7 +252,7 @@ def refuse_uncapturable(work: Workload) -> None:
 class CompiledLoss:
     """The loss as a function of the batch, captured for a backend of Dynamo's: as one graph, or else as several.
 
-    Dynamo holds what it captured for good; this frees it once it is collected, or before by ``release()``.
+    Dynamo holds captures for good. This frees its own when it is collected, or by ``release()``.
     """
 
     def __init__(self, work: Workload, backend: Callable[..., Any], *, fullgraph: bool = True) -> None:
