@@ -26,7 +26,7 @@ from ...contract.contract import StepContract
 from ...contract.outcomes import assert_restored, snapshot
 from ...ranks import on_two_ranks
 from ...soak import count
-from .steps import Outcome, assert_same, cross_entropy, in_float64, mlp, names, normed, step, without_randomness
+from .steps import Outcome, Scale, assert_same, cross_entropy, in_float64, mlp, names, normed, step, without_randomness
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model has batch norms in training:UserWarning")
 
@@ -120,6 +120,7 @@ def spectral() -> Workload:
         (lambda: normed(nn.Dropout(), samples=4), Fidelity.UNBIASED),
         (lambda: mlp(4), Fidelity.ROUNDOFF),
         (lambda: normed(nn.BatchNorm2d(3), samples=4), Fidelity.CHANGED),
+        (lambda: mlp(4, loss=Scale()), Fidelity.CHANGED),  # each piece counts as a call
         (spectral, Fidelity.CHANGED),  # its forward pass moves its vectors, in each piece again
     ],
 )
