@@ -10,6 +10,7 @@ import operator
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from logging import Logger
 from math import ceil
 from numbers import Number
@@ -29,7 +30,6 @@ from lowtide.techniques.microbatch.facts import (
     Fact,
     PairedCall,
     Sizes,
-    UnfollowedError,
     constant_of,
     is_mean,
     op_of,
@@ -141,9 +141,7 @@ def _result(node: fx.Node, twin: fx.Node, facts: dict[fx.Node, Fact], sizes: Siz
     require(isinstance(op, OpOverload))
     schema = schema_of(op)
     if schema.is_mutable:
-        if op is not torch.ops.aten.copy_.default or node.args[0].op != "placeholder":  # pyright: ignore
-            raise TraceError(f"The captured loss writes in place ({op})")
-        raise UnfollowedError  # a buffer's new value, at the end
+        raise TraceError(f"The captured loss writes in place ({op})")
     shapes = shape_of(node), shape_of(twin)
     call = PairedCall(op.overloadpacket, _bound(schema, node), _bound(schema, twin), shapes, facts, sizes)
     if call.is_same() and all(facts.get(each) == FIXED for each in node.all_input_nodes):
@@ -181,18 +179,16 @@ def _reason(loss: fx.Node, facts: dict[fx.Node, Fact]) -> str:
 
 def _paired(whole: CapturedLoss, part: CapturedLoss) -> Iterator[tuple[fx.Node, fx.Node]]:
     """The nodes of both captures side by side; an error where they are not the same ops."""
-    nodes, twins = list(whole.graph.nodes), list(part.graph.nodes)
-    places = {node: i for i, node in enumerate(nodes)}, {node: i for i, node in enumerate(twins)}
-    if places[0][whole.loss] != places[1][part.loss]:
-        raise TraceError("The loss runs other ops for half of the batch")
-    for node, twin in zip(nodes, twins, strict=False):
-        reads = [places[0][each] for each in node.all_input_nodes], [places[1][each] for each in twin.all_input_nodes]
-        if len(nodes) != len(twins) or node.op != twin.op or reads[0] != reads[1]:
+    twins: dict[fx.Node, fx.Node] = {}
+    for node, twin in zip_longest(whole.nodes, part.nodes):
+        if node is None or twin is None or node.op != twin.op:
             raise TraceError("The loss runs other ops for half of the batch")
-        if node.op == "call_function" and node.target is not twin.target:
+        twins[node] = twin
+        if (node.op == "call_function" and node.target is not twin.target) or (
+            [twins[each] for each in node.all_input_nodes] != twin.all_input_nodes
+        ):
             raise TraceError("The loss runs other ops for half of the batch")
-        if node.op != "output":
-            yield node, twin
+        yield node, twin
 
 
 def _bound(schema: Any, node: fx.Node) -> dict[str, Any]:
