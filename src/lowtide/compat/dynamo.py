@@ -117,8 +117,8 @@ def has_own_gradients(captured: fx.GraphModule) -> bool:
     """Tell whether Dynamo's graph has a custom ``autograd.Function``, or a hook on a gradient."""
     modules = (module for module in captured.modules() if isinstance(module, fx.GraphModule))
     targets = (node.target for module in modules for node in module.graph.nodes)
-    higher = (each.name() for each in targets if isinstance(each, HigherOrderOperator))
-    return not {"autograd_function_apply", "register_hook"}.isdisjoint(higher)
+    named = {each.name() if isinstance(each, HigherOrderOperator) else each for each in targets}
+    return not {"autograd_function_apply", "register_hook"}.isdisjoint(named)  # a hook is a method in torch 2.11
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -11,7 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lowtide.compat.autograd import input_metadata, next_sequence_number, raw_saved, saved_value, sequence_number
+from lowtide.compat.autograd import (
+    LOG_SOFTMAX_NODES,
+    NLL_NODES,
+    input_metadata,
+    next_sequence_number,
+    raw_saved,
+    saved_value,
+    sequence_number,
+)
 from lowtide.compat.dispatch import TorchDispatchMode
 from lowtide.compat.dynamo import skip_code
 from lowtide.errors import WorkloadError
@@ -89,7 +97,7 @@ def nodes_behind(loss: Tensor, goes_on: Callable[[Any], bool] = lambda _: True) 
 
 
 def _is_mean(node: Any) -> bool:
-    is_torchs = node.name().startswith("NllLoss") and saved_value(node, "reduction") == 1
+    is_torchs = isinstance(node, NLL_NODES) and saved_value(node, "reduction") == 1
     return is_torchs or getattr(node, "counted", None) is not None
 
 
@@ -122,7 +130,7 @@ def is_mixed(loss: Tensor, means: list[Mean]) -> bool:
     if len(means) != 1:
         return len(means) > 1
     behind = [edge for edge, _ in means[0].node.next_functions if edge is not None]
-    ends = {means[0].node, *(node for node in behind if node.name().startswith("LogSoftmax"))}
+    ends = {means[0].node, *(node for node in behind if isinstance(node, LOG_SOFTMAX_NODES))}
     return any(hasattr(node, "variable") for node in nodes_behind(loss, lambda node: node not in ends))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.compat.autograd import input_metadata
+from lowtide.compat.autograd import DIVISION_NODES, input_metadata
 from lowtide.techniques.microbatch.counts import nodes_behind, saved_tensors
 
 _MOST_NODES = 64
@@ -40,7 +40,7 @@ class Endings:
                 f"The loss of this batch ends in other ops ({_shown(names)}) than that of the first ({_shown(known)}), "
                 "for which it was found what each piece counts"
             )
-        return [divisor for node in nodes if node.name() == "DivBackward0" for divisor in _divisor(node)]
+        return [divisor for node in nodes if isinstance(node, DIVISION_NODES) for divisor in _divisor(node)]
 
     def compare(self, divisors: Sequence[Sequence[Tensor]], shares: Sequence[Any]) -> None:
         """Check that each divisor is the same in all pieces, or grows as what a piece counts."""
