@@ -23,7 +23,16 @@ Outcome = dict[str, Tensor]
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
+    """Of samples, or of tokens."""
+    return F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+
+
+def masked_mean(model: nn.Module, batch: Any) -> Tensor:
+    """The same over what a mask says, or else over targets that are not ignored."""
+    x, y, *masks = batch
+    mask = masks[0] if masks else (y >= 0).to(x.dtype)
+    each = F.cross_entropy(model(x).flatten(0, -2), y.flatten().clamp(min=0), reduction="none")
+    return (each * mask.flatten()).sum() / mask.sum()
 
 
 class Scale:
