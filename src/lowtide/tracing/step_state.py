@@ -30,34 +30,39 @@ def modules_of(work: Workload) -> list[nn.Module]:
 
 def named_by(loss: Any) -> list[Any]:
     """List what a loss names: its object and that object's attributes, its arguments, closure and globals."""
-    named, callables = list[Any](), [loss]
-    for each in callables:  # it grows meanwhile
-        attributes = _attributes(each)
-        if is_a(each, partial):
-            named += (*each.args, *each.keywords.values())
-            callables.append(each.func)
-        elif is_a(each, MethodType):
-            callables += (each.__self__, each.__func__)
-        elif is_a(each, FunctionType):
-            named += (*(each.__defaults__ or ()), *(each.__kwdefaults__ or {}).values(), *vars(each).values())
-            named += (cell.cell_contents for cell in each.__closure__ or () if cell != CellType())
-            named += (each.__globals__.get(name) for name in each.__code__.co_names)
-        else:
-            named += (each, *attributes.values())
-            called = (getattr(type(each), name, None) for name in ("__call__", "forward"))
-            callables += (function for function in called if is_a(function, FunctionType))
-        callables += (attributes[name] for name in ("__wrapped__",) if name in attributes)
-    return named
+    return [each for part in walk([loss], _parts) for each in _names(part)]
+
+
+def _parts(called: Any) -> Iterator[Any]:
+    """Yield what runs where an object is called."""
+    if is_a(called, partial):
+        yield called.func
+    elif is_a(called, MethodType):
+        yield from (called.__self__, called.__func__)
+    elif not is_a(called, FunctionType):
+        functions = (getattr(type(called), name, None) for name in ("__call__", "forward"))
+        yield from (function for function in functions if is_a(function, FunctionType))
+    if (wrapped := _attributes(called).get("__wrapped__")) is not None:
+        yield wrapped
+
+
+def _names(part: Any) -> Iterator[Any]:
+    """Yield the arguments, closure and globals of a function, or an object and its attributes."""
+    if is_a(part, FunctionType):
+        yield from (*(part.__defaults__ or ()), *(part.__kwdefaults__ or {}).values(), *vars(part).values())
+        yield from (cell.cell_contents for cell in part.__closure__ or () if cell != CellType())
+        yield from (part.__globals__.get(name) for name in part.__code__.co_names)
+    else:
+        yield from (part, *_attributes(part).values())
 
 
 def _attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, in slots too, without asking the object."""
-    kinds = type(value).__mro__
-    slots = [(name, slot) for kind in kinds for name, slot in vars(kind).items() if is_a(slot, MemberDescriptorType)]
     attributes = dict[str, Any]()
-    for name, slot in slots:
-        with suppress(AttributeError):  # an empty one
-            attributes[name] = slot.__get__(value)
+    for name, slot in (each for kind in type(value).__mro__ for each in vars(kind).items()):
+        if is_a(slot, MemberDescriptorType) and not name.startswith("__"):  # those are the interpreter's
+            with suppress(AttributeError):  # an empty one
+                attributes[name] = slot.__get__(value)
     with suppress(AttributeError):
         attributes |= object.__getattribute__(value, "__dict__")
     return attributes
