@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -152,9 +153,8 @@ class MicrobatchLoss:
 
 def in_pieces(loss: Any) -> MicrobatchLoss | None:
     """The loss in pieces that a loss function is, or is wrapped around."""
-    while loss is not None and not isinstance(loss, MicrobatchLoss):
-        loss = getattr(loss, "__wrapped__", None)
-    return loss
+    inner = inspect.unwrap(loss, stop=lambda each: isinstance(each, MicrobatchLoss))
+    return inner if isinstance(inner, MicrobatchLoss) else None
 
 
 class _PiecewiseRun:
