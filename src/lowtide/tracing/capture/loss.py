@@ -22,6 +22,7 @@ from lowtide.compat.dynamo import (
     dynamo_config,
     forget_compiled,
     forget_failed,
+    has_own_gradients,
     make_boxed,
     silenced,
     traced_inputs,
@@ -106,6 +107,7 @@ class CapturedGraph:
         self.joint = joint
         self.moved: tuple[int, ...] = () if metadata is None else tuple(metadata.mutated_inp_runtime_indices)
         self.is_plain = is_plain(len(joint.primals), len(joint.outputs), len(inputs), metadata)
+        self.has_own_gradients = False
         self.run: Callable[..., Any] | None = None
 
     def __call__(self, *inputs: Any) -> Any:
@@ -233,6 +235,7 @@ class _JointCollector:
         joint, metadata = joints[0]
         self.graphs.append(CapturedGraph(joint, inputs, metadata))
         self.graphs[-1].run = whole
+        self.graphs[-1].has_own_gradients = has_own_gradients(captured)
         return self.graphs[-1]
 
     def _stop(self, *inputs: Any) -> Any:
