@@ -43,6 +43,9 @@ class ToyCandidates:
     def choice(self, contender: Contender, budget_bytes: int) -> None:
         return None
 
+    def learn(self, program: ProgramChoice, excess_bytes: int) -> None:
+        raise AssertionError("nothing of a toy is measured")
+
 
 class ToyEngine:
     """Runs the plain step, and counts its losses."""

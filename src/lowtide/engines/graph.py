@@ -21,7 +21,7 @@ from lowtide.batches import tensors
 from lowtide.compat.dispatch import active_modes
 from lowtide.compat.dynamo import aot_autograd, cause_of, is_recaptured_too_often, is_uncaptured, traced_metadata
 from lowtide.engines.autograd import Runner
-from lowtide.engines.lowering.ops import OpsLowering, boxed, graphs_of
+from lowtide.engines.lowering.graph_code import boxed, graphs_of
 from lowtide.engines.many_shapes import ManyShapes, SharedCaptures, UnplannedShape
 from lowtide.engines.other_shapes import OtherShapes, Planner, PlannerFor
 from lowtide.engines.plain_step import PlainStep
@@ -37,7 +37,7 @@ from lowtide.planning.prediction import apply_options, predict, with_prices
 from lowtide.planning.programs.program import Program
 from lowtide.planning.programs.transfer import check_runs_on
 from lowtide.profiling import Profile
-from lowtide.registry import PLAIN_ENGINE
+from lowtide.registry import PLAIN_ENGINE, PLAIN_LOWERING
 from lowtide.techniques.technique import Option
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.capture.loss import Capture, CapturedGraph, CompiledLoss, call_key
@@ -122,7 +122,7 @@ class PlannedLoss:
         self.work = work
         self.planner_for = planner_for
         self.uncaptured = uncaptured
-        self.lowering = lowering or OpsLowering()
+        self.lowering = lowering or LOWERINGS[PLAIN_LOWERING]
         self._captured: OrderedDict[Any, tuple[Planner, CompiledLoss | _Taken | _OneOfMany]] = OrderedDict()
         self._shared = None if is_planned is None else SharedCaptures(work, is_planned)
         self._watched = False  # whether a dispatch mode was warned about
@@ -299,7 +299,7 @@ class _Backend:
 
     def runner(self, joint: Joint, program: Program, mutated: Sequence[int]) -> Runner:
         """The program as code behind autograd; op by op if the lowering cannot run it, as for another shape."""
-        lowering = self.lowering if self.lowering.can_run(joint, program) else OpsLowering()
+        lowering = self.lowering if self.lowering.can_run(joint, program) else LOWERINGS[PLAIN_LOWERING]
         return Runner(joint, program, lowering.lower(joint, program), mutated)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lowtide.errors import PlanError
 from lowtide.planning.engine import ENGINES
-from lowtide.planning.lowering import LOWERINGS, REFERENCE
+from lowtide.planning.lowering import LOWERINGS, is_compiled
 from lowtide.planning.plan import Plan, check_plan
 from lowtide.planning.rounding import (
     Rounding,
@@ -66,16 +66,17 @@ def verify(work: Workload, plan: Plan) -> Verification:
             stack.enter_context(steady(work))
             before = generators(work)
             plain = _run(work, others)
-            if _draws_its_own(plan) and not parts_equal(before, plain.parts["generators"]):
+            other = _reference(plan)
+            if other is not None and not parts_equal(before, plain.parts["generators"]):
                 notes.append("The plan draws dropout masks of its own. It is compared with itself, run op by op.")
-                reference = stack.enter_context(ENGINES[plan.engine].apply(work, _op_by_op(plan))).work
+                reference = stack.enter_context(ENGINES[plan.engine].apply(work, other)).work
                 plain = replace(_run(reference, others), seconds=plain.seconds)
         except torch.OutOfMemoryError:
             notes.append("The plain step does not fit on this device, so there is nothing to compare results with.")
         with ENGINES[plan.engine].apply(work, plan) as applied:
             planned = _run(applied.work, others, sees_gradients=not _strictest_promise(plan).leaves_gradients)
             # Compiled code allocates without torch's dispatcher, so a trace would not see its results.
-            traced = None if _draws_its_own(plan) else profile(applied.work)
+            traced = None if is_compiled(plan) else profile(applied.work)
             if traced is None and planned.peak_bytes is None:
                 planned = replace(planned, peak_bytes=_cpu_peak(applied.work))
         if plain is not None:
@@ -103,13 +104,10 @@ def verify(work: Workload, plan: Plan) -> Verification:
     )
 
 
-def _draws_its_own(plan: Plan) -> bool:
-    """Whether a plan's code is compiled, and dropout masks are then its own."""
-    return plan.program is not None and LOWERINGS[plan.program.lowering].compiles
-
-
-def _op_by_op(plan: Plan) -> Plan:
-    return replace(plan, program=plan.program and replace(plan.program, lowering=REFERENCE))
+def _reference(plan: Plan) -> Plan | None:
+    """The plan that draws the same random numbers; None where the plain step draws them."""
+    other = plan.program and LOWERINGS[plan.program.lowering].reference
+    return replace(plan, program=replace(plan.program, lowering=other)) if plan.program and other else None
 
 
 def _first(*values: int | None) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import aot_autograd, mark_boxed
-from lowtide.engines.lowering.ops import boxed, graphs_of
+from lowtide.engines.lowering.graph_code import boxed, graphs_of
 from lowtide.errors import BudgetError, PlanError
 from lowtide.planning.budget import resolve_budget
 from lowtide.planning.programs.program import Cost, Instruction, Kind, Program, simulate

@@ -27,7 +27,10 @@ class Engine(Protocol):
     captures: bool  # runs a captured loss: modules stay as they are, and other shapes are planned when they come
 
     def candidates(self, work: Workload, baseline: Profile) -> Candidates | None:
-        """Changes of its own, beside options; None if it has none. Raises ``TraceError`` if it cannot run the step."""
+        """Changes of its own, beside options: the same object for one profile. None if it has none.
+
+        Raises ``TraceError`` if it cannot run the step.
+        """
         ...
 
     def apply(self, work: Workload, plan: Plan) -> Applied:
@@ -73,6 +76,10 @@ class Candidates(Protocol):
 
     def choice(self, contender: Contender, budget_bytes: int) -> ProgramChoice | None:
         """The part of the plan that the engine will run."""
+        ...
+
+    def learn(self, program: ProgramChoice, excess_bytes: int) -> None:
+        """Note by how much a measured peak of a program was above its prediction."""
         ...
 
 

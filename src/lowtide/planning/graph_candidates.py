@@ -14,7 +14,7 @@ from lowtide.planning.baseline import OUT_OF_MEMORY
 from lowtide.planning.candidate import OFFLOAD, PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
 from lowtide.planning.captured import ComparedCapture, capture_and_compare, capture_too_large, check_draws
 from lowtide.planning.combinations import lasting_bytes, leaves_gradients, prices_inside, saved_by_each
-from lowtide.planning.lowering import LOWERINGS, REFERENCE, REWRITTEN, Lowering
+from lowtide.planning.lowering import LOWERINGS, Lowering
 from lowtide.planning.plan import PlannedStage, ProgramChoice
 from lowtide.planning.prediction import kept_peak, with_prices
 from lowtide.planning.programs.program import Kind, Program, simulate
@@ -85,9 +85,9 @@ class GraphCandidates:
             self._forms[joint, holds_gradients] = Form(forecast, problem)
         return self._forms[joint, holds_gradients]
 
-    def learn(self, lowering: str, excess_bytes: int) -> None:
-        """Note by how much a measured peak of a lowering was above its prediction."""
-        self._excess[lowering] = self._excess.get(lowering, 0) + excess_bytes
+    def learn(self, program: ProgramChoice, excess_bytes: int) -> None:
+        """Raise the peaks of programs with this one's lowering, which measured above its prediction."""
+        self._excess[program.lowering] = self._excess.get(program.lowering, 0) + excess_bytes
         self._simulated.clear()
 
     @property
@@ -103,13 +103,9 @@ class GraphCandidates:
 
     def offers(self, engine: str, *, compile: bool | None, around: Sequence[Option] = ()) -> list[Candidate]:
         """Every program, once for each lowering: those that compile, those that do not, or both for None."""
-        lowerings = [each for each in LOWERINGS.values() if each.name != REFERENCE and compile in (None, each.compiles)]
-        candidates = (self.lowered(engine, each, around) for each in lowerings if self._has_form(each))
+        lowerings = [each for each in LOWERINGS.values() if compile in (None, each.compiles)]
+        candidates = (self.lowered(engine, each, around) for each in lowerings if each.is_offered(self.joint))
         return [candidate for lowered in candidates for candidate in lowered]
-
-    def _has_form(self, lowering: Lowering) -> bool:
-        """Whether a lowering of rewrites has any: the plain graph is another's to offer."""
-        return lowering.name != REWRITTEN or lowering.form(self.joint) is not self.joint
 
     def lowered(self, engine: str, lowering: Lowering, around: Sequence[Option] = ()) -> list[Candidate]:
         """Every program with one lowering, the fastest first."""
@@ -128,7 +124,18 @@ class GraphCandidates:
                 estimate, prices = max(stays, estimate - lasting), (price, *inside)
                 price = Price.together(prices)
             candidates.append(
-                Candidate(engine, solution, price, estimate, lowering.name, holds, rewrites, tuple(around), prices)
+                Candidate(
+                    engine,
+                    solution,
+                    price,
+                    estimate,
+                    lowering=lowering.name,
+                    compiles=lowering.compiles,
+                    holds=holds,
+                    rewrites=rewrites,
+                    around=tuple(around),
+                    prices=prices,
+                )
             )
         return sorted(candidates, key=lambda candidate: candidate.order)
 

@@ -13,7 +13,6 @@ from lowtide.errors import PlanError, TraceError
 from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
 from lowtide.planning.combinations import Combination, combinations, saved_by_each
 from lowtide.planning.engine import AUTO, ENGINES, Candidates, Engine, engines_named
-from lowtide.planning.lowering import LOWERINGS
 from lowtide.planning.plan import ProgramChoice
 from lowtide.planning.prediction import apply_options, estimate_peak, kept_peak, predict
 from lowtide.profiling import Profile
@@ -366,7 +365,7 @@ class Search:
     def _simulate(self, candidate: Candidate) -> Contender | None:
         """Simulate a program; with options around it, trace it if it can run and if a trace can follow it."""
         simulated = self._sources[candidate.engine].contender(candidate)
-        if simulated is None or not candidate.options or LOWERINGS[candidate.lowering].compiles:
+        if simulated is None or not candidate.options or candidate.compiles:
             return simulated
         traced = self._trace(candidate)
         if traced is not None:
