@@ -13,7 +13,7 @@ from lowtide.errors import PlanError
 from lowtide.planning import Plan, predict_plan
 from lowtide.planning.candidate import Candidate, Contender
 from lowtide.planning.engine import ENGINES, engines_named
-from lowtide.planning.plan import ProgramChoice
+from lowtide.planning.plan import Changes, ProgramChoice
 from lowtide.profiling import Profile
 from lowtide.techniques.technique import Fidelity, Option, Price
 from lowtide.undo import Applied
@@ -67,15 +67,7 @@ class ToyEngine:
 
         return Applied(replace(work, loss=loss))
 
-    def predict(
-        self,
-        work: Workload,
-        options: Sequence[Option],
-        program: ProgramChoice | None,
-        baseline: Profile,
-        *,
-        only_peaks: bool = False,
-    ) -> Profile:
+    def predict(self, work: Workload, changes: Changes, baseline: Profile, *, only_peaks: bool = False) -> Profile:
         return baseline
 
 

@@ -32,13 +32,12 @@ from lowtide.errors import LowtideError, PlanError, TraceError
 from lowtide.planning.combinations import prices_inside
 from lowtide.planning.graph_candidates import GraphCandidates, graph_candidates
 from lowtide.planning.lowering import LOWERINGS, Lowering
-from lowtide.planning.plan import Plan, ProgramChoice
+from lowtide.planning.plan import Changes, Plan
 from lowtide.planning.prediction import apply_options, predict, with_prices
 from lowtide.planning.programs.program import Program
 from lowtide.planning.programs.transfer import check_runs_on
 from lowtide.profiling import Profile
 from lowtide.registry import PLAIN_ENGINE, PLAIN_LOWERING
-from lowtide.techniques.technique import Option
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.capture.loss import Capture, CapturedGraph, CompiledLoss, call_key
 from lowtide.tracing.step_state import parameters_of, watch_modules
@@ -73,17 +72,9 @@ class GraphEngine:
             loss = PlannedLoss(work, shapes, Uncaptured(plan, work), lowering, shapes.is_planned)
             return Applied(replace(work, loss=loss, autocast=None), undo.keep(), loss.release)
 
-    def predict(
-        self,
-        work: Workload,
-        options: Sequence[Option],
-        program: ProgramChoice | None,
-        baseline: Profile,
-        *,
-        only_peaks: bool = False,
-    ) -> Profile:
+    def predict(self, work: Workload, changes: Changes, baseline: Profile, *, only_peaks: bool = False) -> Profile:
         """The program as a traced step; with options around it, a trace of that step on fake tensors."""
-        candidates = graph_candidates(work, baseline)
+        candidates, options, program = graph_candidates(work, baseline), changes.options, changes.program
         form = None if program is None else candidates.form(LOWERINGS[program.lowering])
         if form is None or program is None or form.problem.joint.digest != program.graph:
             raise PlanError("The plan is of another graph than this step's", hint="Plan again.")
@@ -128,7 +119,7 @@ class PlannedLoss:
         self._watched = False  # whether a dispatch mode was warned about
         self._failed: set[Any] = set()  # where capture failed once
         self._given_up: set[Any] = set()  # where the plain loss runs
-        if work.captures:  # which are shared only now
+        if work.captures.losses:  # which are shared only now
             self._capture(call_key(work.batch), work.batch)
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
@@ -211,7 +202,7 @@ class PlannedLoss:
     def _capture_alone(self, key: Any, batch: Any) -> None:
         self._captured.pop(key, None)
         planner = self.planner_for(batch)
-        taken = next((capture for capture in self.work.captures or () if capture.take(key)), None)
+        taken = next((capture for capture in self.work.captures.losses if capture.take(key)), None)
         backend = _Backend(planner, self.lowering)
         self._make_room((CompiledLoss, _Taken), _MOST_SHAPES)
         loss = CompiledLoss(self.work, backend) if taken is None else _Taken(taken, planner, backend)

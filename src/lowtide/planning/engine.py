@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from lowtide.planning.candidate import Candidate, Contender
-from lowtide.planning.plan import Plan, ProgramChoice
+from lowtide.planning.plan import Changes, Plan, ProgramChoice
 from lowtide.profiling import Profile
 from lowtide.registry import Registry
 from lowtide.techniques.technique import Option
@@ -37,16 +37,8 @@ class Engine(Protocol):
         """The planned step, with the undo of its changes."""
         ...
 
-    def predict(
-        self,
-        work: Workload,
-        options: Sequence[Option],
-        program: ProgramChoice | None,
-        baseline: Profile,
-        *,
-        only_peaks: bool = False,
-    ) -> Profile:
-        """Predict the step with a plan's options and program without running it.
+    def predict(self, work: Workload, changes: Changes, baseline: Profile, *, only_peaks: bool = False) -> Profile:
+        """Predict the changed step without running it.
 
         ``only_peaks`` may skip repetitions that change no peak.
         """

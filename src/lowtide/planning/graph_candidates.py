@@ -270,8 +270,8 @@ def graph_candidates(work: Workload, plain: Profile) -> GraphCandidates:
     too_large = OUT_OF_MEMORY in plain.graph.notes
     if plain.graph.fake and not too_large:
         raise TraceError("A step that is only predicted is not captured")
-    known = plain.findings.get(GraphCandidates)
-    if known is None or known[0]() is not work:
+    known = plain.findings.get(_CandidatesOfStep)
+    if known is None or known.work() is not work:
         captured = capture_too_large(work, plain) if too_large else _steady_capture(work, plain)
         graph = captured.capture.graph
         candidates = GraphCandidates(
@@ -282,12 +282,20 @@ def graph_candidates(work: Workload, plain: Profile) -> GraphCandidates:
             inputs=captured.inputs if graph.is_plain else None,
             mutated=graph.moved,
         )
-        known = plain.findings[GraphCandidates] = weakref.ref(work), candidates
-        if work.captures is None:
-            captured.capture.release()
+        known = plain.findings.keep(_CandidatesOfStep(weakref.ref(work), candidates))
+        if work.captures.shared:
+            work.captures.losses.append(captured.capture)
         else:
-            work.captures.append(captured.capture)
-    return known[1]
+            captured.capture.release()
+    return known.candidates
+
+
+@dataclass(frozen=True)
+class _CandidatesOfStep:
+    """The programs of a step, for its profile."""
+
+    work: weakref.ref[Workload]
+    candidates: GraphCandidates
 
 
 def _steady_capture(work: Workload, plain: Profile) -> ComparedCapture:

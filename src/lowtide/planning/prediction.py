@@ -159,7 +159,7 @@ class Prediction:
 def predict_plan(work: Workload, plan: Plan, baseline: Profile) -> Prediction:
     """Predict a planned step without running it, then restore the model."""
     plan.check(work, device=baseline.graph.device)
-    after = ENGINES[plan.engine].predict(work, plan.options, plan.program, baseline)
+    after = ENGINES[plan.engine].predict(work, plan.changes, baseline)
     return Prediction(plan, baseline, replace(after, name=f"{after.name}, planned"))
 
 

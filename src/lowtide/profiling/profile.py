@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from lowtide.version import __version__
 Source = Literal["measured", "modelled", "none"]
 
 JSON_VERSION = 1
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,22 @@ class Outside:
     device_bytes: int  # what the GPU has
 
 
+class Findings:
+    """Results that techniques and planning derived from a step, for plans of several budgets: one of each class."""
+
+    def __init__(self) -> None:
+        self._kept: dict[type, Any] = {}
+
+    def get(self, kind: type[T]) -> T | None:
+        """The result of this class, if there is one."""
+        return self._kept.get(kind)
+
+    def keep(self, found: T) -> T:
+        """Put a result in the place of an earlier one of its class, and return it."""
+        self._kept[type(found)] = found
+        return found
+
+
 @dataclass(frozen=True)
 class Profile:
     """The memory of one training step, by owner and time. ``print`` it, ``to_json()`` it, or ``lowtide.report`` it."""
@@ -80,8 +97,7 @@ class Profile:
     versions: dict[str, str]
     outside: Outside | None = None
     fingerprint: Fingerprint | None = None  # of the step; None where it is not known
-    findings: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, compare=False, repr=False)
-    """Results that techniques and planning derived from this step, for plans of several budgets."""
+    findings: Findings = field(default_factory=Findings, init=False, compare=False, repr=False)
 
     @property
     def peak_bytes(self) -> int:

@@ -170,17 +170,17 @@ def sharing_captures(work: Workload) -> Generator[None]:
 
     Dynamo's guards do not see all that changes a step, such as a method of a class. So no capture is shared longer.
     """
-    if work.captures is not None:
+    captures = work.captures
+    if captures.shared:
         yield
         return
-    captures: list[Capture] = []
-    object.__setattr__(work, "captures", captures)
+    captures.shared = True
     try:
         yield
     finally:
-        object.__setattr__(work, "captures", None)
-        for capture in captures:
-            capture.end_sharing()
+        captures.shared = False
+        while captures.losses:
+            captures.losses.pop().end_sharing()
 
 
 def differentiated(
