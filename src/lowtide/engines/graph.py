@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from lowtide.batches import tensors
 from lowtide.compat.dispatch import active_modes
-from lowtide.compat.dynamo import aot_autograd, cause_of, is_recaptured_too_often, is_uncaptured, traced_metadata
+from lowtide.compat.dynamo import cause_of, is_recaptured_too_often, is_uncaptured
 from lowtide.engines.autograd import Runner
 from lowtide.engines.lowering.graph_code import boxed, graphs_of
 from lowtide.engines.many_shapes import ManyShapes, SharedCaptures, UnplannedShape
@@ -39,7 +39,7 @@ from lowtide.planning.programs.transfer import check_runs_on
 from lowtide.profiling import Profile
 from lowtide.registry import PLAIN_ENGINE, PLAIN_LOWERING
 from lowtide.tracing.capture.joint import Joint
-from lowtide.tracing.capture.loss import Capture, CapturedGraph, CompiledLoss, call_key
+from lowtide.tracing.capture.loss import Capture, CapturedGraph, CompiledLoss, call_key, differentiated
 from lowtide.tracing.step_state import parameters_of, watch_modules
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
@@ -294,22 +294,19 @@ class _Backend:
         return Runner(joint, program, lowering.lower(joint, program), mutated)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        planned: list[tuple[Joint, Program]] = []
-        written: list[Any] = []
+        programs: list[Program] = []
 
-        def partition(joint_module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[Any, Any]:
-            joint = self.lowering.form(Joint(joint_module, num_fwd_outputs))
+        def graphs(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
             planner = self.planner()
             assert planner is not None
-            planned.append((joint, planner(joint)))
-            return graphs_of(*planned[-1])
+            programs.append(planner(joint))
+            return graphs_of(joint, programs[0])
 
-        def compiler(graph: fx.GraphModule, _: Any) -> Callable[[list[Any]], Any]:
-            written.append(traced_metadata())
-            return boxed(graph)
+        def form(module: fx.GraphModule, outputs: int, _: Any) -> Joint:
+            return self.lowering.form(Joint(module, outputs))
 
-        whole = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(module, inputs)
-        graph = CapturedGraph(planned[0][0], inputs, written[0]) if planned else None
+        whole, joints = differentiated(module, inputs, form, graphs, code_of=boxed)
+        graph = CapturedGraph(joints[0][0], inputs, joints[0][1]) if joints else None
         if graph is None or not graph.is_plain:
             return whole  # no gradients are wanted; or the inputs are not plain tensors, which AOTAutograd can handle
-        return self.runner(*planned[0], graph.moved)
+        return self.runner(graph.joint, programs[0], graph.moved)

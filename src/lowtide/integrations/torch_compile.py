@@ -72,7 +72,12 @@ class _PlannedGraph:
         programs: list[tuple[Program, frozenset[str], int]] = []
 
         def partition(joint_module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[Any, Any]:
-            self._refuse_several()
+            if self._is_in_flight():
+                raise PlanError(
+                    "Another graph of the model holds values for its backward pass, and a budget is for one graph",
+                    hint="torch.compile(..., fullgraph=True) names what breaks the graph. lowtide.plan has an engine "
+                    "that needs no graph.",
+                )
             joint = Joint(joint_module, num_fwd_outputs)
             with without_modes():
                 program = _program(joint, self.budget, says=not self._has_said)
@@ -86,14 +91,6 @@ class _PlannedGraph:
         compilers = {"fw_compiler": forward, "bw_compiler": lambda graph, _: boxed(graph)}
         with replaced_kernels(SUBSTITUTES, FIXES), plain_composites:
             return aot_autograd(**compilers, partition_fn=partition)(self.module, inputs)
-
-    def _refuse_several(self) -> None:
-        if self._is_in_flight():
-            raise PlanError(
-                "Another graph of the model holds values for its backward pass, and a budget is for one graph",
-                hint="torch.compile(..., fullgraph=True) names what breaks the graph. lowtide.plan has an engine that "
-                "needs no graph.",
-            )
 
     def _is_in_flight(self) -> bool:
         alive = [each for each in _in_flight.pop(self.owner, ()) if each() is not None]
