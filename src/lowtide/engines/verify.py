@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from lowtide.planning.rounding import (
     parts_equal,
 )
 from lowtide.profiling import profile
-from lowtide.profiling.profile import finite
+from lowtide.profiling.profile import json_ready
 from lowtide.sizes import format_size
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Check, Fidelity
@@ -160,21 +160,9 @@ class Verification:
 
     def to_json(self) -> dict[str, Any]:
         """The verification as JSON-ready data; an unmeasured figure is null."""
-        return {
-            "ok": self.ok,
-            "compared": self.compared,
-            "results_agree": self.results_agree,
-            "within_budget": self.within_budget,
-            "repeatable": self.repeatable,
-            "only_rounding": self.only_rounding,
-            "budget_bytes": self.plan.budget_bytes,
-            "peak_bytes": self.peak_bytes,
-            "storage_peak_bytes": self.storage_peak_bytes,
-            "seconds": finite(self.seconds),
-            "plain_seconds": finite(self.plain_seconds),
-            "agreements": [{**asdict(a), "error": finite(a.error)} for a in self.agreements],
-            "notes": list(self.notes),
-        }
+        names = (field.name for field in fields(self) if field.name != "plan")
+        data = {name: getattr(self, name) for name in ("ok", "compared", "results_agree", "within_budget", *names)}
+        return json_ready({**data, "budget_bytes": self.plan.budget_bytes})
 
     def __str__(self) -> str:
         plan = self.plan

@@ -187,7 +187,7 @@ def differentiated(
     metadata: list[Any] = []
 
     def partition(module: fx.GraphModule, given: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[Any, Any]:
-        graphs = None if graphs_of else default_partition(module, given, num_fwd_outputs=num_fwd_outputs)
+        graphs: Any = None if graphs_of else default_partition(module, given, num_fwd_outputs=num_fwd_outputs)
         joints.append(joint_type(module, num_fwd_outputs, origins))
         return graphs_of(joints[-1]) if graphs_of else graphs
 
