@@ -21,7 +21,7 @@ from tests.refusals import warned
 
 from ..planning.steps import chain
 from ..tracing.allocator import allocated_peak
-from .counting import Counter, count_calls
+from .counting import Counter
 from .planned import squares
 
 
@@ -44,12 +44,6 @@ def attention(**changes: Any) -> Workload:
 
 def eager(work: Workload, budget: int | str = "70%") -> Step:
     return apply(plan(work, budget, engine="eager", tune=False), work)
-
-
-@pytest.fixture
-def predictions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Grows with each step that is predicted."""
-    return count_calls(monkeypatch, shapes_module, "profile")
 
 
 # -- batches -------------------------------------------------------------------------------------------

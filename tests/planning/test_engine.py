@@ -88,6 +88,30 @@ def test_a_registered_engine_is_planned_applied_verified_and_predicted() -> None
         apply(planned, work)
 
 
+class Predicting(EagerEngine):
+    """Takes options, and notes what it predicts."""
+
+    name = "predicting"
+
+    def __init__(self) -> None:
+        self.predicted: list[Changes] = []
+
+    def predict(self, work: Workload, changes: Changes, baseline: Profile, *, only_peaks: bool = False) -> Profile:
+        self.predicted.append(changes)
+        return super().predict(work, changes, baseline, only_peaks=only_peaks)
+
+
+def test_a_registered_engine_that_takes_options_is_offered_them_and_predicts_them_itself() -> None:
+    work, engine = chain(), Predicting()
+    before = lowtide.profile(work, fake=True)
+    with ENGINES.register(engine):
+        planned = plan(work, "60%", profile=before, engine="predicting", tune=False)
+        assert planned.engine == "predicting"
+        assert planned.options
+        assert planned.changes in engine.predicted
+        assert verify(work, planned).ok
+
+
 def test_an_unknown_engine_is_refused_and_auto_means_all() -> None:
     assert [engine.name for engine in engines_named("auto")] == list(ENGINES) == ["eager", "graph"]
     assert isinstance(engines_named("eager")[0], EagerEngine)

@@ -15,7 +15,7 @@ from lowtide.planning.budget import plans
 from lowtide.planning.candidate import Permission
 from lowtide.planning.combinations import leaves_gradients
 from lowtide.planning.engine import AUTO, ENGINES, engines_named
-from lowtide.planning.lowering import is_compiled
+from lowtide.planning.lowering import compiles
 from lowtide.planning.plan import Choice, Plan, ProgramChoice
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import best_seconds, has_ranks, peak_above_start
@@ -80,7 +80,7 @@ def plan(
                 if not correction:
                     raise
                 break  # with the measured bytes, no compiled plan fits
-            if most == 1 or (len(rivals) == 1 and not (rivals[0].choices or is_compiled(rivals[0]))):
+            if most == 1 or (len(rivals) == 1 and not (rivals[0].choices or compiles(rivals[0]))):
                 return rivals[0]
             chosen, above = _fastest(work, rivals)
             peak = 0 if above is None else baseline.static_bytes + above
@@ -135,7 +135,7 @@ def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], d
             try:
                 with unchanged(work), steps[index]() as step:
                     seconds[index] = min(seconds[index], *best_seconds(step, whole=whole))
-                    if is_compiled(plans[index]) and (above := peak_above_start(step)) is not None:
+                    if compiles(plans[index]) and (above := peak_above_start(step)) is not None:
                         peaks[index] = above
             except Exception as error:  # whatever the reason, this plan cannot be taken
                 seconds[index] = inf

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lowtide.errors import PlanError
 from lowtide.planning.engine import ENGINES
-from lowtide.planning.lowering import LOWERINGS, is_compiled
+from lowtide.planning.lowering import LOWERINGS, compiles
 from lowtide.planning.plan import Plan, check_plan
 from lowtide.planning.rounding import (
     Rounding,
@@ -76,7 +76,7 @@ def verify(work: Workload, plan: Plan) -> Verification:
         with ENGINES[plan.engine].apply(work, plan) as applied:
             planned = _run(applied.work, others, sees_gradients=not _strictest_promise(plan).leaves_gradients)
             # Compiled code allocates without torch's dispatcher, so a trace would not see its results.
-            traced = None if is_compiled(plan) else profile(applied.work)
+            traced = None if compiles(plan) else profile(applied.work)
             if traced is None and planned.peak_bytes is None:
                 planned = replace(planned, peak_bytes=_cpu_peak(applied.work))
         if plain is not None:

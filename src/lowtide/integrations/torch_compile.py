@@ -29,12 +29,12 @@ from lowtide.tracing.capture.decompositions import plain_composites
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.fake.kernel_dispatch import replaced_kernels
 from lowtide.tracing.fake.kernels import FIXES, SUBSTITUTES
+from lowtide.tracing.meter import CudaMeter
 
 _log = logging.getLogger("lowtide")
 _in_flight: dict[int, list[weakref.ref[Any]]] = {}  # by compiled model: storages that its graphs hold for backward
 
 _EXAMPLE = 'torch.compile(model, backend="lowtide", options={"budget": "6GiB"})'
-_GRANULARITY = 512  # bytes to which the allocator of a GPU rounds
 
 
 def backend(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Any:
@@ -126,21 +126,21 @@ class _PlannedGraph:
 
 def _program(joint: Joint, budget: float | str, *, says: bool) -> Program:
     """The fastest program of a graph within a budget, by modelled seconds. ``says`` logs what the budget covers."""
-    device = next((value.device for value in _tensors(joint.primals)), torch.device("cpu"))
+    values = [node.meta.get("val") for node in joint.primals]
+    device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     seconds, workspace = node_seconds(joint, name), node_workspaces(joint, name)
-    always = sum({id(s): _rounded(s.nbytes(), device) for s in _storages(_tensors(joint.primals))}.values())
-    programs = [(each.program, each.seconds) for each in solutions(Problem(joint, seconds, workspace))]
-    peaks = [always + _peak(program, joint, workspace, device) for program, _ in programs]
+    always = sum({id(s): _rounded(s.nbytes(), device) for s in _storages(values)}.values())
+    programs = [each.program for each in solutions(Problem(joint, seconds, workspace))]  # the fastest first
+    peaks = [always + _peak(program, joint, workspace, device) for program in programs]
     wanted = resolve_budget(budget, max(peaks), device.type).bytes
-    fitting = [place for place, peak in enumerate(peaks) if peak <= wanted]
-    if not fitting:
+    best = next((place for place, peak in enumerate(peaks) if peak <= wanted), None)
+    if best is None:
         raise BudgetError(
             f"{format_size(wanted)} is below the smallest program of this graph ({format_size(min(peaks))}, "
             f"{min(peaks)} bytes): parameters and inputs are {format_size(always)}"
         )
-    best = min(fitting, key=lambda place: programs[place][1])
-    program = programs[best][0]
+    program = programs[best]
     if says:
         _log.warning(
             "lowtide: a graph of %d ops is planned with %s of %s, for parameters, inputs, gradients and values of the "
@@ -165,11 +165,8 @@ def _peak(program: Program, joint: Joint, workspace: Callable[[fx.Node], int], d
 
 
 def _rounded(size: int, device: torch.device) -> int:
-    return size if device.type == "cpu" else -(-size // _GRANULARITY) * _GRANULARITY
-
-
-def _tensors(nodes: Iterable[fx.Node]) -> list[Tensor]:
-    return [node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), Tensor)]
+    unit = 1 if device.type == "cpu" else CudaMeter.granularity
+    return -(-size // unit) * unit
 
 
 def _storages(values: Iterable[Any]) -> list[torch.UntypedStorage]:

@@ -79,6 +79,6 @@ class Lowering(Protocol):
 LOWERINGS: Registry[Lowering] = Registry("lowering")
 
 
-def is_compiled(plan: Plan | None) -> bool:
+def compiles(plan: Plan | None) -> bool:
     """Whether a plan's lowering compiles; False for None, the plain step."""
     return plan is not None and plan.program is not None and LOWERINGS[plan.program.lowering].compiles

@@ -187,7 +187,9 @@ class Search:
             more = format_size(peak - budget)
             yield f"A budget of {format_size(peak)}, {more} more, is predicted to take {less} less."
         closed = [
-            c for c in self.candidates if c.change is not None and not permitted(c) and not self._forbids(permitted, c)
+            c
+            for c in self.candidates
+            if c.change is not None and not permitted(c) and permitted.forbidden.isdisjoint(_names(c))
         ]
         quick = [c for c in closed if c in faster and self._peak(c) <= budget]
         small = [c for c in closed if self._peak(c) < chosen.peak_bytes]
@@ -209,11 +211,6 @@ class Search:
         """The exact peak where it is known, else the estimate."""
         contender = self._exact.get(candidate.key)
         return contender.peak_bytes if contender else candidate.estimate
-
-    @staticmethod
-    def _forbids(permitted: Permission, candidate: Candidate) -> bool:
-        names = (*candidate.holds, *(option.technique for option in candidate.options))
-        return not permitted.forbidden.isdisjoint(names)
 
     def program(self, contender: Contender, budget: int) -> ProgramChoice | None:
         """The program of an engine's own candidate; None for options and the plain step."""
@@ -398,8 +395,13 @@ class _TracedPeaks(dict[Hashable, tuple[list[Technique], int, int]]):
     """By candidate: the techniques that acted, the peak and the storage peak."""
 
 
+def _names(candidate: Candidate) -> tuple[str, ...]:
+    """Names of techniques that a candidate uses, each once."""
+    return tuple(dict.fromkeys((*candidate.holds, *(option.technique for option in candidate.options))))
+
+
 def _named(candidate: Candidate) -> str:
-    names = " and ".join(dict.fromkeys((*candidate.holds, *(option.technique for option in candidate.options))))
+    names = " and ".join(_names(candidate))
     return f"{names} ({candidate.price.fidelity})" if names else candidate.price.fidelity.value
 
 
