@@ -84,10 +84,10 @@ def plan(
                 return rivals[0]
             chosen, above = _fastest(work, rivals)
             peak = 0 if above is None else baseline.static_bytes + above
-            candidates = ENGINES[chosen.engine].candidates(work, baseline)
-            if chosen.program is None or candidates is None or peak <= chosen.budget_bytes:
+            if chosen.program is None or peak <= chosen.budget_bytes:
                 return chosen
-            candidates.learn(chosen.program, peak - chosen.peak_bytes)
+            if candidates := ENGINES[chosen.engine].candidates(work, baseline):
+                candidates.learn(chosen.program, peak - chosen.peak_bytes)
         note = "Compiled plans measured more than their budget, so ops run one by one."
         chosen, _ = _fastest(work, search(baseline, compile=False))
         return replace(chosen, notes=(*chosen.notes, note))

@@ -44,7 +44,7 @@ class Lowering(Protocol):
     """Turns programs into code. The planner offers each program once for each lowering that can run it."""
 
     name: str
-    note: str  # for plans: how the step differs from the plain one beside rounding; may be empty
+    note: str  # for plans: how its steps differ from the plain one; may be empty
     compiles: bool  # takes long to build, and chooses what to allocate: offered where ``compile`` asks for it
     reference: str  # name of the lowering whose results it has; empty where they are the plain step's
 
