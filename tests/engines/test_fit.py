@@ -41,7 +41,7 @@ def test_fit_refuses_a_plan_that_does_not_keep_its_promise(
     work = chain()
     before = snapshot(work.model)
     with register(Off(Fidelity.BITWISE)) as registered:
-        monkeypatch.setattr("lowtide.planning.search.predict", lambda w, o, b, **_: replace(b, graph=tiny(b.graph)))
+        monkeypatch.setattr("lowtide.engines.eager.predict", lambda w, o, b, **_: replace(b, graph=tiny(b.graph)))
         with refused("promised", kind=PlanError):
             fit(work.model, work.loss, work.batch, work.optimizer, budget="60%")
     registered()

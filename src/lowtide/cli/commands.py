@@ -178,7 +178,7 @@ def train(
 ) -> Outcome:
     """Plan a step for a budget, check it against the plain one, and train with it on the workload's batch."""
     from lowtide import engines
-    from lowtide.profiling.profile import finite
+    from lowtide.profiling.profile import json_ready
     from lowtide.reporting import terminal
 
     work = _loader(target, settings, device=_here(device))()
@@ -212,7 +212,7 @@ def train(
         typer.echo(f"{steps} steps, {took}: loss {losses[0]:.6g} to {losses[-1]:.6g}")
         typer.echo(f"measured peak {format_size(peak)} of {format_size(promised)}")
     data = {
-        "losses": [finite(loss) for loss in losses],
+        "losses": json_ready(losses),
         "seconds_per_step": seconds,
         "first_step_seconds": first,
         "peak_bytes": peak,

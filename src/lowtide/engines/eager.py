@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from lowtide.planning.plan import Plan, ProgramChoice
+from lowtide.planning.plan import Changes, Plan
 from lowtide.planning.prediction import apply_options, predict
 from lowtide.profiling import Profile
-from lowtide.techniques.technique import Option
 from lowtide.undo import Applied
 from lowtide.workload import Workload
 
@@ -26,14 +23,6 @@ class EagerEngine:
         """Apply the plan's options to the model."""
         return apply_options(work, plan.options)
 
-    def predict(
-        self,
-        work: Workload,
-        options: Sequence[Option],
-        program: ProgramChoice | None,
-        baseline: Profile,
-        *,
-        only_peaks: bool = False,
-    ) -> Profile:
+    def predict(self, work: Workload, changes: Changes, baseline: Profile, *, only_peaks: bool = False) -> Profile:
         """Trace the planned step on fake tensors."""
-        return predict(work, options, baseline, only_peaks=only_peaks)
+        return predict(work, changes.options, baseline, only_peaks=only_peaks)

@@ -53,7 +53,7 @@ class SharedCaptures:
             shared.append(many)
         unplanned = None if many is None else many.find(batch)
         if many is None or unplanned is None or not self._is_checked(many):
-            self.fail()
+            self._failures += 1
             return None
         return many, unplanned
 
@@ -63,10 +63,6 @@ class SharedCaptures:
             planned = many.find(self.work.batch)
             many.is_planned = planned is not None and self.is_planned(planned.joint())
         return many.is_planned
-
-    def fail(self) -> None:
-        """Note that a shape is captured alone. After a few, all are."""
-        self._failures += 1
 
     def release(self) -> None:
         """Free all captures."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from lowtide.batches import tensors
 from lowtide.compat.modules import own_parameters
+from lowtide.planning.prediction import apply_options
+from lowtide.profiling import Profile, profile
+from lowtide.techniques.technique import Option
+from lowtide.tracing.snapshot import unchanged
 from lowtide.tracing.step_state import modules_of
 from lowtide.workload import Workload
 
@@ -47,6 +52,13 @@ def differing(shape: Signature, other: Signature) -> frozenset[BatchDimension] |
         for dim, (size, other_size) in enumerate(zip(sizes, other_sizes, strict=True))
         if size != other_size
     )
+
+
+def predict_shape(work: Workload, batch: Any, *, device: str, options: Sequence[Option] = ()) -> Profile:
+    """Predict a step with another batch, under options that are undone, each new kernel measured alone."""
+    work = replace(work, batch=batch)
+    with unchanged(work, fake=True), apply_options(work, options) as applied:
+        return profile(applied.work, fake=True, device=device, measure=True)
 
 
 def modes_of(work: Workload) -> int:

@@ -31,6 +31,7 @@ class Candidate:
     rewrites: tuple[str, ...] = ()  # names of the rewrites of its graph
     around: tuple[Option, ...] = ()
     prices: tuple[Price, ...] = ()  # of the change, then of each option around it; none where nothing is around
+    compiles: bool = False  # whether a program's lowering does
 
     @property
     def key(self) -> Hashable:

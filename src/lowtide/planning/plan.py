@@ -74,6 +74,14 @@ class ProgramChoice:
         return f"recompute {self.ops_again} ops{stages}{copies} ({self.solver} solver, {self.lowering} lowering)"
 
 
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Everything that a plan changes in a step."""
+
+    options: tuple[Option, ...]
+    program: ProgramChoice | None
+
+
 @dataclass(frozen=True)
 class Plan:
     """A step that fits a budget. ``apply`` runs it, ``explain()`` describes it, ``to_json()`` stores it.
@@ -113,6 +121,11 @@ class Plan:
     def options(self) -> tuple[Option, ...]:
         """Options to apply, in order."""
         return tuple(choice.option for choice in self.choices)
+
+    @property
+    def changes(self) -> Changes:
+        """The options and the program."""
+        return Changes(self.options, self.program)
 
     def with_rounding(self, note: str) -> Plan:
         """The same plan with roundoff in place of bitwise, and a note that says why."""

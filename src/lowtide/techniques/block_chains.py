@@ -85,9 +85,7 @@ class BlockChains:
     @classmethod
     def of(cls, profile: Profile) -> BlockChains:
         """Chains of a profile, which holds them from then on: options and prices of several techniques read them."""
-        if cls not in profile.findings:
-            profile.findings[cls] = cls(profile)
-        return profile.findings[cls]
+        return profile.findings.get(cls) or profile.findings.keep(cls(profile))
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile

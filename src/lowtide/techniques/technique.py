@@ -27,10 +27,10 @@ class Technique(Protocol):
     ``options`` and ``price`` are pure: they read the profile and touch neither the model nor a GPU.
     ``apply`` changes the model in place, or the step around it, or raises and leaves both as they were.
 
-    Two more methods are optional. Both return findings, which ``options`` and ``price`` then read in
-    ``profile.findings`` under the technique's name. ``study(work, profile)`` captures the step, where fidelity depends
-    on more than a profile. ``measure(work, profile)`` runs the step once an option is a contender, and changes nothing.
-    Prices may only rise by it, or a larger budget could get a slower plan.
+    Two more methods are optional. Both return findings of a class of the technique's own, which ``options`` and
+    ``price`` then read by ``profile.findings.get(cls)``. ``study(work, profile)`` captures the step, where fidelity
+    depends on more than a profile. ``measure(work, profile)`` runs the step once an option is a contender, and changes
+    nothing. Prices may only rise by it, or a larger budget could get a slower plan.
 
     A third, ``inside(work, option)``, is for techniques of the step that leave the loss as it is. It returns the step
     whose loss they run: ``work`` itself, or ``work`` with a part of its batch. Plans then run programs of that loss

@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from lowtide.compat.inductor import compile_graph, decompose
-from lowtide.engines.lowering.ops import GraphWriter, OpsLowering, boxed, value_name
+from lowtide.engines.lowering.graph_code import GraphWriter, boxed, value_name
+from lowtide.engines.lowering.ops import OpsLowering
 from lowtide.engines.lowering.regions import DECOMPOSITIONS, Region, regions_of
 from lowtide.planning.lowering import Lowered, Piece
 from lowtide.planning.programs.fused import fused_seconds, is_free
@@ -30,7 +31,13 @@ class CompiledLowering:
     """Runs regions of compiled code: the same mathematics with other rounding."""
 
     name = "compiled"
+    note = "Regions are compiled by Inductor: they round otherwise, and draw dropout masks of their own."
     compiles = True
+    reference = "seeded"
+
+    def is_offered(self, joint: Joint) -> bool:
+        """For every graph."""
+        return True
 
     def can_run(self, joint: Joint, program: Program) -> bool:
         """Programs without copies to the host and without codes."""
@@ -65,6 +72,11 @@ class SeededLowering(CompiledLowering):
     """Runs programs of compiled graphs op by op. The same seeds give the same masks, so ``verify`` compares with it."""
 
     name = "seeded"
+    reference = ""
+
+    def is_offered(self, joint: Joint) -> bool:
+        """For none: it is there to compare with."""
+        return False
 
     def form(self, joint: Joint) -> Joint:
         """The graph of the compiled lowering."""

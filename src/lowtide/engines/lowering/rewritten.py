@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lowtide.engines.lowering.ops import OpsLowering
-from lowtide.planning.lowering import REWRITTEN
 from lowtide.planning.solvers.solver import Problem, Solution
 from lowtide.techniques.rewrites import REWRITES, rewritten
 from lowtide.techniques.technique import Fidelity, Price
@@ -13,7 +12,11 @@ from lowtide.tracing.capture.joint import Joint
 class RewrittenLowering(OpsLowering):
     """Runs one op after another, some of them lowtide's: the plain step's mathematics in fewer bytes."""
 
-    name = REWRITTEN
+    name = "rewritten"
+
+    def is_offered(self, joint: Joint) -> bool:
+        """For graphs with a pattern: the plain graph is another's to offer."""
+        return self.form(joint) is not joint
 
     def form(self, joint: Joint) -> Joint:
         """The graph as captured, with rewrites; the plain step's ops where no pattern is found."""

@@ -20,6 +20,7 @@ from lowtide.compat.operators import suggest_memory_format
 from lowtide.kernels.batchnorm_ops import ACTIVATION, STATISTICS
 from lowtide.techniques.rewrites.nodes import ALIASES, called, readers
 from lowtide.tracing.capture.batchnorm import descendants
+from lowtide.tracing.capture.joint import is_tangent
 
 _aten: Any = torch.ops.aten
 _MOVING, _STILL = _aten._native_batch_norm_legit_functional.default, _aten._native_batch_norm_legit.no_stats
@@ -41,8 +42,7 @@ class _Norm:
 
 def split_batch_norms(graph: fx.Graph) -> int:
     """Split each batch norm in training, and fuse what follows it; return how many."""
-    tangents = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
-    waiting = descendants(tangents)
+    waiting = descendants(filter(is_tangent, graph.find_nodes(op="placeholder")))
     nodes = [node for target in (_MOVING, _STILL) for node in graph.find_nodes(op="call_function", target=target)]
     count = 0
     for node in nodes:  # one by one: a batch norm may read what another was fused with
