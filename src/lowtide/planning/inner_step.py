@@ -79,18 +79,21 @@ class InnerStep:
 class InnerSteps:
     """The inner steps of one step, each profiled once for a profile of the step around."""
 
-    def __init__(self, work: Workload, baseline: Profile) -> None:
-        self.work, self.baseline = work, baseline
-        known = baseline.findings.get(InnerSteps)
-        if known is None or known[0]() is not work:
-            known = baseline.findings[InnerSteps] = weakref.ref(work), {}
-        self._known: dict[tuple[Option, ...], InnerStep] = known[1]
+    def __init__(self, work: Workload) -> None:
+        self._work = weakref.ref(work)
+        self._known: dict[tuple[Option, ...], InnerStep] = {}
 
-    def find(self, options: Iterable[Option]) -> InnerStep | None:
+    @classmethod
+    def of(cls, work: Workload, baseline: Profile) -> InnerSteps:
+        """Those that a profile of the step has already, or none yet."""
+        known = baseline.findings.get(cls)
+        return known if known is not None and known._work() is work else baseline.findings.keep(cls(work))
+
+    def find(self, options: Iterable[Option], baseline: Profile) -> InnerStep | None:
         """The step inside of options; None where it is the step itself."""
-        inner = tuple(filter(runs_inner_step, options))
-        if not inner:
+        inner, work = tuple(filter(runs_inner_step, options)), self._work()
+        if not inner or work is None:
             return None
         if inner not in self._known:
-            self._known[inner] = InnerStep(self.work, inner, self.baseline)
+            self._known[inner] = InnerStep(work, inner, baseline)
         return self._known[inner]

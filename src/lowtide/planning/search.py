@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
+import traceback
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from operator import is_not
 from typing import Any
 
@@ -14,9 +14,8 @@ from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Conte
 from lowtide.planning.combinations import Combination, combinations
 from lowtide.planning.engine import AUTO, ENGINES, Candidates, Engine, engines_named
 from lowtide.planning.inner_step import InnerStep, InnerSteps
-from lowtide.planning.lowering import LOWERINGS
-from lowtide.planning.plan import ProgramChoice
-from lowtide.planning.prediction import apply_options, estimate_peak, kept_peak, predict, saved_by_each
+from lowtide.planning.plan import Changes, ProgramChoice
+from lowtide.planning.prediction import apply_options, estimate_peak, kept_peak, saved_by_each
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import has_ranks
 from lowtide.registry import PLAIN_ENGINE
@@ -64,10 +63,10 @@ class Search:
         self._exact: dict[Any, Contender | None] = {plain.key: self._plain}
         self._taken_off: dict[Hashable, int] = {}  # by parts: bytes by which a trace was below the simulation
         self._runnable: dict[Option, bool] = {}
-        self._left_out: set[tuple[str, str]] = set()
+        self._left_out: set[Hashable] = set()
         self._combined: dict[Permission, list[Combination]] = {}
         self._expanded: set[tuple[Option, ...]] = set()
-        self._inner_steps = InnerSteps(work, baseline)
+        self._inner_steps = InnerSteps.of(work, baseline)
         self._entered: dict[tuple[Option, ...], bool] = {}  # options with another step inside: whether that runs
         around = (each.floor_bytes for each in self._combinations(permitted) if not each.inner)
         self.floor_bytes = min([kept_peak(baseline.graph, ()), *around])  # of what engines may capture
@@ -176,7 +175,7 @@ class Search:
             return [total]
         if candidate.is_program:
             return list(self._sources[candidate.engine].saved_bytes(candidate))
-        inner = self._inner_steps.find(candidate.options)
+        inner = self._inner_steps.find(candidate.options, self.baseline)
         if inner is not None:
             return list(inner.saved_bytes(candidate.options, candidate.prices, total))
         change, *around = saved_by_each(self.baseline.graph, candidate.prices)
@@ -194,7 +193,9 @@ class Search:
             more = format_size(peak - budget)
             yield f"A budget of {format_size(peak)}, {more} more, is predicted to take {less} less."
         closed = [
-            c for c in self.candidates if c.change is not None and not permitted(c) and not self._forbids(permitted, c)
+            c
+            for c in self.candidates
+            if c.change is not None and not permitted(c) and permitted.forbidden.isdisjoint(_names(c))
         ]
         quick = [c for c in closed if c in faster and self._peak(c) <= budget]
         small = [c for c in closed if self._peak(c) < chosen.peak_bytes]
@@ -216,11 +217,6 @@ class Search:
         """The exact peak where it is known, else the estimate."""
         contender = self._exact.get(candidate.key)
         return contender.peak_bytes if contender else candidate.estimate
-
-    @staticmethod
-    def _forbids(permitted: Permission, candidate: Candidate) -> bool:
-        names = (*candidate.holds, *(option.technique for option in candidate.options))
-        return not permitted.forbidden.isdisjoint(names)
 
     def program(self, contender: Contender, budget: int) -> ProgramChoice | None:
         """The program of an engine's own candidate; None for options and the plain step."""
@@ -323,7 +319,7 @@ class Search:
     def _inner_step(self, combination: Combination) -> InnerStep | None:
         """The step inside of a combination, profiled; None where it does not run, which is noted."""
         try:
-            inner = self._inner_steps.find(combination.inner)
+            inner = self._inner_steps.find(combination.inner, self.baseline)
         except Exception as error:  # any failure says the same: not these options
             self._leave_out(", ".join(map(str, combination.inner)), error)
             inner = None
@@ -401,22 +397,23 @@ class Search:
                     applied.work.compute_loss()
                 self._runnable[option] = True
             except Exception as error:  # any failure says the same: not this option
-                self._leave_out(str(option), error)
+                self._leave_out([option], error)
                 self._runnable[option] = False
         return self._runnable.get(option, True)
 
-    def _leave_out(self, what: str, error: Exception) -> None:
-        """Note why an option is not used, once for all options of a technique that fail alike."""
-        reason = next(iter(str(error).splitlines()), type(error).__name__)  # torch adds pages of tips
-        kind = what.partition(" on ")[0], re.sub(r"[\d.e+-]+", "", reason)  # numbers apart
-        if kind not in self._left_out:
-            self._left_out.add(kind)
-            self.notes.append(f"{what} was left out: {reason}")
+    def _leave_out(self, options: Sequence[Option], error: Exception) -> None:
+        """Note why options are not used, once for those of the same techniques that fail at the same line."""
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        failure = (*(option.technique for option in options), line.filename, line.lineno, type(error.__cause__))
+        if failure not in self._left_out:
+            self._left_out.add(failure)
+            reason = next(iter(str(error).splitlines()), type(error).__name__)  # torch adds pages of tips
+            self.notes.append(f"{', '.join(map(str, options))} was left out: {reason}")
 
     def _simulate(self, candidate: Candidate) -> Contender | None:
         """Simulate a program; with options around it, trace it if it can run and if a trace can follow it."""
         simulated = self._sources[candidate.engine].contender(candidate)
-        if simulated is None or not candidate.options or LOWERINGS[candidate.lowering].compiles:
+        if simulated is None or not candidate.options or candidate.compiles:
             return simulated
         traced = self._trace(candidate)
         if traced is not None:
@@ -427,27 +424,34 @@ class Search:
     def _trace(self, candidate: Candidate) -> Contender | None:
         """Trace a candidate with options, once for a profile of the plain step."""
         acting = [techniques()[option.technique] for option in candidate.options]
-        traced: dict[Hashable, tuple[list[Technique], int, int]] = self.baseline.findings.setdefault(Search, {})
+        traced = self.baseline.findings.get(_TracedPeaks) or self.baseline.findings.keep(_TracedPeaks())
         known = traced.get(candidate.key)
         if known is None or any(map(is_not, known[0], acting)):
             try:
                 after = self._predict(candidate)
             except Exception as error:  # any failure says the same: not this option
-                self._leave_out(", ".join(map(str, candidate.options)), error)
+                self._leave_out(candidate.options, error)
                 return None
             known = traced[candidate.key] = acting, after.peak_bytes, after.storage_peak_bytes
         return Contender(candidate, *known[1:])
 
     def _predict(self, candidate: Candidate) -> Profile:
-        if not candidate.is_program:
-            return predict(self.work, candidate.options, self.baseline, only_peaks=True)
         program = self.program(Contender(candidate, candidate.estimate, candidate.estimate), candidate.estimate)
-        engine = ENGINES[candidate.engine]
-        return engine.predict(self.work, candidate.options, program, self.baseline, only_peaks=True)
+        changes = Changes(candidate.options, program)
+        return ENGINES[candidate.engine].predict(self.work, changes, self.baseline, only_peaks=True)
+
+
+class _TracedPeaks(dict[Hashable, tuple[list[Technique], int, int]]):
+    """By candidate: the techniques that acted, the peak and the storage peak."""
+
+
+def _names(candidate: Candidate) -> tuple[str, ...]:
+    """Names of techniques that a candidate uses, each once."""
+    return tuple(dict.fromkeys((*candidate.holds, *(option.technique for option in candidate.options))))
 
 
 def _named(candidate: Candidate) -> str:
-    names = " and ".join(dict.fromkeys((*candidate.holds, *(option.technique for option in candidate.options))))
+    names = " and ".join(_names(candidate))
     return f"{names} ({candidate.price.fidelity})" if names else candidate.price.fidelity.value
 
 
