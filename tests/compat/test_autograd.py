@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lowtide.compat import autograd
 from tests.refusals import refused
@@ -102,3 +103,35 @@ def test_version_counters_are_set() -> None:
     x += 1
     autograd.set_version_counters((x,), (7,))
     assert x._version == 7
+
+
+def test_hooks_and_frames_of_checkpoints_are_in_their_module() -> None:
+    seen: list[Any] = []
+
+    def forward(x: Tensor) -> Tensor:
+        hooks = autograd.top_saved_hooks(True)
+        assert hooks is not None
+        seen.extend([hooks[0].__module__, hooks[0].__globals__["__name__"]])
+        return x.exp()
+
+    checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=False)
+    assert seen == [autograd.CHECKPOINT] * 2
+
+
+def test_a_function_applied_without_the_step_for_transforms_has_its_values_and_gradients() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return 2 * gradients[0]
+
+    x = torch.ones(2, requires_grad=True)
+    apply = autograd.apply_of(Double)
+    y = apply(x)
+    y.sum().backward()
+    assert apply != Double.apply
+    assert torch.equal(y, 2 * x)
+    assert torch.equal(x.grad, torch.full((2,), 2.0))  # pyright: ignore

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from lowtide.compat.versions import Feature
+from lowtide.compat.versions import CAPTURE, TRIED, Feature
 from lowtide.errors import LowtideError, TraceError
 from tests.fresh import run_fresh
 
-PAINTING = Feature("painting by numbers", torch=("2.11", "2.13"), python=("3.11", "3.12"), error=TraceError)
+PAINTING = Feature("painting by numbers", error=TraceError)
 
 
 @pytest.mark.parametrize(("version", "is_off"), [("2.10.1", True), ("2.11.0+cu128", False), ("2.14.0.dev2026", True)])
@@ -50,6 +53,34 @@ def test_a_function_that_lacks_a_name_says_which() -> None:
     assert "_no_such_name" in str(error.value)
 
 
+@pytest.mark.parametrize("kind", [ImportError, AttributeError])
+def test_errors_of_what_a_function_calls_are_its_own(kind: type[Exception]) -> None:
+    @PAINTING
+    def paint(what: Callable[[], object]) -> object:
+        return what()
+
+    with pytest.raises(kind, match="the user's"):
+        paint(Mock(side_effect=kind("the user's")))
+
+
+def test_a_function_that_lacks_a_module_says_which() -> None:
+    @PAINTING
+    def paint() -> None:
+        import_module("torch._no_such_module")
+
+    with pytest.raises(TraceError) as error:
+        paint()
+    assert "_no_such_module" in str(error.value)
+
+
+def test_captures_are_off_on_other_versions_and_names_that_fail_loudly_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    assert CAPTURE.is_off
+    assert not TRIED.is_off
+
+
 def test_names_are_found_and_missing_ones_raise_where_they_are_used() -> None:
     assert PAINTING.find("torch._C:_functorch.is_batchedtensor")(torch.ones(2)) is False
     assert PAINTING.find("torch._C:_no_such_name", None) is None
@@ -76,6 +107,7 @@ assert lowtide.profile(work).storage_peak_bytes > 0
 def test_importing_lowtide_needs_no_private_name_but_the_registration_of_trees() -> None:
     run_fresh("""
 from importlib import import_module
+from unittest.mock import Mock
 from operator import attrgetter
 from pkgutil import walk_packages
 from lowtide.compat import versions

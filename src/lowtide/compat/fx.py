@@ -10,21 +10,18 @@ import torch
 from torch import fx
 from torch.fx import graph as fx_graph
 
-from lowtide.compat.versions import Feature
-from lowtide.errors import TraceError
-
-_CODE = Feature("running captured graphs", torch=("2.11", "2.13"), python=("3.11", "3.12"), error=TraceError)
+from lowtide.compat.versions import CAPTURE
 
 _aten: Any = torch.ops.aten
 
 
-@_CODE
+@CAPTURE
 def box_arguments(graph: fx.Graph) -> None:
     """Have a graph's code take its arguments in one list, and empty it."""
     graph.set_codegen(fx_graph._BoxedCodeGen())
 
 
-@_CODE
+@CAPTURE
 def bound_forward(graph: fx.Graph) -> Callable[..., Any]:
     """Compile a graph's code, ATen's ops bound to their functions in C++: looking one up costs as much as a small op.
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from lowtide.compat.dynamo import line_of
 from lowtide.compat.operators import OpOverload, schema_of
 from lowtide.errors import LowtideError, TraceError
 from lowtide.techniques.microbatch.counts import NLL_LOSSES
@@ -176,7 +177,8 @@ def _reason(loss: fx.Node, facts: dict[fx.Node, Fact]) -> str:
     if node.op == "placeholder":
         return "an input of the loss has neither a row for each sample nor always the same shape"
     name = getattr(op_of(node) or node.target, "__name__", node.name)
-    return f"{name} mixes samples, or is not known not to{_place(node)}"
+    line = line_of(node)
+    return f"{name} mixes samples, or is not known not to{line and f' ({line})'}"
 
 
 def _paired(whole: CapturedLoss, part: CapturedLoss) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -202,12 +204,3 @@ def _bound(schema: Any, node: fx.Node) -> dict[str, Any]:
     bound |= {each.name: value for each, value in zip(arguments, node.args, strict=False)}
     bound |= node.kwargs
     return {each.name: bound[each.name] for each in arguments if each.name in bound}
-
-
-def _place(node: fx.Node) -> str:
-    """The user's line that an op comes from."""
-    lines = [line for line in str(node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")]
-    if not lines:
-        return ""
-    path, _, rest = lines[-1].strip().removeprefix('File "').partition('", line ')
-    return f" ({path.rpartition('/')[2]}:{rest.partition(',')[0]})"

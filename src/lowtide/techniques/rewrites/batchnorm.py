@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lowtide.compat.dynamo import is_tangent
 from lowtide.compat.operators import suggest_memory_format
 from lowtide.kernels.batchnorm_ops import ACTIVATION, STATISTICS
 from lowtide.techniques.rewrites.nodes import ALIASES, called, readers
@@ -43,7 +44,7 @@ class _Norm:
 
 def split_batch_norms(graph: fx.Graph) -> int:
     """Split each batch norm in training, and fuse what follows it; return how many."""
-    tangents = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
+    tangents = [node for node in graph.find_nodes(op="placeholder") if is_tangent(node)]
     waiting = descendants(tangents)
     nodes = [node for target in (_MOVING, _STILL) for node in graph.find_nodes(op="call_function", target=target)]
     count = 0

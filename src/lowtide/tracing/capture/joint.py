@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from lowtide.compat.dynamo import ARRAY, inputs_written, place_of_result, source_of
+from lowtide.compat.dynamo import ARRAY, inputs_written, is_tangent, module_path, place_of_result, source_of
 from lowtide.compat.operators import HigherOrderOperator
 from lowtide.compat.tensors import is_zero_tensor
 from lowtide.errors import TraceError
@@ -64,10 +64,10 @@ class Joint:
         moved, set_ = self.outputs[:loss], self.outputs[loss + 1 :]  # new values of inputs, and of attributes
         self.stored = [v for v in set_ if isinstance(v, fx.Node) and v not in moved]  # on the model itself
         inputs = [node for node in nodes if node.op == "placeholder"]
-        self.tangents = [node for node in inputs if node.name.startswith("tangents")]
+        self.tangents = [node for node in inputs if is_tangent(node)]
         for node in self.tangents:  # AOTAutograd has them like the outputs, in storages as large
             node.meta["val"] = torch.empty_like(node.meta["val"])
-        self.primals = [node for node in inputs if not node.name.startswith("tangents")]
+        self.primals = [node for node in inputs if not is_tangent(node)]
         # By output: the place of the input whose new value it is, or -1.
         written = inputs_written(module.graph)[:forward_outputs]
         self.written = [-1 if node is None else self.primals.index(node) for node in written]
@@ -158,14 +158,7 @@ def size_of(value: Any) -> int:
 
 def module_of(node: fx.Node) -> str:
     """The path of the module that ran an op, or whose backward pass an op belongs to; "" for the loss function."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path, _ = next(reversed(stack.values()), ("", None))  # L['work'].model.blocks.0.norm, with [0] for some containers
-    _, inside, path = re.sub(r"\._modules|\[['\"]?(\w+)['\"]?\]", _index, path).partition(".model.")
-    return path if inside else ""
-
-
-def _index(match: re.Match[str]) -> str:
-    return f".{match[1]}" if match[1] else ""
+    return module_path(node).partition(".model.")[2]
 
 
 def is_item(node: fx.Node) -> bool:
