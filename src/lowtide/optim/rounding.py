@@ -11,7 +11,7 @@ from lowtide.errors import LowtideError
 from lowtide.kernels.adamw8bit import random_bits
 from lowtide.kernels.reference.adamw8bit import round_by
 from lowtide.optim.hooks import StepPart, take_part
-from lowtide.optim.one_parameter import SingleStep
+from lowtide.optim.one_parameter import SingleStep, parameters_in
 from lowtide.optim.state_dict import as_saved, keeps_parameter_dtype, load_exactly
 from lowtide.undo import Undo
 
@@ -39,7 +39,7 @@ def round_updates(optimizer: torch.optim.Optimizer, how: How = "stochastic", *, 
     """
     if how not in ROUNDINGS:
         raise LowtideError(f"Updates cannot be rounded by {how!r}", hint='Pass "stochastic" or "kahan".')
-    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+    dtypes = {p.dtype for p in parameters_in(optimizer)}
     if how == "stochastic" and torch.float16 in dtypes:
         raise LowtideError("Stochastic rounding is for bfloat16 weights", hint='Pass "kahan" for float16.')
     undo = take_part(optimizer, _Rounded(optimizer, how, seed))
@@ -57,6 +57,11 @@ def round_updates(optimizer: torch.optim.Optimizer, how: How = "stochastic", *, 
 def round_stochastically(x: Tensor, *, seed: int) -> Tensor:
     """float32 to bfloat16, up or down at random, to either side as often as it is near: right on average."""
     return round_by(x, random_bits(x, seed))
+
+
+def step_seed(seed: int, count: int) -> int:
+    """Return a seed for the roundings of a step, from an optimizer's and the steps so far."""
+    return seed * 2654435761 + count * 97003
 
 
 def with_notes(converted: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +84,7 @@ class _Rounded(StepPart):
         return parameter.dtype in (torch.bfloat16, torch.float16)
 
     def run(self, single: SingleStep, parameters: list[Tensor]) -> None:
-        numbers = {p: i for i, p in enumerate(p for g in single.optimizer.param_groups for p in g["params"])}
+        numbers = {p: i for i, p in enumerate(parameters_in(single.optimizer))}
         for parameter in parameters:
             state = _widened(single.optimizer.state[parameter])
             gradient = parameter.grad
@@ -92,7 +97,7 @@ class _Rounded(StepPart):
             wide.grad = None
             count = state[COUNT] = int(state.get(COUNT, 0)) + 1
             if self.how == "stochastic":
-                seed = (self.seed * 2654435761 + count * 97003 + numbers[parameter] * 40503) % 2**31
+                seed = (step_seed(self.seed, count) + numbers[parameter] * 40503) % 2**31
                 parameter.copy_(round_stochastically(wide, seed=seed))
             else:
                 parameter.copy_(wide)

@@ -16,6 +16,7 @@ from lowtide.errors import LowtideError
 from lowtide.optim.gradients import GradientStore
 from lowtide.optim.hooks import part_of
 from lowtide.optim.in_backward import is_stepped_in_backward
+from lowtide.optim.one_parameter import parameters_in
 from lowtide.undo import Undo
 
 SAVED = "loss_scale"  # in an optimizer's first group, where it is saved
@@ -58,8 +59,8 @@ class LossScale:
 
     def guard(self, optimizer: torch.optim.Optimizer) -> Undo:
         """Leave steps out whose gradients are not finite; refused where none are left to look at until the step."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if isinstance(part_of(optimizer), GradientStore) or any(map(is_stepped_in_backward, parameters)):
+        is_used = any(map(is_stepped_in_backward, parameters_in(optimizer)))
+        if is_used or isinstance(part_of(optimizer), GradientStore):
             raise LowtideError(
                 "A scaled loss needs its gradients until the step, and this optimizer has none by then",
                 hint="Use bfloat16, which needs no scale, or undo the stored gradients or the steps in backward.",
@@ -105,7 +106,7 @@ class LossScale:
         return self.value
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        held = [p for p in parameters_in(optimizer) if p.grad is not None]
         finite = _are_finite([p.grad for p in held if p.grad is not None])
         self._follow(optimizer, finite=finite)
         if not finite:
