@@ -26,12 +26,12 @@ def batchnorm_statistics(
 
     Without running statistics the last two are NaN. They take their bytes all the same.
     """
-    if running_mean is None or running_var is None:
-        mean, invstd = batchnorm.moments(x, Running(), eps=eps)
-        return mean, invstd, torch.full_like(mean, math.nan), torch.full_like(mean, math.nan)
-    running = Running(running_mean.clone(), running_var.clone(), momentum)
+    running = Running()
+    if running_mean is not None and running_var is not None:
+        running = Running(running_mean.clone(), running_var.clone(), momentum)
     mean, invstd = batchnorm.moments(x, running, eps=eps)
-    return mean, invstd, running.mean, running.var  # pyright: ignore[reportReturnType]
+    moved = [torch.full_like(mean, math.nan) if each is None else each for each in (running.mean, running.var)]
+    return mean, invstd, *moved  # pyright: ignore[reportReturnType]
 
 
 @batchnorm_statistics.register_fake

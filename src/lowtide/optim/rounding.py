@@ -18,6 +18,7 @@ from lowtide.undo import Undo
 How = Literal["stochastic", "kahan"]
 ROUNDINGS: tuple[How, ...] = ("stochastic", "kahan")
 
+_SHORT = (torch.bfloat16, torch.float16)
 COUNT, REST = "roundings", "rounded_away"  # in a parameter's state, and so in what is saved
 
 
@@ -81,7 +82,7 @@ class _Rounded(StepPart):
         return f"{self.how} rounding"
 
     def takes(self, parameter: Tensor) -> bool:
-        return parameter.dtype in (torch.bfloat16, torch.float16)
+        return parameter.dtype in _SHORT
 
     def run(self, single: SingleStep, parameters: list[Tensor]) -> None:
         numbers = {p: i for i, p in enumerate(parameters_in(single.optimizer))}
@@ -106,7 +107,7 @@ class _Rounded(StepPart):
 
 def _widened(state: dict[str, Any]) -> dict[str, Any]:
     """The state with float32 where it had 16 bits, in place; what was rounded away stays short."""
-    state.update({key: value.float() for key, value in state.items() if key != REST and _is_short(value)})
+    state.update({key: value.float() for key, value in state.items() if key != REST and _is_of(value, *_SHORT)})
     return state
 
 
@@ -120,16 +121,12 @@ def _give_back(optimizer: torch.optim.Optimizer) -> None:
             parameter.data += rest
         if short and parameter.dtype == torch.float32:
             _widened(state)  # raised from 8 bits while the weights were short
-        elif short and parameter.dtype in (torch.bfloat16, torch.float16):
-            floats = {key: value for key, value in state.items() if _is_wide(value)}
+        elif short and parameter.dtype in _SHORT:
+            floats = {key: value for key, value in state.items() if _is_of(value, torch.float32)}
             state.update({key: value.to(parameter.dtype) for key, value in floats.items()})
         if not state:
             del optimizer.state[parameter]
 
 
-def _is_short(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) and value.ndim > 0
-
-
-def _is_wide(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.float32 and value.ndim > 0
+def _is_of(value: Any, *dtypes: torch.dtype) -> bool:
+    return isinstance(value, Tensor) and value.dtype in dtypes and value.ndim > 0
