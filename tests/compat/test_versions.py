@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import import_module
 from unittest.mock import Mock
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from lowtide.compat.versions import CAPTURE, TRIED, Feature
-from lowtide.errors import LowtideError, TraceError
+from lowtide.errors import TraceError
 from tests.fresh import run_fresh
 
 PAINTING = Feature("painting by numbers", error=TraceError)
@@ -23,8 +22,8 @@ def test_a_feature_is_off_outside_of_its_versions_of_torch(
 ) -> None:
     assert not PAINTING.is_off
     monkeypatch.setattr(torch, "__version__", version)
-    assert PAINTING.is_off == is_off
-    assert not replace(PAINTING, loud=True).is_off
+    assert PAINTING.is_off == CAPTURE.is_off == is_off
+    assert not TRIED.is_off
 
 
 def test_a_feature_is_off_outside_of_its_versions_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,14 +42,19 @@ def test_a_function_of_a_feature_that_is_off_says_so_and_does_not_run(monkeypatc
     assert calls == [1]
 
 
-def test_a_function_that_lacks_a_name_says_which() -> None:
+def test_a_function_that_lacks_a_name_or_a_module_says_which() -> None:
     @PAINTING
-    def paint() -> None:
+    def name() -> None:
         torch._no_such_name  # noqa: B018  # pyright: ignore
 
-    with pytest.raises(TraceError) as error:
-        paint()
-    assert "_no_such_name" in str(error.value)
+    @PAINTING
+    def module() -> None:
+        import_module("torch._no_such_module")
+
+    for paint in (name, module):
+        with pytest.raises(TraceError) as error:
+            paint()
+        assert f"_no_such_{paint.__name__}" in str(error.value)
 
 
 @pytest.mark.parametrize("kind", [ImportError, AttributeError])
@@ -61,24 +65,6 @@ def test_errors_of_what_a_function_calls_are_its_own(kind: type[Exception]) -> N
 
     with pytest.raises(kind, match="the user's"):
         paint(Mock(side_effect=kind("the user's")))
-
-
-def test_a_function_that_lacks_a_module_says_which() -> None:
-    @PAINTING
-    def paint() -> None:
-        import_module("torch._no_such_module")
-
-    with pytest.raises(TraceError) as error:
-        paint()
-    assert "_no_such_module" in str(error.value)
-
-
-def test_captures_are_off_on_other_versions_and_names_that_fail_loudly_are_tried(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch, "__version__", "99.0")
-    assert CAPTURE.is_off
-    assert not TRIED.is_off
 
 
 def test_names_are_found_and_missing_ones_raise_where_they_are_used() -> None:
@@ -107,7 +93,6 @@ assert lowtide.profile(work).storage_peak_bytes > 0
 def test_importing_lowtide_needs_no_private_name_but_the_registration_of_trees() -> None:
     run_fresh("""
 from importlib import import_module
-from unittest.mock import Mock
 from operator import attrgetter
 from pkgutil import walk_packages
 from lowtide.compat import versions
@@ -147,7 +132,3 @@ except lowtide.LowtideError as error:
 else:
     raise AssertionError
 """)
-
-
-def test_a_feature_raises_errors_of_lowtide_by_default() -> None:
-    assert replace(PAINTING, error=LowtideError).off().args
