@@ -116,7 +116,7 @@ def test_a_plain_profile_needs_none_of_the_names_of_other_features() -> None:
     run_fresh(f"""
 del torch._C._select_batch_norm_backend, torch._C._DisableTorchDispatch
 del torch._C._autograd._enable_profiler_legacy, torch._compile._disable_dynamo, torch.fx.graph._BoxedCodeGen
-del torch._subclasses.fake_tensor.FakeTensorMode.dispatch, torch.nn.modules.conv._ConvNd, torch._foreach_norm
+del torch._subclasses.fake_tensor.FakeTensorMode.dispatch, torch.nn.modules.conv._ConvNd, torch._foreach_sub
 {PROFILE}""")
 
 

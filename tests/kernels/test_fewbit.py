@@ -98,8 +98,7 @@ def test_boundaries_themselves_infinities_and_nan(kernels, bits):
 
 
 @pytest.mark.skipif(fast is None, reason="needs triton")
-@pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("size", [5, 4099])
+@pytest.mark.parametrize(("bits", "size"), each_value(range(1, 9), (5, 4099)))
 def test_both_pack_alike(bits, size):
     book = book_for("tanh", bits)
     x, _ = make(size)

@@ -41,9 +41,6 @@ foreach_lerp_: Callable[..., None] = TRIED.find("torch:_foreach_lerp_")
 foreach_mul: Callable[..., list[Tensor]] = TRIED.find("torch:_foreach_mul")
 """Multiply many tensors in a few kernels."""
 
-foreach_norm: Callable[..., list[Tensor]] = TRIED.find("torch:_foreach_norm")
-"""Return the norms of many tensors in a few kernels."""
-
 foreach_sub: Callable[..., list[Tensor]] = TRIED.find("torch:_foreach_sub")
 """Subtract many tensors in a few kernels."""
 

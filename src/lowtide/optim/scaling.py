@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.compat.autograd import call_after_backward, graph_task_id
-from lowtide.compat.operators import foreach_norm
 from lowtide.compat.optimizers import register_first_step_pre_hook
 from lowtide.errors import LowtideError
 from lowtide.optim.gradients import GradientStore
@@ -139,15 +138,8 @@ class LossScale:
 
 def _are_finite(gradients: list[Tensor]) -> bool:
     """Whether nothing is infinite or nan, by the largest value: other norms overflow where all values are finite."""
-    largest: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    gradients = [gradient for gradient in gradients if gradient.numel()]
-    norms = foreach_norm(gradients, ord=torch.inf) if gradients else []
-    for norm in norms:
-        largest.setdefault((norm.device, norm.dtype), []).append(norm)
-    finite: dict[torch.device, list[Tensor]] = {}
-    for (device, _), some in largest.items():
-        finite.setdefault(device, []).append(torch.stack(some).isfinite().all())
-    return all(bool(torch.stack(flags).all()) for flags in finite.values())  # waits for each device once
+    largest = nn.utils.get_total_norm([each for each in gradients if each.numel()], torch.inf)
+    return bool(largest.isfinite())  # waits for the device once
 
 
 class _Pass:
