@@ -259,10 +259,6 @@ def _no_backward(dz: Tensor, y: Tensor, *numbers: float) -> Tensor:
     raise NotImplementedError
 
 
-def _smooth(*numbers: float) -> tuple[float, ...]:
-    return ()
-
-
 def _at_zero(*numbers: float) -> tuple[float, ...]:
     return (0.0,)
 
@@ -279,7 +275,7 @@ class Pointwise(NamedTuple):
     writes_gradient: bool = False  # backward takes ``grad_input``
     from_result: bool = False  # torch's own backward needs z alone
     inverse: _Op | None = None
-    bends: Callable[..., tuple[float, ...]] = _smooth
+    bends: Callable[..., tuple[float, ...]] = lambda *numbers: ()
     gate: Callable[..., Gate] | None = None
 
     @property

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowtide.compat.autograd import apply_of
 from lowtide.compat.fake import FakeTensor
 from lowtide.compat.tensors import version_of
 from lowtide.errors import LowtideError
@@ -88,8 +89,7 @@ class _BatchNormActFunction(torch.autograd.Function):
         )
 
 
-# Without the step that is for ``torch.func`` alone, where torch's own ops run.
-apply_node: Any = super(torch.autograd.Function, _BatchNormActFunction).apply  # pyright: ignore[reportAttributeAccessIssue]
+apply_node = apply_of(_BatchNormActFunction)  # under ``torch.func``, torch's own ops run
 
 
 def _forward(

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lowtide.compat.dynamo import is_tangent
 from lowtide.compat.operators import suggest_memory_format
 from lowtide.kernels.batchnorm_ops import ACTIVATION, STATISTICS
 from lowtide.techniques.rewrites.nodes import ALIASES, called, readers
 from lowtide.tracing.capture.batchnorm import descendants
-from lowtide.tracing.capture.joint import is_tangent
 
 _aten: Any = torch.ops.aten
 _MOVING, _STILL = _aten._native_batch_norm_legit_functional.default, _aten._native_batch_norm_legit.no_stats

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from lowtide.compat.dynamo import ARRAY, inputs_written, place_of_result, source_of
+from lowtide.compat.dynamo import ARRAY, inputs_written, is_tangent, module_path, place_of_result, source_of
 from lowtide.compat.operators import HigherOrderOperator
 from lowtide.compat.tensors import is_zero_tensor
 from lowtide.errors import TraceError
@@ -157,24 +157,12 @@ def size_of(value: Any) -> int:
 
 def module_of(node: fx.Node) -> str:
     """The path of the module that ran an op, or whose backward pass an op belongs to; "" for the loss function."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path, _ = next(reversed(stack.values()), ("", None))  # L['work'].model.blocks.0.norm, with [0] for some containers
-    _, inside, path = re.sub(r"\._modules|\[['\"]?(\w+)['\"]?\]", _index, path).partition(".model.")
-    return path if inside else ""
-
-
-def _index(match: re.Match[str]) -> str:
-    return f".{match[1]}" if match[1] else ""
+    return module_path(node).partition(".model.")[2]
 
 
 def is_item(node: fx.Node) -> bool:
     """Tell whether it is one of an op's several results."""
     return node.target is operator.getitem
-
-
-def is_tangent(node: fx.Node) -> bool:
-    """Whether an input of a joint graph is the gradient of an output."""
-    return node.name.startswith("tangents")
 
 
 def is_random(node: fx.Node) -> bool:
