@@ -97,7 +97,7 @@ class Activation:
         for name, row in POINTWISE.items():
             if op is (row.gradient if gradient else row.op):
                 settings = {each.name: each.default_value for each in schema_of(op).arguments[tensors:]}
-                given = settings | kwargs | dict(zip(settings, args[tensors:], strict=False))
+                given = {**settings, **kwargs, **dict(zip(settings, args[tensors:], strict=False))}
                 numbers = _numbers(given.values())[: len(row.numbers)]
                 others = list(settings)[len(numbers) :]  # such as elu's scale
                 if all(given[each] == (settings[each] or 0) for each in others):
