@@ -90,7 +90,7 @@ class _Writer:
         held = {each.value for each in (*backward, *stored) if each.kind is Kind.RETURN_GRAD} | set(tangents)
         over: dict[Value, Value] = {}
         forward = self._in_place(forward, over, held={loss, *moved, *handed, *offloaded})
-        backward = self._in_place(backward, over, held=held, given=given)
+        backward = self._in_place(backward, over, held={loss, *held}, given=given)  # the caller reads the loss later
         for cell in {*self.storages, *over}:
             self.storages[cell] = tuple(over.get(storage, storage) for storage in self.held(cell))
         early = [cell for cell, position in freed_at.items() if position < 0]
