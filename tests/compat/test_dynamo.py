@@ -106,26 +106,6 @@ def test_a_node_that_dynamo_did_not_make_has_no_source() -> None:
     assert dynamo.source_of(fx.Graph().placeholder("x")) == ""
 
 
-class Work:
-    """A model in another object, with blocks in a container and in a list."""
-
-    def __init__(self) -> None:
-        self.model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Tanh()]))
-        self.model.forward = lambda x: self.model[1][0](self.model[0](x)).square()  # type: ignore[method-assign]
-
-
-def test_ops_of_both_passes_name_the_module_that_ran_them() -> None:
-    work = Work()
-    joint = capture(lambda x: work.model(x).sum(), torch.ones(2, 2))["joint"]
-    modules = {str(node.target): dynamo.module_of(node) for node in joint.graph.nodes if node.op == "call_function"}
-    assert {op: modules[f"aten.{op}"] for op in ("addmm.default", "tanh.default", "tanh_backward.default")} == {
-        "addmm.default": "0",
-        "tanh.default": "1.0",
-        "tanh_backward.default": "1.0",
-    }
-    assert modules["aten.sum.default"] == ""
-
-
 def test_inputs_are_named_by_the_variable_that_holds_them() -> None:
     notes = capture(
         lambda pair, array: (pair[0] * torch.from_numpy(array)).sum(),

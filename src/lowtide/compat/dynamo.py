@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import re
 import sys
 import weakref
 from collections.abc import Callable, Generator
@@ -96,21 +95,6 @@ def source_of(placeholder: fx.Node) -> str:
     while hasattr(source, "base"):
         source = source.base
     return getattr(source, "local_name", "")
-
-
-def module_of(node: fx.Node) -> str:
-    """Return the path in ``work.model`` of the module that ran an op, or its forward op; "" for the loss function.
-
-    Dynamo tells it as Python would write it, ``L['work'].model.blocks.0.norm``, with ``[0]`` for some containers.
-    """
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    written, _ = next(reversed(stack.values()), ("", None))
-    _, _, path = re.sub(r"\._modules|\[['\"]?(\w+)['\"]?\]", _as_attribute, written).partition(".model.")
-    return path
-
-
-def _as_attribute(match: re.Match[str]) -> str:
-    return f".{match[1]}" if match[1] else ""
 
 
 def inputs_written(graph: fx.Graph) -> list[fx.Node | None]:

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.compat.dynamo import module_of
 from lowtide.kernels import batchnorm_ops
 from lowtide.kernels.dropout_mask import decomposed
 from lowtide.planning.programs.program import Instruction, Kind, Role, Value
-from lowtide.tracing.capture.joint import Joint, is_item, is_random, viewed
+from lowtide.tracing.capture.joint import Joint, is_item, is_random, module_of, viewed
 
 DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     torch.ops.lowtide.dropout_mask.default: decomposed,

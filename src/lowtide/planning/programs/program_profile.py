@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lowtide.compat.dynamo import module_of
 from lowtide.errors import TraceError
 from lowtide.planning.programs.codes import Codes, codes_of
 from lowtide.planning.programs.in_place import in_place_form
@@ -24,7 +23,7 @@ from lowtide.profiling.kernels import Workspaces, modelled_workspace, seconds_al
 from lowtide.profiling.roofline import op_seconds
 from lowtide.registry import NEEDS_NO_CAPTURE
 from lowtide.tracing.call_sites import short_name
-from lowtide.tracing.capture.joint import Joint, is_item, is_random, size_of
+from lowtide.tracing.capture.joint import Joint, is_item, is_random, module_of, size_of
 from lowtide.tracing.dense_parts import dtype_name, flatten, leaves
 from lowtide.tracing.graph import STATIC, Category, Graph, Op, Storage, TensorView, handed_on, signature
 from lowtide.tracing.op_calls import Call

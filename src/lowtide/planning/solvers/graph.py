@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lowtide.chains import StageChoice
-from lowtide.compat.dynamo import module_of
 from lowtide.planning.plan import PlannedStage
 from lowtide.planning.programs.codes import Codes, codes_of
 from lowtide.planning.solvers.encode import Coded, bound_of, with_codes
@@ -15,6 +14,7 @@ from lowtide.planning.solvers.runs import RunTimeline, without_runs
 from lowtide.planning.solvers.solver import Problem, Solution
 from lowtide.techniques import fewbit
 from lowtide.techniques.technique import Fidelity
+from lowtide.tracing.capture.joint import module_of
 
 
 class GraphSolver:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from lowtide.compat.dynamo import module_of
+from lowtide.tracing.capture.joint import module_of
 
 
 def outline(nodes: Sequence[fx.Node]) -> str:

@@ -156,6 +156,18 @@ def size_of(value: Any) -> int:
     return value.untyped_storage().nbytes() if isinstance(value, Tensor) and not is_zero_tensor(value) else 0
 
 
+def module_of(node: fx.Node) -> str:
+    """The path of the module that ran an op, or whose backward pass an op belongs to; "" for the loss function."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path, _ = next(reversed(stack.values()), ("", None))  # L['work'].model.blocks.0.norm, with [0] for some containers
+    _, inside, path = re.sub(r"\._modules|\[['\"]?(\w+)['\"]?\]", _index, path).partition(".model.")
+    return path if inside else ""
+
+
+def _index(match: re.Match[str]) -> str:
+    return f".{match[1]}" if match[1] else ""
+
+
 def is_item(node: fx.Node) -> bool:
     """Tell whether it is one of an op's several results."""
     return node.target is operator.getitem
