@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -23,11 +22,7 @@ MODELS = ["lenet", "gpt2", "resnet18", "wrn28-2", "densenet121", "unet", "robert
 BITS = [*product(["lenet"], ("all", "light", "recursive", "middle")), ("gpt2", "sqrt, light")]
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.mark.parametrize(("name", "way"), list(product(MODELS, PLANS)) if SOAK else BITS)

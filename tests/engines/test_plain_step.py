@@ -15,6 +15,8 @@ from lowtide.techniques import Option, techniques
 from lowtide.techniques.optimizer_state import OptimizerStateConfig
 from lowtide.techniques.technique import Config
 
+from .planned import squares
+
 OPTIONS = {
     "in backward": (Option("optimizer_in_backward", ("",), Config()),),
     "8-bit states": (Option("optimizer_state", ("",), OptimizerStateConfig("8bit")),),
@@ -29,10 +31,6 @@ def wide() -> Workload:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4)))
     return Workload(model, squares, torch.randn(64, 128), torch.optim.AdamW(model.parameters()))
-
-
-def squares(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
 
 
 def peaks(work: Workload) -> tuple[int, int, int]:

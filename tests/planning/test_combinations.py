@@ -20,6 +20,7 @@ from lowtide.profiling import Profile, profile
 from lowtide.techniques import Fidelity
 from tests.refusals import refused
 
+from ..engines.planned import squares
 from ..tracing.allocator import allocated_peak
 
 NAME = "optimizer_in_backward"
@@ -30,10 +31,6 @@ def wide() -> Workload:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Dropout(0.1), nn.GELU()) for _ in range(6)))
     return Workload(model, squares, torch.randn(128, 128), torch.optim.AdamW(model.parameters()), name="wide")
-
-
-def squares(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
 
 
 @pytest.fixture(scope="module")

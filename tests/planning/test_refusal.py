@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowtide.engines import eager as eager_module
 from lowtide.engines import plan
 from lowtide.errors import BudgetError
 from lowtide.planning import graph_candidates
@@ -30,7 +31,7 @@ def refusal(work: Workload, budget: str) -> str:
 
 
 def test_a_refusal_traces_few_options_and_names_who_holds_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    traced = count_calls(monkeypatch, search_module, "predict")
+    traced = count_calls(monkeypatch, eager_module, "predict")
     lines = refusal(layers(), "14%").splitlines()
     assert len(lines) <= 3
     assert all(word in lines[1] for word in ("parameters", "gradients", "optimizer state"))
@@ -52,7 +53,7 @@ def test_tips_of_torch_over_many_lines_are_not_part_of_a_note(monkeypatch: pytes
     def failing(*_: object, **__: object) -> None:
         raise RuntimeError("a different number of tensors was saved\nTip 1\nTip 2")
 
-    monkeypatch.setattr(search_module, "predict", failing)
+    monkeypatch.setattr(eager_module, "predict", failing)
     with pytest.raises(BudgetError) as error:
         plan(layers(), "80%", engine="eager", tune=False)
     assert "tensors was saved" in str(error.value)
