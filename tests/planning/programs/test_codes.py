@@ -30,11 +30,14 @@ GATES: dict[str, Function] = {
     "relu6": F.relu6,
     "hardsigmoid": F.hardsigmoid,
     "threshold": lambda x: F.threshold(x, 0.3, 0.1),
+    "negative slope": lambda x: F.leaky_relu(x, -0.2),
+    "hardtanh": lambda x: F.hardtanh(x, -0.2, 0.4),
 }
 CURVES: dict[str, Function] = {
     "gelu": F.gelu,
     "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
+    "mish": F.mish,
     "hardswish": F.hardswish,
     "softplus": F.softplus,
 }

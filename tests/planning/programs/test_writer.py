@@ -11,8 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lowtide.engines import apply, plan
+from lowtide import Workload
+from lowtide.engines import apply, graph, plan
 from lowtide.errors import BudgetError
+from lowtide.planning.programs.strategies import plain
 from lowtide.profiling import profile
 
 from ...engines.counting import results
@@ -138,3 +140,12 @@ def test_any_graph_at_any_budget_keeps_bits_and_bytes_or_is_refused(
             assert torch.equal(ours, plains)
         assert_kept(step, work, budget)
     torch._dynamo.reset()
+
+
+def test_backward_leaves_a_loss_that_it_reads_as_it_is() -> None:
+    """The gradient of a square root reads the root, which is the loss."""
+    work = Workload(nn.Linear(4, 4), lambda model, x: model(x).square().mean().sqrt(), torch.randn(3, 4))
+    loss = graph.planned_loss(work, plain)(work.batch)
+    before = loss.item()
+    loss.backward()
+    assert loss.item() == before
