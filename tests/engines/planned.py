@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,9 +88,8 @@ def smallest_budget(work: Workload, plain: Profile, engine: str = "graph", allow
     # The error's advice is left out: it predicts the step under every looser technique.
     with mock.patch.object(refusal, "_advice", return_value=""), pytest.raises(BudgetError) as refused:
         plan(work, 1, profile=plain, engine=engine, allow=allow, forbid=IN_BACKWARD, tune=False)
-    named = re.search(r"(\d+) bytes\)", str(refused.value))
-    assert named is not None
-    return int(named[1])
+    assert refused.value.smallest_bytes is not None
+    return refused.value.smallest_bytes
 
 
 def plain_loss(work: Workload) -> Loss:

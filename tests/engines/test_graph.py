@@ -89,7 +89,8 @@ def test_each_way_to_run_a_program_keeps_its_promise_on_the_gpu(
     plain = lowtide.profile(work)
     with pytest.raises(BudgetError) as refused:
         lowtide.plan(work, 1, profile=plain, engine="graph", tune=False, **ways)
-    smallest = int(str(refused.value).split(" bytes)")[0].rsplit(" ", 1)[1])
+    smallest = refused.value.smallest_bytes
+    assert smallest
     for budget in (smallest, (smallest + plain.peak_bytes) // 2):
         verification = lowtide.verify(work, lowtide.plan(work, budget, profile=plain, engine="graph", **ways))
         assert verification.ok, str(verification)
