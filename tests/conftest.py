@@ -56,6 +56,14 @@ def _own_frame_evaluation():
 
 
 @pytest.fixture
+def fresh_dynamo():
+    """Compile graphs of this test alone."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Leave plans nothing to choose but techniques with these names, and what a test registers."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import Workload
+from tests.models import blocks, squares
 
 SHAPE = 1024, 64
 
@@ -16,8 +17,7 @@ SHAPE = 1024, 64
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+        self.layers = blocks(4, 64)
         self.kept: Any = None
 
 
@@ -87,10 +87,6 @@ class Last(Model):
         x = self.layers(x)
         self.kept.append(x.detach().repeat(1, 4).cos())
         return x
-
-
-def squares(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
 
 
 def workload(model: nn.Module) -> Workload:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import lowtide
 from lowtide.engines import apply, fit, graph
@@ -17,12 +18,12 @@ from lowtide.planning.graph_candidates import GraphCandidates
 from lowtide.planning.solvers.chain import ChainSolver
 from lowtide.techniques import Fidelity, register
 from lowtide.tracing.capture import loss as captured_loss
+from tests.models import layers, squares
 from tests.refusals import refused, warned
 
 from ..contract.outcomes import assert_restored, snapshot
 from ..planning.steps import chain
 from .counting import count_calls
-from .lowering.test_ops import layers
 from .test_verify import Off, divided
 
 
@@ -80,10 +81,8 @@ def test_fit_captures_the_loss_once(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = [
         count_calls(monkeypatch, backend, "__call__") for backend in (captured_loss._JointCollector, graph._Backend)
     ]
-    model = layers(4)
-    step = lowtide.fit(
-        model, lambda model, x: model(x).square().mean(), torch.randn(64, 32), engine="graph", budget="80%"
-    )
+    model = layers(4, 32, nn.GELU)
+    step = lowtide.fit(model, squares, torch.randn(64, 32), engine="graph", budget="80%")
     step.loss(torch.randn(64, 32)).backward()
     assert sum(map(len, captures)) == 1
     step.undo()

@@ -14,6 +14,7 @@ from lowtide.profiling import Profile, profile
 from lowtide.techniques import Option, techniques
 from lowtide.techniques.optimizer_state import OptimizerStateConfig
 from lowtide.techniques.technique import Config
+from tests.models import blocks, squares
 
 OPTIONS = {
     "in backward": (Option("optimizer_in_backward", ("",), Config()),),
@@ -26,13 +27,8 @@ OPTIONS = {
 
 
 def wide() -> Workload:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4)))
+    model = blocks(4, 128, nn.GELU)
     return Workload(model, squares, torch.randn(64, 128), torch.optim.AdamW(model.parameters()))
-
-
-def squares(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
 
 
 def peaks(work: Workload) -> tuple[int, int, int]:

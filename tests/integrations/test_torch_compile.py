@@ -20,6 +20,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from lowtide.errors import BudgetError, LowtideError, PlanError
 from lowtide.integrations.torch_compile import backend
 from lowtide.zoo.gpt2 import GPT2
+from tests.models import squares
 
 from ..tracing.allocator import allocated_peak
 
@@ -41,10 +42,6 @@ def chain(layers: int = 4) -> nn.Sequential:
         for _ in range(layers)
     )
     return nn.Sequential(*(nn.Sequential(*each) for each in parts))
-
-
-def squares(model: Any, x: Tensor) -> Tensor:
-    return model(x).square().mean()
 
 
 def results(model: nn.Module, run: Any, x: Tensor, loss: Any = squares) -> list[Tensor]:

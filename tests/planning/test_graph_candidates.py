@@ -26,11 +26,12 @@ from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.capture.loss import capture_joint
 from lowtide.tracing.plain_aten.gradient_accumulation import held_by_call
 from lowtide.workload import Workload
+from tests.models import layers, squares
 from tests.refusals import refused
 
 from ..contract.outcomes import assert_restored, snapshot
-from ..engines.planned import Block, smallest_budget, squares, work_of
-from ..engines.test_eager import Branching, Recurrent
+from ..engines.planned import Block, smallest_budget, work_of
+from ..engines.test_eager import branching, recurrent
 from .steps import chain
 
 
@@ -132,7 +133,7 @@ def test_room_is_what_the_program_takes_and_what_the_budget_leaves(work: Workloa
 
 
 def test_a_planned_step_and_its_profile_are_freed_with_their_graph() -> None:
-    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
+    model = layers(4, 16)
     work = Workload(model, lambda given, x: squares(given, x), torch.randn(256, 16))
     before = profile(work)
     made = plan(work, "75%", profile=before, engine="graph", tune=False)
@@ -207,8 +208,8 @@ def test_a_lowering_lowers_what_fits_or_else_its_smallest_program(candidates: Gr
 
 
 UNCAPTURED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
-    "branch": (lambda: Branching(16), (256, 16), "Data-dependent branching"),
-    "LSTM": (lambda: Recurrent(16, nn.LSTM), (16, 12, 16), "LSTM"),
+    "branch": (lambda: branching(16), (256, 16), "Data-dependent branching"),
+    "LSTM": (lambda: recurrent(16), (16, 12, 16), "LSTM"),
 }
 
 

@@ -11,16 +11,16 @@ from lowtide.errors import BudgetError
 from lowtide.planning import graph_candidates
 from lowtide.planning import search as search_module
 from lowtide.workload import Workload
+from tests.models import blocks, squares
 
 from ..engines.counting import count_calls
 
 
 def layers() -> Workload:
     """A stack whose activations weigh more than its parameters."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)))
+    model = blocks(4, 16, nn.GELU)
     optimizer = torch.optim.Adam(model.parameters())
-    return Workload(model, lambda model, x: model(x).square().mean(), torch.randn(256, 16), optimizer)
+    return Workload(model, squares, torch.randn(256, 16), optimizer)
 
 
 def refusal(work: Workload, budget: str, **options: Any) -> BudgetError:

@@ -17,6 +17,7 @@ from lowtide.profiling import Profile
 from lowtide.sizes import parse_size
 from lowtide.techniques import Fidelity, register
 from lowtide.techniques.registry import techniques
+from tests.models import squares
 from tests.refusals import refused
 
 from ..contract.outcomes import assert_restored, snapshot
@@ -110,7 +111,7 @@ def test_a_plan_says_why_the_graph_engine_is_not_used() -> None:
             return super().forward(x if x.sum() < 1e9 else -x)
 
     model = Branching(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
-    work = Workload(model, lambda model, x: model(x).square().mean(), torch.randn(64, 16))
+    work = Workload(model, squares, torch.randn(64, 16))
     chosen = plan(work, "80%", allow="microbatch", tune=False)
     assert chosen.engine == "eager"
     assert any("graph engine is not used" in note and "Data-dependent" in note for note in chosen.notes)

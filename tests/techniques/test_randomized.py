@@ -13,6 +13,7 @@ from lowtide.profiling import profile
 from lowtide.techniques import Forward, replace_forward
 from lowtide.techniques.randomized import Randomized, RandomizedLinears, randomize
 from lowtide.workload import Workload
+from tests.models import squares
 from tests.refusals import refused
 from tests.soak import in_soak
 
@@ -36,7 +37,7 @@ class Attention(nn.Module):
 def work_of(model, **changes):
     torch.manual_seed(0)
     batch = torch.randn(ROWS, WIDTH, requires_grad=False)
-    return Workload(model, lambda model, batch: model(batch).square().mean(), batch, **changes)
+    return Workload(model, squares, batch, **changes)
 
 
 def option_of(work, ratio=0.2):

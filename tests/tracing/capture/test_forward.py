@@ -7,6 +7,7 @@ from torch import nn
 from lowtide import Workload
 from lowtide.errors import TraceError
 from lowtide.tracing.capture.forward import capture_forward
+from tests.models import squares
 
 
 class Double(torch.autograd.Function):
@@ -21,7 +22,7 @@ class Double(torch.autograd.Function):
 
 def test_inputs_of_a_captured_loss_have_origins():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    captured = capture_forward(Workload(model, lambda m, x: m(x).square().mean(), torch.randn(8, 4)))
+    captured = capture_forward(Workload(model, squares, torch.randn(8, 4)))
     assert sorted(captured.origins.values()) == ["batch", *["kept"] * 3, *["parameter"] * 4]
     assert captured.loss.meta["val"].shape == ()
     assert int(model[1].num_batches_tracked) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -10,19 +12,18 @@ from lowtide.chains import keep_all, simulate
 from lowtide.planning.programs.stages import Stages
 from lowtide.tracing.capture.loss import capture_joint, capture_joints
 from tests.contract.outcomes import assert_restored, snapshot
+from tests.models import Call, blocks, squares
 
 
-class Branch(nn.Module):
+def branching() -> Call:
     """Goes one way or the other by a value, in the middle."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.left, self.right = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
-        self.norm = nn.BatchNorm1d(8)
+    def branch(m: Any, x: Tensor) -> Tensor:
+        x = m.norm(m.first(x))
+        return m.left(x) if x.sum() > 100 else m.right(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.first(x))
-        return self.left(x) if x.sum() > 100 else self.right(x)
+    first, left, right = blocks(3, 8)
+    return Call(branch, first=first, left=left, right=right, norm=nn.BatchNorm1d(8))
 
 
 def test_a_loss_without_breaks_is_one_graph() -> None:
@@ -32,7 +33,7 @@ def test_a_loss_without_breaks_is_one_graph() -> None:
 
 
 def test_a_branch_by_a_value_breaks_the_loss_into_graphs_each_a_chain() -> None:
-    work = Workload(Branch(), lambda model, x: model(x).square().mean(), torch.randn(4, 8))
+    work = Workload(branching(), squares, torch.randn(4, 8))
     before = snapshot(work.model)
     joints = capture_joints(work)
     assert_restored(work.model, before)
