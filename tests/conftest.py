@@ -57,7 +57,7 @@ def _own_frame_evaluation():
 
 @pytest.fixture
 def fresh_dynamo():
-    """Compile graphs of this test alone."""
+    """No test's graphs are another's."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

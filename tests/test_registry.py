@@ -1,7 +1,10 @@
 """Registries: names without imports, implementations on demand, registered ones until the undo."""
 
+import ast
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +46,29 @@ def test_a_registered_one_is_known_until_the_undo_and_names_are_unique(registry:
         with refused("'toy'", kind=PlanError):
             registry.register(Toy())
     assert "toy" not in registry
+
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "lowtide"
+PLACES = {built_in.place.partition(":")[0] for names in BUILT_IN.values() for built_in in names.values()}
+
+
+def importers(module: str) -> Iterator[str]:
+    """Folders of the files that import a module, other than its own."""
+    own = SOURCE.parent / module.replace(".", "/")
+    for path in SOURCE.rglob("*.py"):
+        found = (node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ImportFrom))
+        names = {each for node in found for each in (node.module, *(f"{node.module}.{a.name}" for a in node.names))}
+        if module in names and path.parent != own.parent:
+            yield str(path.relative_to(SOURCE))
+
+
+@pytest.mark.parametrize("module", sorted(PLACES))
+def test_a_built_in_is_imported_by_its_registry_and_its_neighbours_alone(module: str) -> None:
+    assert list(importers(module)) == []
+
+
+def test_an_importer_is_found() -> None:
+    assert "planning/search.py" in importers("lowtide.registry")
 
 
 @pytest.mark.parametrize(("contract", "name"), [(key, name) for key, names in BUILT_IN.items() for name in names])

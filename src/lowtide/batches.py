@@ -98,7 +98,7 @@ class _PytreeNode:
 
 @dataclass(frozen=True)
 class _NodeStructure:
-    """The structure of a node. Two of the same type and names are equal, whatever else they hold."""
+    """The structure of a node. Two are equal by type and names alone."""
 
     type: type
     names: tuple[Any, ...]
@@ -115,7 +115,7 @@ class _NodeStructure:
             return rebuilt
         if getattr(self.value, "__dict__", None) is self.value:  # its items are its attributes
             rebuilt.__dict__ = rebuilt
-        elif not isinstance(self.value, UserDict):  # what it keeps its items in must be its own
+        elif not isinstance(self.value, UserDict):  # it must not share the dict of its items
             held = getattr(rebuilt, "__dict__", {})
             held.update({name: copy.copy(each) for name, each in held.items() if isinstance(each, MutableMapping)})
         for name, part in named.items():

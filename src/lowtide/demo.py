@@ -52,7 +52,7 @@ class Training:
 
     @property
     def within(self) -> bool:
-        """Whether the measured peak is within the budget."""
+        """Tell whether the measured peak is within the budget."""
         return self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
 
 
@@ -65,7 +65,6 @@ class Demo:
 
     @property
     def ok(self) -> bool:
-        """Whether all promises hold."""
         return all(run.equal and run.within for run in self.runs)
 
     def to_json(self) -> dict[str, Any]:

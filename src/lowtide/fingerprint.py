@@ -29,7 +29,6 @@ class Fingerprint:
 
     @classmethod
     def of(cls, work: Workload) -> Fingerprint:
-        """The fingerprint of a step."""
         named = (*work.model.named_parameters(), *work.model.named_buffers())
         return cls(
             model=_digest(f"{name} {list(t.shape)} {t.dtype} {t.requires_grad}" for name, t in named),

@@ -17,13 +17,17 @@ class BuiltIn(NamedTuple):
     summary: str
 
 
+PLAIN_ENGINE = "eager"  # applies options of techniques to the user's own modules, and captures nothing
+PLAIN_LOWERING = "ops"  # runs every program
+NEEDS_NO_CAPTURE = f"The {PLAIN_ENGINE} engine needs no capture."  # a hint of errors about captures
+
 BUILT_IN: Mapping[str, Mapping[str, BuiltIn]] = {
-    "engine": {  # the plain step's first
-        "eager": BuiltIn("lowtide.engines.eager:EagerEngine", "the model's own code"),
+    "engine": {
+        PLAIN_ENGINE: BuiltIn("lowtide.engines.eager:EagerEngine", "the model's own code"),
         "graph": BuiltIn("lowtide.engines.graph:GraphEngine", "a captured graph"),
     },
     "lowering": {
-        "ops": BuiltIn("lowtide.engines.lowering.ops:OpsLowering", "one op after another"),
+        PLAIN_LOWERING: BuiltIn("lowtide.engines.lowering.ops:OpsLowering", "one op after another"),
         "rewritten": BuiltIn("lowtide.engines.lowering.rewritten:RewrittenLowering", "rewrites, one op after another"),
         "compiled": BuiltIn("lowtide.engines.lowering.compiled:CompiledLowering", "regions compiled by Inductor"),
         "seeded": BuiltIn("lowtide.engines.lowering.compiled:SeededLowering", "compiled programs, op by op"),
@@ -33,8 +37,6 @@ BUILT_IN: Mapping[str, Mapping[str, BuiltIn]] = {
         "graph": BuiltIn("lowtide.planning.solvers.graph:GraphSolver", "any graph, value by value"),
     },
 }
-PLAIN_ENGINE = next(iter(BUILT_IN["engine"]))
-NEEDS_NO_CAPTURE = f"The {PLAIN_ENGINE} engine needs no capture."  # a hint of errors about captures
 
 
 class Named(Protocol):

@@ -36,8 +36,7 @@ class Workload:
     optimizer: torch.optim.Optimizer | None = None
     autocast: torch.dtype | None = None
     name: str = ""
-    captures: list[Any] | None = field(default=None, init=False, repr=False, compare=False)
-    """Captured losses that planning leaves for an engine. None: captures are not shared."""
+    captures: Captures = field(default_factory=lambda: Captures(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -80,7 +79,7 @@ class Workload:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "captures": None}  # compiled code belongs to this step: a copy has none
+        return {**vars(self), "captures": Captures()}  # compiled code belongs to this step: a copy has none
 
     @property
     def device(self) -> torch.device:
@@ -112,6 +111,14 @@ class Workload:
                 hint="Make the batch outside of it, or pass batch.clone().",
             ) from error
         return check_loss(loss, where=place_of(self.loss))
+
+
+@dataclass(eq=False)
+class Captures:
+    """Captured losses of a step that planning leaves for an engine, while a call of lowtide's shares them."""
+
+    shared: bool = False
+    losses: list[Any] = field(default_factory=list[Any])
 
 
 def check_workload(work: object, *, call: str) -> Workload:
@@ -169,7 +176,7 @@ def autocast(device_type: str, dtype: torch.dtype | None) -> Generator[None]:
 
 
 def _steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Tell whether an optimizer has a parameter of the model; True where one of the two has none at all."""
+    """Tell whether an optimizer has a parameter of the model; True if either has none."""
     own = {id(parameter) for parameter in model.parameters()}
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return not own or not stepped or not own.isdisjoint(stepped)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.compat import autograd
+from lowtide.techniques.microbatch.counts import nodes_behind
 from tests.refusals import refused
 
 
@@ -102,3 +104,14 @@ def test_version_counters_are_set() -> None:
     x += 1
     autograd.set_version_counters((x,), (7,))
     assert x._version == 7
+
+
+def test_nodes_are_told_by_their_classes() -> None:
+    x, targets = torch.ones(4, 3, requires_grad=True), torch.zeros(4, dtype=torch.long)
+    for loss in (F.cross_entropy(x, targets), F.cross_entropy(x.T[None, :, :, None], targets[None, :, None])):
+        assert isinstance(loss.grad_fn, autograd.NLL_NODES)
+        assert isinstance(loss.grad_fn.next_functions[0][0], autograd.LOG_SOFTMAX_NODES)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        assert any(isinstance(node, autograd.NLL_NODES) for node in nodes_behind(gradient))
+        assert isinstance((loss / x.sum()).grad_fn, autograd.DIVISION_NODES)
+        assert not isinstance((loss / 2 + 1).grad_fn, autograd.DIVISION_NODES)

@@ -84,6 +84,7 @@ def capture(loss: Any, *inputs: Any) -> dict[str, Any]:
     def backend(graph: fx.GraphModule, inputs: Any) -> Any:
         notes["sources"] = [dynamo.source_of(node) for node in graph.graph.find_nodes(op="placeholder")]
         notes["fakes"] = list(dynamo.traced_inputs())
+        notes["own gradients"] = dynamo.has_own_gradients(graph)
         return dynamo.aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(graph, inputs)
 
     torch.compile(loss, backend=backend)(*inputs).backward()
@@ -125,6 +126,17 @@ def test_outputs_are_told_from_new_values_of_inputs() -> None:
     count = next(node for node in inputs if node.meta["val"].ndim == 0)
     assert dynamo.inputs_written(graph)[:2] == [count, None]
     assert dynamo.place_of_result(graph, 2) == 1
+
+
+def hooked(x: Tensor) -> Tensor:
+    y = x.sin()
+    y.register_hook(lambda gradient: 2 * gradient)
+    return y.sum()
+
+
+@pytest.mark.parametrize(("loss", "expected"), [(hooked, True), (lambda x: x.sin().sum(), False)])
+def test_gradients_of_its_own_are_seen_in_a_graph(loss: Any, expected: bool) -> None:
+    assert capture(loss, torch.rand(3, requires_grad=True))["own gradients"] is expected
 
 
 def test_errors_of_dynamo_are_told_apart() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lowtide.compat.fx import bound_forward, box_arguments
+from lowtide.compat.fx import bound_forward, box_arguments, line_of
 
 aten: Any = torch.ops.aten
 
@@ -35,3 +35,12 @@ def test_bound_code_calls_functions_in_cpp() -> None:
     called = {name: forward.__globals__[name] for name in forward.__code__.co_names if "exp" in name or "mul" in name}
     assert len(called) == 2
     assert not {type(each) for each in called.values()} & {type(aten.exp.default), Tensor}
+
+
+def test_an_op_comes_from_the_innermost_line() -> None:
+    node = graph_of_two().find_nodes(op="call_function", target=aten.exp.default)[0]
+    assert line_of(node) == ("", 0)
+    node.meta["stack_trace"] = "".join(
+        f'  File "{name}.py", line {line}, in f\n    y = x\n' for name, line in (("a", 1), ("b", 2))
+    )
+    assert line_of(node) == ("b.py", 2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lowtide.engines import graph as graph_module
+from lowtide.engines import shapes as shapes_module
 
 from .counting import count_calls
 from .planned import Ready, awkward, planned
@@ -25,6 +26,12 @@ def _fresh() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def ready() -> Ready:
     return planned(awkward())
+
+
+@pytest.fixture
+def predictions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Grows with each step that is predicted."""
+    return count_calls(monkeypatch, shapes_module, "profile")
 
 
 @pytest.fixture

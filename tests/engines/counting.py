@@ -137,7 +137,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[
     original = getattr(owner, name)
 
     def counted(*args: Any, **options: Any) -> Any:
-        calls.append(args[0])
+        calls.append(args[0] if args else None)
         return original(*args, **options)
 
     monkeypatch.setattr(owner, name, counted)

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from lowtide import Workload
 from lowtide.engines.autograd import Runner
 from lowtide.engines.lowering.compiled import CompiledLowering, SeededLowering
-from lowtide.engines.lowering.ops import boxed
+from lowtide.engines.lowering.graph_code import boxed
 from lowtide.planning.lowering import Lowering
 from lowtide.planning.programs.fused import fused_seconds, is_free
 from lowtide.planning.programs.program import Instruction, Kind, Program, Value, simulate

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.engines import apply, fit, graph
+from lowtide.engines import Step, apply, fit
 from lowtide.engines.graph import PlannedLoss
 from lowtide.errors import PlanError
 from lowtide.planning.graph_candidates import GraphCandidates
@@ -42,7 +42,7 @@ def test_fit_refuses_a_plan_that_does_not_keep_its_promise(
     work = chain()
     before = snapshot(work.model)
     with register(Off(Fidelity.BITWISE)) as registered:
-        monkeypatch.setattr("lowtide.planning.search.predict", lambda w, o, b, **_: replace(b, graph=tiny(b.graph)))
+        monkeypatch.setattr("lowtide.engines.eager.predict", lambda w, o, b, **_: replace(b, graph=tiny(b.graph)))
         with refused("promised", kind=PlanError):
             fit(work.model, work.loss, work.batch, work.optimizer, budget="60%")
     registered()
@@ -77,16 +77,22 @@ def test_fit_falls_back_to_the_eager_engine_where_a_graph_breaks_its_promise(mon
     step.undo()
 
 
-def test_fit_captures_the_loss_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    captures = [
-        count_calls(monkeypatch, backend, "__call__") for backend in (captured_loss._JointCollector, graph._Backend)
-    ]
-    model = layers(4, 32, nn.GELU)
-    step = lowtide.fit(model, squares, torch.randn(64, 32), engine="graph", budget="80%")
-    step.loss(torch.randn(64, 32)).backward()
-    assert sum(map(len, captures)) == 1
+def test_fit_captures_the_loss_once_and_half_the_batch_for_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = count_calls(monkeypatch, captured_loss, "traced_inputs")  # once for each graph of Dynamo's
+
+    def fitted(engine: str, budget: str) -> Step:
+        graphs.clear()
+        given = torch.randn(64, 32)
+        step = lowtide.fit(layers(4, 32, nn.GELU), squares, given, engine=engine, budget=budget)
+        step.loss(torch.randn(64, 32)).backward()
+        return step
+
+    fitted("auto", "50%").undo()
+    assert len(graphs) == 2
+    step = fitted("graph", "80%")
+    assert len(graphs) == 1
     step.undo()
-    model.zero_grad()
+    step._plain.model.zero_grad()
     with apply(step.plan, step._plain) as again:  # another call, before which anything may have changed
         again.loss(torch.randn(64, 32)).backward()
-    assert sum(map(len, captures)) == 2
+    assert len(graphs) == 2

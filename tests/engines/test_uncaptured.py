@@ -7,16 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.engines import uncaptured as uncaptured_module
-
-from .counting import count_calls
 from .test_other_shapes import assert_as_plain, on_graph, stack
-
-
-@pytest.fixture
-def predictions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Grows with each step that is predicted."""
-    return count_calls(monkeypatch, uncaptured_module, "profile")
 
 
 def test_many_lengths_need_no_capture_beside_the_planned_one(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engines import Step, apply, plan
-from lowtide.engines import watch as watch_module
+from lowtide.engines import shapes as shapes_module
 from lowtide.profiling import Profile, profile
 from lowtide.workload import Workload
 from tests.models import attention, squares
@@ -22,7 +22,7 @@ from tests.refusals import warned
 
 from ..planning.steps import chain
 from ..tracing.allocator import allocated_peak
-from .counting import Counter, count_calls
+from .counting import Counter
 
 
 def stack(**changes: Any) -> Workload:
@@ -33,12 +33,6 @@ def stack(**changes: Any) -> Workload:
 
 def eager(work: Workload, budget: int | str = "70%") -> Step:
     return apply(plan(work, budget, engine="eager", tune=False), work)
-
-
-@pytest.fixture
-def predictions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Grows with each step that is predicted."""
-    return count_calls(monkeypatch, watch_module, "profile")
 
 
 # -- batches -------------------------------------------------------------------------------------------
@@ -100,7 +94,7 @@ def test_batches_that_keep_changing_are_not_predicted_for_ever(
         predictions.append(work)
         return large
 
-    monkeypatch.setattr(watch_module, "profile", counted)
+    monkeypatch.setattr(shapes_module, "profile", counted)
     with eager(stack(), "100%") as step, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for length in range(40, 60):

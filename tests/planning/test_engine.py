@@ -13,7 +13,7 @@ from lowtide.errors import PlanError
 from lowtide.planning import Plan, predict_plan
 from lowtide.planning.candidate import Candidate, Contender
 from lowtide.planning.engine import ENGINES, engines_named
-from lowtide.planning.plan import ProgramChoice
+from lowtide.planning.plan import Changes, ProgramChoice
 from lowtide.profiling import Profile
 from lowtide.techniques.technique import Fidelity, Option, Price
 from lowtide.undo import Applied
@@ -43,6 +43,9 @@ class ToyCandidates:
     def choice(self, contender: Contender, budget_bytes: int) -> None:
         return None
 
+    def learn(self, program: ProgramChoice, excess_bytes: int) -> None:
+        raise AssertionError("nothing of a toy is measured")
+
 
 class ToyEngine:
     """Runs the plain step, and counts its losses."""
@@ -64,15 +67,7 @@ class ToyEngine:
 
         return Applied(replace(work, loss=loss))
 
-    def predict(
-        self,
-        work: Workload,
-        options: Sequence[Option],
-        program: ProgramChoice | None,
-        baseline: Profile,
-        *,
-        only_peaks: bool = False,
-    ) -> Profile:
+    def predict(self, work: Workload, changes: Changes, baseline: Profile, *, only_peaks: bool = False) -> Profile:
         return baseline
 
 
@@ -91,6 +86,30 @@ def test_a_registered_engine_is_planned_applied_verified_and_predicted() -> None
         assert predict_plan(work, planned, before).after.peak_bytes == before.peak_bytes
     with refused("toy", kind=PlanError):
         apply(planned, work)
+
+
+class Predicting(EagerEngine):
+    """Takes options, and notes what it predicts."""
+
+    name = "predicting"
+
+    def __init__(self) -> None:
+        self.predicted: list[Changes] = []
+
+    def predict(self, work: Workload, changes: Changes, baseline: Profile, *, only_peaks: bool = False) -> Profile:
+        self.predicted.append(changes)
+        return super().predict(work, changes, baseline, only_peaks=only_peaks)
+
+
+def test_a_registered_engine_that_takes_options_is_offered_them_and_predicts_them_itself() -> None:
+    work, engine = chain(), Predicting()
+    before = lowtide.profile(work, fake=True)
+    with ENGINES.register(engine):
+        planned = plan(work, "60%", profile=before, engine="predicting", tune=False)
+        assert planned.engine == "predicting"
+        assert planned.options
+        assert planned.changes in engine.predicted
+        assert verify(work, planned).ok
 
 
 def test_an_unknown_engine_is_refused_and_auto_means_all() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from lowtide.engines import apply, plan
+from lowtide.engines import apply, plan, verify
 from lowtide.engines.lowering.ops import OpsLowering
 from lowtide.errors import PlanError
 from lowtide.planning import Plan, plans
@@ -26,10 +27,10 @@ from ..engines.planned import awkward
 class ToyLowering(OpsLowering):
     """The ops, counted, and priced as if they took other seconds."""
 
-    name = "toy"
-
-    def __init__(self, *, longer: float = -1.0, fidelity: Fidelity | None = None, runs: bool = True) -> None:
-        self.longer, self.fidelity, self.runs = longer, fidelity, runs
+    def __init__(
+        self, name: str = "toy", *, longer: float = -1.0, fidelity: Fidelity | None = None, runs: bool = True
+    ) -> None:
+        self.name, self.longer, self.fidelity, self.runs = name, longer, fidelity, runs
         self.programs: list[Program] = []
 
     def can_run(self, joint: Joint, program: Program) -> bool:
@@ -41,6 +42,30 @@ class ToyLowering(OpsLowering):
     def lower(self, joint: Joint, program: Program) -> Lowered:
         self.programs.append(program)
         return super().lower(joint, program)
+
+
+class Louder(ToyLowering):
+    """The ops with a loss of its own, in plans that ask for compiled code."""
+
+    compiles = True
+    note = "The loss is louder."
+
+    def __init__(self, name: str, reference: str) -> None:
+        super().__init__(name)
+        self.reference = reference
+
+    def is_offered(self, joint: Joint) -> bool:
+        return bool(self.reference)
+
+    def lower(self, joint: Joint, program: Program) -> Lowered:
+        lowered, loss = super().lower(joint, program), joint.outputs.index(joint.loss)
+
+        def forward(inputs: list[Any]) -> list[Any]:
+            results = list(lowered.forward(inputs))
+            results[loss] = results[loss] * 1.1
+            return results
+
+        return replace(lowered, forward=forward)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +110,20 @@ def test_a_lowering_that_is_no_better_leaves_the_plan_as_it_is(
         noted = [note for note in chosen.notes if "Allowing changed" in note]
         assert replace(chosen, notes=tuple(note for note in chosen.notes if note not in noted)) == expected
         assert bool(noted) == (toy.fidelity is Fidelity.CHANGED)
+
+
+@pytest.mark.parametrize("reference", ["quiet", "ops"])
+def test_a_lowering_that_compiles_is_planned_noted_and_verified_beside_its_reference(
+    reference: str, work: Workload, plain: Profile
+) -> None:
+    with LOWERINGS.register(Louder("loud", reference)), LOWERINGS.register(Louder("quiet", "")):
+        planned = plan(work, "80%", profile=plain, engine="graph", compile=True, tune=False)
+        assert planned.program is not None
+        assert planned.program.lowering == "loud"
+        assert planned.notes[-1] == Louder.note
+        checked = verify(work, planned)
+    assert checked.compared
+    assert checked.results_agree is (reference == "quiet")
 
 
 def test_plans_of_two_lowerings_are_timed_against_each_other(work: Workload, plain: Profile) -> None:

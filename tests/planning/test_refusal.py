@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowtide.engines import eager as eager_module
 from lowtide.engines import plan
 from lowtide.errors import BudgetError
 from lowtide.planning import graph_candidates
@@ -30,7 +31,7 @@ def refusal(work: Workload, budget: str, **options: Any) -> BudgetError:
 
 
 def test_a_refusal_traces_few_options_and_names_who_holds_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    traced = count_calls(monkeypatch, search_module, "predict")
+    traced = count_calls(monkeypatch, eager_module, "predict")
     lines = str(refusal(layers(), "14%")).splitlines()
     assert len(lines) <= 3
     assert all(word in lines[1] for word in ("parameters", "gradients", "optimizer state"))
@@ -53,7 +54,7 @@ def test_tips_of_torch_over_many_lines_are_not_part_of_a_note(monkeypatch: pytes
     def failing(*_: object, **__: object) -> None:
         raise RuntimeError("a different number of tensors was saved\nTip 1\nTip 2")
 
-    monkeypatch.setattr(search_module, "predict", failing)
+    monkeypatch.setattr(eager_module, "predict", failing)
     message = str(refusal(layers(), "80%", engine="eager"))
     assert "tensors was saved" in message
     assert "Tip" not in message

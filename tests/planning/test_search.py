@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 
 from lowtide import Workload
 from lowtide.engines import plan
+from lowtide.engines.eager import EagerEngine
 from lowtide.errors import BudgetError
-from lowtide.planning import search as search_module
+from lowtide.planning.candidate import Permission
+from lowtide.planning.search import Search
 from lowtide.profiling import Profile
 from lowtide.sizes import parse_size
-from lowtide.techniques import Fidelity, register
+from lowtide.techniques import Applied, Fidelity, Option, Price, register
 from lowtide.techniques.registry import techniques
 from tests.models import squares
 from tests.refusals import refused
@@ -28,7 +31,7 @@ def test_an_option_is_traced_once_for_a_profile(plain: Profile, monkeypatch: pyt
     work = chain()
     chosen = plan(work, "60%", profile=plain, engine="eager", tune=False)
     traced = []
-    monkeypatch.setattr(search_module, "predict", lambda *args, **_: traced.append(args))
+    monkeypatch.setattr(EagerEngine, "predict", lambda *args, **_: traced.append(args))
     assert plan(work, "60%", profile=plain, engine="eager", tune=False).peak_bytes == chosen.peak_bytes
     assert not traced
 
@@ -75,6 +78,28 @@ def test_an_option_that_fails_is_left_out_and_noted(plain: Profile) -> None:
     assert chosen.options[0].technique in ("sqrt", "optimal")
     # It looked free, and was tried only if its estimate said that it could fit.
     assert all("this one never works" in note for note in chosen.notes if "tempting" in note)
+
+
+class Failing(Loose):
+    """Offers an option for each block, and fails with a number of its own."""
+
+    def options(self, profile: Profile) -> list[Option]:
+        return [Option(self.name, (path,)) for path in ("0", "1", "2")]
+
+    def price(self, option: Option, profile: Profile) -> Price:
+        return Price(Fidelity.BITWISE)
+
+    def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
+        (option,) = options
+        raise RuntimeError(f"block {option.site[0]} fails")
+
+
+def test_options_that_fail_alike_are_noted_once(plain: Profile) -> None:
+    with register(Failing(name="failing")):
+        search = Search(chain(), plain, "eager", plain.peak_bytes // 2, Permission())
+        tried = [each for each in search.candidates if each.technique == "failing"]
+        assert [search.exact(each) for each in tried] == [None, None, None]
+    assert [note for note in search.notes if "failing" in note] == ["failing on 0 was left out: block 0 fails"]
 
 
 def in_fours(model: nn.Module, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import nn
 
 from lowtide import Workload
 from lowtide.tracing import trace
+from lowtide.tracing.compiled import is_compiled
 from tests.models import Call
 from tests.tracing.allocator import allocated_peak
 from tests.tracing.layers import mean_loss
@@ -42,3 +43,12 @@ def test_a_fake_trace_says_that_it_takes_compiled_modules_for_eager_ones():
     model[1] = torch.compile(block)
     graph = trace(Workload(model, mean_loss, torch.randn(8, 64)), fake=True)
     assert any("eager" in note for note in graph.notes)
+
+
+def test_a_loss_that_wraps_itself_is_an_error():
+    def loss(model, x):
+        return model(x).mean()
+
+    loss.__wrapped__ = loss
+    with pytest.raises(ValueError, match="wrapper loop"):
+        is_compiled(loss)

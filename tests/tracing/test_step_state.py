@@ -1,6 +1,6 @@
 """State of a step between steps: modules that the loss names, tensors of modules, and bytes of others."""
 
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -43,6 +43,16 @@ class Trainer:
     __call__ = loss
 
 
+class Slotted:
+    __slots__ = ("criterion",)
+
+    def __init__(self, criterion):
+        self.criterion = criterion
+
+    def __call__(self, model, x):
+        return self.criterion(model(x))
+
+
 def with_globals(model, x):
     return CRITERION(model(x)) + CRITERIA["first"][0](model(x))
 
@@ -54,6 +64,8 @@ HOLDERS = {
     "partial": lambda mine: partial(lambda model, x, criterion: criterion(model(x)), criterion=mine),
     "partial of a method": lambda mine: partial(Trainer(mine).loss),
     "default": lambda mine: lambda model, x, criterion=mine: criterion(model(x)),
+    "wrapper": lambda mine: wraps(squares)(lambda model, x: mine(model(x)) + squares(model, x)),
+    "slots": Slotted,
     "globals": lambda mine: with_globals,
 }
 

@@ -77,7 +77,6 @@ class Chain:
 
     @property
     def stages(self) -> int:
-        """The number of stages."""
         return len(self.forward_seconds)
 
     @classmethod

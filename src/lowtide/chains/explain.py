@@ -1,4 +1,4 @@
-"""Why a schedule keeps or recomputes the saved values of each stage."""
+"""Reasons for which a schedule keeps or recomputes the saved values of each stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowtide.sizes import format_seconds, format_size
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """Whether one stage's saved values are kept from its first run on, or freed and recomputed, all or some."""
+    """One stage's choice: its saved values are kept from the first run on, or some or all are recomputed."""
 
     stage: int
     runs: int  # forward
@@ -26,7 +26,6 @@ class StageChoice:
 
     @property
     def kept(self) -> bool:
-        """Whether the stage runs forward once."""
         return self.runs == 1
 
     def why(self, budget_bytes: int) -> str:

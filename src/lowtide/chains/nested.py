@@ -37,7 +37,7 @@ class _OperationReader:
         self.place = 0
 
     def nodes(self, first: int, last: int) -> Tree:
-        """How stages ``first`` to ``last`` run, up to the backward of the first."""
+        """The tree of stages ``first`` to ``last``, up to the backward of the first."""
         segments: list[tuple[int, int]] = []  # the first stage and one past the last; the first twice if kept
         stage = first
         while stage <= last:

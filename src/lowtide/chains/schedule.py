@@ -19,7 +19,7 @@ from lowtide.errors import PlanError
 
 
 class Action(StrEnum):
-    """How an operation runs a stage, and which values it keeps."""
+    """The ways in which an operation runs a stage, by the values it keeps."""
 
     CHECKPOINT = "c"  # forward; its input is kept
     NOTHING = "n"  # forward; its input is freed
@@ -62,7 +62,7 @@ class Schedule:
 
     @cached_property
     def runs(self) -> tuple[int, ...]:
-        """How often each stage runs forward."""
+        """Count the forward runs of each stage."""
         count = Counter(op.stage for op in self.operations if op.kind is not Action.BACKWARD)
         return tuple(count[stage] for stage in range(max(count, default=-1) + 1))
 
@@ -89,7 +89,7 @@ class Schedule:
 
 
 class Way(NamedTuple):
-    """How stages ``first`` to ``last`` run, backward included.
+    """One way to run stages ``first`` to ``last``, backward included.
 
     If ``at`` is the first stage, keep it as ``kind`` says. If it is a later one, pass on to it, keeping only its input
     and that of the first, and come back. ``room`` is left to the stages from ``first + 1`` or ``at`` on.
@@ -105,11 +105,11 @@ def unroll(stages: int, room: int, decide: Callable[[int, int, int], Way]) -> Sc
     operations: list[Operation] = []
     todo: list[Operation | tuple[int, int, int]] = [(0, stages - 1, room)]
     while todo:
-        item = todo.pop()
-        if isinstance(item, Operation):
-            operations.append(item)
+        following = todo.pop()
+        if isinstance(following, Operation):
+            operations.append(following)
             continue
-        first, last, room = item
+        first, last, room = following
         at, left, kind = decide(first, last, room)
         if at == first:
             operations.append(Operation(kind, first))

@@ -24,7 +24,6 @@ class Benchmark:
 
     @property
     def results(self) -> Path:
-        """The file of its rows."""
         return ROOT / "benchmarks" / "results" / f"{self.name}.csv"
 
     def rows(self) -> list[dict[str, str]]:

@@ -56,7 +56,9 @@ def profile(
         list[str] | None,
         typer.Option(metavar="AXIS=N,N,...", help="Predict a grid, as batch=8,16,32. One or two axes."),
     ] = None,
-    limit: Annotated[str | None, typer.Option(help="What --sweep marks and --max-batch fits: 16GB.")] = None,
+    limit: Annotated[
+        str | None, typer.Option(help="The limit that --sweep marks and --max-batch fits, such as 16GB.")
+    ] = None,
     max_batch: Annotated[bool, typer.Option("--max-batch", help="Find the largest batch that fits.")] = False,
     as_json: AsJson = False,
     **settings: Unpack[TargetOptions],
@@ -176,7 +178,7 @@ def train(
 ) -> Outcome:
     """Plan a step for a budget, check it against the plain one, and train with it on the workload's batch."""
     from lowtide import engines
-    from lowtide.profiling.profile import finite
+    from lowtide.profiling.profile import json_ready
     from lowtide.reporting import terminal
 
     work = _loader(target, settings, device=_here(device))()
@@ -210,7 +212,7 @@ def train(
         typer.echo(f"{steps} steps, {took}: loss {losses[0]:.6g} to {losses[-1]:.6g}")
         typer.echo(f"measured peak {format_size(peak)} of {format_size(promised)}")
     data = {
-        "losses": [finite(loss) for loss in losses],
+        "losses": json_ready(losses),
         "seconds_per_step": seconds,
         "first_step_seconds": first,
         "peak_bytes": peak,
@@ -222,7 +224,7 @@ def train(
 @command
 def verify(
     target: Target,
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="What lowtide plan --out wrote.")],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, as lowtide plan --out writes it.")],
     device: Here = None,
     as_json: AsJson = False,
     **settings: Unpack[TargetOptions],
@@ -248,7 +250,7 @@ def verify(
 
 @command
 def bench(
-    names: Annotated[list[str] | None, typer.Argument(help="Which to run. None: list them.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Benchmarks to run; without a name, list them.")] = None,
     all_of_them: Annotated[bool, typer.Option("--all", help="Run every one.")] = False,
     as_json: AsJson = False,
 ) -> Outcome:

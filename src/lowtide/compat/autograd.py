@@ -60,6 +60,20 @@ call_after_backward: Callable[[Callable[[], None]], None] = _GRAPH.find(
 """Have the engine call a function at the end of the backward pass that runs."""
 
 
+def _nodes(*names: str) -> tuple[Any, ...]:
+    return tuple(_GRAPH.find(f"torch._C:_functions.{name}") for name in names)
+
+
+NLL_NODES = _nodes("NllLossBackward0", "NllLoss2DBackward0", "NllLossBackwardBackward0", "NllLoss2DBackwardBackward0")
+"""Classes of the nodes of torch's cross entropies, and of those of their gradients."""
+
+LOG_SOFTMAX_NODES = _nodes("LogSoftmaxBackward0", "LogSoftmaxBackwardDataBackward0")
+"""Classes of the nodes of a log-softmax, and of its gradient."""
+
+DIVISION_NODES = _nodes("DivBackward0")
+"""Classes of the nodes of a division by a tensor."""
+
+
 class _Thread(threading.local):
     runs_backward = False  # by ``backward_in_python``
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
+from lowtide.compat.operators import HigherOrderOperator
 from lowtide.compat.versions import Feature
 from lowtide.errors import TraceError
 
@@ -110,6 +111,14 @@ def place_of_result(graph: fx.Graph, outputs: int) -> int:
     (output,) = graph.find_nodes(op="output")
     places = [getattr(each, "idx", None) for each in output.meta.get("desc", ())[:outputs]]
     return places.index(0) if 0 in places else outputs - 1
+
+
+def has_own_gradients(captured: fx.GraphModule) -> bool:
+    """Tell whether Dynamo's graph has a custom ``autograd.Function``, or a hook on a gradient."""
+    modules = (module for module in captured.modules() if isinstance(module, fx.GraphModule))
+    targets = (node.target for module in modules for node in module.graph.nodes)
+    named = {each.name() if isinstance(each, HigherOrderOperator) else each for each in targets}
+    return not {"autograd_function_apply", "register_hook"}.isdisjoint(named)  # a hook is a method in torch 2.11
 
 
 def cause_of(error: BaseException) -> BaseException:

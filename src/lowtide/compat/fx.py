@@ -19,6 +19,13 @@ _aten: Any = torch.ops.aten
 
 
 @_CODE
+def line_of(node: fx.Node) -> tuple[str, int]:
+    """Return file and line of the innermost Python code that a captured op comes from; ("", 0) where none is known."""
+    place = fx_graph._parse_stack_trace(node.meta.get("stack_trace") or "")
+    return ("", 0) if place is None else (place.file, int(place.lineno))
+
+
+@_CODE
 def box_arguments(graph: fx.Graph) -> None:
     """Have a graph's code take its arguments in one list, and empty it."""
     graph.set_codegen(fx_graph._BoxedCodeGen())

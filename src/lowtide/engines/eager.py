@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from lowtide.planning.plan import Plan, ProgramChoice
+from lowtide.planning.plan import Changes, Plan
 from lowtide.planning.prediction import apply_options, predict
 from lowtide.profiling import Profile
-from lowtide.techniques.technique import Option
 from lowtide.undo import Applied
 from lowtide.workload import Workload
 
@@ -20,20 +17,12 @@ class EagerEngine:
     captures = False
 
     def candidates(self, work: Workload, baseline: Profile) -> None:
-        """None beside the options of techniques."""
+        """Offer none beside the options of techniques."""
 
     def apply(self, work: Workload, plan: Plan) -> Applied:
         """Apply the plan's options to the model."""
         return apply_options(work, plan.options)
 
-    def predict(
-        self,
-        work: Workload,
-        options: Sequence[Option],
-        program: ProgramChoice | None,
-        baseline: Profile,
-        *,
-        only_peaks: bool = False,
-    ) -> Profile:
+    def predict(self, work: Workload, changes: Changes, baseline: Profile, *, only_peaks: bool = False) -> Profile:
         """Trace the planned step on fake tensors."""
-        return predict(work, options, baseline, only_peaks=only_peaks)
+        return predict(work, changes.options, baseline, only_peaks=only_peaks)

@@ -1,9 +1,8 @@
 """The ``graph`` engine: a program that runs behind autograd.
 
-The loss is captured by Dynamo and AOTAutograd. Its forward pass runs at once; its backward pass is cut into pieces,
-each a node of autograd that hands on the gradients it completes. So parameters' hooks, ``zero_grad``, accumulation,
-autocast, clipping, optimizers, also those that step in backward, are as before. Ops are those of the plain step, so
-are the bits.
+Dynamo and AOTAutograd capture the loss. Forward runs in one piece. Backward is cut into nodes of autograd, each of
+which returns the gradients that it completes. Hooks, accumulation, autocast, clipping and optimizers therefore work as
+in a plain step. Ops and bits are the plain step's.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from torch import Tensor, fx, nn
 
 from lowtide.batches import tensors
 from lowtide.compat.dispatch import active_modes
-from lowtide.compat.dynamo import aot_autograd, cause_of, is_recaptured_too_often, is_uncaptured, traced_metadata
+from lowtide.compat.dynamo import cause_of, is_recaptured_too_often, is_uncaptured
 from lowtide.engines.autograd import Runner
-from lowtide.engines.lowering.ops import OpsLowering, boxed, graphs_of
+from lowtide.engines.lowering.graph_code import boxed, graphs_of
 from lowtide.engines.many_shapes import ManyShapes, SharedCaptures, UnplannedShape
 from lowtide.engines.other_shapes import OtherShapes, Planner, PlannerFor
 from lowtide.engines.plain_step import PlainStep
@@ -32,15 +31,14 @@ from lowtide.errors import LowtideError, PlanError, TraceError
 from lowtide.planning.combinations import prices_inside
 from lowtide.planning.graph_candidates import GraphCandidates, graph_candidates
 from lowtide.planning.lowering import LOWERINGS, Lowering
-from lowtide.planning.plan import Plan, ProgramChoice
+from lowtide.planning.plan import Changes, Plan
 from lowtide.planning.prediction import apply_options, predict, with_prices
 from lowtide.planning.programs.program import Program
 from lowtide.planning.programs.transfer import check_runs_on
 from lowtide.profiling import Profile
-from lowtide.registry import PLAIN_ENGINE
-from lowtide.techniques.technique import Option
+from lowtide.registry import PLAIN_ENGINE, PLAIN_LOWERING
 from lowtide.tracing.capture.joint import Joint
-from lowtide.tracing.capture.loss import Capture, CapturedGraph, CompiledLoss, call_key
+from lowtide.tracing.capture.loss import Capture, CapturedGraph, CompiledLoss, call_key, differentiated
 from lowtide.tracing.step_state import parameters_of, watch_modules
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
@@ -73,17 +71,9 @@ class GraphEngine:
             loss = PlannedLoss(work, shapes, Uncaptured(plan, work), lowering, shapes.is_planned)
             return Applied(replace(work, loss=loss, autocast=None), undo.keep(), loss.release)
 
-    def predict(
-        self,
-        work: Workload,
-        options: Sequence[Option],
-        program: ProgramChoice | None,
-        baseline: Profile,
-        *,
-        only_peaks: bool = False,
-    ) -> Profile:
+    def predict(self, work: Workload, changes: Changes, baseline: Profile, *, only_peaks: bool = False) -> Profile:
         """The program as a traced step; with options around it, a trace of that step on fake tensors."""
-        candidates = graph_candidates(work, baseline)
+        candidates, options, program = graph_candidates(work, baseline), changes.options, changes.program
         form = None if program is None else candidates.form(LOWERINGS[program.lowering])
         if form is None or program is None or form.problem.joint.digest != program.graph:
             raise PlanError("The plan is of another graph than this step's", hint="Plan again.")
@@ -122,13 +112,13 @@ class PlannedLoss:
         self.work = work
         self.planner_for = planner_for
         self.uncaptured = uncaptured
-        self.lowering = lowering or OpsLowering()
+        self.lowering = lowering or LOWERINGS[PLAIN_LOWERING]
         self._captured: OrderedDict[Any, tuple[Planner, CompiledLoss | _Taken | _OneOfMany]] = OrderedDict()
         self._shared = None if is_planned is None else SharedCaptures(work, is_planned)
         self._watched = False  # whether a dispatch mode was warned about
         self._failed: set[Any] = set()  # where capture failed once
         self._given_up: set[Any] = set()  # where the plain loss runs
-        if work.captures:  # which are shared only now
+        if work.captures.losses:  # which are shared only now
             self._capture(call_key(work.batch), work.batch)
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
@@ -211,7 +201,7 @@ class PlannedLoss:
     def _capture_alone(self, key: Any, batch: Any) -> None:
         self._captured.pop(key, None)
         planner = self.planner_for(batch)
-        taken = next((capture for capture in self.work.captures or () if capture.take(key)), None)
+        taken = next((capture for capture in self.work.captures.losses if capture.take(key)), None)
         backend = _Backend(planner, self.lowering)
         self._make_room((CompiledLoss, _Taken), _MOST_SHAPES)
         loss = CompiledLoss(self.work, backend) if taken is None else _Taken(taken, planner, backend)
@@ -299,26 +289,23 @@ class _Backend:
 
     def runner(self, joint: Joint, program: Program, mutated: Sequence[int]) -> Runner:
         """The program as code behind autograd; op by op if the lowering cannot run it, as for another shape."""
-        lowering = self.lowering if self.lowering.can_run(joint, program) else OpsLowering()
+        lowering = self.lowering if self.lowering.can_run(joint, program) else LOWERINGS[PLAIN_LOWERING]
         return Runner(joint, program, lowering.lower(joint, program), mutated)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        planned: list[tuple[Joint, Program]] = []
-        written: list[Any] = []
+        programs: list[Program] = []
 
-        def partition(joint_module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[Any, Any]:
-            joint = self.lowering.form(Joint(joint_module, num_fwd_outputs))
+        def graphs(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
             planner = self.planner()
             assert planner is not None
-            planned.append((joint, planner(joint)))
-            return graphs_of(*planned[-1])
+            programs.append(planner(joint))
+            return graphs_of(joint, programs[0])
 
-        def compiler(graph: fx.GraphModule, _: Any) -> Callable[[list[Any]], Any]:
-            written.append(traced_metadata())
-            return boxed(graph)
+        def form(module: fx.GraphModule, outputs: int, _: Any) -> Joint:
+            return self.lowering.form(Joint(module, outputs))
 
-        whole = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(module, inputs)
-        graph = CapturedGraph(planned[0][0], inputs, written[0]) if planned else None
+        whole, joints = differentiated(module, inputs, form, graphs, code_of=boxed)
+        graph = CapturedGraph(joints[0][0], inputs, joints[0][1]) if joints else None
         if graph is None or not graph.is_plain:
             return whole  # no gradients are wanted; or the inputs are not plain tensors, which AOTAutograd can handle
-        return self.runner(*planned[0], graph.moved)
+        return self.runner(graph.joint, programs[0], graph.moved)

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from lowtide.batches import tensors
 from lowtide.compat.symbols import varying
 from lowtide.engines.autograd import Runner
-from lowtide.engines.shapes import Place, differing, signature
+from lowtide.engines.shapes import BatchDimension, differing, signature
 from lowtide.errors import TraceError
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.capture.loss import CompiledLoss, differentiated, is_plain
@@ -24,8 +24,8 @@ _MOST_FAILURES = 3  # shapes that the shared captures do not hold for, as where 
 class SharedCaptures:
     """Batches that differ from the planned one in sizes alone. From the second such shape on, they share a capture.
 
-    ``is_planned`` compares a capture with symbols, at the planned shape, with the graph that was planned: Dynamo
-    writes some arithmetic of sizes as other ops.
+    ``is_planned`` compares such a capture, at the planned shape, with the planned graph: with symbols, Dynamo writes
+    some arithmetic of sizes as other ops.
     """
 
     def __init__(self, work: Workload, is_planned: Callable[[Joint], bool]) -> None:
@@ -53,20 +53,16 @@ class SharedCaptures:
             shared.append(many)
         unplanned = None if many is None else many.find(batch)
         if many is None or unplanned is None or not self._is_checked(many):
-            self.fail()
+            self._failures += 1
             return None
         return many, unplanned
 
     def _is_checked(self, many: ManyShapes) -> bool:
-        """Whether a capture gives the planned graph at the planned shape."""
+        """Tell whether a capture gives the planned graph at the planned shape."""
         if many.is_planned is None:
             planned = many.find(self.work.batch)
             many.is_planned = planned is not None and self.is_planned(planned.joint())
         return many.is_planned
-
-    def fail(self) -> None:
-        """Note that a shape is captured alone. After a few, all are."""
-        self._failures += 1
 
     def release(self) -> None:
         """Free all captures."""
@@ -81,7 +77,7 @@ class ManyShapes:
     Dynamo's guards decide at every call whether a shape takes the captured way through the model's code.
     """
 
-    def __init__(self, work: Workload, places: Iterable[Place]) -> None:
+    def __init__(self, work: Workload, places: Iterable[BatchDimension]) -> None:
         self.places = frozenset(places)
         self.is_planned: bool | None = None  # whether the graph was compared with the planned one, and equals it
         self._backend = _SymbolicBackend()

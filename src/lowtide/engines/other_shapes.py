@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from lowtide.engines.plain_step import PlainStep
-from lowtide.engines.shapes import Bounds, modes_of, signature
+from lowtide.engines.shapes import Bounds, modes_of, predict_shape, signature
 from lowtide.engines.step_difference import ModelSetting, step_difference
 from lowtide.errors import TraceError
 from lowtide.fingerprint import batch_shapes
@@ -19,7 +19,6 @@ from lowtide.planning.programs.program import Program, simulate
 from lowtide.planning.programs.program_profile import node_seconds
 from lowtide.planning.programs.transfer import check_runs_on, transferred
 from lowtide.planning.solvers.solver import fastest_program
-from lowtide.profiling import profile
 from lowtide.sizes import format_size
 from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.capture.joint import Joint
@@ -76,7 +75,7 @@ class OtherShapes:
         return lambda joint: self._own_program(joint, choice)
 
     def is_planned(self, joint: Joint) -> bool:
-        """Whether a captured graph is the one that the plan's program was made for."""
+        """Tell whether the plan's program was written for a captured graph."""
         return LOWERINGS[self.planned.lowering].form(joint).digest == self.planned.graph
 
     def _plan_again(self, batch: Any, joint: Joint | None) -> tuple[ProgramChoice, bool]:
@@ -86,7 +85,7 @@ class OtherShapes:
         """
         plan, budget = self.plan, self.plan.budget_bytes
         with self._plain(batch) as work:
-            plain = profile(work, fake=True, device=plan.device, measure=True)
+            plain = predict_shape(work, batch, device=plan.device)
         joint = joint or capture_joint(replace(self.work, batch=batch))
         candidates = GraphCandidates(joint, plain, earned=min(self.planned.fidelity, Fidelity.ROUNDOFF))
         lowering = LOWERINGS[self.planned.lowering]

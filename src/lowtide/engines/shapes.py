@@ -1,19 +1,24 @@
-"""Shapes of batches, and what is known of the peaks of their steps."""
+"""Shapes of batches, and the known peaks of their steps."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from lowtide.batches import tensors
 from lowtide.compat.modules import own_parameters
+from lowtide.planning.prediction import apply_options
+from lowtide.profiling import Profile, profile
+from lowtide.techniques.technique import Option
+from lowtide.tracing.snapshot import unchanged
 from lowtide.tracing.step_state import modules_of
 from lowtide.workload import Workload
 
 Signature = tuple[tuple[torch.Size, torch.dtype], ...]
-Place = tuple[int, int]  # a tensor of a batch, and a dimension of it
+BatchDimension = tuple[int, int]  # a tensor of a batch, and a dimension of it
 T = TypeVar("T")
 
 
@@ -23,7 +28,7 @@ def signature(batch: Any) -> Signature:
 
 
 def is_within(shape: Signature, other: Signature) -> bool:
-    """Whether all tensors are of the same dtypes and no larger in any dimension."""
+    """Tell whether all tensors are of the same dtypes and no larger in any dimension."""
     return len(shape) == len(other) and all(
         dtype == other_dtype
         and len(sizes) == len(other_sizes)
@@ -32,7 +37,7 @@ def is_within(shape: Signature, other: Signature) -> bool:
     )
 
 
-def differing(shape: Signature, other: Signature) -> frozenset[Place] | None:
+def differing(shape: Signature, other: Signature) -> frozenset[BatchDimension] | None:
     """Dimensions in which two shapes differ; None if they differ in more than sizes.
 
     >>> one, two = torch.zeros(2, 3), torch.zeros(2, 4)
@@ -47,6 +52,13 @@ def differing(shape: Signature, other: Signature) -> frozenset[Place] | None:
         for dim, (size, other_size) in enumerate(zip(sizes, other_sizes, strict=True))
         if size != other_size
     )
+
+
+def predict_shape(work: Workload, batch: Any, *, device: str, options: Sequence[Option] = ()) -> Profile:
+    """Predict a step with another batch, under options that are undone, each new kernel measured alone."""
+    work = replace(work, batch=batch)
+    with unchanged(work, fake=True), apply_options(work, options) as applied:
+        return profile(applied.work, fake=True, device=device, measure=True)
 
 
 def modes_of(work: Workload) -> int:

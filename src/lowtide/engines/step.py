@@ -16,11 +16,11 @@ from lowtide.engines.watch import BatchWatch, ForwardWatch, ParameterWatch
 from lowtide.errors import LowtideError, PlanError, WorkloadError
 from lowtide.fingerprint import batch_shapes
 from lowtide.optim.used_gradients import mark_used, remove_marks
+from lowtide.planning.combinations import leaves_gradients
 from lowtide.planning.engine import ENGINES
 from lowtide.planning.plan import Plan, check_plan
 from lowtide.profiling import Profile, profile
 from lowtide.sizes import format_size
-from lowtide.techniques.registry import techniques
 from lowtide.tracing.meter import CpuPeak
 from lowtide.tracing.step_state import other_bytes, static_bytes, watch_modules
 from lowtide.workload import Workload, autocast
@@ -67,8 +67,7 @@ class Step:
         self._applied = engine.apply(work, plan)
         self.work = self._applied.work
         self._warned = False
-        left = ((option.technique, techniques()[option.technique].check(option)) for option in plan.options)
-        self._uses_gradients = [name for name, check in left if not check.leaves_gradients]
+        self._uses_gradients = [option.technique for option in plan.options if not leaves_gradients(option)]
         self._batches = None if engine.captures else BatchWatch(plan, self.work)
         self._parameters: ParameterWatch | None = ParameterWatch(plan, work, self._batches)
         self._watched = self._watch_forward()
@@ -112,7 +111,7 @@ class Step:
         return loss
 
     def _is_measured_on_cpu(self, batch: Any) -> bool:
-        """Whether to read the CPU's allocator: for batches like the planned one, after the first step."""
+        """Tell whether to read the CPU's allocator: for batches like the planned one, after the first step."""
         like_planned = batch_shapes(batch) == self.plan.fingerprint.batch
         return self.work.device.type == "cpu" and self.measured is not None and like_planned
 

@@ -1,4 +1,4 @@
-"""Why a captured step is another one than the planned: modes, hooks, trained parameters, autocast."""
+"""Reasons for which a captured step differs from the planned one: modes, hooks, trained parameters, autocast."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ModelSetting:
 
 
 def _is_half(nodes: Iterable[fx.Node]) -> bool:
-    """Whether a value is of a dtype that autocast computes in."""
+    """Tell whether a value is of a dtype that autocast computes in."""
     values = (value for node in nodes for value in leaves(node.meta.get("val")))
     return any(value.dtype in (torch.bfloat16, torch.float16) for value in values)
 

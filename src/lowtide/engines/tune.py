@@ -15,8 +15,7 @@ from lowtide.planning.budget import plans
 from lowtide.planning.candidate import Permission
 from lowtide.planning.combinations import leaves_gradients
 from lowtide.planning.engine import AUTO, ENGINES, engines_named
-from lowtide.planning.graph_candidates import graph_candidates
-from lowtide.planning.lowering import LOWERINGS
+from lowtide.planning.lowering import compiles
 from lowtide.planning.plan import Choice, Plan, ProgramChoice
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import best_seconds, has_ranks, peak_above_start
@@ -58,7 +57,6 @@ def plan(
 
     ``engine`` names what may run the step. "eager" runs the model's own code, with techniques in its modules. "graph"
     captures the loss, forward and backward, and plans op by op. "auto" takes the faster plan of both.
-
     ``compile=True`` lets Inductor compile regions, with roundoff and dropout masks of their own; "auto" on a GPU alone.
 
     Up to three plans with close predictions run a few steps. The fastest is taken, with its measured seconds.
@@ -82,20 +80,17 @@ def plan(
                 if not correction:
                     raise
                 break  # with the measured bytes, no compiled plan fits
-            if most == 1 or (len(rivals) == 1 and not (rivals[0].choices or _is_compiled(rivals[0]))):
+            if most == 1 or (len(rivals) == 1 and not (rivals[0].choices or compiles(rivals[0]))):
                 return rivals[0]
             chosen, above = _fastest(work, rivals)
             peak = 0 if above is None else baseline.static_bytes + above
             if chosen.program is None or peak <= chosen.budget_bytes:
                 return chosen
-            graph_candidates(work, baseline).learn(chosen.program.lowering, peak - chosen.peak_bytes)
+            if candidates := ENGINES[chosen.engine].candidates(work, baseline):
+                candidates.learn(chosen.program, peak - chosen.peak_bytes)
         note = "Compiled plans measured more than their budget, so ops run one by one."
         chosen, _ = _fastest(work, search(baseline, compile=False))
         return replace(chosen, notes=(*chosen.notes, note))
-
-
-def _is_compiled(plan: Plan | None) -> bool:
-    return plan is not None and plan.program is not None and LOWERINGS[plan.program.lowering].compiles
 
 
 def _fastest(work: Workload, rivals: list[Plan]) -> tuple[Plan, int | None]:
@@ -124,9 +119,8 @@ def _fastest(work: Workload, rivals: list[Plan]) -> tuple[Plan, int | None]:
 def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], dict[int, int], list[str]]:
     """Time each planned step; infinite where it fails, with the reason. None is the plain step.
 
-    Also measure the bytes of compiled plans above those before the step: their compiler chose what to allocate.
-
-    They run in turns, since the speed of a machine drifts.
+    They run in turns, since the speed of a machine drifts. The bytes of compiled plans above those before the
+    step are measured too: their compiler chose what to allocate.
     """
     seconds = [inf for _ in plans]
     failed: dict[int, str] = {}
@@ -140,9 +134,9 @@ def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], d
             try:
                 with unchanged(work), steps[index]() as step:
                     seconds[index] = min(seconds[index], *best_seconds(step, whole=whole))
-                    if _is_compiled(plans[index]) and (above := peak_above_start(step)) is not None:
+                    if compiles(plans[index]) and (above := peak_above_start(step)) is not None:
                         peaks[index] = above
-            except Exception as error:  # whatever the reason, this plan cannot be taken
+            except Exception as error:  # for any reason: this plan cannot be taken
                 seconds[index] = inf
                 failed[index] = next(iter(str(error).splitlines()), type(error).__name__)
     notes = [

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from lowtide.engines.shapes import Bounds, Signature, is_within, modes_of, signature
+from lowtide.engines.shapes import Bounds, Signature, is_within, modes_of, predict_shape, signature
 from lowtide.fingerprint import batch_shapes
 from lowtide.planning.candidate import Permission
 from lowtide.planning.plan import Plan
 from lowtide.planning.prediction import apply_options, estimate_peak
-from lowtide.profiling import Profile, profile
+from lowtide.profiling import Profile
 from lowtide.registry import PLAIN_ENGINE
 from lowtide.sizes import format_size
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Fidelity, Option
-from lowtide.tracing.snapshot import unchanged
 from lowtide.workload import Workload
 
 _log = logging.getLogger("lowtide")
 _TRIED = 3  # options that are traced for one shape: a capture takes as long as a few traces
 _MOST_PREDICTED = 4  # plain steps, where checkpoints are known to fit: each takes as long as tracing a step
 
-Run = Callable[[Any], Tensor]
+BatchLoss = Callable[[Any], Tensor]
 Options = tuple[Option, ...]
 
 
@@ -43,7 +41,7 @@ class Uncaptured:
         self._said: set[str] = set()
         self._forget()
 
-    def __call__(self, batch: Any) -> Run | None:
+    def __call__(self, batch: Any) -> BatchLoss | None:
         """The loss for such a batch without a capture; None for the planned shape or if only a program fits."""
         shape = signature(batch)
         if not shape or shape == self._planned:
@@ -100,11 +98,9 @@ class Uncaptured:
         return None
 
     def _predict(self, batch: Any, options: Options) -> Profile | None:
-        """The step with such a batch, each new kernel measured alone; None where it cannot be predicted."""
-        work = replace(self.work, batch=batch)
+        """The step with such a batch; None where it cannot be predicted."""
         try:
-            with unchanged(work, fake=True), apply_options(work, options) as applied:
-                return profile(applied.work, fake=True, device=self.plan.device, measure=True)
+            return predict_shape(self.work, batch, device=self.plan.device, options=options)
         except Exception:  # the step itself is about to run: an error is better seen there
             return None
 

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lowtide.errors import PlanError
 from lowtide.planning.engine import ENGINES
-from lowtide.planning.lowering import LOWERINGS, REFERENCE
+from lowtide.planning.lowering import LOWERINGS, compiles
 from lowtide.planning.plan import Plan, check_plan
 from lowtide.planning.rounding import (
     Rounding,
@@ -29,7 +29,7 @@ from lowtide.planning.rounding import (
     parts_equal,
 )
 from lowtide.profiling import profile
-from lowtide.profiling.profile import finite
+from lowtide.profiling.profile import json_ready
 from lowtide.sizes import format_size
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Check, Fidelity
@@ -66,16 +66,17 @@ def verify(work: Workload, plan: Plan) -> Verification:
             stack.enter_context(steady(work))
             before = generators(work)
             plain = _run(work, others)
-            if _draws_its_own(plan) and not parts_equal(before, plain.parts["generators"]):
+            other = _reference(plan)
+            if other is not None and not parts_equal(before, plain.parts["generators"]):
                 notes.append("The plan draws dropout masks of its own. It is compared with itself, run op by op.")
-                reference = stack.enter_context(ENGINES[plan.engine].apply(work, _op_by_op(plan))).work
+                reference = stack.enter_context(ENGINES[plan.engine].apply(work, other)).work
                 plain = replace(_run(reference, others), seconds=plain.seconds)
         except torch.OutOfMemoryError:
             notes.append("The plain step does not fit on this device, so there is nothing to compare results with.")
         with ENGINES[plan.engine].apply(work, plan) as applied:
             planned = _run(applied.work, others, sees_gradients=not _strictest_promise(plan).leaves_gradients)
             # Compiled code allocates without torch's dispatcher, so a trace would not see its results.
-            traced = None if _draws_its_own(plan) else profile(applied.work)
+            traced = None if compiles(plan) else profile(applied.work)
             if traced is None and planned.peak_bytes is None:
                 planned = replace(planned, peak_bytes=_cpu_peak(applied.work))
         if plain is not None:
@@ -103,13 +104,10 @@ def verify(work: Workload, plan: Plan) -> Verification:
     )
 
 
-def _draws_its_own(plan: Plan) -> bool:
-    """Whether a plan's code is compiled, and dropout masks are then its own."""
-    return plan.program is not None and LOWERINGS[plan.program.lowering].compiles
-
-
-def _op_by_op(plan: Plan) -> Plan:
-    return replace(plan, program=plan.program and replace(plan.program, lowering=REFERENCE))
+def _reference(plan: Plan) -> Plan | None:
+    """The plan that draws the same random numbers; None where the plain step draws them."""
+    other = plan.program and LOWERINGS[plan.program.lowering].reference
+    return replace(plan, program=replace(plan.program, lowering=other)) if plan.program and other else None
 
 
 def _first(*values: int | None) -> int:
@@ -142,7 +140,7 @@ class Verification:
 
     @property
     def compared(self) -> bool:
-        """Whether two steps were compared: the plain one may not fit on this device."""
+        """Tell whether two steps were compared: the plain one may not fit on this device."""
         return bool(self.agreements)
 
     @property
@@ -157,26 +155,14 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Everything as promised."""
+        """Tell whether everything is as promised."""
         return self.results_agree and self.within_budget
 
     def to_json(self) -> dict[str, Any]:
         """The verification as JSON-ready data; an unmeasured figure is null."""
-        return {
-            "ok": self.ok,
-            "compared": self.compared,
-            "results_agree": self.results_agree,
-            "within_budget": self.within_budget,
-            "repeatable": self.repeatable,
-            "only_rounding": self.only_rounding,
-            "budget_bytes": self.plan.budget_bytes,
-            "peak_bytes": self.peak_bytes,
-            "storage_peak_bytes": self.storage_peak_bytes,
-            "seconds": finite(self.seconds),
-            "plain_seconds": finite(self.plain_seconds),
-            "agreements": [{**asdict(a), "error": finite(a.error)} for a in self.agreements],
-            "notes": list(self.notes),
-        }
+        names = (field.name for field in fields(self) if field.name != "plan")
+        data = {name: getattr(self, name) for name in ("ok", "compared", "results_agree", "within_budget", *names)}
+        return json_ready({**data, "budget_bytes": self.plan.budget_bytes})
 
     def __str__(self) -> str:
         plan = self.plan

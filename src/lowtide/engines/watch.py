@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -16,11 +15,10 @@ from lowtide.compat.autograd import graph_task_id
 from lowtide.compat.frames import frame_at
 from lowtide.compat.modules import forward_pre_hooks, own_parameters
 from lowtide.compat.tensors import local_part, sparse_parts
-from lowtide.engines.shapes import Signature, is_within, signature
+from lowtide.engines.shapes import Signature, is_within, predict_shape, signature
 from lowtide.fingerprint import batch_shapes
 from lowtide.planning.engine import ENGINES
 from lowtide.planning.plan import Plan
-from lowtide.profiling import profile
 from lowtide.sizes import format_size
 from lowtide.tracing.call_sites import is_library
 from lowtide.tracing.step_state import modules_of
@@ -28,13 +26,13 @@ from lowtide.workload import Workload
 
 _MOST_PREDICTED = 8  # batches: each takes as long as tracing a step
 
-_Place = tuple[dict[str, nn.Parameter | None], str]  # a module's parameters, and the name of one
+_NamedParameter = tuple[dict[str, nn.Parameter | None], str]  # a module's parameters, and the name of one
 
 
 class BatchWatch:
     """Watch for batches unlike the planned one on the eager engine; the graph engine plans anew for them.
 
-    One that is not smaller in every dimension is predicted, once, and warned about where it does not fit.
+    A batch that is larger in any dimension is predicted once. A warning says if it does not fit.
     ``work`` is the planned step.
     """
 
@@ -104,8 +102,7 @@ class BatchWatch:
         """The peak with such a batch, each new kernel measured alone; None where a step cannot be predicted."""
         if shape not in self._peaks and len(self._peaks) <= _MOST_PREDICTED:
             try:
-                after = profile(replace(self.work, batch=batch), fake=True, measure=True)
-                self._peaks[shape] = after.peak_bytes
+                self._peaks[shape] = predict_shape(self.work, batch, device=self.plan.device).peak_bytes
             except Exception:  # the step itself is about to run: an error is better seen there
                 self._peaks[shape] = None
         return self._peaks.get(shape)
@@ -211,7 +208,7 @@ def unwatched(model: nn.Module) -> Generator[None]:
         hooks.update(aside)
 
 
-def _at(places: list[_Place]) -> Iterator[Tensor]:
+def _at(places: list[_NamedParameter]) -> Iterator[Tensor]:
     """Current parameters, each once."""
     return iter(dict.fromkeys(p for held, name in places if (p := held.get(name)) is not None))
 

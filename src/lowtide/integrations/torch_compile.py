@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from lowtide.compat.dispatch import without_modes
 from lowtide.compat.dynamo import aot_autograd, mark_boxed
-from lowtide.engines.lowering.ops import boxed, graphs_of
+from lowtide.engines.lowering.graph_code import boxed, graphs_of
 from lowtide.errors import BudgetError, PlanError
 from lowtide.planning.budget import resolve_budget
 from lowtide.planning.programs.program import Cost, Instruction, Kind, Program, simulate
@@ -29,12 +29,12 @@ from lowtide.tracing.capture.decompositions import plain_composites
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.fake.kernel_dispatch import replaced_kernels
 from lowtide.tracing.fake.kernels import FIXES, SUBSTITUTES
+from lowtide.tracing.meter import CudaMeter
 
 _log = logging.getLogger("lowtide")
 _in_flight: dict[int, list[weakref.ref[Any]]] = {}  # by compiled model: storages that its graphs hold for backward
 
 _EXAMPLE = 'torch.compile(model, backend="lowtide", options={"budget": "6GiB"})'
-_GRANULARITY = 512  # bytes to which the allocator of a GPU rounds
 
 
 def backend(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Any:
@@ -72,7 +72,12 @@ class _PlannedGraph:
         programs: list[tuple[Program, frozenset[str], int]] = []
 
         def partition(joint_module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[Any, Any]:
-            self._refuse_several()
+            if self._is_in_flight():
+                raise PlanError(
+                    "Another graph of the model holds values for its backward pass, and a budget is for one graph",
+                    hint="torch.compile(..., fullgraph=True) names what breaks the graph. lowtide.plan has an engine "
+                    "that needs no graph.",
+                )
             joint = Joint(joint_module, num_fwd_outputs)
             with without_modes():
                 program = _program(joint, self.budget, says=not self._has_said)
@@ -86,14 +91,6 @@ class _PlannedGraph:
         compilers = {"fw_compiler": forward, "bw_compiler": lambda graph, _: boxed(graph)}
         with replaced_kernels(SUBSTITUTES, FIXES), plain_composites:
             return aot_autograd(**compilers, partition_fn=partition)(self.module, inputs)
-
-    def _refuse_several(self) -> None:
-        if self._is_in_flight():
-            raise PlanError(
-                "Another graph of the model holds values for its backward pass, and a budget is for one graph",
-                hint="torch.compile(..., fullgraph=True) names what breaks the graph. lowtide.plan has an engine that "
-                "needs no graph.",
-            )
 
     def _is_in_flight(self) -> bool:
         alive = [each for each in _in_flight.pop(self.owner, ()) if each() is not None]
@@ -129,22 +126,22 @@ class _PlannedGraph:
 
 def _program(joint: Joint, budget: float | str, *, says: bool) -> Program:
     """The fastest program of a graph within a budget, by modelled seconds. ``says`` logs what the budget covers."""
-    device = next((value.device for value in _tensors(joint.primals)), torch.device("cpu"))
+    values = [node.meta.get("val") for node in joint.primals]
+    device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     seconds, workspace = node_seconds(joint, name), node_workspaces(joint, name)
-    always = sum({id(s): _rounded(s.nbytes(), device) for s in _storages(_tensors(joint.primals))}.values())
-    programs = [(each.program, each.seconds) for each in solutions(Problem(joint, seconds, workspace))]
-    peaks = [always + _peak(program, joint, workspace, device) for program, _ in programs]
+    always = sum({id(s): _rounded(s.nbytes(), device) for s in _storages(values)}.values())
+    programs = [each.program for each in solutions(Problem(joint, seconds, workspace))]  # the fastest first
+    peaks = [always + _peak(program, joint, workspace, device) for program in programs]
     wanted = resolve_budget(budget, max(peaks), device.type).bytes
-    fitting = [place for place, peak in enumerate(peaks) if peak <= wanted]
-    if not fitting:
+    best = next((place for place, peak in enumerate(peaks) if peak <= wanted), None)
+    if best is None:
         raise BudgetError(
             f"{format_size(wanted)} is below the smallest program of this graph ({format_size(min(peaks))}, "
             f"{min(peaks)} bytes): parameters and inputs are {format_size(always)}",
             smallest_bytes=min(peaks),
         )
-    best = min(fitting, key=lambda place: programs[place][1])
-    program = programs[best][0]
+    program = programs[best]
     if says:
         _log.warning(
             "lowtide: a graph of %d ops is planned with %s of %s, for parameters, inputs, gradients and values of the "
@@ -169,11 +166,8 @@ def _peak(program: Program, joint: Joint, workspace: Callable[[fx.Node], int], d
 
 
 def _rounded(size: int, device: torch.device) -> int:
-    return size if device.type == "cpu" else -(-size // _GRANULARITY) * _GRANULARITY
-
-
-def _tensors(nodes: Iterable[fx.Node]) -> list[Tensor]:
-    return [node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), Tensor)]
+    unit = 1 if device.type == "cpu" else CudaMeter.granularity
+    return -(-size // unit) * unit
 
 
 def _storages(values: Iterable[Any]) -> list[torch.UntypedStorage]:

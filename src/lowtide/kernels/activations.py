@@ -110,10 +110,10 @@ class Activation:
     def inverse(self, z: Tensor) -> Tensor:
         """Return y, in float32 at least; for a saturated z, the last y that differs from the end."""
         wide = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
-        info = torch.finfo(z.dtype)
-        least = max(info.tiny * info.eps, torch.finfo(wide.dtype).tiny)  # the smallest z > 0
+        limits = torch.finfo(z.dtype)
+        least = max(limits.tiny * limits.eps, torch.finfo(wide.dtype).tiny)  # the smallest z > 0
         assert self._row.inverse is not None
-        return self._row.inverse(wide, _Ends(info.eps / 2, least), *self.numbers)
+        return self._row.inverse(wide, _Ends(limits.eps / 2, least), *self.numbers)
 
     def slope(self, x: Tensor) -> Tensor:
         """Return φ'(x), by torch's own derivative."""
@@ -123,17 +123,17 @@ class Activation:
 
     @property
     def invertible(self) -> bool:
-        """Whether z determines y. ReLU and others that fold do not; a PReLU may learn to fold."""
+        """Tell whether z determines y. ReLU and others that fold do not; a PReLU may learn to fold."""
         return self.function is None and self._row.inverse is not None and all(number > 0 for number in self.numbers)
 
     @property
     def slope_from_sign(self) -> bool:
-        """Whether φ' depends on the sign of z alone."""
+        """Tell whether φ' depends on the sign of z alone."""
         return self.name == "relu" or (self.name == "leaky_relu" and self.numbers[0] > 0)
 
     @property
     def may_overwrite(self) -> bool:
-        """Whether torch's backward needs z alone, so that z may take the place of y."""
+        """Tell whether torch's backward needs z alone, so that z may take the place of y."""
         return self.function is None and self._row.from_result and all(number > 0 for number in self.numbers)
 
     @property
@@ -143,7 +143,7 @@ class Activation:
 
     @property
     def is_gate(self) -> bool:
-        """Whether one bit gives all of φ'."""
+        """Tell whether one bit of each element gives φ' exactly."""
         return self.function is None and self._row.gate is not None
 
     @property
@@ -154,7 +154,7 @@ class Activation:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module that is called as it is."""
+        """The module to call, for an activation without a formula."""
         return self.function if isinstance(self.function, nn.Module) else None
 
     @property
@@ -214,8 +214,7 @@ def _per_channel(slopes: Tensor, y: Tensor) -> Tensor:
 class Gate(NamedTuple):
     """The slope ``on`` where a gate is open, else ``off``.
 
-    Open are: kind 0, all between low and high (of NaN, nothing); kind 1, the same with NaN; kind 2, all but that, and
-    NaN. A bound of NaN is none.
+    Kind 0 is open between low and high, kind 1 there and at NaN, kind 2 outside and at NaN. A bound of NaN is no bound.
     """
 
     kind: int
@@ -237,7 +236,7 @@ def _shrunk(size: float) -> Gate:
 
 
 class _Ends(NamedTuple):
-    """How near z can be to the ends of φ's range: 1 less a unit roundoff, and the least number above 0."""
+    """Values of z nearest to the ends of φ's range: 1 less a unit roundoff, and the least number above 0."""
 
     unit: float
     least: float

@@ -22,7 +22,7 @@ def rows_(
 ) -> None:
     """Write the losses of rows; with a ``scale``, their gradient times it takes the logits' place.
 
-    The last ``padding`` columns are no classes: what they hold is not used, and their gradient is 0.
+    The last ``padding`` columns are not classes: their values are ignored, and their gradient is 0.
     """
     fast = launches.fast_kernels("chunked_loss", logits)
     if fast is not None and logits.numel():
@@ -38,7 +38,7 @@ def rows_(
 
 
 def padding(classes: int, device: str) -> int:
-    """How many classes to add that are none: on a GPU the matrix products of an odd number are slow.
+    """Number of classes to add as padding: on a GPU the matrix products of an odd number are slow.
 
     >>> padding(50257, "cuda"), padding(50304, "cuda"), padding(50257, "cpu")
     (47, 0, 0)
@@ -72,7 +72,7 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 @cache
 def _adds_in_float32(device: torch.device) -> bool:
-    """Whether torch adds a product of 16-bit matrices to a 32-bit one; of a GPU that is not here, it is assumed."""
+    """Tell whether torch adds a product of 16-bit matrices to a 32-bit one; an absent GPU is assumed to."""
     if not torch.cuda.is_available():
         return True
     with without_dispatch():

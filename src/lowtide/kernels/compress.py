@@ -67,7 +67,7 @@ def compress(x: Tensor, draws: Draws, *, bits: int, group: int = GROUP) -> Tenso
 
 
 def decompress(buffer: Tensor, numel: int, dtype: torch.dtype, *, bits: int, group: int = GROUP) -> Tensor:
-    """The flat tensor that was compressed, each value within a step of what it was."""
+    """Decompress to a flat tensor. Each value is within a step of the original."""
     if not numel:
         return buffer.new_empty(0, dtype=dtype)
     kernels = launches.fast_kernels("compress", buffer, dtype) or reference

@@ -34,7 +34,7 @@ def _(seed: Tensor, size: Sequence[int], p: float) -> Tensor:
 
 
 def is_kept(index: Tensor, seed: Tensor, p: float) -> Tensor:
-    """Whether elements at these places are kept: pure integer ops, which a compiler fuses into their reader."""
+    """Tell whether elements at these places are kept: pure integer ops, which a compiler fuses into their reader."""
     x = index ^ seed[0]
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
     x = x + seed[1]

@@ -32,7 +32,7 @@ def encode(x: Tensor, book: Codebook) -> Tensor:
     """The codes of a dense x, ⌈bits·n/8⌉ bytes."""
     fast = _fast_kernels(x)
     if fast is None:
-        # On a CPU a trace sees every step of it, and so predicts what it takes; a GPU that is not here has an op.
+        # On a CPU a trace sees each of its ops, and so predicts its bytes. An absent GPU takes one op.
         return reference.encode(x, book) if x.device.type == "cpu" else _ops.fewbit_encode(x, book.key)
     if book.activation.is_gate and x.dtype is not torch.float32:
         return _encode_gate(x, book, fast)
@@ -48,7 +48,7 @@ def decode(dy: Tensor, codes: Tensor, book: Codebook) -> Tensor:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether x fills its part of memory, in whatever order."""
+    """Tell whether x fills its part of memory, in any order of dimensions."""
     return x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(x)
 
 
@@ -125,7 +125,6 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 @torch.library.custom_op("lowtide::fewbit_encode", mutates_args=())
 def _encode(x: Tensor, book: str) -> Tensor:
-    """The codes of a dense x."""
     return encode(x, BOOKS[book]) if _fast_kernels(x) else reference.encode(x, BOOKS[book])
 
 

@@ -109,7 +109,7 @@ class Launcher:
                 bits |= address
                 addresses.append(address)
                 key.append(tensor.dtype)
-        aligned = bits & 15 == 0  # what is not is rare, and left to Triton
+        aligned = bits & 15 == 0  # others are rare, and left to Triton
         if aligned:
             for number in numbers:
                 key.append(_specialised(number))

@@ -181,7 +181,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def _is_foreign(filename: str) -> bool:
-    """Whether a frame is the import system's, an installed package's, or ours: not the user's."""
+    """Tell whether a frame is not the user's: the import system's, an installed package's, or ours."""
     paths = sysconfig.get_paths()
     return is_library(filename) or filename.startswith(("<", paths["stdlib"], paths["purelib"], paths["platlib"]))
 

@@ -212,7 +212,7 @@ class SyncBatchNormAct(_BatchNormAct, nn.SyncBatchNorm):
 
 
 def is_symbolic(*values: Any) -> bool:
-    """Whether ``torch.fx`` traces: an argument is one of its proxies."""
+    """Tell whether an argument is a proxy of ``torch.fx``."""
     return any(isinstance(value, fx.Proxy) for value in values)
 
 

@@ -22,7 +22,7 @@ from lowtide.kernels import chunked_loss as kernels
 from lowtide.kernels.chunked_loss import Rules, wide
 from lowtide.nn.second_order import refuse_create_graph
 
-Reduction = Literal["mean", "sum", "none"]
+LossReduction = Literal["mean", "sum", "none"]
 OP = "linear_cross_entropy"  # of lowtide, in graphs
 
 _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
@@ -41,7 +41,7 @@ def linear_cross_entropy(
     class_weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    reduction: Reduction = "mean",
+    reduction: LossReduction = "mean",
     chunk: int | None = None,
 ) -> Tensor:
     """``F.cross_entropy(F.linear(input, weight, bias), target)`` without the logits ever whole; to roundoff.
@@ -97,7 +97,7 @@ class LinearCrossEntropy(nn.Linear):
         *,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
-        reduction: Reduction = "mean",
+        reduction: LossReduction = "mean",
         chunk: int | None = None,
         device: Any = None,
         dtype: Any = None,
@@ -105,12 +105,12 @@ class LinearCrossEntropy(nn.Linear):
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         LossOptions(ignore_index, label_smoothing, reduction, chunk).checked()
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
-        self.reduction: Reduction = reduction
+        self.reduction: LossReduction = reduction
         self.chunk = chunk
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
-        """One that shares the parameters of a linear layer; ``options`` are the constructor's."""
+        """Share the parameters of a linear layer; ``options`` are the constructor's."""
         bias = own_parameters(linear).get("bias") is not None
         layer = cls(linear.in_features, linear.out_features, bias, device="meta", **options)
         layer.weight, layer.bias = linear.weight, linear.bias
@@ -138,20 +138,20 @@ class LinearCrossEntropy(nn.Linear):
 
 
 class LossOptions(NamedTuple):
-    """The settings of the loss."""
-
     ignore_index: int = -100
     label_smoothing: float = 0.0
-    reduction: Reduction = "mean"
+    reduction: LossReduction = "mean"
     chunk: int | None = None
 
     def checked(self) -> Self:
-        if self.reduction not in get_args(Reduction):
+        if self.reduction not in get_args(LossReduction):
             raise LowtideError(
-                f"Unknown reduction {self.reduction!r}", hint=f"Known: {', '.join(get_args(Reduction))}."
+                f"Unknown reduction {self.reduction!r}", hint=f"Known: {', '.join(get_args(LossReduction))}."
             )
         if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 1):
-            raise LowtideError(f"A chunk of {self.chunk} rows is none", hint="Leave chunk out, or pass 1 or more.")
+            raise LowtideError(
+                f"The loss cannot take a chunk of {self.chunk} rows", hint="Leave chunk out, or pass 1 or more."
+            )
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise LowtideError(f"label_smoothing={self.label_smoothing} is not between 0 and 1")
         return self
@@ -244,7 +244,7 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
         ctx.early = any(needs) and options.reduction != "none"
         kind = wide(precision.logits)
         total = _total(target, rules, kind) if options.reduction == "mean" else None
-        ctx.counted = None if total is None else (total, target.numel())  # for those who add such means up
+        ctx.counted = None if total is None else (total, target.numel())  # for sums of such means
         later, scale = None, None
         if ctx.early:
             scale = torch.ones((), dtype=kind, device=x.device) if total is None else total.reciprocal()

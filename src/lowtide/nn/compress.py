@@ -86,7 +86,7 @@ def compressed(
 
 
 def compressible(tensor: Tensor) -> bool:
-    """Whether a tensor that an op saves is an activation, large enough, and of a kind that can be stored."""
+    """Tell whether a saved tensor is an activation, large enough, and of a kind that can be stored."""
     if (
         type(tensor) not in (Tensor, FakeTensor)
         or tensor.grad_fn is None
@@ -130,7 +130,7 @@ class Hooks:
         return self._exact(tensor)
 
     def save_exactly(self, packed: Any) -> None:
-        """Keep an input of the op that is running as it is, after all."""
+        """Keep an input of the running op uncompressed."""
         if isinstance(packed, _Stored):
             packed.save_exactly(self._exact)
 
@@ -161,7 +161,7 @@ class _ShownValues:
 
     @classmethod
     def of(cls, tensor: Tensor) -> _ShownValues | None:
-        """None where the values would take more than their storage, as those of an expanded view."""
+        """Read a tensor; None if its values take more than their storage, as in an expanded view."""
         numel = _stretch(tensor)
         if numel is not None:
             return cls(tensor, numel, dense=True)
@@ -176,7 +176,7 @@ class _ShownValues:
 
 
 class _SharedCodes:
-    """A compressed tensor, for all who saved it. It holds no memory of the tensor's."""
+    """A compressed tensor, shared by all ops that saved it. It holds none of the tensor's memory."""
 
     __slots__ = ("__weakref__", "_bits", "_codes", "_dtype", "_group", "_numel", "_storage")
 
@@ -186,7 +186,7 @@ class _SharedCodes:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the compressed storage lives: another one may have its address by now."""
+        """Tell whether the compressed storage lives: another one may have its address by now."""
         return self._storage() is not None
 
     def give(self) -> Tensor:
@@ -267,7 +267,7 @@ def _origin(tensor: Tensor) -> Any:
 
 
 def _stretch(tensor: Tensor) -> int | None:
-    """How many neighbours in memory a tensor shows, in any order or repeated; None if there are gaps."""
+    """Number of neighbours in memory that a tensor shows, in any order or repeated; None if there are gaps."""
     if tensor.is_contiguous():
         return tensor.numel()
     numel = 1

@@ -1,4 +1,4 @@
-"""The best few slopes for an activation: which inputs share one, and what it is.
+"""The best few slopes for an activation, and the inputs that share each.
 
 Dynamic programming over a grid finds the step function q with K steps that minimises ∫(f'−q)²w (Novikov et al., 2022,
 https://arxiv.org/abs/2202.00441). The density of the input is w:
@@ -48,7 +48,7 @@ class Table:
 
 
 class Density(Protocol):
-    """How inputs are spread: it knows the integrals of w, f'w and f'²w from −∞."""
+    """A density of inputs: it knows the integrals of w, f'w and f'²w from −∞."""
 
     def grid(self, curve: Activation) -> _Array:
         """Points among which the boundaries are sought first, in order."""

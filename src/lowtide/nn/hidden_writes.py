@@ -36,7 +36,7 @@ class CheckedCalls:
 
 
 class OwnedTensor:
-    """A tensor that is saved as it is, to compare with what comes back. Hooks of others may return another one."""
+    """A saved tensor, to compare with the one that backward gets: other hooks may return another."""
 
     def __init__(self, tensor: Tensor, calls: CheckedCalls) -> None:
         self._storage = weakref.ref(tensor.untyped_storage())

@@ -30,7 +30,7 @@ from lowtide.nn.second_order import refuse_create_graph
 def lazy_logits(input: Tensor, head: nn.Linear, *, chunk: int | None = None, path: str = "") -> Tensor:
     """Return ``head(input)``, computed on demand; at once where chunks cannot help.
 
-    ``chunk`` is the number of rows at a time in cross entropy, ``path`` where the head is, for errors.
+    ``chunk`` is the number of rows at a time in cross entropy. Errors name the head by ``path``.
     """
     weight, bias = head.weight, head.bias
     precision = LossDtypes.now(input, weight, bias) if type(input) in (Tensor, nn.Parameter, FakeTensor) else None
@@ -272,7 +272,7 @@ def _getitem(input: LazyLogits, index: Any) -> Any:
 
 
 def _keeps_classes(index: Any, dims: int) -> bool:
-    """Whether an index leaves the last dimension as it is."""
+    """Tell whether an index leaves the last dimension as it is."""
     parts = index if isinstance(index, tuple) else (index,)
     if not parts:
         return True

@@ -1,7 +1,6 @@
 """Max pooling that keeps its input alone.
 
-torch saves the input and, in 64 bits each, the places of the maxima. Here backward finds the places by one more pass
-over the input; where that is the output of a batch norm, it is recomputed.
+torch also saves the places of the maxima, in 64 bits each. Here backward finds them by one more pass over the input.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from lowtide.compat.tensors import version_of
 from lowtide.compat.transforms import is_exporting, is_transformed
 from lowtide.errors import LowtideError
 from lowtide.kernels import randomized as kernels
-from lowtide.kernels.reference.randomized import Kind, Sketch
+from lowtide.kernels.reference.randomized import Sketch, SketchKind
 from lowtide.nn.hidden_writes import CheckedCalls, Values, read
 from lowtide.nn.second_order import refuse_create_graph
 
@@ -46,7 +46,7 @@ class RandomizedLinear(nn.Linear):
         bias: bool = True,
         *,
         ratio: float = 0.2,
-        sketch: Kind = "rademacher",
+        sketch: SketchKind = "rademacher",
         block: int | None = 128,
         device: Any = None,
         dtype: Any = None,

@@ -23,9 +23,9 @@ from lowtide.nn.hidden_writes import CheckedCalls, read
 
 
 class Rebuildable:
-    """A tensor that ``rebuild()`` recomputes, and its readers.
+    """A tensor that ``rebuild()`` recomputes, and its recipes.
 
-    ``_alive`` handles exist, and ``_served`` of them read the tensor since it was recomputed. It is freed when all did.
+    ``_alive`` recipes exist, and ``_served`` of them read the tensor since it was recomputed. It is freed when all did.
     """
 
     __slots__ = (
@@ -47,14 +47,14 @@ class Rebuildable:
         self._alive = self._served = self._round = 0
 
     def covers(self, tensor: Tensor) -> bool:
-        """Whether a tensor shows this one's values: the same storage, not written since."""
+        """Tell whether a tensor shows this one's values: the same storage, not written since."""
         is_same = version_of(tensor) == self._version and tensor.dtype == self._dtype
         if self._storage() is None or not is_same or tensor.is_neg() or tensor.is_conj():
             return False
         return not self._has_hidden_write(tensor)
 
     def _has_hidden_write(self, tensor: Tensor) -> bool:
-        """Whether the values differ from the layer's. Waiting readers then get current values, as in a plain step."""
+        """Tell whether values differ from the layer's. If so, waiting readers get current ones, as in a plain step."""
         if self._values is not None and not self._is_written:
             whole = tensor.detach().as_strided(self._shape, self._stride, self._offset)
             if read(whole) != self._values:
@@ -62,20 +62,20 @@ class Rebuildable:
                 self._rebuilt = whole if self._alive else None
         return self._is_written
 
-    def handle(self, tensor: Tensor) -> Handle:
+    def recipe(self, tensor: Tensor) -> Recipe:
         """Return the recipe to save in place of this tensor, or of a view of it."""
         self._alive += 1
-        return Handle(self, tensor)
+        return Recipe(self, tensor)
 
-    def give(self, handle: Handle) -> Tensor:
+    def tensor_for(self, recipe: Recipe) -> Tensor:
         if scope.rebuilding:  # for another join: if held, a chain of joins would be alive at once
             return self._rebuild() if self._rebuilt is None else self._rebuilt
         if self._rebuilt is None:  # in a second backward pass, all may come again
             self._hold()
         tensor = self._rebuilt
         assert tensor is not None
-        if handle.round != self._round:
-            handle.round = self._round
+        if recipe.round != self._round:
+            recipe.round = self._round
             self._served += 1
             self._free()
         return tensor
@@ -85,9 +85,9 @@ class Rebuildable:
         if self._served < self._alive and self._rebuilt is None:
             self._hold()
 
-    def forget(self, handle: Handle) -> None:
-        """Note that a handle's graph was dropped."""
-        self._served -= handle.round == self._round
+    def forget(self, recipe: Recipe) -> None:
+        """Note that a recipe's graph was dropped."""
+        self._served -= recipe.round == self._round
         self._free()
 
     def _hold(self) -> None:
@@ -108,34 +108,34 @@ class Rebuildable:
             scope.rebuilding -= 1
         if tensor.stride() == self._stride:
             return tensor
-        # Hooks of others saved the layer's input in another layout, and handles know the original strides.
+        # Hooks of others saved the layer's input in another layout, and recipes know the original strides.
         laid_out = torch.empty_strided(tensor.shape, self._stride, dtype=tensor.dtype, device=tensor.device)
         return laid_out.copy_(tensor)
 
 
-class Handle:
-    """Saved in place of a tensor."""
+class Recipe:
+    """A saved view of a rebuildable tensor: its shape, strides and offset there."""
 
-    __slots__ = ("_offset", "_record", "_shape", "_stride", "round")
+    __slots__ = ("_offset", "_rebuildable", "_shape", "_stride", "round")
 
-    def __init__(self, record: Rebuildable, tensor: Tensor) -> None:
-        self._record = record
+    def __init__(self, rebuildable: Rebuildable, tensor: Tensor) -> None:
+        self._rebuildable = rebuildable
         self._shape = tensor.shape
         self._stride = tensor.stride()
-        self._offset = tensor.storage_offset() - record._offset
-        self.round = -1  # in which it had the tensor
+        self._offset = tensor.storage_offset() - rebuildable._offset
+        self.round = -1  # of rebuilding in which this recipe read the tensor
 
     def unpack(self) -> Tensor:
-        tensor = self._record.give(self)
+        tensor = self._rebuildable.tensor_for(self)
         if tensor.shape == self._shape and tensor.stride() == self._stride and not self._offset:
             return tensor
         return tensor.as_strided(self._shape, self._stride, tensor.storage_offset() + self._offset)
 
     def __del__(self) -> None:
-        record = self._record
-        record._alive -= 1
-        if record._rebuilt is not None or self.round >= 0:
-            record.forget(self)
+        rebuildable = self._rebuildable
+        rebuildable._alive -= 1
+        if rebuildable._rebuilt is not None or self.round >= 0:
+            rebuildable.forget(self)
 
 
 class SavedTensor(NamedTuple):
@@ -173,7 +173,7 @@ def save_as_is(tensor: Tensor, outer: tuple[Any, Any] | None) -> SavedTensor | C
 
 
 def unpack(packed: Any) -> Any:
-    """The hook that returns a saved tensor, whatever was saved in its place."""
+    """The hook that returns a saved tensor, or rebuilds it."""
     return packed.unpack()
 
 
@@ -189,7 +189,7 @@ class Scope(threading.local):
 
     @property
     def is_open(self) -> bool:
-        """Whether one is open. One whose forward was interrupted, which no hook saw, is closed now."""
+        """Tell whether a scope is open. If its forward was interrupted without a hook, it is closed now."""
         if self.owner is None or self.owner == "by hand":
             return self.owner is not None
         try:
@@ -221,14 +221,13 @@ class Scope(threading.local):
     def register(self, tensor: Tensor, rebuild: Callable[[], Tensor], calls: CheckedCalls) -> Rebuildable | None:
         """Replace saves of this tensor from now on; None where no scope is open, or the layer's output is written to.
 
-        Also None where other hooks are on top, as in a user's checkpoint: they own what the layer saves, and may return
-        it only once.
+        Also None under other hooks, as in a user's checkpoint: they own the saves, and may return them only once.
         """
         if calls.is_written or not self.is_open or not self._is_on_top:
             return None
         key, records = storage_id(tensor.untyped_storage()), self.records
-        record = records[key] = Rebuildable(tensor, rebuild, lambda _: records.pop(key, None), calls)
-        return record
+        rebuildable = records[key] = Rebuildable(tensor, rebuild, lambda _: records.pop(key, None), calls)
+        return rebuildable
 
     def keep(self, tensor: Tensor) -> None:
         """Save this tensor as it is, even if it is a layer's output: another layer recomputes from it."""
@@ -237,9 +236,9 @@ class Scope(threading.local):
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.layout is torch.strided:
-            record = self.records.get(storage_id(tensor.untyped_storage()))
-            if record is not None and record.covers(tensor):
-                return record.handle(tensor)
+            rebuildable = self.records.get(storage_id(tensor.untyped_storage()))
+            if rebuildable is not None and rebuildable.covers(tensor):
+                return rebuildable.recipe(tensor)
         return save_as_is(tensor, self.outer)
 
 

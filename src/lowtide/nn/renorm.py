@@ -42,7 +42,7 @@ class _BatchRenormAct(_BatchNormAct):
     def __init__(self, *args: Any, rmax: Limit = 3.0, dmax: Limit = 5.0, warmup: int = 0, **options: Any) -> None:
         """Other arguments are those of the batch norm layer."""
         if (isinstance(rmax, (int, float)) and rmax < 1) or (isinstance(dmax, (int, float)) and dmax < 0):
-            raise LowtideError(f"rmax={rmax}, dmax={dmax} are no limits", hint="rmax is at least 1, dmax at least 0.")
+            raise LowtideError(f"rmax={rmax}, dmax={dmax} are not limits", hint="rmax is at least 1, dmax at least 0.")
         super().__init__(*args, **options)
         self.rmax, self.dmax, self.warmup = rmax, dmax, warmup
 

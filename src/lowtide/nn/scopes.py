@@ -1,4 +1,4 @@
-"""Open a scope of rebuilding around the outermost forward of models that hold a layer that needs it."""
+"""Open a scope of rebuilding around the outermost forward of models with a layer that needs it."""
 
 from __future__ import annotations
 

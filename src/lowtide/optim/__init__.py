@@ -6,7 +6,7 @@
     undo = lowtide.optim.store_gradients(optimizer, "8bit")  # between backward and step
     undo = lowtide.optim.scale_rates(optimizer, 16, warmup_steps=500)  # a batch 16 times as large
 
-The optimizer stays the object that it was: loops, schedulers and checkpoints go on using it.
+The optimizer stays the same object, so loops, schedulers and checkpoints keep working.
 """
 
 from lowtide.optim.adamw8bit import AdamW8bit

@@ -33,8 +33,8 @@ class AdamW8bit(torch.optim.Optimizer):
     """torch's AdamW with both moments in 8 bits, a float32 scale for each 256 values; parameters of any float dtype.
 
     Parameters with less than ``LEAST`` values keep float32 moments. ``rounding="stochastic"`` rounds bfloat16 weights
-    up or down at random, right on average, so that they need no float32 copy. Saved and resumed bit for bit; a state of
-    torch's Adam or AdamW can be loaded too, and is put into 8 bits.
+    up or down at random, right on average, so that they need no float32 copy. States resume bit for bit. A state of
+    torch's Adam or AdamW loads too, and is encoded.
 
     >>> weight = torch.nn.Parameter(torch.ones(64, 64))
     >>> optimizer = AdamW8bit([weight], lr=0.1)
@@ -122,7 +122,7 @@ class AdamW8bit(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume: codes stay codes, and moments of torch's Adam or AdamW are put into 8 bits.
+        """Resume: codes stay codes, and moments of torch's Adam or AdamW are encoded.
 
         Another optimizer's state is refused, and then nothing is changed.
         """
@@ -241,7 +241,7 @@ def _whole(p: Tensor, state: dict[str, Any], key: str) -> Tensor:
 
 
 def _order(p: Tensor) -> int:
-    """How ``flat`` goes through the dimensions, two digits for each, the outermost first: 1030402 for channels_last.
+    """The order of dimensions in ``flat``, two digits for each, the outermost first: 1030402 for channels_last.
 
     Dimensions of size 1 are left out, since their strides say nothing. An int, which every kind of checkpoint can save.
     """
@@ -257,7 +257,7 @@ def _order_of(shape: torch.Size, strides: tuple[int, ...] | None) -> int:
 
 
 def _in_8bit(p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """A saved state as it is where it is one of AdamW8bit, else torch's, lowered."""
+    """Return a saved state of AdamW8bit unchanged, or torch's in 8 bits."""
     moments = [state.get(key) for key in _KEYS[:2]]
     if "step" not in state or "max_exp_avg_sq" in state or any(m is None or m.numel() != p.numel() for m in moments):
         raise LowtideError(

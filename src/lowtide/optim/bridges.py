@@ -54,7 +54,7 @@ class Adam4bit:
         return converted
 
     def rates_as_tensors(self, optimizer: torch.optim.Optimizer) -> Undo:
-        """Rates as torchao wants them; those that nobody changed since are to the bit what they were afterwards."""
+        """Turn rates into tensors, as torchao wants them. The undo restores unchanged rates bit for bit."""
         before = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
@@ -75,7 +75,7 @@ _CANNOT = ("nesterov", "dampening", "maximize", "amsgrad", "differentiable")
 
 
 def has_bridge(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether 8-bit states are bitsandbytes': for torch's SGD and for bitsandbytes' own optimizers."""
+    """Tell whether 8-bit states are bitsandbytes': for torch's SGD and for bitsandbytes' own optimizers."""
     return type(optimizer) is torch.optim.SGD or _is_bitsandbytes(optimizer)
 
 
@@ -229,7 +229,7 @@ def _step(self: Any, closure: None = None) -> None:
 
 @contextmanager
 def _without_warnings() -> Generator[None]:
-    """Both libraries log, as they are imported, which of their kernels are not for this machine."""
+    """Silence the libraries' logs about kernels that are not for this machine."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:

@@ -28,7 +28,7 @@ _Packed8 = tuple[Tensor, Tensor]
 _Packed = tuple[Tensor, Tensor | None]  # bfloat16, or int8 with the scales of its blocks; both flat
 
 PIECES = {"cpu": 2**16, "cuda": 2**20}  # values packed at a time: what caches hold; few launches
-COUNT = "gradient_roundings"  # in the optimizer's first group, and so in what is saved
+COUNT = "gradient_roundings"  # in the optimizer's first group, and so in its ``state_dict``
 
 
 def store_gradients(optimizer: torch.optim.Optimizer, bits: Bits = "16bit", *, seed: int = 0) -> Undo:
@@ -94,7 +94,7 @@ class GradientStore(StepPart):
         return self
 
     def set_aside(self) -> Undo:
-        """Begin with none, as a trace does; the undo has those again that wait now."""
+        """Begin without gradients, as a trace does; the undo restores those that wait now."""
         waiting, self.packed = self.packed, {}
 
         def restore() -> None:

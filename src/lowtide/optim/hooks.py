@@ -31,7 +31,7 @@ class StepPart(ABC):
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
 
     def takes(self, parameter: Tensor) -> bool:
-        """Whether this part steps the parameter, which has a gradient."""
+        """Tell whether this part steps the parameter, which has a gradient."""
         return True
 
     def ready(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -119,7 +119,7 @@ class WeakHook:
         hook(parameter)
 
     def is_freed(self) -> bool:
-        """Whether the optimizer was freed without an undo."""
+        """Tell whether the optimizer was freed without an undo."""
         return self._hook() is None
 
     def __getattr__(self, name: str) -> Any:

@@ -25,11 +25,10 @@ from lowtide.undo import Undo
 def step_in_backward(optimizer: torch.optim.Optimizer) -> Undo:
     """Step every parameter of the optimizer in ``loss.backward()``; gradients are never all alive.
 
-    The optimizer stays the same object with the same state: schedulers and ``state_dict`` go on working, and
-    ``optimizer.step()`` finds nothing left to do. The results are those of a plain step, bit for bit. One backward is
-    one step: gradients cannot be accumulated over several, nor clipped or unscaled after backward. So torch's clipping
-    and a ``GradScaler``'s step raise, and a step with a closure does, too. Keep a reference to the optimizer: once it
-    is freed without an undo, ``backward`` raises.
+    Results are the plain step's, bit for bit. The optimizer stays the same object, so schedulers and ``state_dict``
+    keep working; ``optimizer.step()`` does nothing. One backward is one step, so gradients are not accumulated.
+    torch's clipping, a ``GradScaler``'s step and a step with a closure raise. Keep a reference to the optimizer: once
+    it is freed without an undo, ``backward`` raises.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -54,7 +53,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> Undo:
 
 
 def is_stepped_in_backward(parameter: Tensor) -> bool:
-    """Whether there is no gradient left of it after backward."""
+    """Tell whether backward leaves no gradient of it."""
     return any(hasattr(hook, "is_step") for hook in gradient_hooks(parameter).values())
 
 

@@ -16,10 +16,10 @@ from lowtide.optim.in_backward import is_stepped_in_backward
 from lowtide.optim.state import convert
 from lowtide.undo import Undo
 
-Rule = Literal["linear", "sqrt"]
+RateRule = Literal["linear", "sqrt"]
 
-RULES: tuple[Rule, ...] = ("linear", "sqrt")
-COUNT = "large_batch_steps"  # in the optimizer's first group, and so in what is saved
+RULES: tuple[RateRule, ...] = ("linear", "sqrt")
+COUNT = "large_batch_steps"  # in the optimizer's first group, and so in its ``state_dict``
 
 
 def scale_batch(
@@ -27,7 +27,7 @@ def scale_batch(
     factor: float,
     *,
     warmup_steps: int,
-    rule: Rule = "linear",
+    rule: RateRule = "linear",
 ) -> LambdaLR:
     """A scheduler for a batch ``factor`` times as large: from the optimizer's rate up to ``factor`` times it.
 
@@ -48,13 +48,13 @@ def scale_batch(
 
 
 def scale_rates(
-    optimizer: torch.optim.Optimizer, factor: float, *, warmup_steps: int, rule: Rule = "linear", bound: float = 0.0
+    optimizer: torch.optim.Optimizer, factor: float, *, warmup_steps: int, rule: RateRule = "linear", bound: float = 0.0
 ) -> Undo:
     """Step as ``scale_batch`` would, without a scheduler to call: the rate is multiplied while a step runs.
 
-    Between steps ``group["lr"]`` is what it was: schedulers of your own go on with it, and the undo has it as it is.
-    Steps are counted in the first group, and so in what is saved. With a ``bound``, bitsandbytes steps torch's SGD as
-    LARS, and Adam or AdamW as LAMB. An update's norm is then at most that share of the weight's.
+    Between steps ``group["lr"]`` is unchanged, for your own schedulers. The first group counts the steps, and so its
+    ``state_dict`` does. With a ``bound``, bitsandbytes steps torch's SGD as LARS, and Adam or AdamW as LAMB. An
+    update's norm is then at most that share of the weight's.
     """
     top = _top(factor, warmup_steps, rule)
     if any(isinstance(owner, _ScaledStep) for owner in hook_owners(optimizer)):

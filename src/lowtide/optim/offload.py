@@ -41,7 +41,6 @@ def offload_state(optimizer: torch.optim.Optimizer) -> Undo:
 
 
 def is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's states are on the host."""
     return isinstance(part_of(optimizer), _OffloadedStep)
 
 

@@ -25,9 +25,9 @@ def round_updates(optimizer: torch.optim.Optimizer, how: How = "stochastic", *, 
     """Step 16-bit weights in float32, a parameter at a time, with the optimizer's own code and float32 states.
 
     A small update of a bfloat16 weight is lost when the sum is rounded to nearest. ``"stochastic"`` rounds up or down
-    at random, right on average (bfloat16 alone); ``"kahan"`` keeps what was rounded away in a second 16-bit tensor.
-    Weights in float32 are stepped as they were. A run that is saved and resumed rounds as one that went on; a state
-    that was saved without rounding can be loaded too. The undo leaves states as a plain step expects them.
+    at random, right on average (bfloat16 alone); ``"kahan"`` keeps the rounding error in a second 16-bit tensor.
+    float32 weights are stepped as before. A resumed run rounds like an uninterrupted one, and states saved without
+    rounding load too. The undo leaves states as a plain step expects them.
 
     >>> weight = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
     >>> optimizer = torch.optim.SGD([weight], lr=1e-3)
@@ -55,7 +55,7 @@ def round_updates(optimizer: torch.optim.Optimizer, how: How = "stochastic", *, 
 
 
 def round_stochastically(x: Tensor, *, seed: int) -> Tensor:
-    """float32 to bfloat16, up or down at random, to either side as often as it is near: right on average."""
+    """Round float32 to bfloat16, up or down at random, by the distance to either side: right on average."""
     return round_by(x, random_bits(x, seed))
 
 
@@ -106,7 +106,7 @@ def _widened(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _give_back(optimizer: torch.optim.Optimizer) -> None:
-    """Leave states as a plain step expects them. Weights in float32 by now get what was rounded away of them."""
+    """Leave states as a plain step expects them. Weights that are float32 by now get back their rounding error."""
     short = keeps_parameter_dtype(optimizer)
     for parameter, state in list(optimizer.state.items()):
         state.pop(COUNT, None)

@@ -22,18 +22,16 @@ SAVED = "loss_scale"  # in an optimizer's first group, where it is saved
 
 
 class LossScale:
-    """A scale that gradients have between the loss and the parameters, and that follows what float16 can hold.
+    """A scale of gradients between the loss and the parameters, adapted to the range of float16.
 
-    ``scale(loss, model)`` gives the loss with the same value. A gradient that reaches a parameter is divided by the
-    scale, so that ``p.grad`` is always true. Clipping, accumulation and other losses with backward passes of their own
-    need no care. A backward pass is scaled as a whole, so scale a penalty with its loss. Write ``scale(loss + penalty,
-    model)`` or ``scale(loss, model) + scale(penalty, model)``. Only gradients of the model's parameters are divided;
-    others stay scaled.
+    ``scale(loss, model)`` returns the loss with the same value. Each gradient is divided by the scale where it reaches
+    its parameter, so ``p.grad`` is unscaled, and clipping and accumulation need no care. A backward pass is scaled as a
+    whole: write ``scale(loss + penalty, model)`` or ``scale(loss, model) + scale(penalty, model)``. Gradients of other
+    tensors than the model's parameters stay scaled.
 
-    ``guard(optimizer)`` has a step with gradients that are not finite left out and the scale halved; after
-    ``growth_interval`` good steps it doubles. Several optimizers can be guarded: their steps after one backward pass
-    change the scale once, down where one of them was left out. As ``torch.amp.GradScaler`` does, it waits for the
-    device once a step. The scale is then saved and loaded with the optimizer's ``state_dict``.
+    ``guard(optimizer)`` skips steps with infinite or nan gradients, and halves the scale; after ``growth_interval``
+    good steps it doubles. If several optimizers are guarded, their steps after one backward pass change the scale once.
+    Like ``torch.amp.GradScaler``, it waits for the device once a step. The optimizer's ``state_dict`` holds the scale.
     """
 
     needs_gradients = needs_step = "A scaled loss looks at the gradients before the step"
@@ -49,7 +47,7 @@ class LossScale:
         self._unchanged, self._overflowed = initial, False  # the scale before their steps, and whether one was left out
 
     def scale(self, loss: Tensor, model: nn.Module) -> Tensor:
-        """The loss as it is, with a backward pass that starts from the scale."""
+        """Return the same loss, whose backward pass starts from the scale."""
         for parameter in model.parameters():
             if parameter.requires_grad and parameter not in self._hooked:
                 self._hooked[parameter] = True

@@ -17,11 +17,10 @@ from lowtide.optim.hooks import refuse_closure
 from lowtide.optim.offload import is_offloaded, offload_state
 from lowtide.optim.one_parameter import PLAIN_STATES
 from lowtide.optim.rounding import with_notes
-from lowtide.optim.state_dict import as_saved, load_exactly
+from lowtide.optim.state_dict import State, as_saved, load_exactly
 from lowtide.undo import Undo
 
 KINDS = ("8bit", "4bit", "cpu")
-_State = dict[str, Any]
 
 
 def lower_state(optimizer: torch.optim.Optimizer, state: str) -> Undo:
@@ -64,10 +63,10 @@ def lower_state(optimizer: torch.optim.Optimizer, state: str) -> Undo:
 def convert(
     optimizer: torch.optim.Optimizer,
     other: torch.optim.Optimizer,
-    lower: Callable[[Tensor, _State], _State],
-    lift: Callable[[Tensor, _State], _State],
+    lower: Callable[[Tensor, State], State],
+    lift: Callable[[Tensor, State], State],
 ) -> Undo:
-    """Make the optimizer one of other's class, its groups as they are with what they lack, its states lowered."""
+    """Change the optimizer's class to other's, lower its states, and add the settings that its groups lack."""
     groups, defaults = [set(group) for group in optimizer.param_groups], optimizer.defaults
     plain = {p: dict(state) for p, state in optimizer.state.items()}
     states = {p: with_notes(lower(p, state), state) for p, state in plain.items() if state}
@@ -109,9 +108,9 @@ def convert(
 
 
 def _load_in_4bit(optimizer: torch.optim.Optimizer, four: Adam4bit) -> Undo:
-    """Have what is loaded put into 4 bits where it is not, with rates as torchao wants them."""
+    """Convert loaded states to 4 bits, with rates as torchao wants them."""
 
-    def receive(p: Tensor, state: _State, group: dict[str, Any]) -> _State:
+    def receive(p: Tensor, state: State, group: dict[str, Any]) -> State:
         if "max_exp_avg_sq" in state or (state and "exp_avg" not in state):
             raise LowtideError("The saved state is not that of Adam or AdamW without amsgrad", where=", ".join(state))
         if type(state.get("exp_avg")) is Tensor:
@@ -139,7 +138,7 @@ def _from_host(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def replace_states(optimizer: torch.optim.Optimizer, states: dict[Tensor, dict[str, Any]]) -> None:
-    """Give the optimizer these states; of what it had, nothing stays."""
+    """Replace all states of the optimizer by these."""
     optimizer.state.clear()
     optimizer.state.update({p: state for p, state in states.items() if state})
 

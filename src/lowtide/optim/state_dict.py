@@ -51,12 +51,11 @@ def load_exactly(optimizer: torch.optim.Optimizer, receive: Receive = as_saved) 
 
 
 def loads_exactly(optimizer: Any) -> bool:
-    """Whether ``load_exactly`` is in force."""
     return _loading_of(optimizer) is not None
 
 
 def keeps_parameter_dtype(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether states are in the dtypes of their parameters, as those of torch's own optimizers are."""
+    """Tell whether states are in the dtypes of their parameters, as those of torch's own optimizers are."""
     bases = type(optimizer).__mro__
     return any(b.__module__.startswith("torch.optim.") and b is not torch.optim.Optimizer for b in bases)
 

@@ -1,4 +1,4 @@
-"""Marks in ``.grad`` for gradients that were used in backward: whatever reads their values raises."""
+"""Marks in ``.grad`` for gradients that were used in backward: a read of their values raises."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def plans(
 
 def _notes(wanted: Budget, search: Search, rival: Contender, permitted: Permission) -> tuple[str, ...]:
     outlook = search.outlook(rival, wanted.bytes, permitted)
-    notes = (wanted.said, *outlook, *search.notes, _estimated(rival), _compiled(rival))
+    notes = (wanted.said, *outlook, *search.notes, _estimated(rival), _lowered(rival))
     return tuple(filter(None, notes))
 
 
@@ -137,12 +137,10 @@ def _estimated(rival: Contender) -> str:
     return f"The seconds of {option.technique} are an estimate: it was not run." if measures else ""
 
 
-def _compiled(rival: Contender) -> str:
-    """Say in which ways compiled code differs from the plain step."""
+def _lowered(rival: Contender) -> str:
+    """Say in which ways a program's code differs from the plain step."""
     lowering = rival.candidate.lowering
-    if not lowering or not LOWERINGS[lowering].compiles:
-        return ""
-    return "Regions are compiled by Inductor: they round otherwise, and draw dropout masks of their own."
+    return LOWERINGS[lowering].note if lowering else ""
 
 
 def _device_budget(device: str, other_bytes: int) -> Budget:

@@ -31,6 +31,7 @@ class Candidate:
     rewrites: tuple[str, ...] = ()  # names of the rewrites of its graph
     around: tuple[Option, ...] = ()
     prices: tuple[Price, ...] = ()  # of the change, then of each option around it; none where nothing is around
+    compiles: bool = False  # whether a program's lowering does
 
     @property
     def key(self) -> Hashable:
@@ -59,7 +60,7 @@ class Candidate:
 
     @property
     def is_program(self) -> bool:
-        """Whether the change is the engine's own."""
+        """Tell whether the change is the engine's own."""
         return self.change is not None and not isinstance(self.change, Option)
 
     @property
@@ -93,7 +94,7 @@ class Permission:
         ``allow`` is a class, a technique's name, or several of both; ``forbid`` is one or several names.
         """
         wanted, unwanted = _named("allow", allow), _named("forbid", forbid)
-        classes = [Fidelity(item) for item in wanted if item in list(Fidelity)]
+        classes = [Fidelity(name) for name in wanted if name in list(Fidelity)]
         names = wanted - frozenset(Fidelity)
         known_names = {*techniques(), OFFLOAD}
         for verb, unknown in (("allow", names - known_names), ("forbid", unwanted - known_names)):
@@ -114,7 +115,7 @@ class Permission:
         return self.permits_change(candidate) and all(self.permits(name, price.fidelity) for name, price in around)
 
     def permits_change(self, candidate: Candidate) -> bool:
-        """Whether a plan may use the change of a candidate, whatever options are around it."""
+        """Tell whether a plan may use the change of a candidate, whatever options are around it."""
         price = next(iter(candidate.prices), candidate.price)
         names = frozenset(candidate.holds or (candidate.technique,))
         is_open = price.fidelity <= self.loosest and OFFLOAD not in names
@@ -122,13 +123,13 @@ class Permission:
         return self.forbidden.isdisjoint({*names, *candidate.rewrites}) and (is_named or is_open)
 
     def permits(self, technique: str, fidelity: Fidelity) -> bool:
-        """Whether a plan may use an option of this technique with this fidelity."""
+        """Tell whether a plan may use an option of this technique with this fidelity."""
         return technique not in self.forbidden and (technique in self.names or fidelity <= self.loosest)
 
 
 def _named(keyword: str, names: str | Collection[str] | None) -> frozenset[str]:
     wanted = [names] if isinstance(names, str) else names or ()
-    if not isinstance(wanted, Collection) or not all(isinstance(item, str) for item in wanted):
+    if not isinstance(wanted, Collection) or not all(isinstance(name, str) for name in wanted):
         example = "allow='changed', or allow=['fewbit', 'compress']"
         example = example if keyword == "allow" else "forbid='microbatch'"
         raise PlanError(f"Cannot {keyword} {names!r}", hint=f"Write {example}.")

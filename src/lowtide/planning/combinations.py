@@ -28,18 +28,17 @@ class Combination:
 
     @property
     def price(self) -> Price:
-        """The price of all options."""
         return Price.together(self.prices)
 
     def is_worse(self, other: Combination) -> bool:
-        """Whether another one is at least as good in everything, and better in something."""
+        """Tell whether another one is at least as good in everything, and better in something."""
         mine = self.price.seconds, self.estimate, self.floor_bytes
         others = other.price.seconds, other.estimate, other.floor_bytes
         return all(its <= my for its, my in zip(others, mine, strict=True)) and others != mine
 
 
 def leaves_gradients(option: Option) -> bool:
-    """Whether gradients stay as they are until the optimizer's step."""
+    """Tell whether gradients stay as they are until the optimizer's step."""
     return find_technique(option.technique).check(option).leaves_gradients
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from lowtide.planning.candidate import Candidate, Contender
-from lowtide.planning.plan import Plan, ProgramChoice
+from lowtide.planning.plan import Changes, Plan, ProgramChoice
 from lowtide.profiling import Profile
 from lowtide.registry import Registry
 from lowtide.techniques.technique import Option
@@ -24,26 +24,21 @@ class Engine(Protocol):
 
     name: str
     takes_options: bool  # applies options of techniques to the user's own modules
-    captures: bool  # runs a captured loss: modules stay as they are, and other shapes are planned when they come
+    captures: bool  # runs a captured loss: modules do not change, and other shapes are planned at their first batch
 
     def candidates(self, work: Workload, baseline: Profile) -> Candidates | None:
-        """Changes of its own, beside options; None if it has none. Raises ``TraceError`` if it cannot run the step."""
+        """Changes of its own, beside options: the same object for one profile. None if it has none.
+
+        Raises ``TraceError`` if it cannot run the step.
+        """
         ...
 
     def apply(self, work: Workload, plan: Plan) -> Applied:
         """The planned step, with the undo of its changes."""
         ...
 
-    def predict(
-        self,
-        work: Workload,
-        options: Sequence[Option],
-        program: ProgramChoice | None,
-        baseline: Profile,
-        *,
-        only_peaks: bool = False,
-    ) -> Profile:
-        """Predict the step with a plan's options and program without running it.
+    def predict(self, work: Workload, changes: Changes, baseline: Profile, *, only_peaks: bool = False) -> Profile:
+        """Predict the changed step without running it.
 
         ``only_peaks`` may skip repetitions that change no peak.
         """
@@ -73,6 +68,10 @@ class Candidates(Protocol):
 
     def choice(self, contender: Contender, budget_bytes: int) -> ProgramChoice | None:
         """The part of the plan that the engine will run."""
+        ...
+
+    def learn(self, program: ProgramChoice, excess_bytes: int) -> None:
+        """Note by how much a measured peak of a program was above its prediction."""
         ...
 
 

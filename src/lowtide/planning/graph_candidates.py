@@ -14,7 +14,7 @@ from lowtide.planning.baseline import OUT_OF_MEMORY
 from lowtide.planning.candidate import OFFLOAD, PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
 from lowtide.planning.captured import ComparedCapture, capture_and_compare, capture_too_large, check_draws
 from lowtide.planning.combinations import lasting_bytes, leaves_gradients, prices_inside, saved_by_each
-from lowtide.planning.lowering import LOWERINGS, REFERENCE, REWRITTEN, Lowering
+from lowtide.planning.lowering import LOWERINGS, Lowering
 from lowtide.planning.plan import PlannedStage, ProgramChoice
 from lowtide.planning.prediction import kept_peak, with_prices
 from lowtide.planning.programs.program import Kind, Program, simulate
@@ -85,9 +85,9 @@ class GraphCandidates:
             self._forms[joint, holds_gradients] = Form(forecast, problem)
         return self._forms[joint, holds_gradients]
 
-    def learn(self, lowering: str, excess_bytes: int) -> None:
-        """Note by how much a measured peak of a lowering was above its prediction."""
-        self._excess[lowering] = self._excess.get(lowering, 0) + excess_bytes
+    def learn(self, program: ProgramChoice, excess_bytes: int) -> None:
+        """Raise the peaks of programs with this one's lowering, which measured above its prediction."""
+        self._excess[program.lowering] = self._excess.get(program.lowering, 0) + excess_bytes
         self._simulated.clear()
 
     @property
@@ -103,13 +103,9 @@ class GraphCandidates:
 
     def offers(self, engine: str, *, compile: bool | None, around: Sequence[Option] = ()) -> list[Candidate]:
         """Every program, once for each lowering: those that compile, those that do not, or both for None."""
-        lowerings = [each for each in LOWERINGS.values() if each.name != REFERENCE and compile in (None, each.compiles)]
-        candidates = (self.lowered(engine, each, around) for each in lowerings if self._has_form(each))
+        lowerings = [each for each in LOWERINGS.values() if compile in (None, each.compiles)]
+        candidates = (self.lowered(engine, each, around) for each in lowerings if each.is_offered(self.joint))
         return [candidate for lowered in candidates for candidate in lowered]
-
-    def _has_form(self, lowering: Lowering) -> bool:
-        """Whether a lowering of rewrites has any: the plain graph is another's to offer."""
-        return lowering.name != REWRITTEN or lowering.form(self.joint) is not self.joint
 
     def lowered(self, engine: str, lowering: Lowering, around: Sequence[Option] = ()) -> list[Candidate]:
         """Every program with one lowering, the fastest first."""
@@ -128,7 +124,18 @@ class GraphCandidates:
                 estimate, prices = max(stays, estimate - lasting), (price, *inside)
                 price = Price.together(prices)
             candidates.append(
-                Candidate(engine, solution, price, estimate, lowering.name, holds, rewrites, tuple(around), prices)
+                Candidate(
+                    engine,
+                    solution,
+                    price,
+                    estimate,
+                    lowering=lowering.name,
+                    compiles=lowering.compiles,
+                    holds=holds,
+                    rewrites=rewrites,
+                    around=tuple(around),
+                    prices=prices,
+                )
             )
         return sorted(candidates, key=lambda candidate: candidate.order)
 
@@ -242,7 +249,7 @@ def _held_elsewhere(solution: Solution) -> Iterator[str]:
 
 
 def _reasons(stages: tuple[PlannedStage, ...], budget_bytes: int) -> tuple[str, ...]:
-    """Why each large stage is kept or recomputed; the small ones in one line."""
+    """Give reasons for each large stage, and one line for the small ones."""
     by_size = sorted(stages, key=lambda stage: -stage.choice.saved_bytes)
     largest, rest = by_size[:_SHOWN], by_size[_SHOWN:]
     lines = [
@@ -263,8 +270,8 @@ def graph_candidates(work: Workload, plain: Profile) -> GraphCandidates:
     too_large = OUT_OF_MEMORY in plain.graph.notes
     if plain.graph.fake and not too_large:
         raise TraceError("A step that is only predicted is not captured")
-    known = plain.findings.get(GraphCandidates)
-    if known is None or known[0]() is not work:
+    known = plain.findings.get(_CandidatesOfStep)
+    if known is None or known.work() is not work:
         captured = capture_too_large(work, plain) if too_large else _steady_capture(work, plain)
         graph = captured.capture.graph
         candidates = GraphCandidates(
@@ -275,12 +282,20 @@ def graph_candidates(work: Workload, plain: Profile) -> GraphCandidates:
             inputs=captured.inputs if graph.is_plain else None,
             mutated=graph.moved,
         )
-        known = plain.findings[GraphCandidates] = weakref.ref(work), candidates
-        if work.captures is None:
-            captured.capture.release()
+        known = plain.findings.keep(_CandidatesOfStep(weakref.ref(work), candidates))
+        if work.captures.shared:
+            work.captures.losses.append(captured.capture)
         else:
-            work.captures.append(captured.capture)
-    return known[1]
+            captured.capture.release()
+    return known.candidates
+
+
+@dataclass(frozen=True)
+class _CandidatesOfStep:
+    """The programs of a step, for its profile."""
+
+    work: weakref.ref[Workload]
+    candidates: GraphCandidates
 
 
 def _steady_capture(work: Workload, plain: Profile) -> ComparedCapture:

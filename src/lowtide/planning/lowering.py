@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lowtide.planning.plan import Plan
 from lowtide.planning.programs.program import Program, Value
 from lowtide.planning.programs.program_profile import Forecast
 from lowtide.planning.solvers.solver import Problem, Solution
@@ -43,7 +44,13 @@ class Lowering(Protocol):
     """Turns programs into code. The planner offers each program once for each lowering that can run it."""
 
     name: str
-    compiles: bool  # whether it takes long to build: offered where ``compile`` asks for it
+    note: str  # for plans: how its steps differ from the plain one; may be empty
+    compiles: bool  # takes long to build, and chooses what to allocate: offered where ``compile`` asks for it
+    reference: str  # name of the lowering whose results it has; empty where they are the plain step's
+
+    def is_offered(self, joint: Joint) -> bool:
+        """Whether plans may use it for this captured graph."""
+        ...
 
     def form(self, joint: Joint) -> Joint:
         """The joint graph as this lowering runs it. Programs are planned on it."""
@@ -54,7 +61,7 @@ class Lowering(Protocol):
         ...
 
     def can_run(self, joint: Joint, program: Program) -> bool:
-        """Whether ``lower`` takes this program, on the devices that are here."""
+        """Tell whether ``lower`` takes this program, on the devices of this machine."""
         ...
 
     def price(self, problem: Problem, solution: Solution, fidelity: Fidelity) -> Price:
@@ -70,5 +77,8 @@ class Lowering(Protocol):
 
 
 LOWERINGS: Registry[Lowering] = Registry("lowering")
-REWRITTEN = "rewritten"  # offered where its form is another graph than the captured one
-REFERENCE = "seeded"  # runs the programs of compiled graphs op by op: to compare with, not to plan
+
+
+def compiles(plan: Plan | None) -> bool:
+    """Whether a plan's lowering compiles; False for None, the plain step."""
+    return plan is not None and plan.program is not None and LOWERINGS[plan.program.lowering].compiles

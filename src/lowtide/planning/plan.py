@@ -74,6 +74,14 @@ class ProgramChoice:
         return f"recompute {self.ops_again} ops{stages}{copies} ({self.solver} solver, {self.lowering} lowering)"
 
 
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Everything that a plan changes in a step."""
+
+    options: tuple[Option, ...]
+    program: ProgramChoice | None
+
+
 @dataclass(frozen=True)
 class Plan:
     """A step that fits a budget. ``apply`` runs it, ``explain()`` describes it, ``to_json()`` stores it.
@@ -100,7 +108,7 @@ class Plan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the plain step fits, so that nothing is changed."""
+        """Tell whether the plain step fits, so that nothing is changed."""
         return self.engine == PLAIN_ENGINE and not self.choices
 
     @property
@@ -113,6 +121,11 @@ class Plan:
     def options(self) -> tuple[Option, ...]:
         """Options to apply, in order."""
         return tuple(choice.option for choice in self.choices)
+
+    @property
+    def changes(self) -> Changes:
+        """The options and the program."""
+        return Changes(self.options, self.program)
 
     def with_rounding(self, note: str) -> Plan:
         """The same plan with roundoff in place of bitwise, and a note that says why."""
@@ -166,7 +179,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: str | Mapping[str, Any]) -> Plan:
-        """Read a plan from ``to_json()``'s data, or from that as text; refuse what is not one and say why."""
+        """Read a plan from ``to_json()``'s data, or from its text. Anything else is refused, with the reason."""
         from lowtide.planning.plan_json import plan_from_json
 
         return plan_from_json(data)

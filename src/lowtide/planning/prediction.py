@@ -40,7 +40,7 @@ def kept_peak(graph: Graph, prices: Iterable[Price]) -> int:
 def with_prices(graph: Graph, prices: Iterable[Price]) -> Graph:
     """A traced step as some prices change it, for an engine whose step no trace can follow.
 
-    What an interval removes is cut out of the storage that fits it best.
+    A removed interval is cut out of the storage that fits it best.
     """
     storages = _TrimmedStorages(graph)
     for price in prices:
@@ -98,11 +98,10 @@ class _TrimmedStorages:
 
 def _change(graph: Graph, prices: Iterable[Price]) -> NDArray[np.int64]:
     change = np.zeros(len(graph.ops) + 1, np.int64)
-    unit = graph.granularity
     for price in prices:
         for sign, intervals in ((1, price.added), (-1, price.removed)):
             for interval in intervals:
-                size = sign * -(-interval.bytes // unit) * unit
+                size = sign * graph.rounded(interval.bytes)
                 change[interval.birth] += size
                 change[interval.death] -= size
     return np.cumsum(change)[:-1]
@@ -159,7 +158,7 @@ class Prediction:
 def predict_plan(work: Workload, plan: Plan, baseline: Profile) -> Prediction:
     """Predict a planned step without running it, then restore the model."""
     plan.check(work, device=baseline.graph.device)
-    after = ENGINES[plan.engine].predict(work, plan.options, plan.program, baseline)
+    after = ENGINES[plan.engine].predict(work, plan.changes, baseline)
     return Prediction(plan, baseline, replace(after, name=f"{after.name}, planned"))
 
 

@@ -84,7 +84,7 @@ class Rounding:
             self._moves.update({(what, name): norms(t, part[name])[1] for name, t in plain[what].items()})
 
     def explains(self, what: str, plain: Part, other: Part) -> bool:
-        """Whether each tensor of a part is off by no more than rounding.
+        """Tell whether each tensor of a part is off by no more than rounding.
 
         A tensor may be off by the part's scale, relative to its own norm. A tensor that is zero but for rounding may be
         off by its own change. All together may be off by 1.2%.
@@ -110,7 +110,7 @@ def coarsest_unit(work: Workload) -> float:
 
 
 def parts_equal(plain: Part, other: Part) -> bool:
-    """Whether two parts have the same tensors, bit for bit."""
+    """Tell whether two parts have the same tensors, bit for bit."""
     return plain.keys() == other.keys() and all(is_equal(tensor, other[name]) for name, tensor in plain.items())
 
 
@@ -133,11 +133,7 @@ def norms(plain: Tensor, other: Tensor) -> tuple[float, float]:
 
 
 def distance(plain: Part, other: Part) -> float:
-    """The relative error of all tensors together.
-
-    That of each alone says little of noise: a gradient that would be zero, as of a bias before a batch norm, is nothing
-    else.
-    """
+    """The relative error of all tensors together. A gradient that is zero but for noise has no relative error alone."""
     if plain.keys() != other.keys():
         return math.inf
     sizes = [norms(tensor, other[name]) for name, tensor in plain.items()]

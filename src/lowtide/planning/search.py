@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
+import traceback
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from operator import is_not
 from typing import Any
 
@@ -13,9 +13,8 @@ from lowtide.errors import PlanError, TraceError
 from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
 from lowtide.planning.combinations import Combination, combinations, saved_by_each
 from lowtide.planning.engine import AUTO, ENGINES, Candidates, Engine, engines_named
-from lowtide.planning.lowering import LOWERINGS
-from lowtide.planning.plan import ProgramChoice
-from lowtide.planning.prediction import apply_options, estimate_peak, kept_peak, predict
+from lowtide.planning.plan import Changes, ProgramChoice
+from lowtide.planning.prediction import apply_options, estimate_peak, kept_peak
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import has_ranks
 from lowtide.registry import PLAIN_ENGINE
@@ -62,7 +61,7 @@ class Search:
         self._exact: dict[Any, Contender | None] = {plain.key: self._plain}
         self._taken_off: dict[Hashable, int] = {}  # by parts: bytes by which a trace was below the simulation
         self._runnable: dict[Option, bool] = {}
-        self._left_out: set[tuple[str, str]] = set()
+        self._left_out: set[Hashable] = set()
         self._combined: dict[Permission, list[Combination]] = {}
         self._expanded: set[tuple[Option, ...]] = set()
         self.floor_bytes = min(
@@ -188,7 +187,9 @@ class Search:
             more = format_size(peak - budget)
             yield f"A budget of {format_size(peak)}, {more} more, is predicted to take {less} less."
         closed = [
-            c for c in self.candidates if c.change is not None and not permitted(c) and not self._forbids(permitted, c)
+            c
+            for c in self.candidates
+            if c.change is not None and not permitted(c) and permitted.forbidden.isdisjoint(_names(c))
         ]
         quick = [c for c in closed if c in faster and self._peak(c) <= budget]
         small = [c for c in closed if self._peak(c) < chosen.peak_bytes]
@@ -210,11 +211,6 @@ class Search:
         """The exact peak where it is known, else the estimate."""
         contender = self._exact.get(candidate.key)
         return contender.peak_bytes if contender else candidate.estimate
-
-    @staticmethod
-    def _forbids(permitted: Permission, candidate: Candidate) -> bool:
-        names = (*candidate.holds, *(option.technique for option in candidate.options))
-        return not permitted.forbidden.isdisjoint(names)
 
     def program(self, contender: Contender, budget: int) -> ProgramChoice | None:
         """The program of an engine's own candidate; None for options and the plain step."""
@@ -351,22 +347,23 @@ class Search:
                     applied.work.compute_loss()
                 self._runnable[option] = True
             except Exception as error:  # any failure says the same: not this option
-                self._leave_out(str(option), error)
+                self._leave_out([option], error)
                 self._runnable[option] = False
         return self._runnable.get(option, True)
 
-    def _leave_out(self, what: str, error: Exception) -> None:
-        """Note why an option is not used, once for all options of a technique that fail alike."""
-        reason = next(iter(str(error).splitlines()), type(error).__name__)  # torch adds pages of tips
-        kind = what.partition(" on ")[0], re.sub(r"[\d.e+-]+", "", reason)  # numbers apart
-        if kind not in self._left_out:
-            self._left_out.add(kind)
-            self.notes.append(f"{what} was left out: {reason}")
+    def _leave_out(self, options: Sequence[Option], error: Exception) -> None:
+        """Note why options are not used, once for those of the same techniques that fail at the same line."""
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        failure = (*(option.technique for option in options), line.filename, line.lineno, type(error.__cause__))
+        if failure not in self._left_out:
+            self._left_out.add(failure)
+            reason = next(iter(str(error).splitlines()), type(error).__name__)  # torch adds pages of tips
+            self.notes.append(f"{', '.join(map(str, options))} was left out: {reason}")
 
     def _simulate(self, candidate: Candidate) -> Contender | None:
         """Simulate a program; with options around it, trace it if it can run and if a trace can follow it."""
         simulated = self._sources[candidate.engine].contender(candidate)
-        if simulated is None or not candidate.options or LOWERINGS[candidate.lowering].compiles:
+        if simulated is None or not candidate.options or candidate.compiles:
             return simulated
         traced = self._trace(candidate)
         if traced is not None:
@@ -377,27 +374,34 @@ class Search:
     def _trace(self, candidate: Candidate) -> Contender | None:
         """Trace a candidate with options, once for a profile of the plain step."""
         acting = [techniques()[option.technique] for option in candidate.options]
-        traced: dict[Hashable, tuple[list[Technique], int, int]] = self.baseline.findings.setdefault(Search, {})
+        traced = self.baseline.findings.get(_TracedPeaks) or self.baseline.findings.keep(_TracedPeaks())
         known = traced.get(candidate.key)
         if known is None or any(map(is_not, known[0], acting)):
             try:
                 after = self._predict(candidate)
             except Exception as error:  # any failure says the same: not this option
-                self._leave_out(", ".join(map(str, candidate.options)), error)
+                self._leave_out(candidate.options, error)
                 return None
             known = traced[candidate.key] = acting, after.peak_bytes, after.storage_peak_bytes
         return Contender(candidate, *known[1:])
 
     def _predict(self, candidate: Candidate) -> Profile:
-        if not candidate.is_program:
-            return predict(self.work, candidate.options, self.baseline, only_peaks=True)
         program = self.program(Contender(candidate, candidate.estimate, candidate.estimate), candidate.estimate)
-        engine = ENGINES[candidate.engine]
-        return engine.predict(self.work, candidate.options, program, self.baseline, only_peaks=True)
+        changes = Changes(candidate.options, program)
+        return ENGINES[candidate.engine].predict(self.work, changes, self.baseline, only_peaks=True)
+
+
+class _TracedPeaks(dict[Hashable, tuple[list[Technique], int, int]]):
+    """By candidate: the techniques that acted, the peak and the storage peak."""
+
+
+def _names(candidate: Candidate) -> tuple[str, ...]:
+    """Names of techniques that a candidate uses, each once."""
+    return tuple(dict.fromkeys((*candidate.holds, *(option.technique for option in candidate.options))))
 
 
 def _named(candidate: Candidate) -> str:
-    names = " and ".join(dict.fromkeys((*candidate.holds, *(option.technique for option in candidate.options))))
+    names = " and ".join(_names(candidate))
     return f"{names} ({candidate.price.fidelity})" if names else candidate.price.fidelity.value
 
 

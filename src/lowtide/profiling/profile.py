@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,7 @@ from lowtide.version import __version__
 Source = Literal["measured", "modelled", "none"]
 
 JSON_VERSION = 1
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class Usage:
 
     parameter_bytes: int = 0
     saved_bytes: int = 0  # activations that it made and that are kept for the backward pass
-    peak_bytes: int = 0  # what it made or owns of the bytes alive at the peak
+    peak_bytes: int = 0  # bytes alive at the peak that it made or owns
     seconds: float = 0.0
 
     def __add__(self, other: Usage) -> Usage:
@@ -62,10 +65,26 @@ class Timeline:
 class Outside:
     """On CUDA: what nvidia-smi shows above the allocated bytes. Zero where it could not be read."""
 
-    reserved_bytes: int  # what PyTorch's allocator took from the driver, at its peak
+    reserved_bytes: int  # taken from the driver by PyTorch's allocator, at its peak
     context_bytes: int  # this process's CUDA context and libraries
     other_bytes: int  # other processes on the GPU
-    device_bytes: int  # what the GPU has
+    device_bytes: int  # the GPU's memory
+
+
+class Findings:
+    """Results that techniques and planning derived from a step, for plans of several budgets: one of each class."""
+
+    def __init__(self) -> None:
+        self._kept: dict[type, Any] = {}
+
+    def get(self, kind: type[T]) -> T | None:
+        """The result of this class, if there is one."""
+        return self._kept.get(kind)
+
+    def keep(self, found: T) -> T:
+        """Put a result in the place of an earlier one of its class, and return it."""
+        self._kept[type(found)] = found
+        return found
 
 
 @dataclass(frozen=True)
@@ -80,8 +99,7 @@ class Profile:
     versions: dict[str, str]
     outside: Outside | None = None
     fingerprint: Fingerprint | None = None  # of the step; None where it is not known
-    findings: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, compare=False, repr=False)
-    """Results that techniques and planning derived from this step, for plans of several budgets."""
+    findings: Findings = field(default_factory=Findings, init=False, compare=False, repr=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -181,7 +199,7 @@ class Profile:
     def to_json(self) -> dict[str, Any]:
         """The profile as JSON-ready data; ``docs/json.md`` describes the fields."""
         graph, timeline = self.graph, self.timeline
-        return {
+        data = {
             "version": JSON_VERSION,
             "lowtide": __version__,
             "name": self.name,
@@ -194,14 +212,14 @@ class Profile:
             "static_bytes": self.static_bytes,
             "other_bytes": self.other_bytes,
             "saved_bytes": self.saved_bytes,
-            "seconds": finite(self.seconds),
+            "seconds": self.seconds,
             "seconds_source": self.seconds_source,
             "workspace_source": self.workspace_source,
             "peak_op": self.peak_op,
             "by_category": self.by_category,
-            "by_module": [asdict(row) for row in self.by_module],
-            "saved": [asdict(s) for s in self.saved],
-            "alive_at_peak": [asdict(s) for s in self.alive_at_peak],
+            "by_module": self.by_module,
+            "saved": self.saved,
+            "alive_at_peak": self.alive_at_peak,
             "timeline": {
                 "phase_starts": timeline.phase_starts,
                 "allocated": timeline.allocated.tolist(),
@@ -215,14 +233,15 @@ class Profile:
                     "module": op.module,
                     "source": op.source,
                     "recompute": op.recompute,
-                    "seconds": finite(op.seconds),
+                    "seconds": op.seconds,
                     "workspace_bytes": op.workspace_bytes,
                 }
                 for op in graph.ops
             ],
-            "outside": asdict(self.outside) if self.outside else None,
-            "notes": list(graph.notes),
+            "outside": self.outside,
+            "notes": graph.notes,
         }
+        return json_ready(data)
 
     def compare(self, other: Profile) -> Comparison:
         """Set another profile of the same step, made after a change, beside this one."""
@@ -257,7 +276,7 @@ class Comparison:
 
     @property
     def saved_bytes(self) -> int:
-        """How much lower the allocated peak became (negative: higher)."""
+        """Bytes by which the allocated peak fell; negative if it rose."""
         return self.before.peak_bytes - self.after.peak_bytes
 
     def rows(self) -> list[tuple[str, int, int]]:
@@ -287,6 +306,15 @@ def _parent(path: str, known: dict[str, Usage]) -> str:
             return path
 
 
-def finite(number: float) -> float | None:
-    """A number as JSON can hold it: None where it is not one."""
-    return number if math.isfinite(number) else None
+def json_ready(value: Any) -> Any:
+    """Dataclasses, containers and enums as JSON holds them; numbers that are not finite become None."""
+    if is_dataclass(value):
+        return {field.name: json_ready(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, dict):
+        return {key: json_ready(item) for key, item in cast(dict[str, Any], value).items()}
+    if isinstance(value, list | tuple | frozenset):
+        items = sorted(value) if isinstance(value, frozenset) else value
+        return [json_ready(item) for item in cast(Iterable[Any], items)]
+    if isinstance(value, Enum):
+        return value.value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

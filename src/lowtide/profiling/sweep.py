@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from lowtide.errors import BudgetError, LowtideError, WorkloadError
-from lowtide.profiling.profile import Profile
+from lowtide.profiling.profile import Profile, json_ready
 from lowtide.profiling.profiler import profile
 from lowtide.sizes import format_size, parse_size
 from lowtide.tracing.graph import Category
@@ -44,18 +44,10 @@ class Sweep:
 
     def to_json(self) -> dict[str, Any]:
         """The sweep as JSON-ready data."""
-        return {
-            "version": 1,
-            "name": self.name,
-            "hardware": self.hardware,
-            "axes": {axis: list(values) for axis, values in self.axes.items()},
-            "traced": self.traced,
-            "limit_bytes": self.limit_bytes,
-            "cells": [
-                {**asdict(cell), "fits": self.limit_bytes is None or cell.peak_bytes <= self.limit_bytes}
-                for cell in self.cells
-            ],
-        }
+        data: dict[str, Any] = {"version": 1, **json_ready(self)}
+        for cell in data["cells"]:
+            cell["fits"] = self.limit_bytes is None or cell["peak_bytes"] <= self.limit_bytes
+        return data
 
 
 def sweep(
@@ -113,7 +105,6 @@ class _GridProfiles:
         self.traced = 0
 
     def all(self) -> dict[Point, Profile]:
-        """A profile for every point, in order."""
         nodes = [_nodes(values) for values in self._grid.values()]
         samples = list(itertools.product(*nodes))
         others = [point for point in self._points if point not in set(samples)]

@@ -49,7 +49,6 @@ vl_convert: Any = _LazyPackage("vl_convert", "vl-convert-python")
 
 
 def chart_of(rows: list[Row]) -> Any:
-    """Build a chart over rows."""
     # As text: altair would check and copy every number of a list, again and again.
     return alt.Chart(alt.InlineData(values=json.dumps(rows), format=alt.JsonDataFormat(type="json")))
 

@@ -154,7 +154,6 @@ class SweepTable:
     largest: int
 
     def over(self, size: int) -> bool:
-        """Whether a peak is above the limit."""
         return self.limit_bytes is not None and size > self.limit_bytes
 
     def share(self, size: int) -> float:

@@ -17,7 +17,7 @@ from lowtide.tracing.graph import Graph, Op
 
 Span = tuple[int, int]  # the blocks of a segment: the first, and one past the last
 
-_GENERATOR_BYTES = 5056  # what a checkpoint keeps of the CPU's random generator
+_GENERATOR_BYTES = 5056  # state of the CPU's random generator that a checkpoint keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,7 @@ class BlockChains:
     @classmethod
     def of(cls, profile: Profile) -> BlockChains:
         """Chains of a profile, which holds them from then on: options and prices of several techniques read them."""
-        if cls not in profile.findings:
-            profile.findings[cls] = cls(profile)
-        return profile.findings[cls]
+        return profile.findings.get(cls) or profile.findings.keep(cls(profile))
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -335,7 +333,7 @@ def _spans(node: int | Tree, at: dict[int, int]) -> list[Span]:
 
 
 def _runs_only_once(op: Op, graph: Graph) -> bool:
-    """Whether a checkpoint could not run an op again with the same result.
+    """Tell whether a checkpoint could not run an op again with the same result.
 
     Such an op draws from a generator whose state no checkpoint keeps, or saves its noise before drawing it. A
     checkpoint stops once it has all saved tensors, before the draw; around a ``nn.RReLU`` it is told not to.

@@ -26,10 +26,10 @@ class BlockStage:
 
 
 class BlockStages:
-    """Every chain of a model, one after the other as they run, with what runs between: one chain for one budget.
+    """All chains of a model, and the ops between them, in the order of the step: one chain for one budget.
 
-    Its bytes are those of the profiled step: what blocks make, keep and hand on, what backward holds. Values that are
-    read further away than by the next stage, as over a U-Net's skips, count nowhere: they stay whatever the schedule.
+    Its bytes are the profiled step's. Values read beyond the next stage, as over a U-Net's skips, are not counted: all
+    schedules keep them.
     """
 
     def __init__(self, chains: BlockChains) -> None:
@@ -126,7 +126,7 @@ class BlockStages:
         saved = value + np.bincount(storages.maker[own], storages.bytes[own], count).astype(np.int64)
         values = np.append(0, value)
         # One past the op that makes the last that a stage's backward reads: stages that run again stop there. Where
-        # there is none, nothing is to be had from running again.
+        # there is none, recomputing it frees nothing.
         stop = np.zeros(count, np.int64)
         np.maximum.at(stop, storages.maker[own], storages.written[own] + 1)
         stop[stop == 0] = graph.phase_starts().get("backward", len(graph.ops))

@@ -1,8 +1,7 @@
-"""Chunked loss: a head and its cross entropy without the logits ever whole, in a model that knows nothing of it.
+"""Chunked loss: a head and its cross entropy that never hold all logits, without changes to the model's code.
 
-In a plain step the logits take memory three to five times: in the head's dtype, as float32, after the log-softmax, and
-twice as gradients. Here the head gives logits computed on demand (``lowtide.nn.lazy_logits``), and cross entropy takes
-them chunk by chunk.
+A plain step holds the logits three to five times: in the head's dtype, as float32, after the log-softmax, and twice as
+gradients. Here the head returns lazy logits (``lowtide.nn.lazy_logits``), which cross entropy takes chunk by chunk.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from lowtide.workload import Workload
 def chunk_loss(head: nn.Linear, chunk: int | None = None, *, path: str = "") -> Undo:
     """Have cross entropy of this head's logits computed in chunks of ``chunk`` rows, until the undo is called.
 
-    Whatever else reads the logits gets them whole: right, and without a saving.
+    Any other reader gets the whole logits: right, and without a saving.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1000))

@@ -127,15 +127,15 @@ class FewBitActivations(Technique):
             if not sites[path].is_gate:
                 table = 4 * (2 * 2**bits - 1)  # boundaries and levels
                 added.append(Interval(table, 0, len(graph.ops), f"the table of {path}"))
-            for item in sites[path].items:
-                size = packed_bytes(item.count, 1 if sites[path].is_gate else bits)
-                added.append(Interval(size, item.forward, item.backward + 1, f"codes of {path}"))
-                removed.append(Interval(item.bytes, item.last_use + 1, item.death, f"not kept for {path}"))
+            for kept in sites[path].inputs:
+                size = packed_bytes(kept.count, 1 if sites[path].is_gate else bits)
+                added.append(Interval(size, kept.forward, kept.backward + 1, f"codes of {path}"))
+                removed.append(Interval(kept.bytes, kept.last_use + 1, kept.death, f"not kept for {path}"))
                 if graph.tensor_device == "cpu":
-                    added += _temporaries(item, path)
+                    added += _temporaries(kept, path)
                 # The input is read once more and then not again; on a CPU the packing counts for more.
                 moved = 2 * size / device.bandwidth + device.launch_seconds
-                seconds += 4 * graph.ops[item.forward].seconds if graph.tensor_device == "cpu" else moved
+                seconds += 4 * graph.ops[kept.forward].seconds if graph.tensor_device == "cpu" else moved
         fidelity = self.check(option).fidelity
         return Price(fidelity, added=tuple(added), removed=tuple(removed), compute_seconds=seconds)
 
@@ -181,17 +181,17 @@ class FewBitForward(Forward):
         return few_bit(input, self._book, inplace=is_in_place(self.module))
 
 
-def _temporaries(item: _Item, path: str) -> Iterator[Interval]:
+def _temporaries(kept: _KeptInput, path: str) -> Iterator[Interval]:
     """Temporary bytes of the kernels in plain torch, which pass over a tensor in a few pieces."""
-    piece = max(min(item.count, 2**16), item.count // 8)
-    yield Interval(4 * piece, item.forward, item.forward + 1, f"packing the codes of {path}")
-    yield Interval(10 * piece, item.backward, item.backward + 1, f"unpacking the codes of {path}")
+    piece = max(min(kept.count, 2**16), kept.count // 8)
+    yield Interval(4 * piece, kept.forward, kept.forward + 1, f"packing the codes of {path}")
+    yield Interval(10 * piece, kept.backward, kept.backward + 1, f"unpacking the codes of {path}")
 
 
 def _put(module: nn.Module, bits: int, path: str, density: Any = "normal") -> Undo:
     if read_module(module) is None:
         raise PlanError(
-            f"{type(module).__name__} is no activation that a few bits can stand for",
+            f"{type(module).__name__} is not an activation with few-bit codes",
             where=path,
             hint="The plan is of another model.",
         )
@@ -206,7 +206,7 @@ def _activations(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
+class _KeptInput:
     """A storage that an activation alone keeps, once for each call."""
 
     bytes: int
@@ -220,7 +220,7 @@ class _Item:
 @dataclass(frozen=True, slots=True)
 class _SavedByModule:
     kind: str  # the module's class
-    items: tuple[_Item, ...]
+    inputs: tuple[_KeptInput, ...]
 
     @property
     def is_gate(self) -> bool:
@@ -238,7 +238,7 @@ def _sites(graph: Graph) -> dict[str, _SavedByModule]:
         for storage in {value.storage for value in (*op.inputs, *op.outputs)}:
             touched.setdefault((op.module, storage), []).append(op)
     on_device = {storage.id for storage in graph.on_device}
-    items: dict[str, list[_Item]] = {}
+    inputs: dict[str, list[_KeptInput]] = {}
     seen: set[tuple[str, int]] = set()
     for saved in graph.saved:
         path = saved.needed_in
@@ -258,9 +258,9 @@ def _sites(graph: Graph) -> dict[str, _SavedByModule]:
         storage = graph.storages[saved.storage]
         if forward and backward and len(forward) == len(backward):
             uses = graph.last_forward_use[saved.storage]
-            item = _Item(storage.bytes, math.prod(saved.shape), forward[0], backward[-1], uses, storage.death)
-            items.setdefault(path, []).append(item)
-    return {path: _SavedByModule(kinds[path], tuple(items[path])) for path in kinds if path in items}
+            kept = _KeptInput(storage.bytes, math.prod(saved.shape), forward[0], backward[-1], uses, storage.death)
+            inputs.setdefault(path, []).append(kept)
+    return {path: _SavedByModule(kinds[path], tuple(inputs[path])) for path in kinds if path in inputs}
 
 
 @cache

@@ -70,10 +70,7 @@ class Optimal(SegmentTechnique):
 
 
 def _schedules(chain: chains.Chain, ends: list[int]) -> list[Schedule]:
-    """From the least memory to the most.
-
-    The least of all may take O(n²) runs to save a last few bytes; what runs more than O(n log n) is left out.
-    """
+    """From the least memory to the most. Schedules of more than O(n log n) runs save few bytes, and are left out."""
     slots = int(min(500, max(100, _WORK / chain.stages**3)))
     plans = chains.OptimalSchedules(chain, slots, ends)
     halves = recursive(chain, ends)

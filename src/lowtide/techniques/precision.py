@@ -32,7 +32,7 @@ from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload, autocast
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_MATRIX_OPS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product")  # what autocast runs in 16 bits
+_MATRIX_OPS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product")  # run in 16 bits by autocast
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from itertools import groupby
 from torch import Tensor, nn
 
 from lowtide.errors import LowtideError
-from lowtide.kernels.reference.randomized import KINDS, Sketch
-from lowtide.kernels.reference.randomized import Kind as SketchKind
+from lowtide.kernels.reference.randomized import KINDS, Sketch, SketchKind
 from lowtide.nn.hidden_writes import CheckedCalls
 from lowtide.nn.randomized import randomized_linear
 from lowtide.profiling.devices import find_device

@@ -1,4 +1,4 @@
-"""Run a function, drop what it saved, and run it again when the backward pass asks, in the same state."""
+"""Run a function, free its saved values, and run it again in backward from the same state."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _first_run(state: _State) -> Generator[None]:
         for name, buffer in own_buffers(module).items()
         if buffer is not None
     ]
-    # Whoever steps in backward may do so before this: what is behind such a parameter is then differentiated.
+    # An optimizer that steps in backward may act before this; ops behind its parameter are then differentiated.
     state.parameters = [
         (module, name, parameter, version_of(parameter))
         for module in state.modules
@@ -195,7 +195,7 @@ def _attributes(value: Any) -> dict[str, Any] | None:
 
 
 def _ignores_statistics(module: nn.Module) -> bool:
-    """Whether a module normalises by its batch in training: its statistics move, and nothing depends on them."""
+    """Tell whether a module normalises by its batch in training, so that nothing depends on its running statistics."""
     return isinstance(module, NormBase) and not isinstance(module, _BatchRenormAct)
 
 

@@ -62,16 +62,16 @@ def find_technique(name: str) -> Technique:
 
 def study(work: Workload, profile: Profile) -> None:
     """Let techniques with a method ``study`` capture a profiled step. The profile keeps their findings."""
-    for name, technique in techniques().items():
+    for technique in techniques().values():
         look = getattr(technique, "study", None)
         if look is not None:
-            profile.findings[name] = look(work, profile)
+            profile.findings.keep(look(work, profile))
 
 
 def measure(name: str, work: Workload, profile: Profile) -> None:
     """Let a technique with a method ``measure`` run a part of the step. The profile keeps its findings."""
     technique: Any = find_technique(name)
-    profile.findings[name] = technique.measure(work, profile)
+    profile.findings.keep(technique.measure(work, profile))
 
 
 def register(technique: object) -> Undo:

@@ -37,16 +37,15 @@ class Forward:
 
 
 def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module runs the forward of this class, neither overridden nor replaced."""
+    """Tell whether a module runs the forward of this class, neither overridden nor replaced."""
     return type(module).forward is kind.forward and "forward" not in vars(module)
 
 
 def replace_forward(forward: Forward, *, path: str = "", instead_of: type[nn.Module] | None = None) -> Undo:
-    """Put ``forward`` on its module until the undo is called.
+    """Replace the forward of its module until the undo is called.
 
-    A forward that calls ``plain`` can lie on top of others. One that does the work of ``plain`` itself names the class
-    whose forward it stands for; the module must run as that class. Refused: the same kind of forward twice, and an undo
-    while another forward lies on top.
+    A forward that calls ``plain`` can lie on top of others. If it replaces ``plain``, ``instead_of`` names the class
+    that the module must run as. The same kind of forward twice is refused, and an undo under another forward.
     """
     module = forward.module
     if type(forward.replaced) is type(forward) or (instead_of is not None and forward.replaced is not None):

@@ -28,10 +28,9 @@ class SegmentConfig(Config):
 
     def __post_init__(self) -> None:
         if not isinstance(self.trees, tuple) or not all(map(_is_tree, self.trees)):
-            self.refuse("trees", "is no tuple of trees of block numbers")
+            self.refuse("trees", "is not a tuple of trees of block numbers")
 
     def check_site(self, site: tuple[str, ...]) -> None:
-        """One tree for each container."""
         if len(site) != len(self.trees):
             self.refuse("trees", f"is not one tree for each of {len(site)} sites")
 
@@ -50,7 +49,7 @@ class SegmentConfig(Config):
 
 
 class SegmentTechnique(Technique):
-    """All that techniques share that recompute segments; they differ in their options."""
+    """The base of techniques that recompute segments; they differ in their options."""
 
     kind: Kind = "hold"
     config: type[Config] = SegmentConfig
@@ -162,7 +161,7 @@ def _check_tree(container: nn.Module, tree: Tree, path: str) -> None:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether running the children in turn is all that the module's forward does."""
+    """Tell whether running the children in turn is all that the module's forward does."""
     own = module.__dict__.get("forward")
     return type(module).forward is nn.Sequential.forward and (own is None or isinstance(own, Segments))
 
@@ -181,7 +180,7 @@ def sequential_units(sequential: nn.Sequential) -> list[tuple[int, ...]]:
 
 
 def _starts_in_place(block: nn.Module) -> bool:
-    """Whether a block's first layer writes into its input."""
+    """Tell whether a block's first layer writes into its input."""
     for layer in block.modules():
         if not any(True for _ in layer.children()):
             return bool(getattr(layer, "inplace", False))
@@ -189,7 +188,7 @@ def _starts_in_place(block: nn.Module) -> bool:
 
 
 def _is_tree(tree: object) -> bool:
-    """Whether it is a tuple of blocks' numbers and of such tuples, none of them empty."""
+    """Tell whether it is a nested tuple of blocks' numbers, without an empty one."""
     return isinstance(tree, tuple) and all(
         (isinstance(node, int) and not isinstance(node, bool)) or (node != () and _is_tree(node))
         for node in cast(tuple[object, ...], tree)

@@ -46,7 +46,7 @@ def checkpoint_segments(
 
 @dataclass(frozen=True)
 class SqrtConfig(SegmentConfig):
-    """Segments of equal weight, of which the last ``kept`` run as they are."""
+    """Segments of equal weight, of which the last ``kept`` are not recomputed."""
 
     kept: int = 0
 
@@ -56,7 +56,7 @@ class SqrtConfig(SegmentConfig):
 
     @property
     def segments(self) -> int:
-        """The outermost segments, with those that run as they are."""
+        """The outermost segments, the kept ones included."""
         return sum(map(len, self.trees)) + self.kept
 
     def __str__(self) -> str:

@@ -27,10 +27,10 @@ class Technique(Protocol):
     ``options`` and ``price`` are pure: they read the profile and touch neither the model nor a GPU.
     ``apply`` changes the model in place, or the step around it, or raises and leaves both as they were.
 
-    Two more methods are optional. Both return findings, which ``options`` and ``price`` then read in
-    ``profile.findings`` under the technique's name. ``study(work, profile)`` captures the step, where fidelity depends
-    on more than a profile. ``measure(work, profile)`` runs the step once an option is a contender, and changes nothing.
-    Prices may only rise by it, or a larger budget could get a slower plan.
+    Two more methods are optional. Both return findings of a class of the technique's own, which ``options`` and
+    ``price`` then read by ``profile.findings.get(cls)``. ``study(work, profile)`` captures the step, where fidelity
+    depends on more than a profile. ``measure(work, profile)`` runs the step once an option is a contender, and changes
+    nothing. Prices may only rise by it, or a larger budget could get a slower plan.
 
     A third, ``inside(work, option)``, is for techniques of the step that leave the loss as it is. It returns the step
     whose loss they run: ``work`` itself, or ``work`` with a part of its batch. Plans then run programs of that loss
@@ -39,7 +39,7 @@ class Technique(Protocol):
 
     name: str
     kind: Kind
-    needs: str  # what a model must have for it, in words: "a nn.Sequential of two or more blocks"
+    needs: str  # requirements on the model, in words: "a nn.Sequential of two or more blocks"
     conflicts: Mapping[str, str] = {}  # names of techniques that cannot be in one plan with it, and why
     config: type[Config]  # of its options; Config itself where they have no settings
 
@@ -112,15 +112,15 @@ class Config:
         """Raise ``PlanError`` unless a field has this type and is large enough; a bool is no int."""
         value: Any = getattr(self, name)
         if type(value) is not kind or (least is not None and value < least) or (above is not None and value <= above):
-            limits = [f"of at least {least:g}"] if least is not None else []
+            limits = [f"at least {least:g}"] if least is not None else []
             limits += [f"above {above:g}"] if above is not None else []
-            self.refuse(name, " ".join([f"is no {kind.__name__}", *limits]))
+            self.refuse(name, ", ".join([f"must be of type {kind.__name__}", *limits]))
 
     def require_one_of(self, name: str, known: Iterable[object]) -> None:
         """Raise ``PlanError`` unless a field has one of these values."""
         value, choices = getattr(self, name), tuple(known)
         if not any(type(value) is type(choice) and value == choice for choice in choices):
-            self.refuse(name, f"is none of {', '.join(map(repr, choices))}")
+            self.refuse(name, f"is not one of {', '.join(map(repr, choices))}")
 
     def refuse(self, name: str, why: str) -> NoReturn:
         """Raise ``PlanError`` with a field's name and value."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -29,9 +30,8 @@ def compiled_modules(work: Workload) -> set[int]:
 
 def is_compiled(loss: Any) -> bool:
     """Tell whether a loss function is captured as a whole, like a planned step's, or is one in pieces."""
-    while loss is not None and not getattr(loss, "is_compiled", False):
-        loss = getattr(loss, "__wrapped__", None)
-    return loss is not None
+    inner = inspect.unwrap(loss, stop=lambda each: getattr(each, "is_compiled", False))
+    return getattr(inner, "is_compiled", False)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from lowtide.compat.tensors import storage_id
 from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.dense_parts import address, dtype_name
 from lowtide.tracing.graph import Category
-from lowtide.tracing.trace_builder import LiveStorage, Place, Record
+from lowtide.tracing.trace_builder import CallSite, LiveStorage, Record
 
 _ZEROS = "aten._efficientzerotensor.default"  # which no bytes hold, such as the gradient of ``sgn``
 
@@ -34,8 +34,8 @@ class LiveStorages:
         index = self.index(tensor)
         return None if index is None else self._record.storages[index]
 
-    def see(self, tensor: Tensor, *, label: str = "", birth: int | None = None, place: Place | None = None) -> int:
-        """Return the index of a tensor's storage. One that is new, or was resized, starts a lifetime now."""
+    def see(self, tensor: Tensor, *, label: str = "", birth: int | None = None, place: CallSite | None = None) -> int:
+        """Return the index of a tensor's storage. A new or resized storage starts a lifetime now."""
         untyped = tensor.untyped_storage()
         where, size = storage_id(untyped), untyped.nbytes()
         birth = len(self._record.ops) if birth is None else birth
@@ -103,7 +103,7 @@ class LiveStorages:
     def stop(self, *, constants: bool) -> list[tuple[str, weakref.ref[Any]]]:
         """Stop following. Return labels of, and references to, living storages that ops of the step made.
 
-        Those that depend on neither parameters nor batch, such as a cached table, only where ``constants`` count.
+        Constants, which depend on neither parameters nor batch, are included only with ``constants``.
         """
         alive = {index: where for where, index in self._alive.items() if self._record.storages[index].made_by}
         if alive and not constants:

@@ -202,7 +202,7 @@ class CudaMeter:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before = self._allocated()["current"]
         torch.cuda.reset_peak_memory_stats(self._device)
-        sleep(_AHEAD_CYCLES)  # the op is queued by its end: what is timed is the GPU alone
+        sleep(_AHEAD_CYCLES)  # the op is queued before it ends, so only the GPU is timed
         start.record()
         yield
         end.record()

@@ -63,7 +63,7 @@ class Call:
 
 
 def draws(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an op call draws random numbers: one that drops a share of 0 does not."""
+    """Tell whether an op call draws random numbers: one that drops a share of 0 does not."""
     if torch.Tag.nondeterministic_seeded not in function.tags:
         return False
     share = next((name for name in ("dropout_p", "dropout") if name in _positions(function)), None)
@@ -71,7 +71,7 @@ def draws(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def trains(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an op call is told to train, as batch norms are; those that update statistics always do."""
+    """Tell whether an op call is told to train, as batch norms are; those that update statistics always do."""
     return "with_update" in function.__name__ or _argument("training", function, args, kwargs) is True
 
 

@@ -27,7 +27,7 @@ def own_everything(recorder: Recorder, work: Workload, stored: Sequence[tuple[st
         recorder.own(parameter, "parameter", name, module)
     for name, buffer in work.model.named_buffers():
         recorder.own(buffer, "buffer", name, name.rpartition(".")[0])
-    for module in modules_of(work):  # those that the loss holds: a teacher, a criterion
+    for module in modules_of(work):  # also of modules that the loss holds: a teacher, a criterion
         for name, parameter in own_parameters(module).items():
             if parameter is not None:
                 recorder.own(parameter, "buffer", f"{type(module).__name__}.{name} of the loss")

@@ -42,7 +42,7 @@ from lowtide.tracing.plain_aten.gradient_accumulation import (
 )
 from lowtide.tracing.plain_aten.in_place import DIFFERING, form_after_product, form_in_formula
 from lowtide.tracing.plain_aten.saved_numbers import KeptNumbers
-from lowtide.tracing.trace_builder import LiveSave, Place, Record
+from lowtide.tracing.trace_builder import CallSite, LiveSave, Record
 
 _PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor, int, float, bool, list, tuple, str, type(None)})
 _DEVICE = torch.ops.prim.device.default
@@ -134,7 +134,7 @@ class Recorder(TorchDispatchMode):
             return self.run_opaque(str(func), leaves((*args, *kwargs.values())), partial(func, *args, **kwargs))
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for many times an op: the way through all modes would be long
-        with without_torch_function():  # what a function mode had to say, it said before autograd
+        with without_torch_function():  # function modes acted before autograd
             if func in DIFFERING and not self._opaque:
                 func = self._plain_form(func, args, kwargs)
             return self._dispatch(func, args, kwargs)
@@ -189,7 +189,7 @@ class Recorder(TorchDispatchMode):
         if func.namespace in ("prim", "profiler") or self._opaque:
             return func(*args, **kwargs)
         if any(type(arg) not in _PLAIN and is_wrapper(arg) for arg in args):
-            return NotImplemented  # let the subclass unwrap: we count what it is made of
+            return NotImplemented  # let the subclass unwrap: its parts are counted
         if self._fake and any(map(_is_real, (*args, *kwargs.values()))):
             args, kwargs = pytree.tree_map_only(Tensor, self._twin, (args, kwargs))
         self._numbers.settle()
@@ -254,7 +254,7 @@ class Recorder(TorchDispatchMode):
             for storage in self._record.storages[known:]:
                 storage.recomputed = True
 
-    def _place(self, name: str) -> tuple[Place, bool]:
+    def _place(self, name: str) -> tuple[CallSite, bool]:
         """Return the call site of an op (in backward: of its forward op), and whether it is recomputed.
 
         In the backward pass only recomputation builds a graph.
@@ -267,11 +267,11 @@ class Recorder(TorchDispatchMode):
         if self.phase == "backward" and not (builds_graph and node is not None):
             forward = self._record.places.get(sequence_number(node)) if node is not None else None
             if forward is not None:
-                return Place(name, forward.module, forward.source), False
+                return CallSite(name, forward.module, forward.source), False
             variable = getattr(node, "variable", None)
             owner = self._storages.get(variable) if isinstance(variable, Tensor) else None
-            return Place(name, "" if owner is None else owner.module, ""), False
-        place = Place(name, self.modules[-1] if self.modules else "", source_line())
+            return CallSite(name, "" if owner is None else owner.module, ""), False
+        place = CallSite(name, self.modules[-1] if self.modules else "", source_line())
         if builds_graph:
             self._record.places.setdefault(next_sequence_number() - 1, place)
         return place, self.phase == "backward"
@@ -293,7 +293,7 @@ class Recorder(TorchDispatchMode):
             size, sequence = part.numel() * part.element_size(), next_sequence_number() - 1
             save = LiveSave(index, tuple(part.shape), dtype_name(part), size, sequence, source_line())
             self._record.saves.append(save)
-        # An op's own output, packed as it is, would keep its node alive, and the node it.
+        # An op's own output, packed unchanged, would form a cycle with its node.
         return self._outer_hooks[0](tensor) if self._outer_hooks else tensor.detach()
 
     @contextmanager
@@ -312,7 +312,7 @@ class Recorder(TorchDispatchMode):
     def _unpack(self, packed: Any) -> Any:
         return self._outer_hooks[1](packed) if self._outer_hooks else packed
 
-    def _value(self, tensor: Tensor, place: Place | None = None) -> TensorView:
+    def _value(self, tensor: Tensor, place: CallSite | None = None) -> TensorView:
         storage = self._storages.see(tensor, place=place)
         return TensorView(storage, tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor))
 

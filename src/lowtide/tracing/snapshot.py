@@ -51,7 +51,7 @@ def unchanged(work: Workload, *, fake: bool = False) -> Generator[None]:
     held = [tensor for _, tensor in held_tensors(work)]
     optimizers = optimizers_of(work.optimizer)
     with Restoring() as restoring:
-        _restore_generators(restoring)
+        restore_generators(restoring)
         for module in modules_of(work):
             for container in walk([vars(module)]):
                 if is_a(container, (dict, list, set, deque)):
@@ -138,7 +138,8 @@ def _gradient_stores(parameters: list[Tensor]) -> set[Any]:
     return {hook for hook in hooks if hasattr(hook, "set_aside")}
 
 
-def _restore_generators(restoring: Restoring) -> None:
+def restore_generators(restoring: Restoring) -> None:
+    """Restore torch's, Python's and numpy's generators at the end."""
     restoring.add("torch's generator", torch.set_rng_state, torch.get_rng_state())
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         restoring.add("CUDA's generators", torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
@@ -170,7 +171,6 @@ def _restore_later(restoring: Restoring, what: str, container: Any) -> None:
 
 
 def content_of(container: Any) -> dict[Any, Any] | list[Any]:
-    """Copy the content of a container."""
     return dict(container) if isinstance(container, dict) else list(container)
 
 

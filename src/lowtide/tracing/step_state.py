@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import suppress
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
 import torch
@@ -18,40 +18,71 @@ from lowtide.tracing.dense_parts import address, parts
 from lowtide.tracing.meter import requested_bytes
 from lowtide.workload import Workload
 
+CONTAINERS = (list, tuple, dict, deque, set, frozenset)
 _LONGEST = 1000  # entries of a container that is opened; a longer one is data
 
 
 def modules_of(work: Workload) -> list[nn.Module]:
     """List the modules of the model, and of what the loss function names."""
-    named = (each for each in walk(_named_by(work.loss)) if is_a(each, nn.Module))
+    named = (each for each in walk(named_by(work.loss)) if is_a(each, nn.Module))
     return list(dict.fromkeys(module for top in (work.model, *named) for module in top.modules()))
 
 
-def _named_by(loss: Any) -> list[Any]:
+def named_by(loss: Any) -> list[Any]:
     """List what a loss names: its object and that object's attributes, its arguments, closure and globals."""
-    function, named = inspect.unwrap(loss), list[Any]()
-    while isinstance(function, partial):
-        named += (*function.args, *function.keywords.values())
-        function = function.func
-    owner = function.__self__ if isinstance(function, MethodType) else function
-    if not isinstance(owner, FunctionType):
-        named += (owner, *getattr(owner, "__dict__", {}).values())
-        function = getattr(function, "__func__", type(owner).__call__ if callable(owner) else None)
-    if isinstance(function, FunctionType):
-        named += (cell.cell_contents for cell in function.__closure__ or () if cell != CellType())
-        named += (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        named += (function.__globals__.get(name) for name in function.__code__.co_names)
-    return named
+    return [each for part in walk([loss], _parts) for each in _names(part)]
 
 
-def walk(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield values, and the values in lists, tuples, dictionaries, deques and sets among them. No object is opened."""
+def _parts(called: Any) -> Iterator[Any]:
+    """Yield what runs where an object is called."""
+    if is_a(called, partial):
+        yield called.func
+    elif is_a(called, MethodType):
+        yield from (called.__self__, called.__func__)
+    elif not is_a(called, FunctionType):
+        functions = (getattr(type(called), name, None) for name in ("__call__", "forward"))
+        yield from (function for function in functions if is_a(function, FunctionType))
+    if (wrapped := _attributes(called).get("__wrapped__")) is not None:
+        yield wrapped
+
+
+def _names(part: Any) -> Iterator[Any]:
+    """Yield the arguments, closure and globals of a function, or an object and its attributes."""
+    if is_a(part, FunctionType):
+        yield from (*(part.__defaults__ or ()), *(part.__kwdefaults__ or {}).values(), *vars(part).values())
+        yield from (cell.cell_contents for cell in part.__closure__ or () if cell != CellType())
+        yield from (part.__globals__.get(name) for name in part.__code__.co_names)
+    else:
+        yield from (part, *_attributes(part).values())
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, in slots too, without asking the object."""
+    attributes = dict[str, Any]()
+    for name, slot in (each for kind in type(value).__mro__ for each in vars(kind).items()):
+        if is_a(slot, MemberDescriptorType) and not name.startswith("__"):  # those are the interpreter's
+            with suppress(AttributeError):  # an empty one
+                attributes[name] = slot.__get__(value)
+    with suppress(AttributeError):
+        attributes |= object.__getattribute__(value, "__dict__")
+    return attributes
+
+
+def contents(value: Any) -> Iterable[Any]:
+    """Return the entries of a list, tuple, dictionary, deque or set; none of anything else, or of a long one."""
+    if not is_a(value, CONTAINERS) or len(value) > _LONGEST:
+        return ()
+    return value.values() if is_a(value, dict) else value
+
+
+def walk(values: Iterable[Any], inside: Callable[[Any], Iterable[Any]] = contents) -> Iterator[Any]:
+    """Yield values, and those ``inside`` them at any depth: in containers, unless another function says more."""
     waiting, opened = list(values), set[int]()
     for value in waiting:  # it grows meanwhile
         yield value
-        if is_a(value, (list, tuple, dict, deque, set)) and id(value) not in opened and len(value) <= _LONGEST:
+        if id(value) not in opened:
             opened.add(id(value))
-            waiting += value.values() if is_a(value, dict) else value
+            waiting += inside(value)
 
 
 def is_a(value: Any, kinds: Any) -> bool:

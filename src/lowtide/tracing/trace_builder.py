@@ -30,14 +30,13 @@ class LiveStorage:
     def name(
         self, category: Category, label: str, module: str, shape: tuple[int, ...] | None = None, state_key: str = ""
     ) -> None:
-        """Name an owner."""
         self.category, self.label, self.module, self.is_outside = category, label, module, False
         self.shape, self.state_key = self.shape if shape is None else shape, state_key
 
 
 @dataclass(slots=True)
-class Place:
-    """Where an op was called: its name, its module and the user's line."""
+class CallSite:
+    """The place of an op's call: its name, its module and the user's line."""
 
     op: str
     module: str
@@ -61,7 +60,7 @@ class Record:
     ops: list[Op] = field(default_factory=list)
     storages: list[LiveStorage] = field(default_factory=list)
     saves: list[LiveSave] = field(default_factory=list)
-    places: dict[int, Place] = field(default_factory=dict)  # autograd sequence number -> the forward call
+    places: dict[int, CallSite] = field(default_factory=dict)  # autograd sequence number -> the forward call
 
     def graph(
         self, meter: Meter, modules: dict[str, str], *, device: str, fake: bool, notes: tuple[str, ...] = ()
@@ -99,7 +98,7 @@ class Record:
     def _own_what_stays(self) -> None:
         """Own storages that no op made and that outlive the step, such as a mask of the loss or a module."""
         for storage in self.storages:
-            if storage.is_outside and storage.death < 0:  # or a module keeps what it made of no tensor: as good
+            if storage.is_outside and storage.death < 0:
                 storage.name("buffer", "held beside model and batch", storage.module)
                 storage.birth = 0
 
@@ -108,7 +107,7 @@ class Record:
 
     def _frozen_save(self, save: LiveSave, numbers: dict[int, int]) -> Saved:
         storage = self.storages[save.storage]
-        needed = self.places.get(save.sequence, Place("", "", ""))
+        needed = self.places.get(save.sequence, CallSite("", "", ""))
         origin = (storage.category, storage.made_by, storage.module)
         source = save.source or needed.source
         number = numbers[save.storage]

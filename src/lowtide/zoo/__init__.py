@@ -113,7 +113,6 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer | None]] = {
 
 
 def make_optimizer(name: str, net: nn.Module, *, where: str) -> torch.optim.Optimizer | None:
-    """Build an optimizer by name."""
     if name not in OPTIMIZERS:
         raise unknown_name("optimizer", name, OPTIMIZERS, where=where)
     return OPTIMIZERS[name](net)

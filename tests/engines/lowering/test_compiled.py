@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from lowtide.engines.lowering import compiled
 from lowtide.engines.lowering.compiled import CompiledLowering, SeededLowering
-from lowtide.engines.lowering.ops import boxed
+from lowtide.engines.lowering.graph_code import boxed
 from lowtide.planning.solvers.solver import SOLVERS
 from lowtide.techniques.technique import Fidelity
 

@@ -46,7 +46,7 @@ def test_a_timeline_with_codes_lives_on_fewer_bytes_for_the_seconds_of_taking_th
     joint = capture_joint(step(F.gelu))
     problem = Problem(joint, lambda node: 1.0 + bytes_of(node))
     coded = with_codes(problem.kernels, list(codes_of(joint).values()), problem.seconds, problem.workspace)
-    timeline = RunTimeline(coded.ops, {hold.stage: frozenset({hold.store}) for hold in coded.ops.holds})
+    timeline = RunTimeline(coded.ops, {hold.turn: frozenset({hold.store}) for hold in coded.ops.holds})
     assert len(coded.used(timeline)) == 3
     size = 100 * 32 * 3 // 8
     assert timeline.seconds == 3 * (1 + size)

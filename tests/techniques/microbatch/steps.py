@@ -23,7 +23,27 @@ Outcome = dict[str, Tensor]
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
+    """Of samples, or of tokens."""
+    return F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+
+
+def masked_mean(model: nn.Module, batch: Any) -> Tensor:
+    """The same over what a mask says, or else over targets that are not ignored."""
+    x, y, *masks = batch
+    mask = masks[0] if masks else (y >= 0).to(x.dtype)
+    each = F.cross_entropy(model(x).flatten(0, -2), y.flatten().clamp(min=0), reduction="none")
+    return (each * mask.flatten()).sum() / mask.sum()
+
+
+class Scale:
+    """A mean loss, scaled by what it holds; ``count`` changes that."""
+
+    def __init__(self, factor: Any = 0, count: Callable[[Any], Any] = lambda n: n + 1) -> None:
+        self.factor, self.count = factor, count
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        self.factor = self.count(self.factor)
+        return model(batch[0]).square().mean() * self.factor
 
 
 def mlp(

@@ -26,7 +26,19 @@ from ...contract.contract import StepContract
 from ...contract.outcomes import assert_restored, snapshot
 from ...ranks import on_two_ranks
 from ...soak import count
-from .steps import Outcome, assert_same, cross_entropy, in_float64, mlp, names, normed, step, without_randomness
+from .steps import (
+    Outcome,
+    Scale,
+    assert_same,
+    cross_entropy,
+    in_float64,
+    masked_mean,
+    mlp,
+    names,
+    normed,
+    step,
+    without_randomness,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model has batch norms in training:UserWarning")
 
@@ -120,6 +132,7 @@ def spectral() -> Workload:
         (lambda: normed(nn.Dropout(), samples=4), Fidelity.UNBIASED),
         (lambda: mlp(4), Fidelity.ROUNDOFF),
         (lambda: normed(nn.BatchNorm2d(3), samples=4), Fidelity.CHANGED),
+        (lambda: mlp(4, loss=Scale()), Fidelity.CHANGED),  # each piece counts as a call
         (spectral, Fidelity.CHANGED),  # its forward pass moves its vectors, in each piece again
     ],
 )
@@ -141,12 +154,6 @@ def test_a_step_that_was_not_captured_is_changed(fake: bool) -> None:
         study(work, plain)
     assert {technique.price(option, plain).fidelity for option in technique.options(plain)} == {Fidelity.CHANGED}
     assert "captured" in technique.options(plain)[0].config.because
-
-
-def masked_mean(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    x, y, mask = batch
-    each = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none")
-    return (each * mask.flatten()).sum() / mask.sum()
 
 
 def tokens(loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor], *more: Tensor) -> Workload:
@@ -176,15 +183,11 @@ def test_a_masked_mean_is_changed_where_it_is_allowed_and_warns_when_a_padded_ba
             planned.loss((*work.batch[:2], padded))
 
 
-def ignoring(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=-100)
-
-
 def test_a_plan_for_an_unpadded_batch_is_verified_and_gives_a_padded_ones_gradients(
     only: Callable[..., None],
 ) -> None:
     only("microbatch")
-    work = tokens(ignoring)
+    work = tokens(cross_entropy)
     plan = lowtide.plan(work, "60%", engine="eager")
     assert lowtide.verify(work, plan).ok
     assert [option.technique for option in plan.options] == ["microbatch"]

@@ -15,15 +15,9 @@ import lowtide
 from lowtide import Workload
 from lowtide.errors import WorkloadError
 
-from .steps import IGNORED, assert_same, cross_entropy, mlp, names, step
+from .steps import IGNORED, assert_same, cross_entropy, masked_mean, mlp, names, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model has batch norms in training:UserWarning")
-
-
-def masked_mean(model: nn.Module, batch: Any) -> Tensor:
-    each = F.cross_entropy(model(batch[0]), batch[1].clamp(min=0), reduction="none")
-    mask = (batch[1] >= 0).double()
-    return (each * mask).sum() / mask.sum()
 
 
 LOSSES: dict[str, Callable[[nn.Module, Any], Tensor]] = {

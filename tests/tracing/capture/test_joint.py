@@ -1,4 +1,4 @@
-"""Joint graphs: one of the whole loss, or several where it breaks."""
+"""Joint graphs: one of the whole loss."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from torch import Tensor, nn
 
 from lowtide import Workload, zoo
 from lowtide.chains import keep_all, simulate
+from lowtide.errors import TraceError
 from lowtide.planning.programs.stages import Stages
-from lowtide.tracing.capture.loss import capture_joint, capture_joints
+from lowtide.tracing.capture.joint import is_tangent
+from lowtide.tracing.capture.loss import capture_joint
 from tests.contract.outcomes import assert_restored, snapshot
 from tests.models import Call, blocks, squares
+from tests.refusals import refused
 
 
 def branching() -> Call:
@@ -26,21 +29,20 @@ def branching() -> Call:
     return Call(branch, first=first, left=left, right=right, norm=nn.BatchNorm1d(8))
 
 
-def test_a_loss_without_breaks_is_one_graph() -> None:
-    work = zoo.small("lenet")
-    (joint,) = capture_joints(work)
-    assert joint.digest == capture_joint(work).digest
+def test_a_loss_is_one_graph_of_forward_and_backward_whose_stages_are_a_chain() -> None:
+    joint = capture_joint(zoo.small("lenet"))
+    (tangent,) = joint.tangents
+    assert is_tangent(tangent)
+    assert not any(map(is_tangent, joint.primals))
+    assert len(joint.gradients) == len(joint.primals)
+    assert joint.digest == capture_joint(zoo.small("lenet")).digest
+    chain = Stages(joint).chain(lambda node: 1.0)
+    assert simulate(chain, keep_all(chain)).peak_bytes > 0
 
 
-def test_a_branch_by_a_value_breaks_the_loss_into_graphs_each_a_chain() -> None:
+def test_a_branch_by_a_value_breaks_the_loss_which_is_refused_and_restored() -> None:
     work = Workload(branching(), squares, torch.randn(4, 8))
     before = snapshot(work.model)
-    joints = capture_joints(work)
+    with refused("not captured as one graph", kind=TraceError):
+        capture_joint(work)
     assert_restored(work.model, before)
-    names = [[str(node.target) for node in joint.forward] for joint in joints]
-    assert [sum("addmm" in name for name in graph) for graph in names] == [1, 1, 0]
-    assert any("batch_norm" in name for name in names[0])
-    assert any("mean" in name for name in names[2])  # the loss, which the model returns to
-    for joint in joints:
-        chain = Stages(joint).chain(lambda node: 1.0)
-        assert simulate(chain, keep_all(chain)).peak_bytes > 0

@@ -399,4 +399,4 @@ def test_every_substitute_is_tested():
 def test_the_workspace_of_an_lstm_is_exact(steps, batch, wide, hidden, reverse, dtype):
     _, (_, _, _, workspace) = lstm(steps, batch, wide, hidden, reverse=reverse, dtype=dtype)
     item = dtype.itemsize
-    assert workspace.nbytes == lstm_workspace_bytes(steps, batch, wide, hidden, item=item, cell=item)
+    assert workspace.nbytes == lstm_workspace_bytes(steps, batch, wide, hidden, itemsize=item, cell_itemsize=item)

@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from lowtide.compat.inductor import compile_graph, decompose
-from lowtide.engines.lowering.ops import GraphWriter, OpsLowering, boxed, value_name
+from lowtide.engines.lowering.graph_code import GraphWriter, boxed, value_name
+from lowtide.engines.lowering.ops import OpsLowering
 from lowtide.engines.lowering.regions import DECOMPOSITIONS, Region, regions_of
 from lowtide.planning.lowering import Lowered, Piece
 from lowtide.planning.programs.fused import fused_seconds, is_free
@@ -30,7 +31,13 @@ class CompiledLowering:
     """Runs regions of compiled code: the same mathematics with other rounding."""
 
     name = "compiled"
+    note = "Regions are compiled by Inductor: they round otherwise, and draw dropout masks of their own."
     compiles = True
+    reference = "seeded"
+
+    def is_offered(self, joint: Joint) -> bool:
+        """For every graph."""
+        return True
 
     def can_run(self, joint: Joint, program: Program) -> bool:
         """Programs without copies to the host and without codes."""
@@ -43,7 +50,7 @@ class CompiledLowering:
         return Problem(form, seconds, forecast.workspace, is_free=partial(is_free, form))
 
     def price(self, problem: Problem, solution: Solution, fidelity: Fidelity) -> Price:
-        """Other rounding than the plain step's, and fewer seconds for elementwise ops."""
+        """Price other rounding than the plain step's, and fewer seconds for elementwise ops."""
         return Price(
             max(fidelity, Fidelity.ROUNDOFF),
             compute_seconds=solution.seconds - problem.saved_seconds,
@@ -65,6 +72,11 @@ class SeededLowering(CompiledLowering):
     """Runs programs of compiled graphs op by op. The same seeds give the same masks, so ``verify`` compares with it."""
 
     name = "seeded"
+    reference = ""
+
+    def is_offered(self, joint: Joint) -> bool:
+        """For none: it is there to compare with."""
+        return False
 
     def form(self, joint: Joint) -> Joint:
         """The graph of the compiled lowering."""
@@ -97,8 +109,6 @@ def _run(calls: Sequence[_RegionCall], values: list[Any]) -> None:
 
 
 class _ProgramCompiler:
-    """Lower one program."""
-
     def __init__(self, joint: Joint, program: Program) -> None:
         self.joint, self.program = joint, program
         instructions = [*program.forward, *program.backward]
@@ -223,7 +233,7 @@ def _run_piece(
 
 
 def _digest(graph: fx.Graph) -> str:
-    """A name of a graph's code: equal for equal ops on equal layouts, whatever its nodes are called."""
+    """A name of a graph's code: equal for equal ops on equal layouts, under any names of nodes."""
     names = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
     lines: list[str] = []
     for node in graph.nodes:
@@ -234,6 +244,6 @@ def _digest(graph: fx.Graph) -> str:
 
 
 def _layout(node: fx.Node) -> str:
-    """The layout that code depends on. Where a tensor begins in its storage is none of it."""
+    """The layout that code depends on, without the tensor's offset in its storage."""
     value = node.meta.get("val")
     return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}" if isinstance(value, Tensor) else ""

@@ -2,8 +2,8 @@
 
 On a GPU the block is pinned. A copy to the host starts behind the ops so far and runs beside those that follow. Its
 source stays alive until ``release``, where the ops' stream waits for the copy. A fetch allocates its tensor on the
-ops' stream, and ops wait for it at ``arrived``. The pool holds such tensors too until then: if backward is
-interrupted, their memory goes to nobody while a copy writes to it.
+ops' stream, and ops wait for it at ``arrived``. Until then the pool holds the tensor too: if backward is interrupted,
+no other tensor gets memory that a copy still writes to.
 """
 
 from __future__ import annotations

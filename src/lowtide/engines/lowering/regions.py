@@ -82,19 +82,19 @@ def base_of(joint: Joint, value: Value, makers: Mapping[Value, Instruction]) -> 
 
 
 def runs_alone(joint: Joint, node: fx.Node) -> bool:
-    """Whether an op is not compiled: a constant, an op of lowtide's own, or one that draws as the plain step does."""
+    """Tell whether an op is not compiled: a constant, lowtide's own op, or one with the plain step's random draws."""
     return node.op == "get_attr" or is_random(joint.storages[node]) or is_own_op(node)
 
 
 def is_own_op(node: fx.Node) -> bool:
-    """Whether an op is a kernel of lowtide's. Masks are none: they are taken apart."""
+    """Tell whether an op is a kernel of lowtide's. Masks are not: they are decomposed."""
     own = node.args[0] if is_item(node) else node
     target: Any = own.target if isinstance(own, fx.Node) else None
     return getattr(target, "namespace", "") == "lowtide" and target not in DECOMPOSITIONS
 
 
 def _is_inlined(joint: Joint, node: fx.Node) -> bool:
-    """Whether a result is a view that each region takes for itself. Seeds are handed on: their place would show."""
+    """Tell whether each region takes a view for itself. Seeds are handed on, since their place would show."""
     return viewed(node) is not None and not runs_alone(joint, node)
 
 

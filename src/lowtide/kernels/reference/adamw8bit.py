@@ -105,7 +105,7 @@ def _step(parameter: Tensor, gradient: Tensor, moments: Moments, hyper: Hyper, n
 
 
 def round_by(x: Tensor, noise: Tensor) -> Tensor:
-    """Round float32 to bfloat16, up or down as 16 random bits (int32) say: to either side as often as it is near.
+    """Round float32 to bfloat16, up or down by 16 random bits (int32): right on average.
 
     Infinities and nan stay: the bits of an infinity with something added would be those of a nan.
     """

@@ -34,7 +34,7 @@ Noise = Callable[[int, int], Tensor]  # first group, groups -> int32 [groups, gr
 
 
 def buffer_bytes(numel: int, bits: int, group: int, dtype: torch.dtype) -> int:
-    """Exactly what is stored: l and s of each group, up to the next 16 bytes, then the codes of whole groups."""
+    """The stored bytes: l and s of each group, rounded up to 16 bytes, then the codes of whole groups."""
     return header_bytes(numel, group, dtype) + groups_of(numel, group) * group * bits // 8
 
 
@@ -44,12 +44,12 @@ def header_bytes(numel: int, group: int, dtype: torch.dtype) -> int:
 
 
 def groups_of(numel: int, group: int) -> int:
-    """How many groups there are; the last may be short."""
+    """Number of groups; the last may be short."""
     return -(-numel // group)
 
 
 def groups_at_once(numel: int, group: int) -> int:
-    """How many are worked on at a time: temporaries take about 16 bytes for each of their values."""
+    """Number of groups in work at a time: temporaries take about 16 bytes for each of their values."""
     groups = groups_of(numel, group)
     return min(groups, max(_LEAST, -(-groups // 8)))
 
@@ -69,7 +69,6 @@ def compress(x: Tensor, bits: int, group: int, noise: Noise) -> Tensor:
 
 
 def decompress(buffer: Tensor, numel: int, dtype: torch.dtype, bits: int, group: int) -> Tensor:
-    """The flat tensor."""
     out = torch.empty(numel, dtype=dtype, device=buffer.device)
     low, step, codes = split(buffer, numel, bits, group, dtype)
     for first, count in _chunks(numel, group):

@@ -20,7 +20,7 @@ from torch import Tensor
 from lowtide.compat.dispatch import without_modes
 from lowtide.kernels.activations import Activation
 
-_LEAST, _MOST_PIECES = 2**16, 8  # what is coded at a time: what that takes beside the codes stays small
+_LEAST, _MOST_PIECES = 2**16, 8  # elements coded at a time, so that temporaries stay small
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,8 +167,8 @@ def _scaled(dy: Tensor, which: Tensor, book: Codebook) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def constants(book: Codebook, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The boundaries and the levels as tensors: float32 in value whatever the dtype, so that all dtypes code alike."""
-    with without_modes():  # they outlive a trace, and are none of its tensors
+    """Boundaries and levels as tensors, rounded to float32 in every dtype, so that all dtypes have the same codes."""
+    with without_modes():  # they outlive a trace, and do not belong to it
         boundaries, levels = (
             torch.tensor(values, dtype=torch.float32, device=device) for values in (book.boundaries, book.levels)
         )
@@ -177,5 +177,4 @@ def constants(book: Codebook, device: torch.device, dtype: torch.dtype) -> tuple
 
 @lru_cache(maxsize=1024)
 def _rounded(book: Codebook) -> tuple[float, ...]:
-    """The boundaries to float32."""
     return tuple(float(np.float32(boundary)) for boundary in book.boundaries)

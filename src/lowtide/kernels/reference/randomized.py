@@ -17,8 +17,8 @@ from torch import Tensor
 from lowtide.compat.fake import FakeTensor
 from lowtide.errors import LowtideError
 
-Kind = Literal["rademacher", "gaussian", "rows", "dct"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+SketchKind = Literal["rademacher", "gaussian", "rows", "dct"]
+KINDS: tuple[SketchKind, ...] = get_args(SketchKind)
 BITS = 128  # that one call of Philox gives
 
 # The last word of Philox's counter: what the numbers are for.
@@ -31,7 +31,7 @@ _DIRECT = 512  # rows of a block up to which the DCT is a product with its matri
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """How rows are sketched: K = ratio · N of N rows stay, in blocks of at most ``block`` rows (None: one block).
+    """A way to sketch rows: K = ratio · N of N rows stay, in blocks of at most ``block`` rows (None: one block).
 
     A block keeps at least one row: where the ratio is less than 1 / block, blocks are larger.
 
@@ -39,7 +39,7 @@ class Sketch:
     (200, 8)
     """
 
-    kind: Kind = "rademacher"
+    kind: SketchKind = "rademacher"
     ratio: float = 0.2
     block: int | None = 128
 
@@ -47,10 +47,10 @@ class Sketch:
         if self.kind not in KINDS:
             raise LowtideError(f"Unknown sketch {self.kind!r}", hint=f"Known: {', '.join(KINDS)}.")
         if not 0 < self.ratio <= 1:
-            raise LowtideError(f"ratio={self.ratio!r} is no share of the rows", hint="Use one above 0, up to 1.")
+            raise LowtideError(f"ratio={self.ratio!r} is not a share of the rows", hint="Use one above 0, up to 1.")
         if self.block is not None and (not isinstance(self.block, int) or self.block < 2):
             raise LowtideError(
-                f"block={self.block!r} is no number of rows", hint="Use 2 rows or more, or None for one block."
+                f"block={self.block!r} is not a number of rows", hint="Use 2 rows or more, or None for one block."
             )
 
     def sketch_rows(self, rows: int) -> int:
@@ -58,7 +58,7 @@ class Sketch:
         return max(1, round(self.ratio * rows)) if rows else 0
 
     def blocks(self, rows: int) -> int:
-        """How many blocks so many rows are cut into."""
+        """Number of blocks into which so many rows are cut."""
         wanted = 1 if self.block is None else -(-rows // self.block)
         return max(1, min(wanted, self.sketch_rows(rows)))
 
@@ -210,7 +210,7 @@ def _normal(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _order(seed: Tensor, cut: Cut, blocks: tuple[int, int]) -> Tensor:
-    """The rows of each block in a random order, as far as they are kept."""
+    """The kept rows of each block, in a random order."""
     block = torch.arange(*blocks, device=seed.device).unsqueeze(1)
     j = torch.arange(cut.most(cut.rows), device=seed.device)
     key = philox(seed, j, 0, block, PLACES)[0]
@@ -219,7 +219,7 @@ def _order(seed: Tensor, cut: Cut, blocks: tuple[int, int]) -> Tensor:
 
 
 def _chosen(seed: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
-    """For each row of the sketch: which row of x it is, and by what it is multiplied."""
+    """For each row of the sketch, its row of x and the factor."""
     place = torch.arange(cut.sketch_rows, device=seed.device)
     block = cut.block_of(place, cut.sketch_rows)
     order = _order(seed, cut, (0, cut.blocks))

@@ -56,7 +56,7 @@ class TileBlocks(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # one object for each layout, compared by identity: it is looked up in every call
 class LaunchGrid:
-    """How a tensor lies in memory, and how its values are shared out over programs."""
+    """The order of a tensor in memory, and the share of each program."""
 
     channels: int
     rows: int  # values per channel
@@ -148,7 +148,7 @@ def _processors(device: torch.device) -> int:
 
 
 def is_nhwc(x: Tensor) -> bool:
-    """Whether channels are neighbours in memory, without gaps."""
+    """Tell whether channels are neighbours in memory, without gaps."""
     if x.dim() not in (4, 5) or x.is_contiguous():
         return False
     return x.is_contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)

@@ -47,7 +47,7 @@ def _per_channel(pointer, channels, known, default, HAS: tl.constexpr):
 
 @triton.jit
 def _learned(slopes_ptr, a, channels, known, ACT: tl.constexpr, ONE_SLOPE: tl.constexpr):
-    """The activation's first number: for a PReLU, what it learned."""
+    """The activation's first number: a PReLU's slope."""
     if ACT == 12:
         if ONE_SLOPE:
             return tl.load(slopes_ptr).to(tl.float32)
@@ -131,7 +131,7 @@ def _put_statistics(
 
 @triton.jit
 def _is_last(counters, tile, PARTS):
-    """Whether all other programs of the tile have put down their sums; the last finds them, and clears the counter."""
+    """Tell whether all other programs of the tile have stored their sums. The last one clears the counter."""
     tl.debug_barrier()
     arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel") + 1
     tl.debug_barrier()

@@ -31,7 +31,6 @@ def compress(x: Tensor, bits: int, group: int, seed: Tensor, call: int) -> Tenso
 
 
 def decompress(buffer: Tensor, numel: int, dtype: torch.dtype, bits: int, group: int) -> Tensor:
-    """The flat tensor."""
     out = torch.empty(numel, dtype=dtype, device=buffer.device)
     _launch(_decompress_launch, (buffer, out), (numel,), bits, group)
     return out

@@ -164,7 +164,7 @@ def _level(code, table, BITS: tl.constexpr):
 
 @triton.jit
 def _open(x, low, high, KIND: tl.constexpr):
-    """Whether a gate is open at x. A bound of NaN is none."""
+    """Tell whether a gate is open at x. A bound of NaN is no bound."""
     below_high = (x < high) | (high != high)
     if KIND == 0:
         return (x > low) & below_high

@@ -30,7 +30,6 @@ class Coded:
         return [timeline for timeline in frontier(self.ops, targets=_TARGETS, guess=False) if timeline.coded]
 
     def used(self, timeline: RunTimeline) -> list[Codes]:
-        """The codes that a timeline takes."""
         return [self.codes[hold.store] for hold in timeline.coded]
 
 

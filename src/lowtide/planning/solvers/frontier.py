@@ -102,7 +102,7 @@ def _polished(timeline: RunTimeline, target: int) -> RunTimeline:
     """Keep one value and free others for it, as long as that saves seconds."""
     tried: set[tuple[int, int]] = set()
     for _ in range(min(_MOST_POLISHED, _POLISHED // len(timeline.ops) ** 2)):
-        again = ((stage, run) for stage, runs in timeline.again.items() for run in runs)
+        again = ((turn, run) for turn, runs in timeline.again.items() for run in runs)
         runs = [run for run in again if run not in tried and run[1] not in timeline.ops.stores]
         if not runs:
             break
@@ -116,11 +116,11 @@ def _polished(timeline: RunTimeline, target: int) -> RunTimeline:
 
 def _repaired(timeline: RunTimeline, target: int, kept: tuple[int, int]) -> RunTimeline:
     """Free values other than one, until the peak is at the target."""
-    stage, op = kept
+    turn, op = kept
     for _ in range(_PATIENCE):
         if timeline.peak_bytes <= target:
             break
-        again, freed = shrunk(timeline, target, {(timeline.ops.op_of[op], stage)})
+        again, freed = shrunk(timeline, target, {(timeline.ops.op_of[op], turn)})
         if not freed:
             break
         timeline = RunTimeline(timeline.ops, again)

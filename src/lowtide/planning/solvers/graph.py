@@ -88,10 +88,10 @@ def _explain(kernels: JointOps, timeline: RunTimeline) -> list[PlannedStage]:
         path = module_of(kernels.nodes[op])
         parts.setdefault(path.rpartition(".")[0] or path, []).append(op)
     saved = {op for reader in range(backward, len(ops)) for op in ops.sources[reader]}
-    times = timeline.stages_of
+    times = timeline.turns_of
     stages: list[PlannedStage] = []
     for place, members in enumerate(parts.values()):
-        again = [(stage, op) for op in members for stage in times.get(op, ())]
+        again = [(turn, op) for op in members for turn in times.get(op, ())]
         peak = RunTimeline(ops, without_runs(timeline.again, again)).peak_bytes if again else timeline.peak_bytes
         choice = StageChoice(
             stage=place,

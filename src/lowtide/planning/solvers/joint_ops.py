@@ -55,12 +55,12 @@ class JointOps:
         """The program of runs. ``codes`` are those of stores that take some."""
         released: dict[fx.Node, fx.Node] = {}
         encoded: dict[Codes, fx.Node] = {}
-        for run, stage in zip(timeline.runs, timeline.before, strict=True):
+        for run, turn in zip(timeline.runs, timeline.before, strict=True):
             hold = timeline.ops.stores.get(run)
             if hold is not None and hold.readers:
-                encoded[codes[run]] = self.nodes[stage - 1]
+                encoded[codes[run]] = self.nodes[turn - 1]
             elif hold is not None:
-                released.update((self.node_of[value], self.nodes[stage - 1]) for value in hold.values)
+                released.update((self.node_of[value], self.nodes[turn - 1]) for value in hold.values)
         return write(self.joint, list(_NodeOrder(self, timeline).backward()), released, encoded)
 
     @cached_property
@@ -110,7 +110,7 @@ class JointOps:
         return self.joint.is_forward(node) or node in self.joint.prepared
 
     def _is_constant(self, node: fx.Node) -> bool:
-        """Whether an op reads constants of the graph alone. Those live anyway, so running it again saves nothing."""
+        """Tell whether an op reads constants of the graph alone. They live anyway: recomputing it saves nothing."""
         inputs = node.all_input_nodes
         return node.op == "get_attr" or (bool(inputs) and all(map(self._is_constant, inputs)))
 
@@ -133,7 +133,7 @@ class JointOps:
 
 
 def is_dense(value: Any) -> bool:
-    """Whether a tensor fills its storage, in whatever order."""
+    """Tell whether a tensor fills its storage, in whatever order."""
     whole = isinstance(value, Tensor) and value.numel() * value.element_size() == size_of(value)
     return whole and (value.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(value))
 
@@ -180,23 +180,23 @@ class _NodeOrder:
                 gradients.setdefault(self._op_of(node), []).append(node)
         coded = {reader: gradient_of(nodes[reader]) for hold in self.timeline.coded for reader in hold.readers}
         for place in range(start, len(self.timeline.runs)):
-            op, stage = self.timeline.runs[place], self.timeline.before[place]
+            op, turn = self.timeline.runs[place], self.timeline.before[place]
             if op in self.timeline.ops.stores:
                 continue
             if (hold := self.timeline.ops.loads.get(op)) is not None:
                 yield from self._loaded(hold, place)
                 continue
             node = nodes[op]
-            for value in inputs_of(node, again=op != stage) if op not in coded else [coded[op]]:
+            for value in inputs_of(node, again=op != turn) if op not in coded else [coded[op]]:
                 yield from self._shown(value)
-            kind = Kind.DECODE if op in coded else Kind.COMPUTE if op == stage else Kind.RECOMPUTE
+            kind = Kind.DECODE if op in coded else Kind.COMPUTE if op == turn else Kind.RECOMPUTE
             yield node, kind
             self.shows[node] = self.latest[node] = place
             for item in node.users:
                 if is_item(item) and viewed(item) is None:
                     yield item, kind
                     self.shows[item] = self.latest[item] = place
-            for value in gradients.get(op, ()) if op == stage else ():
+            for value in gradients.get(op, ()) if op == turn else ():
                 yield from self._shown(value)
         for value in gradients.get(-1, ()):
             yield from self._shown(value)

@@ -51,16 +51,16 @@ class _AtPeak:
 
     def free(self, target: int) -> tuple[Again, set[tuple[int, int]]]:
         excess = int(self.timeline.live[self.place]) - target
-        order = [(self.freeing(op, stage).price, -stage, op) for op, stage in self.candidates.items()]
+        order = [(self.freeing(op, turn).price, -turn, op) for op, turn in self.candidates.items()]
         for price, _, op in sorted(order):
             if excess <= 0 or price == math.inf:
                 break
-            stage = min(self.candidates[op], self.needed.get(op, len(self.ops)))
-            change = self.freeing(op, stage)
-            if op in self.freed or change.bytes <= 0 or (op, stage) in self.banned:
+            turn = min(self.candidates[op], self.needed.get(op, len(self.ops)))
+            change = self.freeing(op, turn)
+            if op in self.freed or change.bytes <= 0 or (op, turn) in self.banned:
                 continue
             excess -= change.bytes
-            self.chosen.add((op, stage))
+            self.chosen.add((op, turn))
             self.again = without_runs(with_runs(self.again, change.added), change.removed)
             for before, run in change.added:
                 if (hold := self.ops.stores.get(run)) is not None:
@@ -88,34 +88,34 @@ class _AtPeak:
             if not can_return or value in ops.held or following == len(readers):
                 blocked.add(op)
                 continue
-            stage = timeline.before[readers[following]]
-            if stage <= now or stage < ops.backward or (op, stage) in self.banned:
+            turn = timeline.before[readers[following]]
+            if turn <= now or turn < ops.backward or (op, turn) in self.banned:
                 blocked.add(op)
-            candidates[op] = min(stage, candidates.get(op, stage))
-        return {op: stage for op, stage in candidates.items() if op not in blocked}
+            candidates[op] = min(turn, candidates.get(op, turn))
+        return {op: turn for op, turn in candidates.items() if op not in blocked}
 
-    def freeing(self, op: int, stage: int) -> _Freed:
+    def freeing(self, op: int, turn: int) -> _Freed:
         """The cheapest way to free an op's results at the peak and to have them again before a later op."""
-        ways = [self._recomputing(op, stage)] if op in self.ops.repeatable else []
+        ways = [self._recomputing(op, turn)] if op in self.ops.repeatable else []
         for hold in self.ops.holds_of.get(op, ()):
-            ways.append(self._coding(hold) if hold.readers else self._loading(hold, stage))
+            ways.append(self._coding(hold) if hold.readers else self._loading(hold, turn))
         return min(ways, key=lambda way: way.price)
 
-    def _recomputing(self, op: int, stage: int) -> _Freed:
+    def _recomputing(self, op: int, turn: int) -> _Freed:
         """Runs of the op and of its missing sources."""
-        added, removed = {(stage, op)}, set[tuple[int, int]]()
+        added, removed = {(turn, op)}, set[tuple[int, int]]()
         seconds, gain = self.ops.seconds[op], self._bytes_at_peak(self.ops.makes[op])
         small = _SMALL * gain
         waiting, seen = list(self.ops.reads[op]), {op}
         while waiting:
             value = waiting.pop()
             source = self.ops.maker[value]
-            if source in seen or self._is_available(value, stage):
+            if source in seen or self._is_available(value, turn):
                 continue
             if self.ops.bytes[value] <= small:
                 gain -= self.ops.bytes[value]  # it has to stay
                 continue
-            loads = [self._loading(hold, stage) for hold in self.ops.loads_of(value)]
+            loads = [self._loading(hold, turn) for hold in self.ops.loads_of(value)]
             load = min(loads, key=lambda way: way.seconds, default=None)
             if load is not None and (source not in self.ops.repeatable or load.seconds < self.ops.seconds[source]):
                 added |= load.added
@@ -127,8 +127,8 @@ class _AtPeak:
                 gain -= self.ops.bytes[value]  # it has to stay
                 continue
             seen.add(source)
-            added.add((stage, source))
-            later = self._later_run(source, stage)
+            added.add((turn, source))
+            later = self._later_run(source, turn)
             if later is None:
                 seconds += self.ops.seconds[source]
             else:
@@ -145,18 +145,18 @@ class _AtPeak:
                 later = reads[bisect_left(reads, self.place) :]
                 if not readers.issuperset(self.timeline.runs[place] for place in later):
                     gain = 0
-        added = frozenset({(hold.stage, hold.store)})
+        added = frozenset({(hold.turn, hold.store)})
         return _Freed(added, frozenset(), self.ops.seconds[hold.store], gain)
 
-    def _loading(self, hold: Hold, stage: int) -> _Freed:
-        """A load, and its store where there is none yet."""
-        added, seconds, gain = {(stage, hold.load)}, self.ops.seconds[hold.load], self._bytes_at_peak(hold.values)
+    def _loading(self, hold: Hold, turn: int) -> _Freed:
+        """A load, and its store if it is missing."""
+        added, seconds, gain = {(turn, hold.load)}, self.ops.seconds[hold.load], self._bytes_at_peak(hold.values)
         if hold.stored not in self._live_at_peak:
             gain -= self.ops.bytes[hold.stored]
-        if hold.store not in self.again.get(hold.stage, ()):
-            added.add((hold.stage, hold.store))
+        if hold.store not in self.again.get(hold.turn, ()):
+            added.add((hold.turn, hold.store))
             seconds += self.ops.seconds[hold.store]
-        later = self._later_run(hold.load, stage)
+        later = self._later_run(hold.load, turn)
         if later is None:
             return _Freed(frozenset(added), frozenset(), seconds, gain)
         return _Freed(frozenset(added), frozenset({(later, hold.load)}), seconds - self.ops.seconds[hold.load], gain)
@@ -168,25 +168,25 @@ class _AtPeak:
     def _live_at_peak(self) -> frozenset[int]:
         return frozenset(value for value, born, dies in self.timeline.spans if born < self.place <= dies)
 
-    def _is_available(self, value: int, stage: int) -> bool:
-        """Whether a value lives right before an op, or is recomputed there."""
-        op, again = self.ops.maker[value], self.again.get(stage, ())
+    def _is_available(self, value: int, turn: int) -> bool:
+        """Tell whether a value lives right before an op, or is recomputed there."""
+        op, again = self.ops.maker[value], self.again.get(turn, ())
         if op in again or any(hold.load in again for hold in self.ops.loads_of(value)):
             return True
         if op in self.freed:
-            return self.freed[op] <= stage
+            return self.freed[op] <= turn
         births, deaths = self.timeline.spans_of.get(value, ((), ()))
-        start = self.timeline.starts[stage]
+        start = self.timeline.starts[turn]
         index = bisect_right(births, start - 1) - 1
         return index >= 0 and deaths[index] >= start
 
-    def _later_run(self, op: int, stage: int) -> int | None:
+    def _later_run(self, op: int, turn: int) -> int | None:
         """The next op before which an op runs again, to be kept until then."""
-        if op in self.freed and self.freed[op] > stage and op in self.again.get(self.freed[op], ()):
+        if op in self.freed and self.freed[op] > turn and op in self.again.get(self.freed[op], ()):
             return self.freed[op]
-        stages = self.timeline.stages_of.get(op, ()) if self.held_on else ()
-        index = bisect_right(stages, stage)
-        return stages[index] if index < len(stages) else None
+        turns = self.timeline.turns_of.get(op, ()) if self.held_on else ()
+        index = bisect_right(turns, turn)
+        return turns[index] if index < len(turns) else None
 
 
 def filled(timeline: RunTimeline, target: int) -> Again:
@@ -217,9 +217,9 @@ def _gaps(timeline: RunTimeline) -> list[_Gap]:
     made_at: dict[int, int] = {}  # by value
     saved: dict[int, float] = {}
     gaps: list[_Gap] = []
-    for place, (run, stage) in enumerate(zip(timeline.runs, timeline.before, strict=True)):
+    for place, (run, turn) in enumerate(zip(timeline.runs, timeline.before, strict=True)):
         op = ops.op_of[run]
-        if run != stage and run not in ops.stores:
+        if run != turn and run not in ops.stores:
             values: list[tuple[int, int]] = []
             for value in ops.makes[run]:
                 if readers[value, place]:
@@ -227,10 +227,10 @@ def _gaps(timeline: RunTimeline) -> list[_Gap]:
                     values.append((died + (timeline.overwritten.get(died) != value), ops.bytes[value]))
             saved[place] = ops.seconds[run]
             for source in ops.sources[run]:
-                made = latest[source]
-                reads = [readers.get((value, made), []) for value in ops.makes[source]]
-                if made in saved and all(places[-1:] in ([], [place]) and len(places) < 2 for places in reads):
-                    saved[place] += saved[made]
+                run_before = latest[source]
+                reads = [readers.get((value, run_before), []) for value in ops.makes[source]]
+                if run_before in saved and all(places[-1:] in ([], [place]) and len(places) < 2 for places in reads):
+                    saved[place] += saved[run_before]
             gaps.append(_Gap(place, saved[place], sum(size for _, size in values), values))
         latest[op] = place
         made_at.update((value, place) for value in ops.makes[run] if (value, place) in dies)

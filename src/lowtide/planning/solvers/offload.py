@@ -98,7 +98,7 @@ def _timed(timeline: RunTimeline, link: HostLink) -> Offloaded:
     again = 0.0
     stored = {hold.op: hold for run in timeline.runs if (hold := ops.stores.get(run)) is not None}
     sizes = _sizes(timeline)
-    for place, (run, stage) in enumerate(zip(timeline.runs, timeline.before, strict=True)):
+    for place, (run, turn) in enumerate(zip(timeline.runs, timeline.before, strict=True)):
         if (hold := ops.stores.get(run)) is not None:
             clock.wait(Kind.OFFLOAD, hold.op)
             continue
@@ -110,8 +110,8 @@ def _timed(timeline: RunTimeline, link: HostLink) -> Offloaded:
         for value in ops.reads[run]:
             clock.wait(Kind.FETCH, value)
         clock.run(ops.seconds[run])
-        again += ops.seconds[run] if run != stage else 0.0
-        if run == stage and run in stored:
+        again += ops.seconds[run] if run != turn else 0.0
+        if run == turn and run in stored:
             clock.copy(Kind.OFFLOAD, run, sizes[run])
     return Offloaded(timeline, again + clock.stalled, sum(sizes.values()))
 
@@ -129,7 +129,7 @@ def _sizes(timeline: RunTimeline) -> dict[int, int]:
     return sizes
 
 
-def _stages(timeline: RunTimeline) -> Iterator[tuple[int, int, int]]:
+def _turns(timeline: RunTimeline) -> Iterator[tuple[int, int, int]]:
     """The ops in order, each with the places of the first run before it and of itself."""
     starts = timeline.starts
     ends = [*starts[1:], len(timeline.runs)]
@@ -143,27 +143,27 @@ def _freed_late(timeline: RunTimeline, target: int, link: HostLink) -> Again:
     sizes = _sizes(timeline)
     held_bytes = {op: sum(ops.bytes[value] for value in hold.values) for op, hold in stored.items()}
     waiting: list[Hold] = []  # freed no earlier than here, in the order of their copies
-    again = {stage: runs - ops.stores.keys() for stage, runs in timeline.again.items()}
-    by_stage: dict[int, list[Hold]] = {}
+    again = {turn: runs - ops.stores.keys() for turn, runs in timeline.again.items()}
+    by_turn: dict[int, list[Hold]] = {}
     for hold in stored.values():
-        by_stage.setdefault(hold.stage, []).append(hold)
-    for stage, _, place in _stages(timeline):
-        waiting = sorted([*waiting, *by_stage.get(stage, ())], key=lambda hold: hold.op)
+        by_turn.setdefault(hold.turn, []).append(hold)
+    for turn, _, place in _turns(timeline):
+        waiting = sorted([*waiting, *by_turn.get(turn, ())], key=lambda hold: hold.op)
         still: list[Hold] = []
         for hold in waiting:
             extra = held_bytes[hold.op] + sum(held_bytes[each.op] for each in still)
             done = clock.ends(Kind.OFFLOAD, hold.op) <= clock.now
-            if done or stage == ops.backward or int(live[place]) + extra > target:
+            if done or turn == ops.backward or int(live[place]) + extra > target:
                 clock.wait(Kind.OFFLOAD, hold.op)
-                again[stage] = again.get(stage, frozenset()) | {hold.store}
+                again[turn] = again.get(turn, frozenset()) | {hold.store}
             else:
                 still.append(hold)
         waiting = still
-        if stage >= ops.backward:
+        if turn >= ops.backward:
             break
-        clock.run(ops.seconds[stage])
-        if stage in stored:
-            clock.copy(Kind.OFFLOAD, stage, sizes[stage])
+        clock.run(ops.seconds[turn])
+        if turn in stored:
+            clock.copy(Kind.OFFLOAD, turn, sizes[turn])
     return again
 
 
@@ -173,19 +173,19 @@ def _fetched_early(timeline: RunTimeline, link: HostLink) -> Again:
     Time runs backwards here: from the end of the step to the last op of the forward pass.
     """
     ops, clock, target = timeline.ops, CopyClock(link), timeline.peak_bytes
-    again = {stage: runs - ops.loads.keys() for stage, runs in timeline.again.items()}
+    again = {turn: runs - ops.loads.keys() for turn, runs in timeline.again.items()}
     extra = 0  # bytes of values that are fetched earlier than the timeline says
-    waiting: list[tuple[int, Hold, int]] = []  # first allowed stage, hold, bytes
-    for stage, first, last in reversed(list(_stages(timeline))):
-        if stage < ops.backward:
+    waiting: list[tuple[int, Hold, int]] = []  # first allowed turn, hold, bytes
+    for turn, first, last in reversed(list(_turns(timeline))):
+        if turn < ops.backward:
             break
         peak = int(timeline.live[first : last + 1].max())
         still: list[tuple[int, Hold, int]] = []
-        for earliest, hold, size in waiting:  # fetched behind this stage, or earlier
+        for earliest, hold, size in waiting:  # fetched behind this turn, or earlier
             done = clock.ends(Kind.FETCH, hold.op) <= clock.now
-            if done or stage < earliest or peak + extra > target:
+            if done or turn < earliest or peak + extra > target:
                 clock.wait(Kind.FETCH, hold.op)
-                again[stage + 1] = again.get(stage + 1, frozenset()) | {hold.load}
+                again[turn + 1] = again.get(turn + 1, frozenset()) | {hold.load}
                 extra -= size
             else:
                 still.append((earliest, hold, size))
@@ -205,7 +205,7 @@ def _fetched_early(timeline: RunTimeline, link: HostLink) -> Again:
 
 
 def _free_until(timeline: RunTimeline, hold: Hold, place: int) -> int:
-    """The first stage at which no earlier run's results of the same op are read any more."""
+    """The first turn at which no earlier run's results of the same op are read any more."""
     last = -1
     for value in hold.values:
         births, deaths = timeline.spans_of[value]

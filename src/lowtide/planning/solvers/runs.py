@@ -12,21 +12,21 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-# Ops that run again, by the op right before which they do so. An op reads the latest run of each of its sources, and
-# a value is freed after its last read before its maker's next run. Stores and loads of holds are listed too.
+# Ops that run again, by the op in whose turn they do: right before it. An op reads the latest run of each source. A
+# value is freed after its last read before its maker's next run. Stores and loads of holds are listed too.
 Again = dict[int, frozenset[int]]
 
 
 @dataclass(frozen=True)
 class Hold:
-    """A way to hold results of a forward op until backward: a store before ``stage``, and a load before a later op.
+    """A way to hold results of a forward op until backward: a store in ``turn``, and a load in a later one.
 
     Stores and loads are numbered like ops, behind all of them. A load makes the op's ``values`` again. A hold with
     ``readers`` has no load: these ops of backward then read what is stored, in place of the value.
     """
 
     op: int
-    stage: int  # the op behind the last forward reader
+    turn: int  # of the op behind the last forward reader
     store: int
     load: int
     values: tuple[int, ...]
@@ -62,7 +62,6 @@ class Ops:
 
     @cached_property
     def holds_of(self) -> dict[int, list[Hold]]:
-        """By op."""
         holds: dict[int, list[Hold]] = {}
         for hold in self.holds:
             holds.setdefault(hold.op, []).append(hold)
@@ -75,12 +74,10 @@ class Ops:
 
     @cached_property
     def stores(self) -> dict[int, Hold]:
-        """Holds by their stores."""
         return {hold.store: hold for hold in self.holds}
 
     @cached_property
     def loads(self) -> dict[int, Hold]:
-        """Holds by their loads."""
         return {hold.load: hold for hold in self.holds}
 
     @cached_property
@@ -128,7 +125,7 @@ class RunTimeline:
 
     def __init__(self, ops: Ops, again: Again) -> None:
         self.ops, self.asked = ops, again
-        self.coded = [hold for hold in ops.holds if hold.readers and hold.store in again.get(hold.stage, ())]
+        self.coded = [hold for hold in ops.holds if hold.readers and hold.store in again.get(hold.turn, ())]
         self.reads = _reads(ops, self.coded)
         runs, before = list[int](), list[int]()  # the op of each run, and the op right before which it happens
         for op in range(len(ops)):
@@ -147,8 +144,8 @@ class RunTimeline:
         self.runs, self.before = list[int](), list[int]()
         spans: list[tuple[int, int, int]] = []
         place = 0
-        for run, stage in zip(reversed(runs), reversed(before), strict=True):
-            if run != stage and not any(value in last for value in makes[run]):
+        for run, turn in zip(reversed(runs), reversed(before), strict=True):
+            if run != turn and not any(value in last for value in makes[run]):
                 continue
             for value in makes[run]:
                 if run in loads and value not in last:
@@ -158,7 +155,7 @@ class RunTimeline:
                 if value not in last:
                     last[value] = place
             self.runs.append(run)
-            self.before.append(stage)
+            self.before.append(turn)
             place += 1
         self.runs.reverse()
         self.before.reverse()
@@ -169,17 +166,17 @@ class RunTimeline:
     @cached_property
     def again(self) -> Again:
         """Ops that run again and whose results are read."""
-        by_stage: dict[int, list[int]] = {}
-        for run, stage in zip(self.runs, self.before, strict=True):
-            if run != stage:
-                by_stage.setdefault(stage, []).append(run)
-        return {stage: frozenset(runs) for stage, runs in by_stage.items()}
+        by_turn: dict[int, list[int]] = {}
+        for run, turn in zip(self.runs, self.before, strict=True):
+            if run != turn:
+                by_turn.setdefault(turn, []).append(run)
+        return {turn: frozenset(runs) for turn, runs in by_turn.items()}
 
     @cached_property
     def seconds(self) -> float:
         """Seconds of ops that run again."""
         pairs = zip(self.runs, self.before, strict=True)
-        return sum(self.ops.seconds[run] for run, stage in pairs if run != stage)
+        return sum(self.ops.seconds[run] for run, turn in pairs if run != turn)
 
     @cached_property
     def overwritten(self) -> dict[int, int]:
@@ -245,13 +242,13 @@ class RunTimeline:
         return spans
 
     @cached_property
-    def stages_of(self) -> dict[int, list[int]]:
+    def turns_of(self) -> dict[int, list[int]]:
         """By op: the ops before which it runs again."""
-        stages: dict[int, list[int]] = {}
-        for run, stage in zip(self.runs, self.before, strict=True):
-            if run != stage:
-                stages.setdefault(run, []).append(stage)
-        return stages
+        turns: dict[int, list[int]] = {}
+        for run, turn in zip(self.runs, self.before, strict=True):
+            if run != turn:
+                turns.setdefault(run, []).append(turn)
+        return turns
 
     @cached_property
     def starts(self) -> list[int]:
@@ -275,14 +272,13 @@ def _reads(ops: Ops, coded: Iterable[Hold]) -> Sequence[tuple[int, ...]]:
 def with_runs(again: Again, runs: Iterable[tuple[int, int]]) -> Again:
     """Add runs, each as the op right before which it happens and the op that runs again."""
     changed: dict[int, set[int]] = {}
-    for stage, op in runs:
-        changed.setdefault(stage, set()).add(op)
-    return again | {stage: again.get(stage, frozenset()) | ops for stage, ops in changed.items()}
+    for turn, op in runs:
+        changed.setdefault(turn, set()).add(op)
+    return again | {turn: again.get(turn, frozenset()) | ops for turn, ops in changed.items()}
 
 
 def without_runs(again: Again, runs: Iterable[tuple[int, int]]) -> Again:
-    """Remove runs."""
     changed: dict[int, set[int]] = {}
-    for stage, op in runs:
-        changed.setdefault(stage, set()).add(op)
-    return again | {stage: again.get(stage, frozenset()) - ops for stage, ops in changed.items()}
+    for turn, op in runs:
+        changed.setdefault(turn, set()).add(op)
+    return again | {turn: again.get(turn, frozenset()) - ops for turn, ops in changed.items()}

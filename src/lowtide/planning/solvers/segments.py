@@ -31,15 +31,15 @@ def on_demand(ops: Ops, kept: Set[int]) -> Again:
     """Runs that recompute ops of the forward pass right before they are first read, once, with their sources."""
     again: dict[int, set[int]] = {}
     live = [op in kept or op not in ops.repeatable for op in range(ops.backward)] + [True] * (len(ops) - ops.backward)
-    for stage in range(ops.backward, len(ops)):
-        waiting = [op for op in ops.sources[stage] if not live[op]]
+    for turn in range(ops.backward, len(ops)):
+        waiting = [op for op in ops.sources[turn] if not live[op]]
         while waiting:
             op = waiting.pop()
             if not live[op]:
                 live[op] = True
-                again.setdefault(stage, set()).add(op)
+                again.setdefault(turn, set()).add(op)
                 waiting += [source for source in ops.sources[op] if not live[source]]
-    return {stage: frozenset(runs) for stage, runs in again.items()}
+    return {turn: frozenset(runs) for turn, runs in again.items()}
 
 
 class _Crossing:

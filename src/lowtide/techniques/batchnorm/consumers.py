@@ -96,7 +96,7 @@ def _through_identities(root: nn.Module, node: fx.Node) -> tuple[fx.Node, list[f
 
 
 def _keeps(root: nn.Module, reader: fx.Node, value: fx.Node) -> bool:
-    """Whether a reader keeps the value for its backward as a convolution does."""
+    """Tell whether a reader keeps the value for its backward as a convolution does."""
     if not reader.args or reader.args[0] is not value:
         return False
     if reader.op == "call_module":
@@ -116,14 +116,14 @@ def _residual(reader: fx.Node, value: fx.Node) -> fx.Node | None:
 
 
 def may_be_written(root: nn.Module, call: fx.Node, addition: fx.Node) -> bool:
-    """Whether a call's input may be overwritten before the addition, to which the call is moved."""
+    """Tell whether a call's input may be overwritten before the addition, to which the call is moved."""
     nodes = list(call.graph.nodes)
     between = nodes[nodes.index(call) + 1 : nodes.index(addition)]
     return any(_writes(root, node) for node in between if set(node.all_input_nodes) & set(call.all_input_nodes))
 
 
 def _writes(root: nn.Module, node: fx.Node) -> bool:
-    """Whether a node may write over what it reads."""
+    """Tell whether a node may write over what it reads."""
     if node.op == "call_module":
         return any(getattr(part, "inplace", False) for part in root.get_submodule(str(node.target)).modules())
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -131,7 +131,7 @@ def _writes(root: nn.Module, node: fx.Node) -> bool:
 
 
 def _activation(root: nn.Module, node: fx.Node, value: fx.Node) -> ActivationCall | str | None:
-    """Read the activation that a node applies to a value; or the reason, where it looks like one and is none."""
+    """Read the activation that a node applies to a value, or the reason why it cannot be fused."""
     reads = node.args[0] if node.args else node.kwargs.get("input")
     if reads is not value or node.all_input_nodes != [value]:
         return None
@@ -157,7 +157,7 @@ def _is_bare(module: nn.Module) -> bool:
 
 
 def _is_pointwise(module: nn.Module) -> bool:
-    """Whether a module is a pointwise one of torch's, or composes pointwise functions of its input alone."""
+    """Tell whether a module is a pointwise one of torch's, or composes pointwise functions of its input alone."""
     if is_torchs(module) or not _is_bare(module):
         return type(module) in _POINTWISE_MODULES
     try:

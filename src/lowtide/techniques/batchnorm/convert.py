@@ -42,7 +42,7 @@ _LAYERS = (BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, SyncBatchNormAct)
 def convert(
     model: nn.Module, strategy: Strategy = "auto", *, joins: int = 1, work: Workload | None = None
 ) -> Conversion:
-    """Make batch norm and activation one layer, wherever one follows the other; say what was left, and why.
+    """Replace each batch norm and the activation behind it by one layer. Report the skipped ones, with reasons.
 
     The model is changed in place and keeps its classes, its parameters and its ``state_dict``; optimizers and
     checkpoints stay valid. Convert before ``torch.compile`` and before ``lowtide.apply``. Max poolings then keep their
@@ -258,7 +258,7 @@ class Joined(Forward):
         return self.activation(out.add_(residual) if self.in_place else out + residual)
 
     def _fits(self, residual: Tensor, input: Tensor) -> bool:
-        """Whether the sum is of the input's shape and type."""
+        """Tell whether the sum is of the input's shape and type."""
         if not self.in_place and residual.dtype != input.dtype:
             return False
         return residual.shape == input.shape or torch.broadcast_shapes(residual.shape, input.shape) == input.shape

@@ -100,7 +100,7 @@ def below(owner: str, name: str) -> str:
 
 
 def is_chain(module: nn.Module) -> bool:
-    """Whether running the children in turn is all that the module's forward does."""
+    """Tell whether running the children in turn is all that the module's forward does."""
     return type(module).forward is nn.Sequential.forward
 
 
@@ -120,7 +120,7 @@ class _Modules:
         ]
 
     def norm_that_gives(self, owner: str, node: fx.Node | None) -> str:
-        """The batch norm whose result a node is, for a single reader; empty if it is none."""
+        """The path of the batch norm whose result a node is, if it has a single reader; else empty."""
         if node is None or node.op != "call_module" or len(node.users) != 1:
             return ""
         path = below(owner, str(node.target))
@@ -131,7 +131,7 @@ class _Modules:
         return path if path in self.norms and not self.refusal(path) else ""
 
     def refusal(self, path: str) -> str:
-        """Why a batch norm cannot be replaced, whatever follows it; empty if it can."""
+        """Give the reason not to replace a batch norm, whatever follows it; empty if there is none."""
         norm = self.norms[path]
         places = self.places[norm]
         if hasattr(norm, "from_batch_norm"):
@@ -204,7 +204,7 @@ class _TracedForwards:
         return pair
 
     def why_not(self, pair: Pair) -> str:
-        """Why a pair of the other mode is none in this one; empty where it is, and where it is not called."""
+        """Give the reason why a pair of the other mode is none in this one; empty if it is one, or is not called."""
         if pair.consumer.kind == "kept" or not self.calls.get(pair.path):
             return ""
         here = self.follow(pair.path)
@@ -270,7 +270,7 @@ class _TracedForwards:
 
 
 def _why_still_called(module: nn.Module) -> str:
-    """Why a module must go on being called; not for ``consumer_of``, as a profiler's hooks come and go."""
+    """Give the reason to keep calling a module. A profiler's hooks come and go, so ``consumer_of`` does not ask."""
     name = type(module).__name__
     if hooks_of(module):
         return f"{name}, which follows, has hooks"
@@ -278,7 +278,7 @@ def _why_still_called(module: nn.Module) -> str:
 
 
 def _is_of_interest(module: nn.Module) -> bool:
-    """Whether the module's own forward may call a batch norm; torch's wrappers, such as DDP, do not."""
+    """Tell whether the module's own forward may call a batch norm; torch's wrappers, such as DDP, do not."""
     if isinstance(module, torch.jit.ScriptModule) or type(module).forward is nn.Module.forward:
         return False
     is_ours = is_chain(module) or isinstance(module, fx.GraphModule) or not is_torchs(module)

@@ -110,14 +110,14 @@ class _TracedPair:
     residual: int | None
     shortcut: int | None  # the op of the batch norm that gives the residual
     second: bool  # whether y is the second operand of the sum with the residual
-    join: int = 0  # how many joins there are up to it, itself included, since one whose residual is a batch norm's
+    join: int = 0  # number of joins up to this one, since one whose residual is a batch norm's
 
     @property
     def is_join(self) -> bool:
         return self.residual is not None
 
     def rebuilds(self, spacing: int) -> bool:
-        """Whether z is recomputed for those who read it."""
+        """Tell whether z is recomputed for its readers."""
         return not self.in_place and (not self.is_join or self.join % spacing != 0)
 
     def drops(self, spacing: int) -> tuple[int, ...]:
@@ -165,7 +165,7 @@ class _TracedPairs:
         return self.graph.storages[storage].death
 
     def frees(self, pair: _TracedPair, spacing: int) -> bool:
-        """Whether the plain step keeps something for backward that the pair does not."""
+        """Tell whether the plain step keeps something for backward that the pair does not."""
         return any(self._is_kept(storage) for storage in self._dropped(pair, spacing))
 
     def first_needs(self, pairs: Sequence[_TracedPair], spacing: int) -> _Needs:
@@ -314,7 +314,6 @@ def _base(op: Op) -> str:
 
 
 def _other(addition: Op, storage: int) -> int | None:
-    """The storage of the other operand."""
     others = [value.storage for value in addition.inputs if value.storage != storage]
     return others[0] if len(addition.inputs) == 2 and len(others) == 1 else None
 

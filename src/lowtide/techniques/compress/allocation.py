@@ -27,13 +27,13 @@ from lowtide.nn.scopes import may_open
 from lowtide.sizes import format_size
 from lowtide.workload import Workload
 
-KEPT = 0  # bits of what stays as it is
+KEPT = 0  # bits of an uncompressed layer
 _POINTS = 1 << 15  # of the frontier that are followed: far more than layers of a few sizes ever have
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """Saved bytes of a module, as they are and in 2, 4 and 8 bits, and the cost of rounding them."""
+    """Saved bytes of a module, plain and in 2, 4 and 8 bits, and the cost of rounding them."""
 
     path: str
     kept_bytes: int
@@ -62,7 +62,7 @@ class LayerCosts:
 def allocate_bits(
     layers: Sequence[LayerCosts], budget_bytes: int, *, choices: Sequence[int] = (*BITS, KEPT)
 ) -> tuple[int, ...]:
-    """Bits for each layer, 0 for one that is kept as it is: the least variance whose bytes fit the budget.
+    """Bits for each layer, 0 for no compression: the least variance whose bytes fit the budget.
 
     >>> layers = [LayerCosts("a", 4096, (272, 528, 1040), 9.0), LayerCosts("b", 4096, (272, 528, 1040), 1.0)]
     >>> allocate_bits(layers, 1600)
@@ -128,7 +128,7 @@ def _frontier(sizes: NDArray[np.int64], costs: NDArray[np.float64]) -> NDArray[n
 
 
 class _MeasuredModule:
-    """One module while a step runs: bytes and ranges of what it saves, and the gradient of what it returns."""
+    """One module while a step runs: bytes and ranges of its saved values, and its outputs' gradients."""
 
     def __init__(self, seen: set[_Key], group: int) -> None:
         self.group = group

@@ -130,7 +130,7 @@ class Compress:
         return apply_at_sites(work, options, compress)
 
     def check(self, option: Option) -> Check:
-        """Each stored value is within (max - min) / (2^bits - 2) of what it was; gradients follow that."""
+        """Each stored value is within (max - min) / (2^bits - 2) of the original; gradients follow."""
         fewest = min(option.config_as(CompressConfig).bits, default=max(BITS))
         return Check(Fidelity.APPROXIMATE, rtol=_RTOL / ((1 << fewest) - 2), atol=_ATOL / ((1 << fewest) - 2))
 
@@ -175,7 +175,7 @@ class _SavedStorage:
     first_save: int
     last_use: int  # in the forward pass
     first_need: int  # in the backward pass
-    sites: set[str] = field(default_factory=set[str])  # of all saves, "" for one that stays as it is
+    sites: set[str] = field(default_factory=set[str])  # of all saves, "" for an uncompressed one
     saves: int = 0
 
 

@@ -11,7 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lowtide.compat.autograd import input_metadata, next_sequence_number, raw_saved, saved_value, sequence_number
+from lowtide.compat.autograd import (
+    LOG_SOFTMAX_NODES,
+    NLL_NODES,
+    input_metadata,
+    next_sequence_number,
+    raw_saved,
+    saved_value,
+    sequence_number,
+)
 from lowtide.compat.dispatch import TorchDispatchMode
 from lowtide.compat.dynamo import skip_code
 from lowtide.errors import WorkloadError
@@ -60,13 +68,18 @@ class Counting(TorchFunctionMode):
         if (counted := getattr(node, "counted", None)) is not None:
             return Mean(node, *counted)
         try:
-            return Mean(node, *_saved(node))
-        except WorkloadError:
+            total, target = saved_tensors(node, "total_weight", "target")
+        except RuntimeError as error:  # there are hooks
             self.needed = True
             seen = self._seen.get(sequence_number(node))
             if seen is None:
-                raise
+                raise WorkloadError(
+                    "The targets that the loss's cross entropy counts cannot be seen: it is not F.cross_entropy, and "
+                    "has a checkpoint or another saved-tensor hook around it",
+                    hint="Pass weight=, a function that counts in a batch what the loss is a mean over.",
+                ) from error
             return Mean(node, *seen)
+        return Mean(node, total, target.numel())
 
 
 # A mean is one number, and what is made of it on the way to the loss is small: behind large tensors there is none.
@@ -89,7 +102,7 @@ def nodes_behind(loss: Tensor, goes_on: Callable[[Any], bool] = lambda _: True) 
 
 
 def _is_mean(node: Any) -> bool:
-    is_torchs = node.name().startswith("NllLoss") and saved_value(node, "reduction") == 1
+    is_torchs = isinstance(node, NLL_NODES) and saved_value(node, "reduction") == 1
     return is_torchs or getattr(node, "counted", None) is not None
 
 
@@ -122,21 +135,8 @@ def is_mixed(loss: Tensor, means: list[Mean]) -> bool:
     if len(means) != 1:
         return len(means) > 1
     behind = [edge for edge, _ in means[0].node.next_functions if edge is not None]
-    ends = {means[0].node, *(node for node in behind if node.name().startswith("LogSoftmax"))}
+    ends = {means[0].node, *(node for node in behind if isinstance(node, LOG_SOFTMAX_NODES))}
     return any(hasattr(node, "variable") for node in nodes_behind(loss, lambda node: node not in ends))
-
-
-def _saved(node: Any) -> tuple[Tensor, int]:
-    """Count that a cross entropy saved without being seen, as in TorchScript, if no hook stands before it."""
-    try:
-        total, target = saved_tensors(node, "total_weight", "target")
-    except RuntimeError as error:  # there are hooks
-        raise WorkloadError(
-            "The targets that the loss's cross entropy counts cannot be seen: it is not F.cross_entropy, and has a "
-            "checkpoint or another saved-tensor hook around it",
-            hint="Pass weight=, a function that counts in a batch what the loss is a mean over.",
-        ) from error
-    return total, target.numel()
 
 
 def saved_tensors(node: Any, *names: str) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -14,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowtide.batches import flatten
 from lowtide.compat.dispatch import active_modes
 from lowtide.compat.dynamo import disable_dynamo
 from lowtide.compat.modules import own_parameters
 from lowtide.errors import LowtideError, WorkloadError
-from lowtide.techniques.microbatch.counts import Counting, is_mixed, nodes_behind
-from lowtide.techniques.microbatch.endings import Endings
+from lowtide.techniques.microbatch.checks import Checks
+from lowtide.techniques.microbatch.counts import Counting, Mean, is_mixed, nodes_behind
 from lowtide.techniques.microbatch.gradients import Gradients
 from lowtide.techniques.microbatch.pieces import Batch, Split
 from lowtide.techniques.microbatch.statistics import Recording, WholeStatistics, takes_statistics
@@ -66,15 +66,6 @@ def microbatch(
     return replace(work, loss=MicrobatchLoss(work, size, reduction=reduction, weight=weight, split=split, exact=exact))
 
 
-_COMPARED_STEPS = 3  # of a proved loss: to read divisors waits for the device
-
-
-def _structure(batch: Any) -> str:
-    """The containers and kinds of a batch, without its sizes."""
-    leaves, structure = flatten(batch)
-    return f"{structure} {[type(leaf).__name__ for leaf in leaves]}"
-
-
 class MicrobatchLoss:
     """A loss in pieces. ``__wrapped__`` is the loss of one piece."""
 
@@ -105,7 +96,6 @@ class MicrobatchLoss:
         self.weight = weight
         self.split = split
         self.exact = exact
-        self.proved = proved
         self.reduction: Literal["mean", "sum"] | None = None if reduction == "auto" else reduction
         if proved is not None:
             self.reduction = "sum" if proved == "sum" else "mean"
@@ -114,9 +104,7 @@ class MicrobatchLoss:
         self.mixed: bool | None = {"counted": False, "several": True}.get(proved or "")  # more than one mean
         self.extra: list[Tensor] | None = None  # what else the loss trains; known after the first step
         self.scale: Tensor | None = None  # the last gradient that came back to the loss
-        self.endings = Endings()
-        self._planned = _structure(work.batch)
-        self.steps = 0  # real ones, of which the first are looked at more closely
+        self.checks = Checks(proved, work.batch)
         self.skips_alike = False  # where peaks alone are wanted: seconds and sums are then too small
         self._optimizer = work.optimizer
         own = set(work.model.modules())
@@ -133,12 +121,10 @@ class MicrobatchLoss:
         modules = self.modules(model)
         _refuse_sharded(modules)
         is_traced = bool(active_modes())
-        if self.proved is not None and not is_traced and _structure(batch) != self._planned:
-            self.endings.warn("The batch has other parts than the planned one, for which the loss was proved")
-        if self.proved is not None and not is_traced and any(map(takes_statistics, modules)):
-            self.endings.warn("Batch norms take statistics of each piece, which the planned step did not")
-        if self.reduction is None and self.weight is None and not is_traced:
-            self.reduction = find_reduction(self.__wrapped__, model, modules, whole, self.size)
+        if not is_traced:
+            self.checks.start(batch, modules)
+            if self.reduction is None and self.weight is None:
+                self.reduction = find_reduction(self.__wrapped__, model, modules, whole, self.size)
         return _PiecewiseRun(self, model, whole, is_traced=is_traced)()
 
     def for_peaks(self) -> MicrobatchLoss:
@@ -167,9 +153,8 @@ class MicrobatchLoss:
 
 def in_pieces(loss: Any) -> MicrobatchLoss | None:
     """The loss in pieces that a loss function is, or is wrapped around."""
-    while loss is not None and not isinstance(loss, MicrobatchLoss):
-        loss = getattr(loss, "__wrapped__", None)
-    return loss
+    inner = inspect.unwrap(loss, stop=lambda each: isinstance(each, MicrobatchLoss))
+    return inner if isinstance(inner, MicrobatchLoss) else None
 
 
 class _PiecewiseRun:
@@ -194,7 +179,6 @@ class _PiecewiseRun:
         loss = self.loss
         pieces, shares = self._pieces()
         values: list[Tensor] = []
-        divisors: list[list[Tensor]] = []
         sees, loss.counts = loss.counts or self.is_traced, True  # so that a step after one that failed sees
         needed = False
         with ExitStack() as stack:
@@ -217,7 +201,7 @@ class _PiecewiseRun:
                     for module in self.modules:
                         if isinstance(module, DistributedDataParallel) and number < len(pieces) - 1:
                             around.enter_context(module.no_sync())  # the last piece tells DDP to expect gradients
-                    counting = Counting() if shares[number] is None else None
+                    counting = Counting() if shares[number] is None else None  # it holds what the piece counts
                     if counting is not None and sees:
                         around.enter_context(counting)
                     own = {i: self.batch.leaves[i].detach()[start:end].requires_grad_() for i in self.rows}
@@ -225,19 +209,18 @@ class _PiecewiseRun:
                 if not isinstance(losses[0], Tensor) or losses[0].numel() != 1 or losses[0].is_complex():
                     return losses[0]  # which the workload then says
                 values.append(losses[0].detach())
+                means = None if counting is None else counting.means(losses[0])
                 if not self.is_traced and loss.weight is None:
-                    divisors.append(loss.endings.look(losses[0], end - start))
-                if counting is not None:
-                    shares[number] = self._share(losses[0], counting, end - start)
+                    loss.checks.look(losses[0], end - start, means)
+                if counting is not None and means is not None:
+                    shares[number] = self._share(losses[0], means, end - start)
                     needed = needed or counting.needed
                 if losses[0].requires_grad:
                     self._backward(losses, shares[number], own, (start, end))
             recording.finish()
         if not self.is_traced:
             loss.counts = needed
-            loss.steps += 1
-            if divisors and (loss.proved is None or loss.steps <= _COMPARED_STEPS):
-                loss.endings.compare(divisors, shares)
+            loss.checks.finish(shares)
         return self._attach(values, shares)
 
     def _pieces(self) -> tuple[list[tuple[int, int]], list[Any]]:
@@ -254,17 +237,9 @@ class _PiecewiseRun:
         total = sum(weights)
         return [pieces[i] for i in counting], [weights[i] / total for i in counting]
 
-    def _share(self, loss: Tensor, counting: Counting, samples: int) -> Any:
+    def _share(self, loss: Tensor, means: list[Mean], samples: int) -> Any:
         """Weight of a piece: a number, or a tensor where a cross entropy has counted."""
-        share, means = samples / self.batch.samples, counting.means(loss)
-        if not self.is_traced and self.loss.proved is not None:
-            is_counted = self.loss.proved in ("counted", "several")
-            if is_counted != bool(means):
-                self.loss.endings.warn(
-                    "The planned loss had a cross entropy with targets to count, and this one has none"
-                    if is_counted
-                    else "The planned loss had no cross entropy with targets to count, and this one has"
-                )
+        share = samples / self.batch.samples
         if not means:
             return share
         if self.loss.mixed is None:  # what a loss is made of stays

@@ -10,13 +10,19 @@ import operator
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import zip_longest
+from logging import Logger
 from math import ceil
-from types import CellType, FunctionType
+from numbers import Number
+from os.path import basename
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
+from lowtide.batches import with_own_containers
+from lowtide.compat.fx import line_of
 from lowtide.compat.operators import OpOverload, schema_of
 from lowtide.errors import LowtideError, TraceError
 from lowtide.techniques.microbatch.counts import NLL_LOSSES
@@ -26,7 +32,6 @@ from lowtide.techniques.microbatch.facts import (
     Fact,
     PairedCall,
     Sizes,
-    UnfollowedError,
     constant_of,
     is_mean,
     op_of,
@@ -36,10 +41,11 @@ from lowtide.techniques.microbatch.facts import (
 from lowtide.techniques.microbatch.pieces import Batch
 from lowtide.techniques.microbatch.rules import follow
 from lowtide.techniques.microbatch.weights import Proved
+from lowtide.tracing.call_sites import is_library
 from lowtide.tracing.capture.batchnorm import ancestors
 from lowtide.tracing.capture.forward import CapturedLoss, capture_forward
-from lowtide.tracing.snapshot import unchanged
-from lowtide.tracing.step_state import modules_of
+from lowtide.tracing.snapshot import Restoring, restore_generators, unchanged
+from lowtide.tracing.step_state import CONTAINERS, contents, is_a, modules_of, named_by, walk
 from lowtide.workload import Workload
 
 
@@ -62,8 +68,8 @@ def prove(work: Workload) -> Proof:
         sizes = Sizes(batch.samples, ceil(batch.samples / 2))
         if sizes.whole == sizes.part:
             return Proof(None, "the batch has one sample")
-        if _counts_steps(work):
-            return Proof(None, "the loss changes numbers that it or a module holds")
+        if _remembers(work):
+            return Proof(None, "a call of the loss changes what the next call may read")
         whole = capture_forward(work)
         part = capture_forward(replace(work, batch=batch.piece(0, sizes.part)))
         return conclude(whole.loss, find_facts(whole, part, sizes))
@@ -71,37 +77,33 @@ def prove(work: Workload) -> Proof:
         return Proof(None, str(error).rstrip("."))
 
 
-def _counts_steps(work: Workload) -> bool:
-    """Whether a forward pass leaves other Python numbers behind, which each piece would change again."""
+def _remembers(work: Workload) -> bool:
+    """Whether a call of the loss leaves other numbers behind, or the next call gives another loss."""
     with unchanged(work):
-        before = _numbers_held(work)
-        work.compute_loss()
-        return _numbers_held(work) != before
+        before, first = _numbers_held(work), _loss(work)
+        return _numbers_held(work) != before or not torch.allclose(_loss(work), first, 0, 0, equal_nan=True)
+
+
+def _loss(work: Workload) -> Tensor:
+    with Restoring() as restoring:
+        restore_generators(restoring)
+        return work.compute_loss(batch=with_own_containers(work.batch)).detach()
 
 
 def _numbers_held(work: Workload) -> list[Any]:
-    """The plain values of modules, and those that the loss closes over, is bound to or reads as globals."""
-    owner = getattr(work.loss, "__self__", None)
-    function = getattr(work.loss, "__func__", work.loss)
-    cells = getattr(function, "__closure__", None) or ()
-    closed_over = [cell.cell_contents for cell in cells if cell != CellType()]
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
-    read = [value for name, value in getattr(function, "__globals__", {}).items() if name in names]
-    holders = [*map(vars, modules_of(work)), getattr(owner, "__dict__", {}), closed_over, read]
-    return [_plain_values(holder) for holder in holders]
+    """Numbers and words that modules and the loss reach, and lengths of containers."""
+    reached = walk([*modules_of(work), work.loss], _inside)
+    return [each if is_a(each, _PLAIN) else len(each) for each in reached if is_a(each, (*_PLAIN, *CONTAINERS))]
 
 
-def _plain_values(value: Any, depth: int = 3) -> Any:
-    """Numbers and words in containers and objects, to a small depth; None for all else."""
-    if isinstance(value, (bool, int, float, str)):
-        return value
-    if depth and isinstance(value, dict):
-        return [(str(key), _plain_values(each, depth - 1)) for key, each in value.items()]
-    if depth and isinstance(value, (list, tuple)):
-        return [_plain_values(each, depth - 1) for each in value]
-    if depth and hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type, FunctionType)):
-        return _plain_values(vars(value), depth - 1)
-    return None
+_PLAIN = (Number, str, bytes)
+_OPAQUE = (*_PLAIN, Tensor, type, ModuleType, Logger)  # loggers cache who listens
+
+
+def _inside(value: Any) -> list[Any]:
+    if is_a(value, _OPAQUE) or (is_a(value, FunctionType) and is_library(value.__code__.co_filename)):
+        return []
+    return [*contents(value), *named_by(value)]
 
 
 def find_facts(whole: CapturedLoss, part: CapturedLoss, sizes: Sizes) -> dict[fx.Node, Fact]:
@@ -141,9 +143,7 @@ def _result(node: fx.Node, twin: fx.Node, facts: dict[fx.Node, Fact], sizes: Siz
     require(isinstance(op, OpOverload))
     schema = schema_of(op)
     if schema.is_mutable:
-        if op is not torch.ops.aten.copy_.default or node.args[0].op != "placeholder":  # pyright: ignore
-            raise TraceError(f"The captured loss writes in place ({op})")
-        raise UnfollowedError  # a buffer's new value, at the end
+        raise TraceError(f"The captured loss writes in place ({op})")
     shapes = shape_of(node), shape_of(twin)
     call = PairedCall(op.overloadpacket, _bound(schema, node), _bound(schema, twin), shapes, facts, sizes)
     if call.is_same() and all(facts.get(each) == FIXED for each in node.all_input_nodes):
@@ -176,23 +176,23 @@ def _reason(loss: fx.Node, facts: dict[fx.Node, Fact]) -> str:
     if node.op == "placeholder":
         return "an input of the loss has neither a row for each sample nor always the same shape"
     name = getattr(op_of(node) or node.target, "__name__", node.name)
-    return f"{name} mixes samples, or is not known not to{_place(node)}"
+    path, line = line_of(node)
+    place = f" ({basename(path)}:{line})" if path else ""
+    return f"{name} mixes samples, or is not known not to{place}"
 
 
 def _paired(whole: CapturedLoss, part: CapturedLoss) -> Iterator[tuple[fx.Node, fx.Node]]:
     """The nodes of both captures side by side; an error where they are not the same ops."""
-    nodes, twins = list(whole.graph.nodes), list(part.graph.nodes)
-    places = {node: i for i, node in enumerate(nodes)}, {node: i for i, node in enumerate(twins)}
-    if places[0][whole.loss] != places[1][part.loss]:
-        raise TraceError("The loss runs other ops for half of the batch")
-    for node, twin in zip(nodes, twins, strict=False):
-        reads = [places[0][each] for each in node.all_input_nodes], [places[1][each] for each in twin.all_input_nodes]
-        if len(nodes) != len(twins) or node.op != twin.op or reads[0] != reads[1]:
+    twins: dict[fx.Node, fx.Node] = {}
+    for node, twin in zip_longest(whole.nodes, part.nodes):
+        if node is None or twin is None or node.op != twin.op:
             raise TraceError("The loss runs other ops for half of the batch")
-        if node.op == "call_function" and node.target is not twin.target:
+        twins[node] = twin
+        if (node.op == "call_function" and node.target is not twin.target) or (
+            [twins[each] for each in node.all_input_nodes] != twin.all_input_nodes
+        ):
             raise TraceError("The loss runs other ops for half of the batch")
-        if node.op != "output":
-            yield node, twin
+        yield node, twin
 
 
 def _bound(schema: Any, node: fx.Node) -> dict[str, Any]:
@@ -202,12 +202,3 @@ def _bound(schema: Any, node: fx.Node) -> dict[str, Any]:
     bound |= {each.name: value for each, value in zip(arguments, node.args, strict=False)}
     bound |= node.kwargs
     return {each.name: bound[each.name] for each in arguments if each.name in bound}
-
-
-def _place(node: fx.Node) -> str:
-    """The user's line that an op comes from."""
-    lines = [line for line in str(node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")]
-    if not lines:
-        return ""
-    path, _, rest = lines[-1].strip().removeprefix('File "').partition('", line ')
-    return f" ({path.rpartition('/')[2]}:{rest.partition(',')[0]})"

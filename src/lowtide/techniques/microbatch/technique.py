@@ -83,7 +83,7 @@ class Microbatch(Technique):
         return replace(findings, is_measured=True, piece=piece)
 
     def _findings(self, profile: Profile) -> MicrobatchFindings:
-        return profile.findings.get(self.name) or MicrobatchFindings()
+        return profile.findings.get(MicrobatchFindings) or MicrobatchFindings()
 
     def options(self, profile: Profile) -> list[Option]:
         """Two pieces, four, eight, and so on: to a sample each, or to 32."""

@@ -20,6 +20,7 @@ from lowtide.compat.operators import suggest_memory_format
 from lowtide.kernels.batchnorm_ops import ACTIVATION, STATISTICS
 from lowtide.techniques.rewrites.nodes import ALIASES, called, readers
 from lowtide.tracing.capture.batchnorm import descendants
+from lowtide.tracing.capture.joint import is_tangent
 
 _aten: Any = torch.ops.aten
 _MOVING, _STILL = _aten._native_batch_norm_legit_functional.default, _aten._native_batch_norm_legit.no_stats
@@ -29,8 +30,6 @@ _IDENTITY: _Known = ("identity", ())
 
 @dataclass(frozen=True)
 class _Norm:
-    """One batch norm in training."""
-
     node: fx.Node
     x: fx.Node
     weight: fx.Node | None
@@ -43,8 +42,7 @@ class _Norm:
 
 def split_batch_norms(graph: fx.Graph) -> int:
     """Split each batch norm in training, and fuse what follows it; return how many."""
-    tangents = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
-    waiting = descendants(tangents)
+    waiting = descendants(filter(is_tangent, graph.find_nodes(op="placeholder")))
     nodes = [node for target in (_MOVING, _STILL) for node in graph.find_nodes(op="call_function", target=target)]
     count = 0
     for node in nodes:  # one by one: a batch norm may read what another was fused with
@@ -76,7 +74,7 @@ def _norm(node: fx.Node) -> _Norm | None:
 
 
 def _reads_values(user: fx.Node) -> bool:
-    """Whether a reader of moved running statistics needs them: statistics that run again move none.
+    """Tell whether a reader of moved running statistics needs them: statistics that run again move none.
 
     The buffers get those of the first run, and the gradient of a batch norm in training ignores them.
     """

@@ -47,7 +47,7 @@ def smoothing_of(softmax: fx.Node, forward: fx.Node, backward: fx.Node, slope: A
     of_even = (_aten.expand.default, averaged((_aten.mul.Scalar, "tangent", "share")), [rows])
     to_row = (_aten.unsqueeze.default, (_aten.neg.default, (_aten.masked_fill.Scalar, of_even, ignored, 0)), 1)
 
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     nodes: list[fx.Node] = []
     loss = _second_reader(forward)
     parts = (
@@ -55,12 +55,12 @@ def smoothing_of(softmax: fx.Node, forward: fx.Node, backward: fx.Node, slope: A
         (slope, (_aten.add.Tensor, (_aten.expand.default, to_row, [rows, classes]), backward)),
         (backward.args[0], (_aten.mul.Scalar, "tangent", "rest")),
     )
-    if loss is None or not all(matched(node, pattern, found, nodes) for node, pattern in parts):
+    if loss is None or not all(matched(node, pattern, named, nodes) for node, pattern in parts):
         return None
-    epsilon = found["share"] * classes
-    if not math.isclose(found["rest"], 1 - epsilon, abs_tol=1e-9):
+    epsilon = named["share"] * classes
+    if not math.isclose(named["rest"], 1 - epsilon, abs_tol=1e-9):
         return None
-    return Smoothing(epsilon, loss, found["tangent"], tuple(nodes))
+    return Smoothing(epsilon, loss, named["tangent"], tuple(nodes))
 
 
 def _second_reader(forward: fx.Node) -> fx.Node | None:

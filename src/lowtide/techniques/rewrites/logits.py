@@ -86,7 +86,7 @@ def _copies(tanh: fx.Node | None) -> Sequence[fx.Node]:
 
 
 def _is_linear(node: Any) -> bool:
-    """Whether it is the product of a linear layer, in a dtype of the op: with no bias, or one for each class."""
+    """Tell whether it is a linear layer's product, in a dtype of the op: with a bias for each class, or without."""
     if node.target not in (_aten.mm.default, _aten.addmm.default) or node.kwargs:
         return False
     *bias, x, _ = (value.meta["val"] for value in node.args)

@@ -38,17 +38,17 @@ def readers(node: fx.Node, targets: tuple[Any, ...] = ALIASES) -> Iterator[fx.No
             yield from readers(user, targets)
 
 
-def matched(node: Any, pattern: Any, found: dict[str, Any], nodes: list[fx.Node]) -> bool:
-    """Whether an argument is what a pattern says: a tuple of an op and its arguments, a name, or the value itself.
+def matched(node: Any, pattern: Any, named: dict[str, Any], nodes: list[fx.Node]) -> bool:
+    """Tell whether an argument matches a pattern: a tuple of an op and its arguments, a name, or the value itself.
 
-    A name stands for one value wherever it stands, and ``found`` keeps it. ``nodes`` gets the ops of the tuples.
+    A name stands for one value wherever it stands, and ``named`` keeps it. ``nodes`` gets the ops of the tuples.
     """
     if isinstance(pattern, str):
-        return found.setdefault(pattern, node) == node
+        return named.setdefault(pattern, node) == node
     if not isinstance(pattern, tuple):
         return node == pattern
     target, *arguments = pattern
     if not isinstance(node, fx.Node) or node.target is not target or len(node.args) != len(arguments) or node.kwargs:
         return False
     nodes.append(node)
-    return all(matched(each, part, found, nodes) for each, part in zip(node.args, arguments, strict=True))
+    return all(matched(each, part, named, nodes) for each, part in zip(node.args, arguments, strict=True))

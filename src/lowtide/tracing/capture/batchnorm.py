@@ -1,9 +1,8 @@
 """Side effects of a captured graph: batch-norm statistics, counters and other buffers.
 
-Capture writes a batch norm as an op that gives new running statistics, to be copied into the buffers, and knows only
-PyTorch's own kernels. Here it becomes the op that the plain step calls, which moves the statistics itself. On a GPU it
-is cuDNN's where PyTorch would choose that. Its backward in training no longer reads the running statistics, which it
-does not use, and which have moved by then.
+A captured batch norm is an op of PyTorch's own kernels that returns new running statistics, copied to the buffers
+later. This file replaces it by the plain step's op, which updates the statistics itself: cuDNN's where PyTorch would
+choose that. Its backward in training no longer reads the running statistics, which it does not use.
 
 Other inputs that the step writes to get their new values at the end of forward. Ops that read the old values later, in
 backward or when recomputed, read a copy.

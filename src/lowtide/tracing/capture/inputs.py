@@ -14,14 +14,14 @@ from lowtide.errors import TraceError
 from lowtide.tracing.step_state import modules_of
 from lowtide.workload import Workload
 
-_Place = Callable[[list[Any]], Any]  # from the leaves of a batch to an input
+_Finder = Callable[[list[Any]], Any]  # from the leaves of a batch to an input
 
 
 class GraphInputs:
     """Finds a graph's inputs by their places: in a module, in the batch, or elsewhere. Holds no tensor alive."""
 
     def __init__(self, work: Workload, inputs: Sequence[Any]) -> None:
-        places: dict[int, _Place] = {}
+        places: dict[int, _Finder] = {}
         for index, leaf in enumerate(flatten(work.batch)[0]):
             places.setdefault(id(leaf), _in_batch(index))
         for module in modules_of(work):
@@ -36,11 +36,11 @@ class GraphInputs:
         return [place(leaves) for place in self._places]
 
 
-def _in_batch(index: int) -> _Place:
+def _in_batch(index: int) -> _Finder:
     return lambda leaves: leaves[index]
 
 
-def _in_module(module: weakref.ref[Any], own: Callable[[Any], Any], name: str) -> _Place:
+def _in_module(module: weakref.ref[Any], own: Callable[[Any], Any], name: str) -> _Finder:
     def place(_: list[Any]) -> Any:
         held = module()
         return _lost() if held is None else own(held)[name]
@@ -48,7 +48,7 @@ def _in_module(module: weakref.ref[Any], own: Callable[[Any], Any], name: str) -
     return place
 
 
-def _elsewhere(value: Any) -> _Place:
+def _elsewhere(value: Any) -> _Finder:
     if not isinstance(value, Tensor):
         return lambda _: value
     tensor = weakref.ref(value)

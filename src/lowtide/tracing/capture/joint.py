@@ -37,7 +37,7 @@ _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view that autograd is no
 class Joint:
     """A joint graph: which ops are forward, which backward, and which results share a storage.
 
-    ``origins`` say of its inputs what they are, where that is known.
+    ``origins`` name its inputs, where they are known.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class Joint:
         moved, set_ = self.outputs[:loss], self.outputs[loss + 1 :]  # new values of inputs, and of attributes
         self.stored = [v for v in set_ if isinstance(v, fx.Node) and v not in moved]  # on the model itself
         inputs = [node for node in nodes if node.op == "placeholder"]
-        self.tangents = [node for node in inputs if node.name.startswith("tangents")]
+        self.tangents = list(filter(is_tangent, inputs))
         for node in self.tangents:  # AOTAutograd has them like the outputs, in storages as large
             node.meta["val"] = torch.empty_like(node.meta["val"])
-        self.primals = [node for node in inputs if not node.name.startswith("tangents")]
+        self.primals = [node for node in inputs if not is_tangent(node)]
         # By output: the place of the input whose new value it is, or -1.
         written = inputs_written(module.graph)[:forward_outputs]
         self.written = [-1 if node is None else self.primals.index(node) for node in written]
@@ -117,7 +117,6 @@ class Joint:
 
     @cached_property
     def nodes(self) -> dict[str, fx.Node]:
-        """By name."""
         return {node.name: node for node in self.module.graph.nodes}
 
     @cached_property
@@ -171,6 +170,11 @@ def _index(match: re.Match[str]) -> str:
 def is_item(node: fx.Node) -> bool:
     """Tell whether it is one of an op's several results."""
     return node.target is operator.getitem
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether an input of a joint graph is the gradient of an output."""
+    return node.name.startswith("tangents")
 
 
 def is_random(node: fx.Node) -> bool:

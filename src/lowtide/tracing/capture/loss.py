@@ -1,9 +1,8 @@
-"""A step's loss captured by Dynamo: as one joint graph, or as several, and the compiled loss that an engine runs."""
+"""A step's loss captured by Dynamo as one joint graph, and the compiled loss that an engine runs."""
 
 from __future__ import annotations
 
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from lowtide.compat.dynamo import (
     dynamo_config,
     forget_compiled,
     forget_failed,
+    has_own_gradients,
     make_boxed,
     silenced,
     traced_inputs,
@@ -85,20 +85,6 @@ def call_until_captured(compiled: CompiledLoss, work: Workload) -> None:
         raise TraceError(f"The loss is not captured as one graph ({what})", hint=NEEDS_NO_CAPTURE) from error
 
 
-def capture_joints(work: Workload) -> list[Joint]:
-    """The joint graphs of a step's loss, in the order in which they run: several where Dynamo breaks it.
-
-    The forward pass runs once, since what comes after a break may depend on values; nothing is changed by that. Ops
-    at the breaks themselves are in no graph, nor are parts without gradients.
-    """
-    refuse_uncapturable(work)
-    backend = _JointCollector(stops=False)
-    with CompiledLoss(work, backend, fullgraph=False) as loss, unchanged(work), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor")  # Dynamo looks, after a break
-        loss(work.batch)
-    return [graph.joint for graph in backend.graphs]
-
-
 class CapturedGraph:
     """A graph that Dynamo captured, and what runs in its place: ``run``, which an engine sets."""
 
@@ -106,6 +92,7 @@ class CapturedGraph:
         self.joint = joint
         self.moved: tuple[int, ...] = () if metadata is None else tuple(metadata.mutated_inp_runtime_indices)
         self.is_plain = is_plain(len(joint.primals), len(joint.outputs), len(inputs), metadata)
+        self.has_own_gradients = False
         self.run: Callable[..., Any] | None = None
 
     def __call__(self, *inputs: Any) -> Any:
@@ -170,28 +157,31 @@ def sharing_captures(work: Workload) -> Generator[None]:
 
     Dynamo's guards do not see all that changes a step, such as a method of a class. So no capture is shared longer.
     """
-    if work.captures is not None:
+    captures = work.captures
+    if captures.shared:
         yield
         return
-    captures: list[Capture] = []
-    object.__setattr__(work, "captures", captures)
+    captures.shared = True
     try:
         yield
     finally:
-        object.__setattr__(work, "captures", None)
-        for capture in captures:
-            capture.end_sharing()
+        captures.shared = False
+        while captures.losses:
+            captures.losses.pop().end_sharing()
 
 
 def differentiated(
     captured: fx.GraphModule,
     inputs: Sequence[Any],
     joint_type: Callable[[fx.GraphModule, int, Sequence[Origin]], J],
-    run: Callable[..., Any] | None = None,
+    graphs_of: Callable[[J], tuple[fx.GraphModule, fx.GraphModule]] | None = None,
+    *,
+    code_of: Callable[[fx.GraphModule], Any] = make_boxed,
 ) -> tuple[Callable[..., Any], list[tuple[J, Any]]]:
     """A graph of Dynamo's with its backward pass, by AOTAutograd; and its joint graphs, each with their metadata.
 
-    ``run`` is called in place of the graphs.
+    ``graphs_of`` cuts a joint graph into forward and backward; by default all that autograd keeps is kept. ``code_of``
+    makes both run.
     """
     placeholders = captured.graph.find_nodes(op="placeholder")
     origins: list[Origin] = [origin_of(*each) for each in zip(placeholders, inputs, strict=False)]
@@ -199,13 +189,13 @@ def differentiated(
     metadata: list[Any] = []
 
     def partition(module: fx.GraphModule, given: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[Any, Any]:
-        graphs = default_partition(module, given, num_fwd_outputs=num_fwd_outputs)
+        graphs: Any = None if graphs_of else default_partition(module, given, num_fwd_outputs=num_fwd_outputs)
         joints.append(joint_type(module, num_fwd_outputs, origins))
-        return graphs
+        return graphs_of(joints[-1]) if graphs_of else graphs
 
     def compiler(graph: fx.GraphModule, _: Any) -> Any:
         metadata.append(traced_metadata())
-        return make_boxed(graph if run is None else run)
+        return code_of(graph)
 
     whole = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(captured, inputs)
     return whole, list(zip(joints, metadata, strict=False))
@@ -217,22 +207,23 @@ class _JointCollector:
     Dynamo holds it until it is released. So it does not hold the step: ``run`` is dropped once it was called.
     """
 
-    def __init__(self, run: Callable[[Joint, Sequence[Any]], None] | None = None, *, stops: bool = True) -> None:
+    def __init__(self, run: Callable[[Joint, Sequence[Any]], None] | None = None) -> None:
         self.graphs: list[CapturedGraph] = []
         self.recapture: Callable[..., Any] | None = None
         self.is_recaptured = False
-        self._runs, self._stops = [] if run is None else [run], stops
+        self._runs = [] if run is None else [run]
 
     def __call__(self, captured: fx.GraphModule, inputs: Any) -> Any:
         if self.recapture is not None:
             self.is_recaptured = True
             return self.recapture(captured, inputs)
-        whole, joints = differentiated(captured, inputs, Joint, self._stop if self._stops else None)
+        whole, joints = differentiated(captured, inputs, Joint, code_of=lambda _: make_boxed(self._stop))
         if not joints:
             return whole
         joint, metadata = joints[0]
         self.graphs.append(CapturedGraph(joint, inputs, metadata))
         self.graphs[-1].run = whole
+        self.graphs[-1].has_own_gradients = has_own_gradients(captured)
         return self.graphs[-1]
 
     def _stop(self, *inputs: Any) -> Any:
@@ -250,12 +241,12 @@ def refuse_uncapturable(work: Workload) -> None:
 
 
 class CompiledLoss:
-    """The loss as a function of the batch, captured for a backend of Dynamo's: as one graph, or else as several.
+    """The loss as a function of the batch, captured as one graph for a backend of Dynamo's.
 
-    Dynamo holds what it captured for good; this frees it once it is collected, or before by ``release()``.
+    Dynamo holds captures for good. This frees its own when it is collected, or by ``release()``.
     """
 
-    def __init__(self, work: Workload, backend: Callable[..., Any], *, fullgraph: bool = True) -> None:
+    def __init__(self, work: Workload, backend: Callable[..., Any]) -> None:
         def loss(batch: Any) -> Tensor:
             return work.compute_loss(batch=batch)
 
@@ -269,7 +260,7 @@ class CompiledLoss:
         self._code, self._backend, self._inputs = loss.__code__.replace(), noting, inputs
         own = FunctionType(self._code, loss.__globals__, "loss", closure=loss.__closure__)
         self._compiled: Callable[[Any], Tensor] | None = torch.compile(
-            own, backend=noting, dynamic=False, fullgraph=fullgraph
+            own, backend=noting, dynamic=False, fullgraph=True
         )
         weakref.finalize(self, forget_compiled, self._code, noting).atexit = False
 

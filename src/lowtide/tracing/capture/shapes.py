@@ -12,7 +12,7 @@ from lowtide.compat.fake import FakeTensor, captured_fake_mode
 from lowtide.compat.symbols import expression_of, is_symbol, value_of
 from lowtide.compat.tensors import is_zero_tensor
 from lowtide.errors import TraceError
-from lowtide.tracing.capture.joint import Joint, Origin
+from lowtide.tracing.capture.joint import Joint, Origin, is_tangent
 
 _aten: Any = torch.ops.aten
 _SLICES = (_aten.slice.Tensor, _aten.slice_backward.default)  # of a whole dimension too, where sizes are symbols
@@ -27,7 +27,7 @@ class SymbolicJoint:
 
     def __init__(self, module: fx.GraphModule, forward_outputs: int, origins: Sequence[Origin]) -> None:
         self.module, self.forward_outputs = module, forward_outputs
-        inputs = [node for node in module.graph.find_nodes(op="placeholder") if not _is_tangent(node)]
+        inputs = [node for node in module.graph.find_nodes(op="placeholder") if not is_tangent(node)]
         self.inputs = len(inputs)
         self.sizes = tuple(i for i, node in enumerate(inputs) if isinstance(node.meta["val"], _SYMBOLIC))
         self.origins: list[Origin] = [origin for i, origin in enumerate(origins) if i not in self.sizes]
@@ -58,8 +58,8 @@ class _Shape:
         open_inputs = [node for node in inputs if node not in self.now]
         primals = 0
         for node in open_inputs:
-            primals += not _is_tangent(node)
-            name = node.name if _is_tangent(node) else f"primals_{primals}"
+            primals += not is_tangent(node)
+            name = node.name if is_tangent(node) else f"primals_{primals}"
             self.now[node] = self.graph.placeholder(name)
             self.now[node].meta = self._meta(node)
         for node in nodes:
@@ -142,7 +142,3 @@ class _Shape:
         if expression not in self.known:
             self.known[expression] = value_of(expression, self.symbols)
         return self.known[expression]
-
-
-def _is_tangent(node: fx.Node) -> bool:
-    return node.name.startswith("tangents")

@@ -23,11 +23,13 @@ Fix = Callable[..., Any]  # called with an op's fake output and the op's argumen
 # -- sizes ---------------------------------------------------------------------------------------------
 
 
-def lstm_workspace_bytes(steps: int, batch: int, wide: int, hidden: int, *, item: int = 4, cell: int = 4) -> int:
+def lstm_workspace_bytes(
+    steps: int, batch: int, wide: int, hidden: int, *, itemsize: int = 4, cell_itemsize: int = 4
+) -> int:
     """Bytes that oneDNN keeps for the backward pass of one layer and direction of an LSTM.
 
-    ``wide`` is the width of the input; ``item`` and ``cell`` are the sizes of an element of the states and of the
-    cell states. Each part starts on a new page (oneDNN's ``rnn_utils``: ``set_workspace_sizes``, ``set_offsets``):
+    ``wide`` is the width of the input. ``itemsize`` is that of the states, ``cell_itemsize`` that of the cell states.
+    Each part starts on a new page (oneDNN's ``rnn_utils``: ``set_workspace_sizes``, ``set_offsets``):
 
     - the gates and the hidden states;
     - the states and the cell states, from before the first step to after the last, of the layer and of its input;
@@ -39,10 +41,10 @@ def lstm_workspace_bytes(steps: int, batch: int, wide: int, hidden: int, *, item
     gates, states = steps * batch, 2 * (steps + 1) * batch
     widest = max(wide, hidden)
     parts = (
-        gates * _row(4 * hidden, item) * item,
-        gates * _row(hidden, item) * item,
-        states * _row(widest, item) * item,
-        states * hidden * cell,
+        gates * _row(4 * hidden, itemsize) * itemsize,
+        gates * _row(hidden, itemsize) * itemsize,
+        states * _row(widest, itemsize) * itemsize,
+        states * hidden * cell_itemsize,
         states * _row(widest, 4) * 4,
         states * _row(widest, 4) * 4,
         states * hidden * 4,
@@ -54,9 +56,9 @@ def lstm_workspace_bytes(steps: int, batch: int, wide: int, hidden: int, *, item
     return size
 
 
-def _row(width: int, item: int) -> int:
+def _row(width: int, itemsize: int) -> int:
     """Length of a row in elements: whole cache lines, and no multiple of 256, whose rows would share them."""
-    line = 64 // item
+    line = 64 // itemsize
     length = _up(width, line)
     return length + line if length % 256 == 0 else length
 
@@ -71,7 +73,9 @@ def _lstm_layer(out: Any, input: Tensor, *_args: Any, **_kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return output, hy, cy, None
     steps, batch, wide = input.shape
-    size = lstm_workspace_bytes(steps, batch, wide, hy.shape[-1], item=input.element_size(), cell=cy.element_size())
+    size = lstm_workspace_bytes(
+        steps, batch, wide, hy.shape[-1], itemsize=input.element_size(), cell_itemsize=cy.element_size()
+    )
     return output, hy, cy, workspace.new_empty(size)
 
 

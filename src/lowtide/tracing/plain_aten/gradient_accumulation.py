@@ -26,8 +26,8 @@ Counts = tuple[int, int, int]  # references to a tensor: in C++, to its storage,
 def engine_adds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], counts: Counts) -> bool:
     """Tell whether this op may be torch's engine adding two gradients that it could add in place.
 
-    ``counts`` are those of a gradient that only the engine holds. Ops inside a node's backward formula look the same;
-    only the recorder, which knows where the first gradient was made, can tell them apart.
+    ``counts`` are those of a gradient that only the engine holds. Ops inside a backward formula look the same: the
+    recorder tells them apart, by the op that returned the first gradient.
     """
     if func is not ADD or kwargs or torch.is_grad_enabled():
         return False

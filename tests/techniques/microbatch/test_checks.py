@@ -14,17 +14,12 @@ import lowtide
 from lowtide import Workload
 from lowtide.techniques.microbatch import MicrobatchLoss
 
-from .steps import mlp, names
-
-
-def masked(model: nn.Module, batch: Any) -> Tensor:
-    each = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-    return (each * batch[2]).sum() / batch[2].sum()
+from .steps import masked_mean, mlp, names
 
 
 def work_with_mask() -> Workload:
-    work = mlp(8, loss=masked)
-    return Workload(work.model, masked, (*work.batch, torch.ones(8).double()))
+    work = mlp(8, loss=masked_mean)
+    return Workload(work.model, masked_mean, (*work.batch, torch.ones(8).double()))
 
 
 def test_a_divisor_that_is_no_piece_s_share_is_warned_about_once() -> None:
