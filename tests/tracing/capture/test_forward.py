@@ -33,7 +33,7 @@ def test_a_shared_capture_has_the_same_ops():
     work = Workload(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), squares, torch.randn(8, 4))
     alone = capture_forward(work)
     with sharing_captures(work):
-        work.captures.append(capture_loss(work))
+        work.captures.losses.append(capture_loss(work))
         shared = capture_forward(work)
     assert [node.target for node in shared.nodes[6:]] == [node.target for node in alone.nodes[6:]]
     assert [(node.op, node.meta["val"].shape) for node in shared.nodes[:6]] == [
@@ -54,7 +54,7 @@ def test_a_loss_with_gradients_of_its_own_is_refused(loss, is_shared):
     work = Workload(nn.Linear(4, 4), loss, torch.randn(8, 4))
     with sharing_captures(work):
         if is_shared:
-            work.captures.append(capture_loss(work))
+            work.captures.losses.append(capture_loss(work))
         with pytest.raises(TraceError, match="backward pass of its own"):
             capture_forward(work)
 

@@ -34,7 +34,7 @@ def capture_forward(work: Workload) -> CapturedLoss:
     Raises ``TraceError`` if the loss is not one graph, or if a custom ``autograd.Function`` or a hook inside of it
     changes gradients.
     """
-    for graph in (each.graph for each in work.captures or () if each.key == call_key(work.batch)):
+    for graph in (each.graph for each in work.captures.losses if each.key == call_key(work.batch)):
         _refuse_own_gradients(graph.has_own_gradients)
         return _read(graph.joint.as_captured(), len(graph.joint.outputs), list(graph.joint.origins.values()))
     captures: list[CapturedLoss] = []
