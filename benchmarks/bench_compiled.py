@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from benchmarks.bench_budgets import _blocks as block_lists
 from benchmarks.harness import RESULTS, Row, arguments, record, skip
 from benchmarks.quiet import quiet, quiet_tuning
-from benchmarks.steps import plain_step
+from benchmarks.steps import plain_step, timed_steps
 from lowtide import Workload, apply, plan, verify, zoo
 from lowtide.errors import BudgetError
 from lowtide.planning.baseline import baseline_profile
@@ -127,15 +127,9 @@ def measure(
     gc.collect()
     torch.cuda.empty_cache()
     static = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    times: list[float] = []
     with quiet():
-        for _ in range(12):
-            start = time.perf_counter()
-            plain_step(work)
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() - static
+        times, peak = timed_steps(work)
+    peak -= static
     work.optimizer.zero_grad(set_to_none=True)
     rows = [
         Row.of(case, name, "step", times, "s"),

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from benchmarks.bench_compiled import checkpointed, compiled
 from benchmarks.harness import RESULTS, Row, arguments, record, skip
 from benchmarks.quiet import quiet, quiet_tuning, run_jobs
-from benchmarks.steps import plain_step
+from benchmarks.steps import plain_step, timed_steps
 from lowtide import Workload, apply, plan, verify
 from lowtide.errors import BudgetError
 from lowtide.planning.baseline import baseline_profile
@@ -63,7 +63,7 @@ def measure_model(name: str, results: Path, device: str = "cuda") -> None:
         made = [Row.of(name, subject, m, v if isinstance(v, list) else [v], unit) for m, v, unit in rows]
         record("outside", made, device=device, results=results)
 
-    def measured(subject: str, step: Workload, *more: tuple[str, float | list[float], str]) -> float:
+    def measured(subject: str, step: Workload, *more: tuple[str, float | list[float], str]) -> tuple[float, int]:
         start = time.perf_counter()
         for _ in range(3):
             plain_step(step)
@@ -81,10 +81,10 @@ def measure_model(name: str, results: Path, device: str = "cuda") -> None:
             ("first three steps", building, "s"),
             *more,
         )
-        return middle
+        return middle, peak
 
     plain = 0.0
-    plain = measured("PyTorch eager", work)
+    plain, _ = measured("PyTorch eager", work)
     if "peers" not in os.environ.get("OUTSIDE_SKIP", ""):
         for subject, around, run in (
             ("PyTorch eager, every block checkpointed", checkpointed(model, None), lambda: work),
@@ -113,7 +113,7 @@ def measure_model(name: str, results: Path, device: str = "cuda") -> None:
 
 
 def _measure_budget(
-    work: Workload, profile: Profile, budget: str, note: Callable[..., None], measured: Callable[..., float]
+    work: Workload, profile: Profile, budget: str, note: Callable[..., None], measured: Callable[..., tuple[float, int]]
 ) -> list[str]:
     subject, failed = f"lowtide, {budget}", []
     start = time.perf_counter()
@@ -130,7 +130,7 @@ def _measure_budget(
         failed.append(f"{budget}: {checked}")
     print(f"{work.name} {budget}: {chosen}", flush=True)
     with apply(chosen, work) as step:
-        middle = measured(
+        middle, peak = measured(
             subject,
             step.work,
             ("peak, predicted", chosen.peak_bytes, "B"),
@@ -138,7 +138,6 @@ def _measure_budget(
             ("planning", planning, "s"),
             ("budget", chosen.budget_bytes, "B"),
         )
-        peak = torch.cuda.max_memory_allocated()
     share = peak / chosen.budget_bytes
     print(f"{work.name} {budget}: {middle * 1e3:.1f} ms, peak {share:.3f} of the budget", flush=True)
     if peak > chosen.budget_bytes:
@@ -165,15 +164,7 @@ def timed(step: Workload) -> tuple[list[float], int]:
     gc.collect()
     torch.cuda.empty_cache()
     plain_step(step)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    seconds: list[float] = []
-    for _ in range(12):
-        start = time.perf_counter()
-        plain_step(step)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return seconds, torch.cuda.max_memory_allocated()
+    return timed_steps(step)
 
 
 def _to(batch: Any, device: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide import Workload
+from lowtide.profiling.timing import RunMeter
 from lowtide.tracing.snapshot import unchanged
 
 Way = Callable[[], AbstractContextManager[object]]
@@ -35,11 +35,19 @@ def peak_of(work: Workload) -> int:
 
 def cuda_peak(run: Callable[[], object]) -> int:
     """The most bytes that torch's allocator gives out during a call."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
+    with RunMeter(torch.device("cuda")) as meter:
+        run()
+    return meter.peak_bytes
+
+
+def timed_steps(work: Workload, steps: int = 12) -> tuple[list[float], int]:
+    """Seconds of some steps, each waited for, and their peak."""
+    runs: list[RunMeter] = []
+    for _ in range(steps):
+        with RunMeter(work.device) as meter:
+            plain_step(work)
+        runs.append(meter)
+    return [run.seconds for run in runs], max(run.peak_bytes for run in runs)
 
 
 def relative_error(tensors: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
@@ -53,13 +61,10 @@ def relative_error(tensors: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
 
 def seconds_of(work: Workload, steps: int = 3) -> float:
     """Seconds of a step by the clock, one after another."""
-    wait = torch.cuda.synchronize if work.device.type == "cuda" else lambda: None
-    wait()
-    start = time.perf_counter()
-    for _ in range(steps):
-        plain_step(work)
-    wait()
-    return (time.perf_counter() - start) / steps
+    with RunMeter(work.device) as meter:
+        for _ in range(steps):
+            plain_step(work)
+    return meter.seconds / steps
 
 
 def under(way: Way, run: Callable[[], object]) -> Callable[[], object]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import TypeVar
+from itertools import product
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
@@ -13,6 +14,18 @@ SOAK = bool(os.environ.get("LOWTIDE_SOAK"))
 def in_soak(values: Iterable[T]) -> list[T]:
     """Values to test under ``make soak`` alone: ``[first, *in_soak(others)]``."""
     return list(values) if SOAK else []
+
+
+def each_value(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Rows that hold each value of each axis, beside others each time. Under ``make soak`` all of their product.
+
+    >>> each_value("abcd", (1, 2))
+    [('a', 1), ('b', 2), ('c', 2), ('d', 1)]
+    """
+    lists = [list(axis) for axis in axes]
+    rows = range(max(map(len, lists)))
+    shifted = [tuple(axis[(row + row // len(axis)) % len(axis)] for axis in lists) for row in rows]
+    return list(product(*lists)) if SOAK else shifted
 
 
 def count(quick: int, soak: int) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.batches import flatten, map_tensors, tensors
 from tests.encoding import Encoding
+from tests.models import blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,7 @@ MAKERS = pytest.mark.parametrize("make", [Frozen, Plain, encoding])
 
 
 def work_of(batch: Any) -> lowtide.Workload:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)))
+    model = blocks(6, 16)
     return lowtide.Workload(model, lambda m, b: (m(b.x) - b.y).square().mean(), batch)
 
 

@@ -12,11 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide import Workload, plan, profile, verify
 from lowtide.errors import WorkloadError
+from tests.models import squares
 from tests.refusals import refused
-
-
-def square_loss(model: nn.Module, batch: Any) -> Tensor:
-    return model(batch).square().mean()
 
 
 @pytest.mark.parametrize(
@@ -25,16 +22,16 @@ def square_loss(model: nn.Module, batch: Any) -> Tensor:
 def test_a_lazy_model_is_to_run_forward_first(layer: nn.Module, name: str) -> None:
     model, batch = nn.Sequential(layer, nn.Linear(4, 2)), torch.randn(3, 4)
     with refused(name, "forward", kind=WorkloadError):
-        Workload(model, square_loss, batch)
+        Workload(model, squares, batch)
     model(batch)
-    assert profile(Workload(model, square_loss, batch)).peak_bytes > 0
+    assert profile(Workload(model, squares, batch)).peak_bytes > 0
 
 
 @pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.Embedding(8, 4)])
 def test_a_batch_of_inference_mode_that_is_saved_is_named(model: nn.Module) -> None:
     with torch.inference_mode():
         batch = torch.ones(3, 4, dtype=torch.int64 if isinstance(model, nn.Embedding) else torch.float32)
-    work = Workload(model, square_loss, batch)
+    work = Workload(model, squares, batch)
     for run in (work.compute_loss, lambda: profile(work)):
         with refused("[3, 4]", "torch.inference_mode()", "batch.clone()", kind=WorkloadError):
             run()
@@ -62,8 +59,8 @@ def test_an_error_of_the_loss_that_is_not_about_inference_mode_stays_as_it_is() 
 def test_a_complex_loss_says_what_to_write(fake: bool) -> None:
     model, batch = nn.Linear(4, 4, dtype=torch.complex64), torch.randn(3, 4, dtype=torch.complex64)
     with refused("complex64", "loss.abs()", "loss.real", kind=WorkloadError):
-        profile(Workload(model, square_loss, batch), fake=fake)
-    work = Workload(model, lambda model, batch: square_loss(model, batch).real, batch)
+        profile(Workload(model, squares, batch), fake=fake)
+    work = Workload(model, lambda model, batch: squares(model, batch).real, batch)
     assert profile(work, fake=fake).peak_bytes > 0
 
 
@@ -76,7 +73,7 @@ def test_the_optimizers_step_hooks_run_in_a_real_step_alone(fake: bool) -> None:
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     everywhere = register_optimizer_step_post_hook(lambda *_: calls.append("after any"))
     try:
-        profile(Workload(model, square_loss, torch.randn(3, 4), optimizer), fake=fake)
+        profile(Workload(model, squares, torch.randn(3, 4), optimizer), fake=fake)
         assert calls == ([] if fake else ["before", "after", "after any"])
         optimizer.step()
         assert calls[-3:] == ["before", "after", "after any"]
@@ -110,10 +107,10 @@ class Handed(torch.optim.Optimizer):
 def test_an_optimizer_that_only_hands_on_is_the_one_inside() -> None:
     model, batch = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(256, 64)
     optimizer = torch.optim.AdamW(model.parameters())
-    work = Workload(model, square_loss, batch, Handed(Handed(optimizer)))
+    work = Workload(model, squares, batch, Handed(Handed(optimizer)))
     assert work.optimizer is optimizer
     for fake in (False, True):
-        plain = profile(Workload(model, square_loss, batch, optimizer), fake=fake)
+        plain = profile(Workload(model, squares, batch, optimizer), fake=fake)
         assert profile(work, fake=fake).peak_bytes == plain.peak_bytes
     assert not optimizer.state
 
@@ -139,7 +136,7 @@ class Lookahead(torch.optim.Optimizer):
 def test_an_optimizer_that_steps_with_another_is_traced_and_both_are_restored() -> None:
     model, batch = nn.Linear(64, 64), torch.randn(8, 64)
     optimizer = Lookahead(torch.optim.AdamW(model.parameters()))
-    work = Workload(model, square_loss, batch, optimizer)
+    work = Workload(model, squares, batch, optimizer)
     assert work.optimizer is optimizer
     model(batch).sum().backward()
     optimizer.step()
@@ -155,7 +152,7 @@ def test_an_optimizer_that_accelerate_prepared_is_planned_for() -> None:
     model, batch = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(256, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     model, prepared = accelerate.Accelerator(cpu=True).prepare(model, optimizer)
-    work = Workload(model, square_loss, batch, prepared)
+    work = Workload(model, squares, batch, prepared)
     chosen = plan(work, "90%")
     assert verify(work, chosen).ok
 
@@ -163,7 +160,7 @@ def test_an_optimizer_that_accelerate_prepared_is_planned_for() -> None:
 @pytest.mark.parametrize("autocast", ["bf16", torch.float64])
 def test_an_autocast_that_cannot_be_says_what_can(autocast: Any) -> None:
     with refused("bfloat16", kind=WorkloadError):
-        Workload(nn.Linear(4, 4), square_loss, torch.randn(3, 4), autocast=autocast)
+        Workload(nn.Linear(4, 4), squares, torch.randn(3, 4), autocast=autocast)
 
 
 @pytest.mark.parametrize(
@@ -181,4 +178,4 @@ def test_a_loss_without_a_backward_pass_is_refused(loss: Any, word: str) -> None
 
 def test_a_batch_on_another_device_is_refused() -> None:
     with refused("meta", kind=WorkloadError):
-        Workload(nn.Linear(4, 4), square_loss, torch.randn(3, 4, device="meta"))
+        Workload(nn.Linear(4, 4), squares, torch.randn(3, 4, device="meta"))

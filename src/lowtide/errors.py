@@ -29,7 +29,11 @@ class TraceError(LowtideError, RuntimeError):
 
 
 class BudgetError(LowtideError, ValueError):
-    """No plan fits the budget; the message gives the smallest one that would."""
+    """No plan fits the budget. ``smallest_bytes`` is a budget that works, where one is known: the smallest."""
+
+    def __init__(self, what: str, *, where: str = "", hint: str = "", smallest_bytes: int | None = None) -> None:
+        super().__init__(what, where=where, hint=hint)
+        self.smallest_bytes = smallest_bytes
 
 
 class ModifiedError(LowtideError, RuntimeError):

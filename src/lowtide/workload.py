@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lowtide.batches import tensors as tensors_of
+from lowtide.compat.messages import is_about_inference
 from lowtide.errors import WorkloadError
 
 
@@ -102,7 +103,7 @@ class Workload:
                 loss = self.loss(model, batch)
         except RuntimeError as error:
             frozen = [tensor for tensor in tensors_of(batch) if tensor.is_inference()]
-            if not frozen or "inference tensor" not in str(error).lower():
+            if not frozen or not is_about_inference(error):
                 raise
             raise WorkloadError(
                 f"The batch's tensor of shape {list(frozen[0].shape)} was made under torch.inference_mode(), "

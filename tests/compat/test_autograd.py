@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lowtide.compat import autograd
 from lowtide.techniques.microbatch.counts import nodes_behind
@@ -47,7 +48,10 @@ def test_a_backward_pass_has_a_number_a_node_and_its_own_end() -> None:
             return gradients[0]
 
     number = autograd.next_sequence_number()
-    y: Any = Square.apply(torch.ones(2, requires_grad=True))
+    apply = autograd.apply_of(Square)  # without a step of its class
+    y: Any = apply(torch.ones(2, requires_grad=True))
+    assert apply != Square.apply
+    assert torch.equal(y, Square.apply(torch.ones(2)))  # pyright: ignore[reportArgumentType]
     y.sum().backward(retain_graph=True)
     y.sum().backward()
     assert events == [(True, True, True), "end", (True, True, False), "end"]
@@ -115,3 +119,16 @@ def test_nodes_are_told_by_their_classes() -> None:
         assert any(isinstance(node, autograd.NLL_NODES) for node in nodes_behind(gradient))
         assert isinstance((loss / x.sum()).grad_fn, autograd.DIVISION_NODES)
         assert not isinstance((loss / 2 + 1).grad_fn, autograd.DIVISION_NODES)
+
+
+def test_hooks_and_frames_of_checkpoints_are_in_their_module() -> None:
+    seen: list[Any] = []
+
+    def forward(x: Tensor) -> Tensor:
+        hooks = autograd.top_saved_hooks(True)
+        assert hooks is not None
+        seen.extend([hooks[0].__module__, hooks[0].__globals__["__name__"]])
+        return x.exp()
+
+    checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=False)
+    assert seen == [autograd.CHECKPOINT] * 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
+
 import pytest
 import torch
 
@@ -44,3 +46,8 @@ def test_a_device_guard_is_refused_on_other_versions(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "__version__", "3.0.0")
     with refused("3.0.0", kind=TraceError), cuda.device_guard():
         pass
+
+
+def test_the_paths_of_torchs_questions_about_a_gpu_are_there() -> None:
+    for path in (cuda.USES_CUDNN, cuda.LACKS_AMP):
+        assert callable(resolve_name(path))

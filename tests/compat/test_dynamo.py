@@ -139,6 +139,17 @@ def test_gradients_of_its_own_are_seen_in_a_graph(loss: Any, expected: bool) -> 
     assert capture(loss, torch.rand(3, requires_grad=True))["own gradients"] is expected
 
 
+def test_ops_know_their_module_and_their_line_and_gradients_of_outputs_their_name() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Tanh()))
+    graph = capture(lambda batch: model(batch).sum(), torch.rand(3, requires_grad=True))["joint"].graph
+    ran, path = {(op.target, dynamo.module_path(op)) for op in graph.nodes}, "L.model.0.0"
+    aten = torch.ops.aten
+    assert {(aten.tanh.default, path), (aten.tanh_backward.default, path), (aten.sum.default, "")} <= ran
+    x, tangent = graph.find_nodes(op="placeholder")
+    assert [dynamo.is_tangent(each) for each in (x, tangent)] == [False, True]
+    assert dynamo.module_path(x) == ""
+
+
 def test_errors_of_dynamo_are_told_apart() -> None:
     def broken(graph: Any, inputs: Any) -> Any:
         raise ValueError("on purpose")

@@ -65,4 +65,3 @@ def test_updates_of_many_tensors_are_those_of_each() -> None:
     assert all(map(torch.equal, held, expected))
     assert all(map(torch.equal, operators.foreach_mul(others, 3.0), [x * 3 for x in others]))
     assert all(map(torch.equal, operators.foreach_sub(others, others), [x - x for x in others]))
-    assert all(map(torch.equal, operators.foreach_norm(others, ord=torch.inf), [x.abs().max() for x in others]))

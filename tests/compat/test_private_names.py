@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,11 @@ UNDOCUMENTED = {  # without an underscore, and torch's own all the same
     "NumpyTensorSource",
     "TorchRuntimeError",
     "Unsupported",
+}
+STRINGS = {
+    "torch.utils.checkpoint",
+    "torch.backends.cudnn.is_acceptable",
+    "torch.cuda.amp.common.amp_definitely_not_available",
 }
 OTHERS = {
     "_replace": "a method of named tuples, which Python documents",
@@ -66,6 +72,16 @@ def test_private_names_of_torch_are_used_in_compat_alone() -> None:
         "node.meta.get('desc', ())",
         "op.py_kernels",
         "type(error).__name__ == 'Unsupported'",
+        "super(torch.autograd.Function, Node).apply",
+        "super(Function, Node).apply",
+        "node.meta.get('nn_module_stack')",
+        "node.meta['stack_trace']",
+        r"re.sub(r'\._modules|\[', '', path)",
+        "node.name.startswith('tangents')",
+        "name == 'tangents_1'",
+        "hook.__module__ == 'torch.utils.checkpoint'",
+        "OPAQUE = ('torch.utils.checkpoint', OTHER)",
+        "mock.patch('torch.backends.cudnn.is_acceptable')",
     ],
 )
 def test_each_way_to_a_private_name_is_seen(code: str) -> None:
@@ -81,6 +97,10 @@ def test_each_way_to_a_private_name_is_seen(code: str) -> None:
         "self.__dict__",
         "class A:\n    def __init__(self):\n        self._version = 1",
         "plan._own",
+        "class Mine:\n    def run(self): super(Mine, self).run()",
+        "node.meta.get('val')",
+        "self.tangents",
+        "re.sub(r'(_\\d+)+$', '', name)",
     ],
 )
 def test_names_of_operators_and_of_lowtide_itself_are_not_private_names_of_torch(code: str) -> None:
@@ -143,10 +163,18 @@ def private_names(tree: ast.AST, own: set[str]) -> Iterator[str]:
             if is_in_torch(path) or node.attr not in own or (node.attr in known() and not mine):
                 yield path
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if node.value in attributes | UNDOCUMENTED or (is_in_torch(node.value) and " " not in node.value):
+            is_name = is_in_torch(node.value) and " " not in node.value
+            if (
+                is_name
+                or node.value in attributes | UNDOCUMENTED | STRINGS
+                or re.match(r"tangents(_\d+)?$", node.value)
+            ):
                 yield node.value
         elif isinstance(node, ast.Call | ast.Subscript):
             yield from (name for name in named_attributes(node) if is_private(name) and name not in own)
+            yield from meta_keys(node)
+            yield from past_own_class(node, here)
+            yield from (name for name in names_in_pattern(node) if name in known())
 
 
 def named_attributes(node: ast.Call | ast.Subscript) -> Iterator[str]:
@@ -164,6 +192,30 @@ def named_attributes(node: ast.Call | ast.Subscript) -> Iterator[str]:
         known_part = string.values[0] if isinstance(string, ast.JoinedStr) else string
         if isinstance(known_part, ast.Constant) and isinstance(known_part.value, str):
             yield from known_part.value.split(".")
+
+
+def meta_keys(node: ast.Call | ast.Subscript) -> Iterator[str]:
+    """The keys that are read of a node's ``meta``. Only ``val`` is documented."""
+    of = node.value if isinstance(node, ast.Subscript) else getattr(node.func, "value", None)
+    key = node.slice if isinstance(node, ast.Subscript) else next(iter(node.args), None)
+    if isinstance(of, ast.Attribute) and of.attr == "meta" and isinstance(key, ast.Constant) and key.value != "val":
+        yield str(key.value)
+
+
+def past_own_class(node: ast.Call | ast.Subscript, here: set[str]) -> Iterator[str]:
+    """Calls of ``super`` that start at a class of others, and so reach below what it documents."""
+    if isinstance(node, ast.Call) and called(node.func) == "super" and node.args:
+        start = ast.unparse(node.args[0])
+        if start not in here and start != "cls":
+            yield f"super({start})"
+
+
+def names_in_pattern(node: ast.Call | ast.Subscript) -> Iterator[str]:
+    """The words of regular expressions, which may take torch's names apart."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "re":
+        for each in ast.walk(node):
+            if isinstance(each, ast.Constant) and isinstance(each.value, str):
+                yield from re.findall(r"\w+", each.value)
 
 
 def called(function: ast.expr) -> str:

@@ -37,7 +37,7 @@ def test_varying_dimensions_are_captured_as_symbols_and_leave_no_mark() -> None:
     assert is_symbol(size)
     assert not is_symbol(4 * size)
     assert value_of(4 * size + 1, {size: 7}) == 29
-    with pytest.raises(TraceError, match="depends on more"):
+    with pytest.raises(TraceError):
         value_of(size, {})
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from importlib import import_module
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from lowtide.compat.versions import Feature
-from lowtide.errors import LowtideError, TraceError
+from lowtide.compat.versions import CAPTURE, TRIED, Feature
+from lowtide.errors import TraceError
 from tests.fresh import run_fresh
 
-PAINTING = Feature("painting by numbers", torch=("2.11", "2.13"), python=("3.11", "3.12"), error=TraceError)
+PAINTING = Feature("painting by numbers", error=TraceError)
 
 
 @pytest.mark.parametrize(("version", "is_off"), [("2.10.1", True), ("2.11.0+cu128", False), ("2.14.0.dev2026", True)])
@@ -20,8 +22,8 @@ def test_a_feature_is_off_outside_of_its_versions_of_torch(
 ) -> None:
     assert not PAINTING.is_off
     monkeypatch.setattr(torch, "__version__", version)
-    assert PAINTING.is_off == is_off
-    assert not replace(PAINTING, loud=True).is_off
+    assert PAINTING.is_off == CAPTURE.is_off == is_off
+    assert not TRIED.is_off
 
 
 def test_a_feature_is_off_outside_of_its_versions_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,14 +42,29 @@ def test_a_function_of_a_feature_that_is_off_says_so_and_does_not_run(monkeypatc
     assert calls == [1]
 
 
-def test_a_function_that_lacks_a_name_says_which() -> None:
+def test_a_function_that_lacks_a_name_or_a_module_says_which() -> None:
     @PAINTING
-    def paint() -> None:
+    def name() -> None:
         torch._no_such_name  # noqa: B018  # pyright: ignore
 
-    with pytest.raises(TraceError) as error:
-        paint()
-    assert "_no_such_name" in str(error.value)
+    @PAINTING
+    def module() -> None:
+        import_module("torch._no_such_module")
+
+    for paint in (name, module):
+        with pytest.raises(TraceError) as error:
+            paint()
+        assert f"_no_such_{paint.__name__}" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [ImportError, AttributeError])
+def test_errors_of_what_a_function_calls_are_its_own(kind: type[Exception]) -> None:
+    @PAINTING
+    def paint(what: Callable[[], object]) -> object:
+        return what()
+
+    with pytest.raises(kind, match="the user's"):
+        paint(Mock(side_effect=kind("the user's")))
 
 
 def test_names_are_found_and_missing_ones_raise_where_they_are_used() -> None:
@@ -99,7 +116,7 @@ def test_a_plain_profile_needs_none_of_the_names_of_other_features() -> None:
     run_fresh(f"""
 del torch._C._select_batch_norm_backend, torch._C._DisableTorchDispatch
 del torch._C._autograd._enable_profiler_legacy, torch._compile._disable_dynamo, torch.fx.graph._BoxedCodeGen
-del torch._subclasses.fake_tensor.FakeTensorMode.dispatch, torch.nn.modules.conv._ConvNd, torch._foreach_norm
+del torch._subclasses.fake_tensor.FakeTensorMode.dispatch, torch.nn.modules.conv._ConvNd, torch._foreach_sub
 {PROFILE}""")
 
 
@@ -115,7 +132,3 @@ except lowtide.LowtideError as error:
 else:
     raise AssertionError
 """)
-
-
-def test_a_feature_raises_errors_of_lowtide_by_default() -> None:
-    assert replace(PAINTING, error=LowtideError).off().args

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lowtide.workload import Workload
+from tests.models import squares
 
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
 
@@ -124,4 +125,4 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
 def chain(depth: int, width: int = 4, batch: int = 3) -> Workload:
     torch.manual_seed(0)
     model = nn.Sequential(*(Residual(width) for _ in range(depth)))
-    return Workload(model, lambda m, x: m(x).square().mean(), torch.randn(batch, width, 6, 5), name="chain")
+    return Workload(model, squares, torch.randn(batch, width, 6, 5), name="chain")

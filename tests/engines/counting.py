@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -66,6 +66,17 @@ def results(work: Workload, loss: Callable[[Any], Tensor]) -> list[Tensor]:
     found = [value.detach(), *gradients, *(b.clone() for b in model.buffers()), torch.get_rng_state()]
     model.load_state_dict(start)
     return found
+
+
+def plain_results(work: Workload) -> list[Tensor]:
+    """The same of plain PyTorch."""
+    return results(work, lambda batch: work.compute_loss(batch=batch))
+
+
+def assert_equal(ours: Sequence[Tensor], plain: Sequence[Tensor]) -> None:
+    """Bit for bit, and as many."""
+    assert len(ours) == len(plain)
+    assert all(map(torch.equal, ours, plain))
 
 
 def executed_peak(work: Workload, loss: Callable[[Any], Tensor]) -> int:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import Workload
-
-from .planned import squares
+from tests.models import blocks, squares
 
 SHAPE = 1024, 64
 
@@ -18,8 +17,7 @@ SHAPE = 1024, 64
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+        self.layers = blocks(4, 64)
         self.kept: Any = None
 
 

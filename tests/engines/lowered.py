@@ -21,8 +21,9 @@ from lowtide.planning.solvers.solver import Problem, Solution, solutions
 from lowtide.tracing.capture.joint import bytes_of
 from lowtide.tracing.capture.loss import capture_loss
 from lowtide.zoo.gpt2 import GPT2
+from tests.models import Call, InTurn, squares
 
-from .counting import results
+from .counting import plain_results, results
 
 
 def interpreted(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
@@ -81,7 +82,7 @@ class LoweredStep:
 
     def plain(self) -> list[Tensor]:
         """The same of plain PyTorch."""
-        return results(self.work, lambda batch: self.work.compute_loss(batch=batch))
+        return plain_results(self.work)
 
 
 def makers_of(program: Program) -> dict[Value, Instruction]:
@@ -100,38 +101,25 @@ def language_model(*, dropout: float = 0.0, layers: int = 2) -> Workload:
     return Workload(model, lambda m, x: F.cross_entropy(m(x).view(-1, 48), x.flatten()), ids)
 
 
-class ConvBlock(nn.Module):
-    """Statistics that move in forward alone, also where it is recomputed."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(each for _ in range(3) for each in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.layers(x)
-
-
 def convolutions(*, blocks: int = 2, depth: int = 3) -> Workload:
+    """Blocks whose statistics move in forward alone, also where it is recomputed."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(ConvBlock(depth) for _ in range(blocks)))
-    return Workload(model, lambda m, x: m(x).square().mean(), torch.randn(2, 4, 8, 8))
-
-
-class Dropping(nn.Module):
-    """Linear in its input for fixed masks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for p, linear in zip((0.1, 0.3, 0.5, 0.2), self.blocks, strict=True):
-            x = F.dropout(F.dropout(linear(x), p) + x, 0.4)
-        return x
+    parts = [
+        [each for _ in range(depth) for each in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())]
+        for _ in range(blocks)
+    ]
+    model = InTurn(*(nn.Sequential(*part) for part in parts), each=lambda block, x: x + block(x))
+    return Workload(model, squares, torch.randn(2, 4, 8, 8))
 
 
 def dropping() -> Workload:
+    """Linear in its input for fixed masks."""
+
+    def drop(model: Any, x: Tensor) -> Tensor:
+        for p, linear in zip((0.1, 0.3, 0.5, 0.2), model.linears, strict=True):
+            x = F.dropout(F.dropout(linear(x), p) + x, 0.4)
+        return x
+
     torch.manual_seed(0)
-    return Workload(Dropping(), lambda m, x: m(x).sum(), torch.randn(12, 16, requires_grad=True))
+    model = Call(drop, linears=nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4)))
+    return Workload(model, lambda m, x: m(x).sum(), torch.randn(12, 16, requires_grad=True))

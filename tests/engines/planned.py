@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from lowtide.errors import BudgetError
 from lowtide.planning import Plan, refusal
 from lowtide.profiling import Profile, profile
 from lowtide.tracing.capture.loss import sharing_captures
+from tests.models import squares
 
 from ..tracing.allocator import _alive, allocated_peak
 from .counting import Counter
@@ -78,10 +78,16 @@ def smallest_plan(work: Workload, *, engine: str = "graph", allow: str = "roundo
 def verified(work: Workload, *, engine: str = "graph", allow: str = "roundoff", share: float = 0.0) -> Verification:
     """Verify such a plan: results, bytes, and the engine that was asked for."""
     with sharing_captures(work):
-        checked = verify(work, smallest_plan(work, engine=engine, allow=allow, share=share))
-    assert checked.ok, str(checked)
-    assert checked.storage_peak_bytes == checked.plan.storage_peak_bytes
+        checked = assert_verified(work, smallest_plan(work, engine=engine, allow=allow, share=share))
     assert engine in ("auto", checked.plan.engine)
+    return checked
+
+
+def assert_verified(work: Workload, chosen: Plan) -> Verification:
+    """A plan's results are as promised, and its storages to the byte."""
+    checked = verify(work, chosen)
+    assert checked.ok, str(checked)
+    assert checked.storage_peak_bytes == chosen.storage_peak_bytes
     return checked
 
 
@@ -89,9 +95,8 @@ def smallest_budget(work: Workload, plain: Profile, engine: str = "graph", allow
     # The error's advice is left out: it predicts the step under every looser technique.
     with mock.patch.object(refusal, "_advice", return_value=""), pytest.raises(BudgetError) as refused:
         plan(work, 1, profile=plain, engine=engine, allow=allow, forbid=IN_BACKWARD, tune=False)
-    named = re.search(r"(\d+) bytes\)", str(refused.value))
-    assert named is not None
-    return int(named[1])
+    assert refused.value.smallest_bytes is not None
+    return refused.value.smallest_bytes
 
 
 def plain_loss(work: Workload) -> Loss:
@@ -158,14 +163,5 @@ class Block(nn.Module):
         return x + self.drop(self.act(self.norm(self.linear(x)))) * self.scale[: len(x)] @ self.mix
 
 
-def layers(count: int = 4, width: int = 24) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count)))
-
-
 def work_of(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None = None) -> Workload:
     return Workload(model, loss or squares, batch, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-
-
-def squares(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()

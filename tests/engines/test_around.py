@@ -15,22 +15,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.engines import Step, apply, plan
 from lowtide.workload import Workload
+from tests.models import blocks, squares
 from tests.refusals import warned
 
 Only = Callable[..., None]
-
-
-def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
 
 
 def recomputed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(model, x, use_reentrant=False).square().mean()
 
 
-def applied(engine: str, only: Only, loss: Callable[..., torch.Tensor] = loss) -> Step:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+def applied(engine: str, only: Only, loss: Callable[..., torch.Tensor] = squares) -> Step:
+    model = blocks(4, 32, nn.GELU)
     work = Workload(model, loss, torch.randn(256, 32), torch.optim.SGD(model.parameters(), lr=0.1))
     if engine == "graph":
         return apply(plan(work, "70%", engine="graph", tune=False), work)
@@ -44,19 +40,17 @@ def applied(engine: str, only: Only, loss: Callable[..., torch.Tensor] = loss) -
 def test_a_loop_around_the_planned_loss_is_warned_about_once(engine: str, only: Only) -> None:
     step = applied(engine, only)
     with warned("step.loss(batch)") as found:
-        loss(step.model, step.work.batch).backward()
+        step.model(step.work.batch).sum().backward()
     assert found[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loss(step.model, step.work.batch).backward()
+    with warnings.catch_warnings(action="error"):
+        squares(step.model, step.work.batch).backward()
 
 
 @pytest.mark.parametrize("engine", ["graph", "microbatch"])
 def test_steps_evaluation_copies_and_the_undone_model_are_not_warned_about(engine: str, only: Only) -> None:
     step = applied(engine, only)
     model, x = step.model, step.work.batch
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         step(x)
         step.loss(x).backward()
         with torch.no_grad():
@@ -68,22 +62,20 @@ def test_steps_evaluation_copies_and_the_undone_model_are_not_warned_about(engin
         copy.deepcopy(model)(x)
         pickle.loads(pickle.dumps(model))(x)
         step.undo()
-        loss(model, x).backward()
+        squares(model, x).backward()
     assert not model._forward_pre_hooks
 
 
 def test_a_plan_that_acts_in_the_model_leaves_its_forward_unwatched(only: Only) -> None:
     step = applied("sqrt", only)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loss(step.model, step.work.batch).backward()
+    with warnings.catch_warnings(action="error"):
+        squares(step.model, step.work.batch).backward()
     assert not step.model._forward_pre_hooks
 
 
 def test_a_model_that_the_loss_recomputes_is_inside_of_it(only: Only) -> None:
     step = applied("microbatch", only, recomputed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         step(step.work.batch)
 
 
@@ -124,10 +116,9 @@ def test_a_dispatch_mode_and_an_autocast_are_each_warned_about_once(only: Only) 
 
 def test_the_watch_leaves_the_captured_graph_as_it_was_planned() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
-    work = Workload(model, loss, torch.randn(256, 32))
+    work = Workload(model, squares, torch.randn(256, 32))
     step = apply(plan(work, "70%", engine="graph", tune=False), work)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         step(work.batch)
         step.profile()
     with warned("step.loss(batch)"):

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from lowtide import Workload, apply, plan
 from lowtide.errors import LowtideError
+from tests.models import layers, squares
 from tests.refusals import refused, warned
 
 from .counting import Counter
-from .planned import Loss, Ready, planned, squares
+from .planned import Loss, Ready, planned
 
 # Once for a step, and these tests share theirs; the budget is near the smallest.
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients of .* exist before the step")
@@ -166,7 +167,7 @@ def test_the_loss_is_freed_with_all_it_kept_where_no_backward_runs(ready: Ready)
 
 
 def test_a_model_is_let_go_with_its_planned_step() -> None:
-    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
+    model = layers(4, 16)
     work = Workload(model, squares, torch.randn(256, 16))
     step = apply(plan(work, "75%", engine="graph"), work)
     step(work.batch)
@@ -182,8 +183,7 @@ def test_a_model_is_let_go_with_its_planned_step() -> None:
 @pytest.fixture(scope="module")
 def wide() -> Ready:
     """Gradients weigh nearly what is kept for backward; if they weighed more, no budget would make an op run again."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())))
+    model = layers(8, 64)
     work = Workload(model, squares, torch.randn(80, 64))
     return planned(work)
 
@@ -248,7 +248,7 @@ def test_a_loss_written_to_before_backward_is_as_in_plain_pytorch(is_kept: bool)
         value = squares(model, x)
         return value.sqrt() if is_kept else value  # whose backward reads its result
 
-    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
+    model = layers(4, 16)
     work = Workload(model, loss_of, torch.randn(256, 16))
     found: list[list[Tensor]] = []
     with apply(plan(work, "75%", engine="graph"), work) as step:

@@ -16,11 +16,10 @@ from lowtide import Workload
 from lowtide.engines import apply, graph, plan
 from lowtide.planning.solvers.solver import fastest_program
 from lowtide.tracing.capture.loss import CompiledLoss
+from tests.models import layers, squares
 from tests.refusals import warned
 
-from .counting import Planner, results
-from .lowering.test_ops import layers
-from .planned import squares
+from .counting import Planner, assert_equal, plain_results, results
 
 # -- what is held ----------------------------------------------------------------------------------------
 
@@ -34,10 +33,10 @@ def live_tensors() -> int:
 
 @pytest.mark.parametrize("engine", ["graph", "eager"])
 def test_cycles_of_plan_apply_and_undo_leave_no_tensors_behind(engine: Any) -> None:
-    model, batch = layers(3), torch.randn(64, 32)
+    model, batch = layers(3, 32, nn.GELU), torch.randn(64, 32)
 
     def cycle() -> int:
-        work = Workload(model, lambda model, x: model(x).square().mean(), batch)
+        work = Workload(model, squares, batch)
         with apply(plan(work, "80%", engine=engine, tune=False), work) as step:  # the same plan each time
             assert engine == step.plan.engine
             step(batch)
@@ -58,7 +57,7 @@ def test_releasing_a_step_leaves_the_users_own_compiled_functions_alone() -> Non
 
     double = torch.compile(lambda x: x * 2, backend=backend)
     double(torch.ones(3))
-    work = Workload(layers(), lambda model, x: model(x).square().mean(), torch.randn(64, 32))
+    work = Workload(layers(6, 32, nn.GELU), squares, torch.randn(64, 32))
     loss = graph.PlannedLoss(work, lambda _: Planner("all"))
     loss(work.model, work.batch).backward()
     loss.release()
@@ -68,7 +67,7 @@ def test_releasing_a_step_leaves_the_users_own_compiled_functions_alone() -> Non
 
 def test_only_so_many_shapes_stay_captured_and_the_others_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "_MOST_SHAPES", 2)
-    work = Workload(layers(2), lambda model, x: model(x).square().mean(), torch.randn(64, 32))
+    work = Workload(layers(2, 32, nn.GELU), squares, torch.randn(64, 32))
     loss = graph.PlannedLoss(work, lambda _: lambda joint: fastest_program(joint, 2**40))
     counts: list[int] = []
     for size in (64, 63, 62, 61):
@@ -116,12 +115,11 @@ def test_a_class_that_is_patched_between_plan_and_apply_runs_as_patched(monkeypa
     work = Workload(nn.Sequential(*(Patched() for _ in range(4))), squares, torch.randn(64, 32))
     chosen = plan(work, "80%", engine="graph", tune=False)
     monkeypatch.setattr(Patched, "forward", lambda self, x: x + self.inner(x).relu())
-    expected = results(work, lambda batch: work.compute_loss(batch=batch))
+    expected = plain_results(work)
     with apply(chosen, work) as step:
         with warned("planned anew"):
             found_now = results(work, step.loss)
-        for ours, plains in zip(found_now, expected, strict=True):
-            assert torch.equal(ours, plains)
+        assert_equal(found_now, expected)
 
 
 def test_another_kind_of_attention_is_captured_anew() -> None:
@@ -132,20 +130,19 @@ def test_another_kind_of_attention_is_captured_anew() -> None:
         step.loss(work.batch).backward()
         model.zero_grad()
         with sdpa_kernel(SDPBackend.MATH):
-            expected = results(work, lambda batch: work.compute_loss(batch=batch))
+            expected = plain_results(work)
             with warned("planned anew"):
                 ours = results(work, step.loss)
             torch.testing.assert_close(ours, expected)
 
 
 def test_two_steps_of_one_plan_run_each_its_own_program() -> None:
-    model, batch = layers(4), torch.randn(64, 32)
-    work = Workload(model, lambda model, x: model(x).square().mean(), batch)
+    model, batch = layers(4, 32, nn.GELU), torch.randn(64, 32)
+    work = Workload(model, squares, batch)
     chosen = plan(work, "80%", engine="graph", tune=False)
-    expected = results(work, lambda batch: work.compute_loss(batch=batch))
+    expected = plain_results(work)
     with apply(chosen, work) as first:
         for _ in range(2):
             with apply(chosen, work) as second:
                 for step in (first, second):
-                    for ours, plains in zip(results(work, step.loss), expected, strict=True):
-                        assert torch.equal(ours, plains)
+                    assert_equal(results(work, step.loss), expected)

@@ -18,61 +18,48 @@ from lowtide.planning import Choice
 from lowtide.profiling import profile
 from lowtide.techniques.optimal import Optimal
 from lowtide.workload import Workload
+from tests.models import Call, squares
 from tests.refusals import refused
 
 from ..contract.workloads import Residual
-from .planned import smallest_plan, squares, work_of
+from .planned import smallest_plan, work_of
 
 # -- models ----------------------------------------------------------------------------------------------
 
 
-class Recurrent(nn.Module):
+def recurrent(width: int, kind: type[nn.RNNBase] = nn.LSTM) -> Call:
     """An LSTM layer that hands its outputs on; its kernels keep states and workspaces of their own."""
-
-    def __init__(self, width: int, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.rnn = kind(width, width, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.rnn(x)[0].sin().tanh()
+    return Call(lambda m, x: x + m.rnn(x)[0].sin().tanh(), rnn=kind(width, width, batch_first=True))
 
 
-class Branching(nn.Module):
+def branching(width: int) -> Call:
     """The data decides which branch runs. Python reads the number, which breaks a graph."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
-        self.drop = nn.Dropout(0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        layer = self.up if x.sum() > 0 else self.down
+    def branch(m: Any, x: Tensor) -> Tensor:
+        layer = m.up if x.sum() > 0 else m.down
         scale = float(x.detach().abs().max().item())
-        return x + self.drop(layer(x).sin().exp() / (1 + scale))
+        return x + m.drop(layer(x).sin().exp() / (1 + scale))
+
+    return Call(branch, up=nn.Linear(width, width), down=nn.Linear(width, width), drop=nn.Dropout(0.3))
 
 
-class Tied(nn.Module):
+def tied(width: int) -> Call:
     """One embedding as input and output, and one layer in two blocks of the chain."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, width)
-        blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.2)) for _ in range(5)]
-        blocks[3][0] = blocks[1][0]
-        self.blocks = nn.Sequential(*blocks)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.blocks(self.embedding(tokens)) @ self.embedding.weight.T
+    embedding = nn.Embedding(11, width)
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.2)) for _ in range(5)]
+    blocks[3][0] = blocks[1][0]
+    chain = nn.Sequential(*blocks)
+    return Call(lambda m, x: m.chain(m.embedding(x)) @ m.embedding.weight.T, embedding=embedding, chain=chain)
 
 
 MODELS: dict[str, Callable[[], Workload]] = {
     "batch norm and dropout": lambda: work_of(
         nn.Sequential(*(Residual(4) for _ in range(8))), torch.randn(16, 4, 6, 5)
     ),
-    "LSTM": lambda: work_of(nn.Sequential(*(Recurrent(8, nn.LSTM) for _ in range(4))), torch.randn(16, 12, 8)),
-    "RNN": lambda: work_of(nn.Sequential(*(Recurrent(8, nn.RNN) for _ in range(4))), torch.randn(16, 3, 8)),
-    "branches": lambda: work_of(nn.Sequential(*(Branching(16) for _ in range(6))), torch.randn(64, 16)),
-    "tied weights": lambda: work_of(Tied(16), torch.randint(11, (32, 16))),
+    "LSTM": lambda: work_of(nn.Sequential(*(recurrent(8) for _ in range(4))), torch.randn(16, 12, 8)),
+    "RNN": lambda: work_of(nn.Sequential(*(recurrent(8, nn.RNN) for _ in range(4))), torch.randn(16, 3, 8)),
+    "branches": lambda: work_of(nn.Sequential(*(branching(16) for _ in range(6))), torch.randn(64, 16)),
+    "tied weights": lambda: work_of(tied(16), torch.randint(11, (32, 16))),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import lowtide
 from lowtide.engines import Step, apply, fit
@@ -17,12 +18,12 @@ from lowtide.planning.graph_candidates import GraphCandidates
 from lowtide.planning.solvers.chain import ChainSolver
 from lowtide.techniques import Fidelity, register
 from lowtide.tracing.capture import loss as captured_loss
+from tests.models import layers, squares
 from tests.refusals import refused, warned
 
 from ..contract.outcomes import assert_restored, snapshot
 from ..planning.steps import chain
 from .counting import count_calls
-from .lowering.test_ops import layers
 from .test_verify import Off, divided
 
 
@@ -82,7 +83,7 @@ def test_fit_captures_the_loss_once_and_half_the_batch_for_a_proof(monkeypatch: 
     def fitted(engine: str, budget: str) -> Step:
         graphs.clear()
         given = torch.randn(64, 32)
-        step = lowtide.fit(layers(4), lambda model, x: model(x).square().mean(), given, engine=engine, budget=budget)
+        step = lowtide.fit(layers(4, 32, nn.GELU), squares, given, engine=engine, budget=budget)
         step.loss(torch.randn(64, 32)).backward()
         return step
 

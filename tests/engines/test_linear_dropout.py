@@ -34,8 +34,7 @@ def planned(work: Workload, budget: str, **options: Any) -> Plan:
     try:
         return plan(work, budget, profile=plain, tune=False, **options)
     except BudgetError as error:
-        smallest = int(str(error).split(" bytes)")[0].rsplit(" ", 1)[1])
-        return plan(work, smallest, profile=plain, tune=False, **options)
+        return plan(work, error.smallest_bytes or 0, profile=plain, tune=False, **options)
 
 
 def disagreement(work: Workload, loss: Tensor) -> float:

@@ -16,11 +16,12 @@ from lowtide.engines import Step, many_shapes
 from lowtide.engines import uncaptured as uncaptured_module
 from lowtide.profiling import profile
 from lowtide.tracing.capture.loss import CompiledLoss
+from tests.models import Call, attention, squares
+from tests.refusals import warned
 
 from .counting import count_calls
-from .planned import smallest_budget, squares
+from .planned import smallest_budget
 from .test_other_shapes import assert_as_plain, on_graph
-from .test_watch import Attention
 
 
 @pytest.fixture
@@ -35,19 +36,15 @@ def _programs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uncaptured_module.Uncaptured, "__call__", lambda *_: None)
 
 
-class Branching(nn.Module):
+def branching(branch: int = 0, root: bool = False) -> Call:
     """Takes another way where a sequence is short, and divides by a root of its length."""
 
-    def __init__(self, branch: int = 0, root: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Attention() for _ in range(3)])
-        self.branch, self.root = branch, root
+    def run(m: Any, x: Tensor) -> Tensor:
+        x = m.layers(x)
+        x = x / x.shape[1] ** 0.5 if root else x
+        return x * 3 if x.shape[1] < branch else x.tanh()
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        x = x / x.shape[1] ** 0.5 if self.root else x
-        return x * 3 if x.shape[1] < self.branch else x.tanh()
+    return Call(run, layers=nn.Sequential(*(attention() for _ in range(3))))
 
 
 def planned(model: nn.Module, batch: Tensor) -> Step:
@@ -58,7 +55,7 @@ def planned(model: nn.Module, batch: Tensor) -> Step:
 
 def test_batch_and_length_vary_together(shared: list[Any], captures: list[Any]) -> None:
     torch.manual_seed(0)
-    step = planned(nn.Sequential(*(Attention() for _ in range(3))), torch.randn(4, 48, 8))
+    step = planned(nn.Sequential(*(attention() for _ in range(3))), torch.randn(4, 48, 8))
     for count, length in ((4, 40), (4, 41), (4, 47), (3, 44), (2, 20), (3, 30), (4, 46)):
         assert_as_plain(step, torch.randn(count, length, 8))
     assert (len(captures), len(shared)) == (1, 2)  # one for lengths, one for lengths and counts
@@ -87,17 +84,17 @@ def test_statistics_and_random_numbers_are_the_plain_ones(shared: list[Any]) -> 
 
 def test_a_branch_on_the_length_is_respected(shared: list[Any]) -> None:
     torch.manual_seed(0)
-    step = planned(Branching(branch=30), torch.randn(4, 48, 8))
+    step = planned(branching(branch=30), torch.randn(4, 48, 8))
     for length in (40, 41, 44):
         assert_as_plain(step, torch.randn(4, length, 8))
-    with pytest.warns(RuntimeWarning, match="not the one that was planned"):
+    with warned("planned anew"):
         assert_as_plain(step, torch.randn(4, 20, 8))
     assert_as_plain(step, torch.randn(4, 43, 8))
 
 
 def test_numbers_that_dynamo_would_round_otherwise_are_captured_alone(shared: list[Any], captures: list[Any]) -> None:
     torch.manual_seed(0)
-    step = planned(Branching(root=True), torch.randn(4, 48, 8))
+    step = planned(branching(root=True), torch.randn(4, 48, 8))
     for length in (40, 41, 44):
         assert_as_plain(step, torch.randn(4, length, 8))
     assert (len(captures), len(shared)) == (3, 1)
@@ -105,7 +102,7 @@ def test_numbers_that_dynamo_would_round_otherwise_are_captured_alone(shared: li
 
 def test_undo_frees_the_shared_captures() -> None:
     torch.manual_seed(0)
-    step = planned(nn.Sequential(*(Attention() for _ in range(2))), torch.randn(4, 48, 8))
+    step = planned(nn.Sequential(*(attention() for _ in range(2))), torch.randn(4, 48, 8))
     for length in (40, 41, 44):
         step.loss(torch.randn(4, length, 8))
     step.undo()

@@ -21,18 +21,18 @@ from lowtide.profiling import profile
 from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.capture.joint import bytes_of
 from lowtide.workload import Workload
+from tests.models import attention, blocks, squares
 from tests.refusals import warned
 
 from ..planning.programs.test_codes import step as gates
 from ..tracing.allocator import allocated_peak
 from .counting import count_calls
-from .planned import IN_BACKWARD, smallest_budget, squares
-from .test_watch import Attention
+from .planned import IN_BACKWARD, smallest_budget
 
 
-def attention(length: int = 64) -> Workload:
+def stack(length: int = 64) -> Workload:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Attention() for _ in range(4)))
+    model = nn.Sequential(*(attention() for _ in range(4)))
     return Workload(model, squares, torch.randn(4, length, 8), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -62,7 +62,7 @@ def test_fifty_lengths_that_only_programs_fit_take_three_captures_and_say_so_onc
     captures: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     shared = count_calls(monkeypatch, many_shapes._SymbolicBackend, "__call__")
-    work = attention()
+    work = stack()
     step = on_graph(work, smallest_budget(work, profile(work)))
     monkeypatch.setattr(uncaptured_module, "_worth_a_trace", lambda *_: iter(()))
     for length in range(63, 13, -1):
@@ -74,13 +74,13 @@ def test_fifty_lengths_that_only_programs_fit_take_three_captures_and_say_so_onc
 
 
 def test_larger_batches_within_the_budget_keep_it(captures: list[Any]) -> None:
-    step = on_graph(attention(), "70%")
+    step = on_graph(stack(), "70%")
     for length in (65, 66):
         assert_as_plain(step, torch.randn(4, length, 8))
 
 
 def test_batches_beyond_every_plan_are_warned_about_and_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    work = attention(32)
+    work = stack(32)
     step = on_graph(work, smallest_budget(work, profile(work)))
     planned: list[Any] = []
     original = OtherShapes._plan_again
@@ -98,7 +98,7 @@ def test_batches_beyond_every_plan_are_warned_about_and_planned_once(monkeypatch
 
 
 def test_a_planned_batch_between_others_is_not_captured_again(captures: list[Any]) -> None:
-    step = on_graph(attention(), "70%")
+    step = on_graph(stack(), "70%")
     first, second = torch.randn(4, 64, 8), torch.randn(4, 60, 8)
     losses = [step.loss(batch) for batch in (first, second, first, second)]
     for value in losses:  # backward runs after the model was restored
@@ -142,8 +142,7 @@ def test_batches_of_other_shapes_keep_what_the_plan_forbids(
 def test_batches_of_other_shapes_keep_bits_where_only_bits_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     work = gates(F.relu, rows=4000)
     step = apply(plan(work, "85%", engine="graph", tune=False, forbid=IN_BACKWARD, allow="bitwise"), work)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         contender = chosen_for(step, torch.randn(4100, *work.batch.shape[1:]), monkeypatch)
     assert contender.candidate.price.fidelity is Fidelity.BITWISE
 
@@ -160,16 +159,14 @@ def test_options_around_a_program_are_priced_once_for_other_shapes(
     share: str, allow: str, forbid: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wide(rows: int) -> Workload:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(6)))
+        model = blocks(6, 128, nn.GELU)
         return Workload(model, squares, torch.randn(rows, 128), torch.optim.AdamW(model.parameters()))
 
     work, larger = wide(128), wide(136)
     made = plan(work, share, engine="graph", tune=False, allow=allow, forbid=forbid)
     assert made.options
     before = profile(larger)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         contender = chosen_for(apply(made, work), larger.batch, monkeypatch)
     candidates = graph_candidates(larger, before).offers("graph", compile=False, around=made.options)
     same = next(each for each in candidates if str(each.change) == str(contender.candidate.change))

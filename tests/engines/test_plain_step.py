@@ -14,8 +14,7 @@ from lowtide.profiling import Profile, profile
 from lowtide.techniques import Option, techniques
 from lowtide.techniques.optimizer_state import OptimizerStateConfig
 from lowtide.techniques.technique import Config
-
-from .planned import squares
+from tests.models import blocks, squares
 
 OPTIONS = {
     "in backward": (Option("optimizer_in_backward", ("",), Config()),),
@@ -28,8 +27,7 @@ OPTIONS = {
 
 
 def wide() -> Workload:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4)))
+    model = blocks(4, 128, nn.GELU)
     return Workload(model, squares, torch.randn(64, 128), torch.optim.AdamW(model.parameters()))
 
 

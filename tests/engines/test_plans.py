@@ -22,8 +22,8 @@ from tests.refusals import refused
 
 from ..contract.outcomes import assert_restored, snapshot
 from ..soak import in_soak
-from .counting import results
-from .planned import IN_BACKWARD, Ready, assert_kept, awkward, plain_loss, planned, smallest_budget, verified
+from .counting import assert_equal, plain_results, results
+from .planned import IN_BACKWARD, Ready, assert_kept, awkward, planned, smallest_budget, verified
 
 QUICK = ["lenet", "gpt2", "lstm"]
 REST = [name for name in ENTRIES if name not in QUICK]
@@ -45,7 +45,7 @@ def test_a_plan_keeps_its_budget_to_the_byte_and_plain_pytorchs_bits(name: str) 
     work = zoo.small(name, **SIZES.get(name, {}))
     start = copy.deepcopy(work.model.state_dict())
     before = profile(work)
-    expected = results(work, plain_loss(work))
+    expected = plain_results(work)
     done: set[str] = set()
     for budget, chosen in plans_at_shares(work, before, ENGINES.get(name, "graph")):
         assert chosen.fidelity is Fidelity.BITWISE
@@ -54,8 +54,7 @@ def test_a_plan_keeps_its_budget_to_the_byte_and_plain_pytorchs_bits(name: str) 
         if key not in done:
             done.add(key)
             with apply(chosen, work) as step:
-                for ours, plains in zip(results(work, step.loss), expected, strict=True):
-                    assert torch.equal(ours, plains)
+                assert_equal(results(work, step.loss), expected)
                 assert_kept(step, work, budget)
             work.model.load_state_dict(start)
     if name in ("gpt2", "roberta-base"):
@@ -87,10 +86,9 @@ def test_a_plan_from_a_file_runs_as_the_plan_itself(ready: Ready) -> None:
     work = awkward()
     read = Plan.from_json(json.dumps(ready.step.plan.to_json(), allow_nan=False))
     assert read == ready.step.plan
-    expected = results(work, plain_loss(work))
+    expected = plain_results(work)
     step = apply(read, work)
-    for ours, plains in zip(results(work, step.loss), expected, strict=True):
-        assert torch.equal(ours, plains)
+    assert_equal(results(work, step.loss), expected)
     assert step.profile().storage_peak_bytes == read.storage_peak_bytes
 
 

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +19,11 @@ from lowtide import Workload, apply, plan, profile, verify
 from lowtide.errors import BudgetError
 from lowtide.planning.search import Engine
 from lowtide.techniques.technique import Fidelity
+from tests.models import Call, Then, standardized
 
 from ..soak import SOAK
 from ..tracing.allocator import allocated_peak
-from .counting import results
+from .counting import assert_equal, plain_results, results
 from .planned import IN_BACKWARD, plain_loss
 
 SEED = int(os.environ.get("LOWTIDE_SOAK_SEED", "0"))  # several runs, each of its own examples
@@ -29,56 +31,31 @@ EXAMPLES = int(os.environ.get("LOWTIDE_SOAK_EXAMPLES", "300" if SOAK else "2"))
 WIDTH, LENGTH = 16, 12
 
 
-class Attention(nn.Module):
-    """Written by hand, as many models have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.inner(x).chunk(3, dim=-1)
-        return x + torch.bmm((q @ k.transpose(1, 2) / WIDTH**0.5).softmax(-1), v)
+def attend(m: Any, x: Tensor) -> Tensor:
+    """Attention by hand, as many models have it."""
+    q, k, v = m.inner(x).chunk(3, dim=-1)
+    return x + torch.bmm((q @ k.transpose(1, 2) / WIDTH**0.5).softmax(-1), v)
 
 
-class Gated(nn.Module):
+def gate(m: Any, x: Tensor) -> Tensor:
     """A product of two halves, with a transposed view between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        left, right = self.inner(x).chunk(2, dim=-1)
-        return (left * right.sigmoid()).transpose(1, 2).contiguous().transpose(1, 2) * 0.5 + x
+    left, right = m.inner(x).chunk(2, dim=-1)
+    return (left * right.sigmoid()).transpose(1, 2).contiguous().transpose(1, 2) * 0.5 + x
 
 
-class Convolution(nn.Module):
+def convolution() -> Call:
     """Batch norm and an activation in place, over the positions of a sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm1d(WIDTH)
-        self.act = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.norm(self.conv(x.transpose(1, 2)))).transpose(1, 2)
-
-
-class Pooled(nn.Module):
-    """Statistics by hand, and a reduction over the sequence."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-3)
+    layers = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True)
+    return Call(lambda m, x: m.layers(x.transpose(1, 2)).transpose(1, 2), layers=nn.Sequential(*layers))
 
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)),
     "norm": lambda: nn.LayerNorm(WIDTH),
-    "attention": Attention,
-    "gated": Gated,
-    "convolution": Convolution,
-    "pooled": Pooled,
+    "attention": lambda: Call(attend, inner=nn.Linear(WIDTH, 3 * WIDTH)),
+    "gated": lambda: Call(gate, inner=nn.Linear(WIDTH, 2 * WIDTH)),
+    "convolution": convolution,
+    "pooled": lambda: Then(standardized),
     "dropout": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.SiLU()),
     "encoder": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True),
 }
@@ -156,12 +133,11 @@ def check_random_plans(
             assert checked.ok, str(checked)
     uses_gradients = any(option.technique == IN_BACKWARD for option in chosen.options)  # verified above
     is_bitwise = chosen.fidelity is Fidelity.BITWISE and not uses_gradients
-    expected = [*results(work, plain_loss(work)), *results(later, plain_loss(work))] if is_bitwise else []
+    expected = [*plain_results(work), *results(later, plain_loss(work))] if is_bitwise else []
     with apply(chosen, work) as step, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # gradients that the loop below leaves between steps
         if is_bitwise:
-            for ours, plains in zip([*results(work, step.loss), *results(later, step.loss)], expected, strict=True):
-                assert torch.equal(ours, plains)
+            assert_equal([*results(work, step.loss), *results(later, step.loss)], expected)
         work.model.zero_grad()
         assert step.profile().storage_peak_bytes == chosen.storage_peak_bytes
         assert allocated_peak(work.model, lambda _, batch: step._loss(batch), work.batch, work.optimizer) <= budget

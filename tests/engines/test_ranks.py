@@ -16,30 +16,20 @@ from torch.nn.parallel import DistributedDataParallel
 from lowtide.engines import Step, apply, plan
 from lowtide.errors import PlanError
 from lowtide.workload import Workload
+from tests.models import Call, blocks, squares
 from tests.refusals import refused
 
 from ..contract.workloads import Residual
 from ..ranks import on_two_ranks
-from .planned import layers, squares, work_of
+from .planned import work_of
 from .test_eager import Trained, assert_same, deepest, planned, train, usual
 
 
-class PlannedModule(nn.Module):
-    """The module that DDP wraps: its forward is the planned loss."""
-
-    def __init__(self, step: Step) -> None:
-        super().__init__()
-        self.model, self.step = step.model, step
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return self.step.loss(batch)
-
-
 def ddp_around_the_planned_loss_is_ddp_around_the_plain_one(rank: int) -> None:
-    work = work_of(layers(), torch.randn(96, 24))
+    work = work_of(blocks(), torch.randn(96, 24))
     plain = DistributedDataParallel(copy.deepcopy(work.model), bucket_cap_mb=1e-3)
     step = apply(plan(work, "70%", engine="graph", tune=False), work)
-    wrapped = DistributedDataParallel(PlannedModule(step), bucket_cap_mb=1e-3)
+    wrapped = DistributedDataParallel(Call(lambda _, x: step.loss(x), model=step.model), bucket_cap_mb=1e-3)
     torch.manual_seed(rank)
     for _ in range(3):
         batch = torch.randn_like(work.batch)
@@ -51,7 +41,7 @@ def ddp_around_the_planned_loss_is_ddp_around_the_plain_one(rank: int) -> None:
 
 
 def a_ddp_model_is_not_captured_and_that_is_said(rank: int) -> None:
-    inside = Workload(DistributedDataParallel(layers()), squares, torch.randn(96, 24))
+    inside = Workload(DistributedDataParallel(blocks()), squares, torch.randn(96, 24))
     with refused("captured", kind=PlanError):
         plan(inside, "70%", engine="graph", tune=False)
 

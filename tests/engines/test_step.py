@@ -123,8 +123,7 @@ def test_an_autocast_that_was_not_planned_is_warned_about_once() -> None:
     with apply(plan(work, "60%", fake=True, tune=False), work) as step, torch.autocast("cpu", dtype=torch.bfloat16):
         with warned("autocast"):
             step.loss(work.batch)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             step.loss(work.batch)
 
 

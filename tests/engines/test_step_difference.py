@@ -15,9 +15,10 @@ from torch.utils.hooks import RemovableHandle
 from lowtide import apply, plan
 from lowtide.engines import Step
 from lowtide.errors import WorkloadError
+from tests.models import blocks, squares
 from tests.refusals import refused, warned
 
-from .planned import layers, squares, work_of
+from .planned import work_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The model ran in training mode outside:RuntimeWarning",  # for the plain losses
@@ -35,7 +36,7 @@ class Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(layers(2), nn.Dropout(0.5))
+        self.layers = nn.Sequential(blocks(2), nn.Dropout(0.5))
         self.scale: float | None = None
         self.fails = False
 
@@ -88,7 +89,7 @@ HOOKS: list[Callable[[nn.Module], RemovableHandle]] = [
 
 
 def test_hooks_that_come_and_go_after_the_first_step_count() -> None:
-    step = applied(layers())
+    step = applied(blocks())
     model, batch = step.model, step.work.batch
     step(batch)
     for register in HOOKS:
@@ -101,7 +102,7 @@ def test_hooks_that_come_and_go_after_the_first_step_count() -> None:
 
 
 def test_a_step_that_trains_nothing_any_more_is_refused_in_words() -> None:
-    step = applied(layers())
+    step = applied(blocks())
     step(step.work.batch)
     step.model.requires_grad_(False)
     with pytest.raises(WorkloadError):
@@ -109,14 +110,13 @@ def test_a_step_that_trains_nothing_any_more_is_refused_in_words() -> None:
 
 
 def test_a_model_that_is_no_longer_one_graph_runs_as_it_is_and_says_so_once() -> None:
-    step = applied(layers())
+    step = applied(blocks())
     model, batch = step.model, step.work.batch
     step(batch)
     model[3].register_forward_hook(lambda _, __, out: out if out.sum() > 0 else -out)
     with warned("engine='eager'"):
         value = step.loss(batch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert torch.equal(step.loss(batch), value)
     assert torch.equal(squares(model, batch), value)
 
@@ -143,7 +143,7 @@ def test_a_step_that_looks_at_its_values_goes_on_with_another_shape() -> None:
         seen.append(value.item())
         return value
 
-    step = applied(layers(), loss)
+    step = applied(blocks(), loss)
     step(step.work.batch)
     step(torch.randn(40, 24))  # the planned schedule, on smaller results
     with warned("float32[120, 24]"):

@@ -15,24 +15,23 @@ from lowtide.planning import Plan
 from lowtide.profiling import timing
 from lowtide.techniques.technique import Fidelity
 from lowtide.workload import Workload
+from tests.models import blocks, squares
 
 from ..contract.outcomes import assert_restored, snapshot
 
 
 def chain() -> Workload:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+    model = blocks(4, 32, nn.GELU)
     optimizer = torch.optim.Adam(model.parameters())
-    return Workload(model, lambda model, x: model(x).square().mean(), torch.randn(512, 32), optimizer)
+    return Workload(model, squares, torch.randn(512, 32), optimizer)
 
 
 @pytest.fixture
 def work_in_backward() -> Workload:
     """Parameters, gradients and states outweigh all else."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(6)))
+    model = blocks(6, 128, nn.GELU)
     optimizer = torch.optim.AdamW(model.parameters())
-    return Workload(model, lambda model, x: model(x).square().mean(), torch.randn(128, 128), optimizer)
+    return Workload(model, squares, torch.randn(128, 128), optimizer)
 
 
 @pytest.fixture

@@ -17,22 +17,23 @@ from lowtide.engines import apply, plan
 from lowtide.errors import PlanError, TraceError, WorkloadError
 from lowtide.planning import Plan
 from lowtide.tracing.fake.kernels import FIXES
+from tests.models import Call, InTurn, blocks, squares
 from tests.refusals import refused
 
 from ..soak import in_soak
-from .planned import layers, smallest_plan, squares, verified, work_of
+from .planned import assert_verified, smallest_plan, verified, work_of
 
 Loss = Callable[[Any, Any], Tensor]
 
 
 def step_of(loss: Loss = squares, model: nn.Module | None = None, *shape: int) -> Workload:
     torch.manual_seed(0)
-    return work_of(model or layers(), torch.randn(*(shape or (96, 24))), loss)
+    return work_of(model or blocks(), torch.randn(*(shape or (96, 24))), loss)
 
 
 def wide(loss: Loss, model: nn.Module | None = None) -> Workload:
     """Results are large beside whatever else a step holds."""
-    return step_of(loss, model or layers(width=64), 2048, 64)
+    return step_of(loss, model or blocks(width=64), 2048, 64)
 
 
 # -- models ----------------------------------------------------------------------------------------------
@@ -43,24 +44,16 @@ class Masked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.mask = layers(width=64), torch.rand(2048, 64)
+        self.layers, self.mask = blocks(width=64), torch.rand(2048, 64)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x) * self.mask
 
 
-class Normalised(nn.Module):
+def normalised() -> InTurn:
     """Layers whose results torch's fake kernels lay out otherwise than real ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
-        self.norms = nn.ModuleList(nn.BatchNorm1d(24) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = torch.tanh(norm(layer(x).transpose(1, 2))).transpose(1, 2)
-        return x
+    pairs = (nn.ModuleList([nn.Linear(24, 24), nn.BatchNorm1d(24)]) for _ in range(3))
+    return InTurn(*pairs, each=lambda pair, x: torch.tanh(pair[1](pair[0](x).transpose(1, 2))).transpose(1, 2))
 
 
 class SideEffects(nn.Module):
@@ -71,7 +64,7 @@ class SideEffects(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.after, self.drop = layers(2), layers(2), nn.Dropout(0.1)
+        self.before, self.after, self.drop = blocks(2), blocks(2), nn.Dropout(0.1)
         self.unused, self.plain = nn.BatchNorm1d(24), nn.BatchNorm1d(24, affine=False)
         self.signs = nn.Parameter(torch.randn(96, 24))
         self.register_buffer("average", torch.ones(24))
@@ -86,17 +79,11 @@ class SideEffects(nn.Module):
         return self.after(x) * self.signs.sgn()
 
 
-class Clamped(nn.Module):
+def clamped(model: Any, x: Tensor) -> Tensor:
     """Writes to parameters before they are used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.layers = nn.Embedding(50, 24, max_norm=1.0), layers()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.layers.get_parameter("0.0.weight").clamp_(-0.1, 0.1)
-        return self.layers(self.words(x))
+    with torch.no_grad():
+        model.layers[0][0].weight.clamp_(-0.1, 0.1)
+    return model.layers(model.words(x))
 
 
 def resampled(mode: str) -> Workload:
@@ -171,15 +158,17 @@ STEPS: dict[str, Callable[[], Workload]] = {
     "losses on the way": lambda: step_of(in_the_middle),
     "mse": lambda: wide(LOSSES["mse"]),
     "tensors of other modules": of_a_teacher,
-    "gradients": lambda: step_of(of_gradients, layers(2)),
-    "samples": lambda: step_of(by_sample, layers(2)),
-    "layouts": lambda: step_of(LOSSES["mse"], Normalised(), 16, 8, 24),
+    "gradients": lambda: step_of(of_gradients, blocks(2)),
+    "samples": lambda: step_of(by_sample, blocks(2)),
+    "layouts": lambda: step_of(LOSSES["mse"], normalised(), 16, 8, 24),
     "bilinear": lambda: resampled("bilinear"),
     "noise": lambda: step_of(with_noise),
     "side effects": lambda: step_of(squares, SideEffects()),
-    "weights written to": lambda: work_of(Clamped(), torch.randint(0, 50, (96,))),
+    "weights written to": lambda: work_of(
+        Call(clamped, words=nn.Embedding(50, 24, max_norm=1.0), layers=blocks()), torch.randint(0, 50, (96,))
+    ),
     "spectral norm": lambda: step_of(
-        squares, nn.Sequential(parametrizations.spectral_norm(nn.Linear(24, 24)), layers())
+        squares, nn.Sequential(parametrizations.spectral_norm(nn.Linear(24, 24)), blocks())
     ),
 }
 MORE: dict[str, Callable[[], Workload]] = {
@@ -244,30 +233,22 @@ SPECTRA: dict[str, Loss] = {
 @pytest.mark.parametrize("name", ["stft", *in_soak(["rfft2", "ihfft"])])
 def test_spectra_take_what_was_planned_when_captured_again_too(name: str) -> None:
     for _ in range(2):  # torch's cache of fake results forgets the storages
-        work = step_of(SPECTRA[name], layers(2, width=64), 2048, 64)
-        checked = lowtide.verify(work, smallest_plan(work))
-        assert checked.ok, str(checked)
-        assert checked.storage_peak_bytes == checked.plan.storage_peak_bytes
+        work = step_of(SPECTRA[name], blocks(2, width=64), 2048, 64)
+        assert_verified(work, smallest_plan(work))
 
 
 # -- refusals --------------------------------------------------------------------------------------------
 
 
-class Branches(nn.Module):
+def with_branches(m: Any, x: Tensor) -> Tensor:
     """Modules in the branches of torch.cond, as it is mostly used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.one, self.two = layers(), nn.Linear(24, 24), nn.Linear(24, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.layers(x)
-        return torch.cond(hidden.sum() > 0, lambda h: self.one(h).sin(), lambda h: self.two(h).cos(), (hidden,))
+    hidden = m.layers(x)
+    return torch.cond(hidden.sum() > 0, lambda h: m.one(h).sin(), lambda h: m.two(h).cos(), (hidden,))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_a_branch_with_modules_is_profiled_for_real_and_not_predicted() -> None:
-    work = step_of(squares, Branches())
+    work = step_of(squares, Call(with_branches, layers=blocks(), one=nn.Linear(24, 24), two=nn.Linear(24, 24)))
     assert lowtide.profile(work).peak_bytes > 0
     with refused("cond", "fake=True", kind=TraceError):
         lowtide.profile(work, fake=True)
@@ -280,16 +261,16 @@ def test_kernels_that_do_otherwise_than_torch_says_are_refused(monkeypatch: pyte
 
 
 def test_sparse_gradients_and_compiled_models_are_refused_in_words() -> None:
-    sparse = nn.Sequential(nn.Embedding(50, 24, sparse=True), layers(1))
+    sparse = nn.Sequential(nn.Embedding(50, 24, sparse=True), blocks(1))
     with refused("sparse", kind=PlanError):
         plan(work_of(sparse, torch.randint(0, 50, (96,))), "60%", engine="graph")
-    compiled: Any = torch.compile(layers(1), backend="eager")
+    compiled: Any = torch.compile(blocks(1), backend="eager")
     with refused("compiled", kind=PlanError):
         plan(Workload(compiled, squares, torch.randn(96, 24)), "60%", engine="graph")
 
 
 def test_what_is_no_workload_is_refused_with_what_to_write() -> None:
-    model: Any = layers()
+    model: Any = blocks()
     for call in (lambda: lowtide.plan(model, "50%"), lambda: lowtide.profile(model)):
         with refused("lowtide.Workload(model", kind=WorkloadError):
             call()
@@ -299,7 +280,7 @@ def test_a_batch_with_a_graph_is_refused_before_that_is_used_up() -> None:
     encoder = nn.Linear(24, 24)
     batch = encoder(torch.randn(96, 24))
     with refused("Detach", kind=WorkloadError):
-        plan(work_of(layers(), batch), "75%", tune=False)
+        plan(work_of(blocks(), batch), "75%", tune=False)
     batch.sum().backward()
     assert encoder.weight.grad is not None
 

@@ -20,6 +20,7 @@ from lowtide.profiling import profile
 from lowtide.techniques import Applied, Check, Fidelity, Forward, Option, register, replace_forward, techniques
 from lowtide.techniques.registry import study
 from lowtide.workload import Workload
+from tests.models import InTurn, Then, squares, standardized
 from tests.refusals import refused, warned
 
 from ..contract.outcomes import assert_restored, snapshot
@@ -104,19 +105,12 @@ def test_an_error_within_the_declared_bound_holds() -> None:
     assert 1e-4 < loss.error < 1e-3
 
 
-class Standardized(nn.Module):
-    """Over the sequence, so that the gradient of a bias before it nearly cancels."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-3)
-
-
 @pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (0.2, False)])
 def test_an_approximate_gradient_that_nearly_cancels_is_held_to_the_size_of_the_others(
     factor: float, holds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(16)
-    model = nn.Sequential(nn.Linear(16, 16), nn.SiLU(), Standardized())
+    model = nn.Sequential(nn.Linear(16, 16), nn.SiLU(), Then(standardized))
     x, y = torch.randn(10, 12, 16), torch.randint(16, (120,))
     work = Workload(model, lambda m, b: F.cross_entropy(m(b[0]).flatten(0, 1), b[1]), (x, y))
     technique, plain = techniques()["fewbit"], profile(work)
@@ -273,28 +267,17 @@ def test_only_a_plan_and_its_own_workload_are_verified() -> None:
 def test_sparse_gradients_are_compared() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(40, 24, sparse=True), *(nn.Linear(24, 24) for _ in range(4)))
-    work = Workload(model, lambda m, x: m(x).square().mean(), torch.randint(40, (96,)))
+    work = Workload(model, squares, torch.randint(40, (96,)))
     assert verify(work, plan(work, "100%", engine="eager", tune=False)).ok
 
 
-class Divided(nn.Module):
-    """``addcdiv`` is several ops to Dynamo, which round otherwise. A norm takes the biases' gradients away."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(channels, 8, 3, padding=1) for channels in (3, 8, 8))
-        self.norm = nn.InstanceNorm2d(8, affine=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for conv in self.convs:
-            x = self.norm(conv(x))
-            x = torch.addcdiv(x, x, x.abs() + 1, value=0.3)
-        return x
-
-
 def divided(dtype: torch.dtype = torch.float32) -> Workload:
+    """``addcdiv`` is several ops to Dynamo, which round otherwise. A norm takes the biases' gradients away."""
     torch.manual_seed(0)
-    return Workload(Divided().to(dtype), lambda m, x: m(x).square().mean(), torch.randn(4, 3, 32, 32).to(dtype))
+    norm = nn.InstanceNorm2d(8, affine=True)
+    parts = (nn.Sequential(nn.Conv2d(channels, 8, 3, padding=1), norm) for channels in (3, 8, 8))
+    model = InTurn(*parts, each=lambda part, x: torch.addcdiv(y := part(x), y, y.abs() + 1, value=0.3))
+    return Workload(model.to(dtype), squares, torch.randn(4, 3, 32, 32).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

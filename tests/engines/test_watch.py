@@ -17,28 +17,17 @@ from lowtide.engines import Step, apply, plan
 from lowtide.engines import shapes as shapes_module
 from lowtide.profiling import Profile, profile
 from lowtide.workload import Workload
+from tests.models import attention, squares
 from tests.refusals import warned
 
 from ..planning.steps import chain
 from ..tracing.allocator import allocated_peak
 from .counting import Counter
-from .planned import squares
 
 
-class Attention(nn.Module):
-    """Memory grows with the square of a length, and not with the number of inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.v = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.softmax(self.q(x) @ x.transpose(1, 2), -1) @ self.v(x)
-
-
-def attention(**changes: Any) -> Workload:
+def stack(**changes: Any) -> Workload:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Attention() for _ in range(4)))
+    model = nn.Sequential(*(attention() for _ in range(4)))
     return replace(Workload(model, squares, torch.randn(16, 16, 8)), **changes)
 
 
@@ -50,7 +39,7 @@ def eager(work: Workload, budget: int | str = "70%") -> Step:
 
 
 def test_a_batch_as_large_by_another_shape_is_warned_about_with_its_peak() -> None:
-    work = attention()
+    work = stack()
     with eager(work) as step:
         long = torch.randn(1, 256, 8)
         with warned("float32[1, 256, 8]", "float32[16, 16, 8]"):
@@ -60,14 +49,14 @@ def test_a_batch_as_large_by_another_shape_is_warned_about_with_its_peak() -> No
 
 
 def test_a_batch_that_is_smaller_in_every_dimension_is_not_even_predicted(predictions: list[Any]) -> None:
-    with eager(attention()) as step:
+    with eager(stack()) as step:
         for shape in ((16, 16, 8), (4, 16, 8), (16, 3, 8)):
             step(torch.randn(shape))
     assert predictions == []
 
 
 def test_a_larger_batch_that_fits_is_silent_and_predicted_once(predictions: list[Any]) -> None:
-    with eager(attention(), "100%") as step:
+    with eager(stack(), "100%") as step:
         for _ in range(2):
             step(torch.randn(2, 17, 8))
             step(torch.randn(1, 17, 8))  # smaller than one that fits
@@ -80,7 +69,7 @@ def test_another_dtype_is_another_batch(predictions: list[Any]) -> None:
 
     wide = torch.randn(16, 16, 8, dtype=torch.float64)
     with (
-        eager(attention(loss=loss), "100%") as step,
+        eager(stack(loss=loss), "100%") as step,
         warned("float64[16, 16, 8]"),
     ):
         step(wide)
@@ -91,7 +80,7 @@ def test_a_batch_that_cannot_be_predicted_is_warned_about() -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).square().mean() * (1 if x.sum().item() else 2)
 
-    work = attention(loss=loss)
+    work = stack(loss=loss)
     with eager(work) as step, warned("float32[1, 17, 8]"):
         step(torch.randn(1, 17, 8))
 
@@ -99,14 +88,14 @@ def test_a_batch_that_cannot_be_predicted_is_warned_about() -> None:
 def test_batches_that_keep_changing_are_not_predicted_for_ever(
     predictions: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    large = profile(attention(batch=torch.randn(4, 64, 8)), fake=True)
+    large = profile(stack(batch=torch.randn(4, 64, 8)), fake=True)
 
     def counted(work: Workload, **_: Any) -> Profile:
         predictions.append(work)
         return large
 
     monkeypatch.setattr(shapes_module, "profile", counted)
-    with eager(attention(), "100%") as step, warnings.catch_warnings(record=True) as warned:
+    with eager(stack(), "100%") as step, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for length in range(40, 60):
             step(torch.randn(4, length, 8))
@@ -117,7 +106,7 @@ def test_batches_that_keep_changing_are_not_predicted_for_ever(
 
 
 def test_a_prediction_leaves_gradients_weights_and_generators_alone() -> None:
-    work = attention(optimizer=None)
+    work = stack(optimizer=None)
     twin = [p.clone() for p in work.model.parameters()]
     with eager(work, "200%") as step:
         step.loss(work.batch).backward()
@@ -155,7 +144,7 @@ def of_attribute(model: nn.Module, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("kind", [Sample, Slotted, Held])
 def test_tensors_inside_an_object_are_watched_too(kind: Any) -> None:
-    work = attention(loss=of_attribute, batch=kind(torch.randn(16, 16, 8)))
+    work = stack(loss=of_attribute, batch=kind(torch.randn(16, 16, 8)))
     with eager(work) as step:
         assert "float32[16, 16, 8]" in step.plan.fingerprint.batch
         with warned("float32[1, 256, 8]"):
@@ -166,7 +155,7 @@ def test_a_batch_without_tensors_cannot_be_watched_and_says_so_once() -> None:
     def loss(model: nn.Module, batch: Iterator[Tensor]) -> Tensor:
         return model(torch.ones(8, 16, 8)).square().mean()
 
-    with eager(attention(loss=loss, batch=iter(()))) as step:
+    with eager(stack(loss=loss, batch=iter(()))) as step:
         with warned("tuple_iterator"):
             step(iter(()))
         step(iter(()))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lowtide.kernels.activations import FUSED, Activation
 from lowtide.kernels.batchnorm_ops import ACTIVATION, DECOMPOSITIONS, STATISTICS
+from tests.soak import each_value
 
 SHAPES = {
     "NCHW": (6, 5, 7, 9),
@@ -55,9 +56,8 @@ def test_values_and_running_statistics_are_pytorchs(how: str, name: str, dtype: 
     assert [each.shape for each in again[2:]] == [mean.shape, var.shape]  # bytes that a program counts
 
 
-@pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("how", OPS)
-@pytest.mark.parametrize("shape", ["NCHW", "in pieces"])
+@pytest.mark.parametrize(("shape", "name"), each_value(("NCHW", "in pieces"), FUSED))
 def test_residual_and_activation_are_applied_as_by_ops_of_their_own(shape: str, how: str, name: str) -> None:
     statistics, activation = OPS[how]
     x = batch(shape)

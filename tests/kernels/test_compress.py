@@ -12,7 +12,7 @@ from lowtide.kernels.reference.compress import PARTS, PHILOX_ROUNDS
 from lowtide.kernels.reference.randomized import philox
 from tests.kernels.devices import DEVICE
 from tests.refusals import refused
-from tests.soak import in_soak
+from tests.soak import each_value, in_soak
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 BITS = [2, 4, 8]
@@ -46,9 +46,8 @@ def bound(x: torch.Tensor, bits: int, group: int = 256) -> torch.Tensor:
     return (step + unit).repeat_interleave(group)[: len(x)]
 
 
-@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize(("dtype", "bits"), each_value([*DTYPES, torch.float64], BITS), ids=str)
 def test_every_value_comes_back_within_the_bound(dtype, size, bits):
     for kind in ("normal", "relu"):
         x = values(kind, SIZES[size], dtype)

@@ -11,7 +11,7 @@ from lowtide.kernels.activations import CURVES, GATES, Activation
 from lowtide.kernels.reference import fewbit as reference
 from lowtide.nn.fewbit import book_for
 from tests.kernels.devices import DEVICE, GPU
-from tests.soak import in_soak
+from tests.soak import each_value, in_soak
 
 try:
     from lowtide.kernels.triton import fewbit as fast
@@ -98,8 +98,7 @@ def test_boundaries_themselves_infinities_and_nan(kernels, bits):
 
 
 @pytest.mark.skipif(fast is None, reason="needs triton")
-@pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("size", [5, 4099])
+@pytest.mark.parametrize(("bits", "size"), each_value(range(1, 9), (5, 4099)))
 def test_both_pack_alike(bits, size):
     book = book_for("tanh", bits)
     x, _ = make(size)
@@ -107,8 +106,7 @@ def test_both_pack_alike(bits, size):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("curve", GATES_WITH_NUMBERS, ids=repr)
+@pytest.mark.parametrize(("curve", "dtype"), each_value(GATES_WITH_NUMBERS, DTYPES), ids=str)
 def test_a_gate_has_torchs_own_gradient(kernels, curve, dtype):
     book = book_for(curve)
     ends = torch.tensor([0.0, -0.0, 1, -1, 3, -3, 6, 0.5, -0.5, 0.3, -0.3, 0.7, math.inf, -math.inf])

@@ -21,7 +21,7 @@ from tests.nn.plain import (
     step,
 )
 from tests.nn.raising import raises
-from tests.soak import in_soak
+from tests.soak import each_value, in_soak
 
 SIXTEEN_BITS = [torch.bfloat16, *in_soak([torch.float16])]
 
@@ -49,8 +49,7 @@ def test_gradients_are_those_of_finite_differences(strategy, activation, layout,
     assert torch.autograd.gradcheck(lambda x, *parameters: layer(x), (x, *layer.parameters()))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("activation", "training"), each_value(ACTIVATIONS, (True, False)))
 def test_gradients_of_gradients_are_those_of_finite_differences(activation, training):
     layer, _ = pair("checkpoint", activation, channels=2)
     layer.double().train(training)
@@ -84,8 +83,7 @@ def test_gradients_of_gradients_that_cannot_be_had_are_an_error_that_names_the_a
 SHAPE = (6, 4, 5, 3)
 
 
-@pytest.mark.parametrize(("strategy", "activation"), POSSIBLE)
-@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize(("strategy", "activation", "dims"), [(*one, d) for one, d in each_value(POSSIBLE, (2, 3))])
 def test_channels_last_stays_channels_last(strategy, activation, dims):
     layer, _ = pair(strategy, activation, dims=dims)
     layout = torch.channels_last if dims == 2 else torch.channels_last_3d
@@ -197,18 +195,17 @@ def assert_errs_no_more(norms, names=NAMES):
     assert max(factors.values()) <= FACTOR, factors
 
 
-@pytest.mark.parametrize(("strategy", "activation"), ERRING)
-@pytest.mark.parametrize("case", ["plain", "mean of 1e4", "frozen"])
+@pytest.mark.parametrize(
+    ("strategy", "activation", "case"),
+    [(*one, case) for one, case in each_value(ERRING, ("plain", "mean of 1e4", "frozen"))],
+)
 def test_float32_errs_no_more_than_torch(strategy, activation, case):
     mean = 1e4 if case == "mean of 1e4" else 0.0
     assert_errs_no_more(errors(strategy, activation, torch.float32, mean=mean, training=case != "frozen"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(
-    ("whole", "training"), [(False, True), (True, False), *in_soak([(True, True), (False, False)])]
-)
+@pytest.mark.parametrize(("activation", "whole", "training"), each_value(ACTIVATIONS, (False, True), (True, False)))
 def test_16_bits_with_x_kept_err_no_more_than_torch(dtype, activation, whole, training):
     assert_errs_no_more(errors("checkpoint", activation, dtype, whole=whole, training=training))
 

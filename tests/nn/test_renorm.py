@@ -18,6 +18,7 @@ from lowtide.nn import BatchRenormAct1d, BatchRenormAct2d, BatchRenormAct3d
 from tests.nn.buffers import CHANNELS, LARGE, convolution, kept_by_allocator
 from tests.nn.plain import NORMS
 from tests.nn.raising import raises
+from tests.soak import each_value
 
 LAYERS = {1: BatchRenormAct1d, 2: BatchRenormAct2d, 3: BatchRenormAct3d}
 SHAPES = {1: (6, 4), 2: (5, 4, 3, 2), 3: (3, 4, 2, 2, 3)}
@@ -66,8 +67,9 @@ def batches(dimension: int, count: int) -> list[Tensor]:
     return [(torch.randn(shape, dtype=torch.float64) * scale + 1).requires_grad_() for _ in range(count)]
 
 
-@pytest.mark.parametrize("dimension", LAYERS)
-@pytest.mark.parametrize(("strategy", "activation"), CASES)
+@pytest.mark.parametrize(
+    ("dimension", "strategy", "activation"), [(dimension, *case) for case, dimension in each_value(CASES, LAYERS)]
+)
 def test_forward_gradients_and_running_statistics_are_the_papers(dimension, strategy, activation):
     layer, norm = pair(dimension, activation, strategy, rmax=1.5, dmax=0.7)
     for x in batches(dimension, 4):

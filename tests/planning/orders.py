@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lowtide import Workload
 from lowtide.planning.programs.liveness import Access, Life, Order
+from tests.models import Call, layers, squares
 
 # exp(a * b + 3), the course's example: a and b come from outside.
 EXP = Order((Access((), (0,)), Access((0,), (1,), (0,)), Access((1,), (2,), (1,))), (4, 4, 4), frozenset({2}))
@@ -38,36 +41,29 @@ def many_lives(draw: st.DrawFn, most: int = 40) -> list[Life]:
     return lives
 
 
-class Unrolled(nn.Module):
+def unrolled(model: Any, inputs: list[Tensor]) -> Tensor:
     """An LSTM of linear layers."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-        self.gates = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(4))
-
-    def forward(self, inputs: list[Tensor]) -> Tensor:
-        state = inputs[0].new_zeros(len(inputs[0]), 2 * self.width)
-        for x in inputs:
-            hidden, cell = state[:, : self.width], state[:, self.width :]
-            i, f, o, g = (gate(torch.cat([x, hidden], 1)) for gate in self.gates)
-            cell = torch.sigmoid(f) * cell + torch.sigmoid(i) * torch.tanh(g)
-            state = torch.cat([torch.sigmoid(o) * torch.tanh(cell), cell], 1)
-        return state
+    state = inputs[0].new_zeros(len(inputs[0]), 16)
+    for x in inputs:
+        hidden, cell = state[:, :8], state[:, 8:]
+        i, f, o, g = (gate(torch.cat([x, hidden], 1)) for gate in model.gates)
+        cell = torch.sigmoid(f) * cell + torch.sigmoid(i) * torch.tanh(g)
+        state = torch.cat([torch.sigmoid(o) * torch.tanh(cell), cell], 1)
+    return state
 
 
-def mlp(layers: int = 8) -> Workload:
-    model = nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(16, 16), nn.GELU())))
-    return Workload(model, lambda model, x: model(x).square().mean(), torch.randn(128, 16))
+def mlp(depth: int = 8) -> Workload:
+    model = layers(depth, 16, nn.GELU)
+    return Workload(model, squares, torch.randn(128, 16))
 
 
 def convolutions(blocks: int = 8) -> Workload:
     """Convolution, norm, activation: the course's example of what is cheap."""
     parts = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(blocks)]
     model = nn.Sequential(*(layer for part in parts for layer in part))
-    return Workload(model, lambda model, x: model(x).square().mean(), torch.randn(4, 8, 8, 8))
+    return Workload(model, squares, torch.randn(4, 8, 8, 8))
 
 
 def lstm(steps: int = 6) -> Workload:
     batch = [torch.randn(64, 8) for _ in range(steps)]
-    return Workload(Unrolled(8), lambda model, x: model(x).square().mean(), batch)
+    return Workload(Call(unrolled, gates=nn.ModuleList(nn.Linear(16, 8) for _ in range(4))), squares, batch)

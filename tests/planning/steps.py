@@ -11,6 +11,7 @@ from lowtide.profiling import Profile
 from lowtide.techniques import Applied, Check, Config, Fidelity, Option, Price
 from lowtide.techniques.sqrt import checkpoint_segments
 from lowtide.workload import Workload
+from tests.models import blocks, squares
 
 
 class Block(nn.Module):
@@ -29,7 +30,7 @@ def chain(depth: int = 6) -> Workload:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(depth)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return Workload(model, lambda m, x: m(x).square().mean(), torch.randn(1024, 16), optimizer, name="chain")
+    return Workload(model, squares, torch.randn(1024, 16), optimizer, name="chain")
 
 
 class Loose:
@@ -62,6 +63,5 @@ class Loose:
 
 
 def tanh_layers(loss: Callable[[nn.Module, Tensor], Tensor]) -> Workload:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(4)))
+    model = blocks(4, 24)
     return Workload(model, loss, torch.randn(96, 24))

@@ -109,7 +109,9 @@ def test_an_impossible_budget_names_the_smallest_one_and_that_one_works(plain: P
     work = chain()
     with pytest.raises(BudgetError) as error:
         plan(work, "10%", profile=plain, tune=False)
-    smallest = int(str(error.value).split(", ")[1].split(" bytes")[0])
+    smallest = error.value.smallest_bytes
+    assert smallest
+    assert f"{smallest} bytes" in str(error.value)
     assert plan(work, smallest, profile=plain, tune=False).peak_bytes == smallest
     with pytest.raises(BudgetError):
         plan(work, smallest - 1, profile=plain, tune=False)

@@ -14,6 +14,7 @@ from lowtide.errors import TraceError
 from lowtide.planning.captured import capture_and_compare
 from lowtide.profiling import profile
 from lowtide.techniques import Fidelity
+from tests.models import squares
 from tests.refusals import refused
 
 NOISE = itertools.count(1)  # outside of the step, so that nothing restores it
@@ -50,7 +51,7 @@ class Net(nn.Module):
 def work_of(end: str, dtype: torch.dtype = torch.float32) -> Workload:
     torch.manual_seed(0)
     model = Net(end).to(dtype)
-    return Workload(model, lambda model, x: model(x).square().mean(), torch.randn(64, 8).to(dtype))
+    return Workload(model, squares, torch.randn(64, 8).to(dtype))
 
 
 @pytest.mark.parametrize(

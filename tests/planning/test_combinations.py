@@ -18,9 +18,10 @@ from lowtide.planning.candidate import Permission
 from lowtide.planning.combinations import combinations
 from lowtide.profiling import Profile, profile
 from lowtide.techniques import Fidelity
+from tests.engines.planned import assert_verified
+from tests.models import blocks, squares
 from tests.refusals import refused
 
-from ..engines.planned import squares
 from ..tracing.allocator import allocated_peak
 
 NAME = "optimizer_in_backward"
@@ -78,9 +79,7 @@ def test_a_step_in_backward_and_a_program_fit_where_neither_does_alone(combined:
 
 def test_the_predicted_peak_is_the_executed_one(combined: Plan, work: Workload, plain: Profile) -> None:
     assert predict_plan(work, combined, plain).after.storage_peak_bytes == combined.storage_peak_bytes
-    checked = verify(work, combined)
-    assert checked.ok, str(checked)
-    assert checked.storage_peak_bytes == combined.storage_peak_bytes
+    assert_verified(work, combined)
     with apply(combined, work) as step:
         traced = step.profile()
         measured = allocated_peak(work.model, lambda _, x: step._loss(x), work.batch, work.optimizer)
@@ -171,9 +170,7 @@ def test_a_tied_embedding_with_dropout_keeps_its_peak() -> None:
     before = profile(work)
     chosen = plan(work, 3_831_428, profile=before, tune=False)
     assert [option.technique for option in chosen.options] == [NAME]
-    checked = verify(work, chosen)
-    assert checked.ok, str(checked)
-    assert checked.storage_peak_bytes == chosen.storage_peak_bytes
+    assert_verified(work, chosen)
 
 
 # -- which there are -------------------------------------------------------------------------------------
@@ -192,8 +189,7 @@ def test_few_combinations_are_permitted_and_none_is_beaten_by_another(plain: Pro
 
 
 def test_nothing_is_combined_where_gradients_are_little() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)))
+    model = blocks(3, 8, nn.GELU)
     work = Workload(model, squares, torch.randn(4096, 8), torch.optim.AdamW(model.parameters()))
     assert not combinations(profile(work, fake=True), Permission.of("changed").permits)
 

@@ -14,6 +14,7 @@ from lowtide.profiling import Profile, profile
 from lowtide.techniques import register
 from lowtide.techniques.microbatch.technique import Microbatch
 from lowtide.techniques.registry import techniques
+from tests.models import squares
 from tests.refusals import refused
 
 from .steps import Loose, chain, tanh_layers
@@ -31,7 +32,7 @@ def test_techniques_that_conflict_are_not_applied_together(plain: Profile) -> No
 
 
 def test_a_batch_that_a_size_does_not_divide_is_predicted_to_the_byte() -> None:
-    work = tanh_layers(lambda m, x: m(x).square().mean())
+    work = tanh_layers(squares)
     work = Workload(work.model, work.loss, torch.randn(97, 24))
     options = [option for option in Microbatch().options(profile(work)) if option.config.size == 4]
     before = profile(work)
@@ -42,7 +43,7 @@ def test_a_batch_that_a_size_does_not_divide_is_predicted_to_the_byte() -> None:
 
 def test_ops_that_a_technique_brings_are_measured_before_their_bytes_are_promised() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
-    work = Workload(model, lambda model, x: model(x).square().mean(), torch.randn(60, 16), autocast=torch.bfloat16)
+    work = Workload(model, squares, torch.randn(60, 16), autocast=torch.bfloat16)
     before = profile(work)
     for option in techniques()["randomized"].options(before)[:2]:
         predicted = predict(work, [option], before)

@@ -72,6 +72,7 @@ def test_a_limit_below_one_sample_says_what_it_needs():
     with pytest.raises(BudgetError) as error:
         max_batch(linear, "1KB")
     assert "batch of 1" in str(error.value)
+    assert error.value.smallest_bytes == profile(linear(1), fake=True).peak_bytes
 
 
 def test_the_gpt2_activations_of_the_document_cross_16_gb_where_it_says():

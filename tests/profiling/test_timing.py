@@ -2,11 +2,12 @@
 
 import time
 
+import pytest
 import torch
 from torch import nn
 
 from lowtide import Workload
-from lowtide.profiling.timing import best_seconds, has_ranks, peak_above_start
+from lowtide.profiling.timing import RunMeter, best_seconds, has_ranks, peak_above_start
 
 
 def test_steps_are_timed_in_turns_after_a_first_that_warms_up():
@@ -35,6 +36,25 @@ def test_the_peak_above_the_start_is_of_results_and_gradients_alone():
     assert peak is not None
     assert 2 * result <= peak <= 4 * result + gradient  # the product, its square, and gradients of both at the most
     assert held.sum() == 2**16
+
+
+def test_a_run_is_timed_and_a_cpu_has_no_peak():
+    with RunMeter(torch.device("cpu")) as run:
+        time.sleep(0.02)
+    assert 0.02 <= run.seconds < 1
+    assert run.peak_bytes == 0
+
+
+@pytest.mark.gpu
+def test_the_peak_of_a_run_is_that_of_the_allocator():
+    device = torch.device("cuda")
+    before = torch.cuda.memory_allocated()
+    with RunMeter(device) as run:
+        torch.ones(2**20, device=device)
+    assert run.peak_bytes - before == 2**22
+    with RunMeter(device) as run:
+        pass
+    assert run.peak_bytes == before
 
 
 def test_one_process_has_no_ranks():

@@ -2,19 +2,19 @@
 
 import pytest
 import torch
-from torch import nn
 
 import lowtide
 from lowtide.planning import predict_plan
 from lowtide.reporting import report
 from lowtide.sizes import format_size
+from tests.models import blocks, squares
 from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
 def work():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
-    return lowtide.Workload(model, lambda model, x: model(x).square().mean(), torch.randn(256, 64))
+    model = blocks(4, 64)
+    return lowtide.Workload(model, squares, torch.randn(256, 64))
 
 
 @pytest.fixture(scope="module")

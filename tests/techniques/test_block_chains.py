@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from lowtide.profiling import profile
 from lowtide.techniques.block_chains import BlockChains, leaves, split
 from lowtide.workload import Workload
+from tests.models import squares
 
 
 def chains(model: nn.Module, *shape: int) -> BlockChains:
-    work = Workload(model, lambda model, batch: model(batch).square().mean(), torch.randn(*shape))
+    work = Workload(model, squares, torch.randn(*shape))
     return BlockChains(profile(work, fake=True))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowtide import Workload, zoo
 from lowtide.chains import OptimalSchedules, keep_all, recursive, simulate
@@ -16,6 +16,7 @@ from lowtide.techniques.block_stages import BlockStages
 from lowtide.techniques.optimal import Optimal
 from lowtide.techniques.segments import SegmentConfig
 from tests.contract.workloads import chain
+from tests.models import Call, blocks
 
 
 def test_the_chain_says_of_its_schedules_what_their_price_says() -> None:
@@ -38,21 +39,10 @@ def test_the_chain_says_of_its_schedules_what_their_price_says() -> None:
         assert saved == pytest.approx(whole - simulate(stage_chain, schedule).peak_bytes, rel=0.1)
 
 
-class ThreeChains(nn.Module):
-    """Chains of blocks with other ops between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (
-            nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))) for _ in range(3)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.third(self.second(self.first(x).sin()).sin())
-
-
 def test_several_chains_share_one_budget() -> None:
-    plain = profile(Workload(ThreeChains(), lambda m, x: m(x).sum(), torch.randn(64, 16)), fake=True)
+    parts = {name: blocks(4, 16) for name in ("first", "second", "third")}
+    model = Call(lambda m, x: m.third(m.second(m.first(x).sin()).sin()), **parts)  # chains with other ops between
+    plain = profile(Workload(model, lambda m, x: m(x).sum(), torch.randn(64, 16)), fake=True)
     sites = [set(option.site) for option in Optimal().options(plain)]
     assert max(map(len, sites)) > 2
     assert min(map(len, sites)) == 1

@@ -20,6 +20,7 @@ from lowtide.techniques.block_chains import leaves
 from lowtide.techniques.optimal import Optimal, checkpoint_schedule
 from lowtide.techniques.sqrt import Sqrt
 from lowtide.workload import Workload
+from tests.models import Call, squares
 from tests.refusals import refused
 
 from ..contract.outcomes import assert_agree, run
@@ -105,24 +106,18 @@ def priced(profiled: Profile, of: Any) -> list[tuple[int, float, Option]]:
     return [(estimate_peak(profiled.graph, [price]), price.seconds, option) for option, price in prices]
 
 
-class Uneven(nn.Module):
-    """Cheap to run and large to keep, or the other way round."""
-
-    def __init__(self, width: int, *, dear: bool) -> None:
-        super().__init__()
-        self.mix = nn.Linear(width, width)
-        self.dear = dear
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.dear:
-            return self.mix(x @ self.mix.weight.detach() @ self.mix.weight.detach() @ self.mix.weight.detach())
-        return self.mix(x).sin().exp().tanh().sigmoid()
-
-
 def uneven() -> Workload:
+    """Blocks that are cheap to run and large to keep, or the other way round."""
+
+    def dear(m: Any, x: Tensor) -> Tensor:
+        return m.mix(x @ m.mix.weight.detach() @ m.mix.weight.detach() @ m.mix.weight.detach())
+
+    def cheap(m: Any, x: Tensor) -> Tensor:
+        return m.mix(x).sin().exp().tanh().sigmoid()
+
     torch.manual_seed(0)
-    model = nn.Sequential(*(Uneven(64, dear=i % 3 == 0) for i in range(12)))
-    return Workload(model, lambda m, x: m(x).square().mean(), torch.randn(256, 64), name="uneven")
+    model = nn.Sequential(*(Call(cheap if i % 3 else dear, mix=nn.Linear(64, 64)) for i in range(12)))
+    return Workload(model, squares, torch.randn(256, 64), name="uneven")
 
 
 def test_the_smallest_options_are_smaller_than_those_of_segments_and_none_is_slower() -> None:

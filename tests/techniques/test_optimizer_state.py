@@ -13,6 +13,7 @@ from lowtide.profiling import profile
 from lowtide.techniques import techniques
 from tests.contract.contract import StepContract
 from tests.contract.workloads import seeded, wide
+from tests.models import squares
 
 
 class TestContract(StepContract):
@@ -63,7 +64,7 @@ def test_frozen_parameters_take_no_gradient_and_no_state(fake, listed):
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(model.parameters() if listed == "all" else trained)
     batch = torch.randn(8, 64)
-    work = lowtide.Workload(model, lambda m, b: m(b).square().mean(), batch, optimizer)
+    work = lowtide.Workload(model, squares, batch, optimizer)
     actual = profile(work, fake=fake)
     size = dict.fromkeys(("parameter", "gradient", "optimizer state"), 0)
     for storage in actual.graph.storages:

@@ -13,6 +13,7 @@ from lowtide.profiling import profile
 from lowtide.techniques import Forward, replace_forward
 from lowtide.techniques.randomized import Randomized, RandomizedLinears, randomize
 from lowtide.workload import Workload
+from tests.models import Call, squares
 from tests.refusals import refused
 from tests.soak import in_soak
 
@@ -20,23 +21,16 @@ TECHNIQUE = RandomizedLinears()
 ROWS, WIDTH = 512, 64
 
 
-class Attention(nn.Module):
+def attention():
     """Q, K and V of one normed input, as three layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x):
-        x = self.norm(x)
-        return self.q(x) * self.k(x) + self.v(x)
+    layers = {name: nn.Linear(WIDTH, WIDTH) for name in ("q", "k", "v")}
+    return Call(lambda m, x: m.q(y := m.norm(x)) * m.k(y) + m.v(y), norm=nn.LayerNorm(WIDTH), **layers)
 
 
 def work_of(model, **changes):
     torch.manual_seed(0)
     batch = torch.randn(ROWS, WIDTH, requires_grad=False)
-    return Workload(model, lambda model, batch: model(batch).square().mean(), batch, **changes)
+    return Workload(model, squares, batch, **changes)
 
 
 def option_of(work, ratio=0.2):
@@ -71,7 +65,7 @@ def test_nothing_is_offered_where_nothing_would_be_saved(model):
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_layers_that_share_an_input_keep_one_sketch_and_the_price_knows(autocast):
-    work = work_of(nn.Sequential(Attention(), Attention()), autocast=autocast)
+    work = work_of(nn.Sequential(attention(), attention()), autocast=autocast)
     plain = profile(work)
     option = option_of(work)
     assert option.site == tuple(f"{i}.{name}" for i in range(2) for name in "qkv")

@@ -16,6 +16,7 @@ from lowtide.nn import BatchRenormAct1d
 from lowtide.planning import apply_options
 from lowtide.techniques import Option, recompute
 from lowtide.techniques.sqrt import SqrtConfig
+from tests.models import Call
 
 
 def step(model: nn.Module, x: Tensor, *, levels: int) -> dict[str, Tensor]:
@@ -55,15 +56,10 @@ class Moving(nn.Module):
         return (x * self.weight * self.replaced * self.added).sin()
 
 
-class Renormed(nn.Module):
+def renormed() -> Call:
     """An embedding that writes into its weight on the way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 3, max_norm=1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.embedding(x.argsort(0)).sin() * x.sum()
+    embedding = nn.Embedding(5, 3, max_norm=1.0)
+    return Call(lambda m, x: m.embedding(x.argsort(0)).sin() * x.sum(), embedding=embedding)
 
 
 MODELS: dict[str, Any] = {
@@ -75,7 +71,7 @@ MODELS: dict[str, Any] = {
     "spectral norm": lambda: nn.Sequential(spectral_norm(nn.Linear(3, 4)), nn.Tanh()),
     "moving buffers": Moving,
     "randomized relu": lambda: nn.Sequential(nn.Linear(3, 4), nn.RReLU(), nn.Linear(4, 64), nn.RReLU()),
-    "an embedding that renorms": lambda: Renormed(),
+    "an embedding that renorms": renormed,
     "batch renormalization": lambda: nn.Sequential(nn.Linear(3, 3), BatchRenormAct1d(3, "silu"), nn.Linear(3, 1)),
 }
 
@@ -175,7 +171,7 @@ def test_backward_twice_over_one_graph_updates_the_statistics_once() -> None:
 
 
 def test_a_block_that_writes_into_its_weights_may_run_twice_before_backward() -> None:
-    model = Renormed()
+    model = renormed()
     x = torch.randn(5, 3)
     sum(recompute(model, x + i, modules=[model]).sum() for i in range(2)).backward()
     assert model.embedding.weight.grad is not None
@@ -218,23 +214,16 @@ def test_an_error_in_the_second_run_leaves_buffers_and_modes_as_they_were() -> N
     assert int(model.norm.num_batches_tracked) == 1
 
 
-class Shifted(nn.Module):
+def shifted() -> Call:
     """Its last op saves nothing: the bias has its gradient before the block runs again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.bias = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(x)) + self.bias
+    return Call(lambda m, x: m.layer(x).tanh() + m.bias, layer=nn.Linear(3, 3), bias=nn.Parameter(torch.ones(3)))
 
 
 def test_steps_in_backward_may_come_before_a_block_runs_again() -> None:
     results = []
     for again in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(Shifted(), Shifted())
+        model = nn.Sequential(shifted(), shifted())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with lowtide.optim.step_in_backward(optimizer):
             for seed in range(2):

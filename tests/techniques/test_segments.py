@@ -17,6 +17,7 @@ from lowtide.techniques.optimal import Optimal
 from lowtide.techniques.segments import SegmentConfig
 from lowtide.techniques.sqrt import Sqrt, SqrtConfig, checkpoint_segments
 from lowtide.workload import Workload
+from tests.models import Call, squares
 
 from ..contract.outcomes import assert_agree, assert_restored, run
 from ..contract.outcomes import snapshot as take
@@ -151,18 +152,13 @@ def test_blocks_with_a_generator_of_their_own_stay_as_they_are(technique: Sqrt |
     """Around them the plan is bitwise."""
     own = torch.Generator()
 
-    class Drawing(nn.Module):
-        def __init__(self, generator: torch.Generator | None) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-            self.generator = generator
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(self.layers(x)) * (torch.rand(x.shape, generator=self.generator) > 0.5)
+    def drawing(generator: torch.Generator | None) -> Call:
+        layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        return Call(lambda m, x: m.layers(x).tanh() * (torch.rand(x.shape, generator=generator) > 0.5), layers=layers)
 
     torch.manual_seed(0)
-    model = nn.Sequential(*(Drawing(own if i in (2, 5) else None) for i in range(8)))
-    work = Workload(model, lambda m, x: m(x).square().mean(), torch.randn(16, 8))
+    model = nn.Sequential(*(drawing(own if i in (2, 5) else None) for i in range(8)))
+    work = Workload(model, squares, torch.randn(16, 8))
 
     def gradients() -> list[Tensor]:
         model.zero_grad()

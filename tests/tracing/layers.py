@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.models import Call, Then
+
 CHANNELS_LAST = torch.channels_last
 
 
@@ -20,19 +22,6 @@ class Of(nn.Module):
 
     def forward(self, *batch):
         return self.function(*self.inputs, *batch)
-
-
-class Call(nn.Module):
-    """A model from a function over a few modules."""
-
-    def __init__(self, function, **modules):
-        super().__init__()
-        self.function = function
-        for name, module in modules.items():
-            setattr(self, name, module)
-
-    def forward(self, x):
-        return self.function(self, x)
 
 
 class On(nn.Module):
@@ -61,17 +50,6 @@ class Float32(nn.Module):
         return self.layer(x)
 
 
-class Then(nn.Module):
-    """A function as a layer."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
 def beside(layer):
     """A layer's output and its input in one image: the gradient of each is a window on the image's."""
     return Call(lambda m, x: torch.cat([m.a(x), x], -1).sin(), a=layer)
@@ -81,28 +59,19 @@ def recomputed(layer):
     return Call(lambda m, x: checkpoint(m.a, x, use_reentrant=False), a=layer)
 
 
-class Attention(nn.Module):
-    def __init__(self, weights, **options):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, **options)
-        self.weights = weights
-
-    def forward(self, x):
-        return self.attention(x, x, x, need_weights=self.weights)
+def self_attention(weights, **options):
+    return Call(lambda m, x: m.a(x, x, x, need_weights=weights), a=nn.MultiheadAttention(8, 2, **options))
 
 
-class Frozen(nn.Module):
+def frozen(layer, width):
     """A layer whose forward pass builds no graph, before one that does."""
 
-    def __init__(self, layer, width):
-        super().__init__()
-        self.layer = layer
-        self.head = nn.Linear(width, 2)
-
-    def forward(self, x):
+    def run(m, x):
         with torch.no_grad():
-            out = self.layer(x)
-        return self.head(out[0] if isinstance(out, tuple) else out)
+            out = m.layer(x)
+        return m.head(out[0] if isinstance(out, tuple) else out)
+
+    return Call(run, layer=layer, head=nn.Linear(width, 2))
 
 
 def loss(model, batch):
@@ -280,7 +249,7 @@ def embeddings():
         yield f"EmbeddingBag {mode}", bag, integers(3, 4)
         yield f"EmbeddingBag {mode} padded", partial(bag, padding_idx=0), integers(3, 4)
         yield f"EmbeddingBag {mode} by offsets", partial(bag, include_last_offset=True), integers(7), offsets
-        yield f"EmbeddingBag {mode} frozen", lambda bag=bag: Frozen(bag(), 5), integers(3, 4)
+        yield f"EmbeddingBag {mode} frozen", lambda bag=bag: frozen(bag(), 5), integers(3, 4)
     yield "EmbeddingBag sparse sum", lambda: nn.EmbeddingBag(9, 5, mode="sum", sparse=True), integers(3, 4)
     yield "EmbeddingBag sparse mean", lambda: nn.EmbeddingBag(9, 5, mode="mean", sparse=True), integers(3, 4)
 
@@ -293,7 +262,7 @@ def recurrent():
         yield f"LSTM {option}", lambda o=option: On(nn.LSTM(5, 6, **o), 4, 3, 5)
     yield "LSTM alone", lambda: On(nn.LSTM(5, 6), 4, 5)
     yield "LSTM last state", lambda: On(nn.Sequential(nn.LSTM(5, 6), Then(lambda out: out[1])), 4, 3, 5)
-    yield "LSTM frozen", lambda: Frozen(nn.LSTM(5, 6), 6), torch.ones(4, 3, 5)
+    yield "LSTM frozen", lambda: frozen(nn.LSTM(5, 6), 6), torch.ones(4, 3, 5)
     yield "LSTM recomputed", lambda: On(recomputed(nn.LSTM(5, 6)), 4, 3, 5)
     yield "LSTM projected", lambda: On(nn.LSTM(5, 6, proj_size=3), 4, 3, 5)
     for make in (nn.GRU, nn.RNN):
@@ -306,7 +275,7 @@ def recurrent():
 def attention():
     for option in ({}, {"dropout": 0.1}, {"bias": False}, {"batch_first": True}, {"add_zero_attn": True}, {"kdim": 8}):
         for weights in (False, True):
-            yield f"attention {option} {weights}", lambda w=weights, o=option: On(Attention(w, **o), 5, 2, 8)
+            yield f"attention {option} {weights}", lambda w=weights, o=option: On(self_attention(w, **o), 5, 2, 8)
     qkv = [(2, 3, 5, 8)] * 3
     for option in ({}, {"is_causal": True}, {"dropout_p": 0.2}, {"is_causal": True, "dropout_p": 0.2}):
         yield f"sdpa {option}", lambda o=option: Of(attend(**o), *qkv)

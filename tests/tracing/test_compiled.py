@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lowtide import Workload
 from lowtide.tracing import trace
 from lowtide.tracing.compiled import is_compiled
+from tests.models import Call
 from tests.tracing.allocator import allocated_peak
 from tests.tracing.layers import mean_loss
 
@@ -14,19 +16,10 @@ from tests.tracing.layers import mean_loss
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x):
-        return self.down(torch.nn.functional.gelu(self.up(x)))
-
-
 def blocks():
     torch.manual_seed(0)
     torch._dynamo.reset()
-    block = Block()
+    block = Call(lambda m, x: m.down(F.gelu(m.up(x))), up=nn.Linear(64, 256), down=nn.Linear(256, 64))
     return block, nn.Sequential(nn.Linear(64, 64), block, nn.LayerNorm(64))
 
 

@@ -12,19 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from lowtide import Workload
 from lowtide.tracing import trace
 from lowtide.tracing.generators import has_own_generator
+from tests.models import Then
 from tests.tracing.layers import mean_loss
-
-
-class Noise(nn.Module):
-    """Adds a number to its input."""
-
-    def __init__(self, draw):
-        super().__init__()
-        self.draw = draw
-
-    def forward(self, x):
-        return x.tanh() + self.draw()
-
 
 OWN = torch.Generator().manual_seed(0)
 DRAWS = {
@@ -37,7 +26,7 @@ DRAWS = {
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_ops_of_a_module_that_draws_from_another_generator_are_marked(name):
-    model = nn.Sequential(nn.Linear(4, 4), Noise(DRAWS[name]), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), Then(lambda x: x.tanh() + DRAWS[name]()), nn.Linear(4, 4))
     graph = trace(Workload(model, mean_loss, torch.randn(3, 4)))
     marked = {op.module for op in graph.ops if op.own_generator}
     assert marked == (set() if name == "torch" else {"1"} if name == "its own" else {"1", "2"})

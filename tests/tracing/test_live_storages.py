@@ -8,8 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide import Workload
 from lowtide.tracing import trace
+from tests.models import Call
 from tests.tracing.allocator import allocated_peak
-from tests.tracing.layers import Call, mean_loss
+from tests.tracing.layers import mean_loss
 
 
 class Cube(torch.autograd.Function):

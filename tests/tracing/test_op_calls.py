@@ -11,6 +11,7 @@ from lowtide.kernels import batchnorm_ops
 from lowtide.profiling import profile
 from lowtide.tracing.op_calls import Call, draws, trains
 from lowtide.workload import Workload
+from tests.models import squares
 
 aten = torch.ops.aten
 X = torch.ones(1, 1, 2, 8)
@@ -36,7 +37,7 @@ def test_an_op_draws_where_torch_says_so_and_something_is_dropped(op, args, kwar
 @pytest.mark.parametrize("training", [True, False])
 def test_a_batch_norm_says_whether_it_trains(training: bool) -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).train(training)
-    graph = profile(Workload(model, lambda m, x: m(x).square().mean(), torch.randn(2, 1, 8, 8))).graph
+    graph = profile(Workload(model, squares, torch.randn(2, 1, 8, 8))).graph
     norms = [op for op in graph.ops if "batch_norm" in op.name and op.phase == "forward"]
     assert [op.is_training for op in norms] == [training]
     assert not any(op.is_training for op in graph.ops if "batch_norm" not in op.name)

@@ -9,17 +9,13 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide import Workload
 from lowtide.tracing import trace
+from tests.models import Call
 from tests.soak import count
 from tests.tracing.allocator import allocated_peak
 from tests.tracing.comparing import assert_same, snapshot
 
 WIDTH = 32
 EXAMPLES = count(8, soak=200)
-
-STEPS = (
-    "linear", "shared", "relu", "relu_", "dropout", "norm", "batch norm", "residual", "branch", "view", "in place",
-    "checkpoint", "detour", "softmax", "custom", "transposed", "picked", "scaled",
-)  # fmt: skip
 
 
 class Square(torch.autograd.Function):
@@ -33,60 +29,42 @@ class Square(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * gradient
 
 
-class RandomModel(nn.Module):
-    """A chain of steps, each a small habit of real models."""
+def branch(m, layer, x):
+    left, right = layer(x).chunk(2, dim=1)
+    return torch.cat([left.tanh(), right * left], dim=1)
 
-    def __init__(self, steps):
-        super().__init__()
-        self.steps = steps
-        self.shared = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(
-            nn.BatchNorm1d(WIDTH)
-            if step == "batch norm"
-            else nn.LayerNorm(WIDTH)
-            if step == "norm"
-            else nn.Linear(WIDTH, WIDTH)
-            for step in steps
-        )
 
-    def forward(self, x):
-        for step, layer in zip(self.steps, self.layers, strict=True):
-            x = self.apply_step(step, layer, x)
+STEPS = {  # small habits of real models: of the model, the step's own layer and the last result
+    "linear": lambda m, layer, x: layer(x),
+    "norm": lambda m, layer, x: layer(x),
+    "batch norm": lambda m, layer, x: layer(x),
+    "shared": lambda m, layer, x: m.shared(x),
+    "relu": lambda m, layer, x: F.relu(x),
+    "relu_": lambda m, layer, x: F.relu_(layer(x)),
+    "dropout": lambda m, layer, x: F.dropout(x, 0.3),
+    "residual": lambda m, layer, x: x + layer(x),
+    "branch": branch,
+    "view": lambda m, layer, x: layer(x.view(-1, 2, WIDTH // 2).transpose(1, 2).reshape(-1, WIDTH)),
+    "in place": lambda m, layer, x: layer(x).add_(1).mul_(0.5),
+    "checkpoint": lambda m, layer, x: checkpoint(lambda y: F.dropout(layer(y).tanh(), 0.2), x, use_reentrant=False),
+    "detour": lambda m, layer, x: x * layer(x.detach()).sigmoid(),
+    "softmax": lambda m, layer, x: F.softmax(layer(x), dim=1),
+    "custom": lambda m, layer, x: Square.apply(x).clamp(max=4.0),
+    "transposed": lambda m, layer, x: layer(x.view(2, -1, WIDTH).transpose(0, 1)).reshape(-1, WIDTH),
+    "picked": lambda m, layer, x: layer(x)[:, torch.arange(WIDTH).flip(0)].max(1, keepdim=True).values * x,
+    "scaled": lambda m, layer, x: 0.5 * layer(x) / 3,
+}
+LAYERS = {"norm": nn.LayerNorm, "batch norm": nn.BatchNorm1d}
+
+
+def random_model(steps):
+    def run(m, x):
+        for step, layer in zip(steps, m.layers, strict=True):
+            x = STEPS[step](m, layer, x)
         return x
 
-    def apply_step(self, step, layer, x):
-        if step in ("linear", "norm", "batch norm"):
-            return layer(x)
-        if step == "shared":
-            return self.shared(x)
-        if step == "relu":
-            return F.relu(x)
-        if step == "relu_":
-            return F.relu_(layer(x))
-        if step == "dropout":
-            return F.dropout(x, 0.3)
-        if step == "residual":
-            return x + layer(x)
-        if step == "branch":
-            left, right = layer(x).chunk(2, dim=1)
-            return torch.cat([left.tanh(), right * left], dim=1)
-        if step == "view":
-            return layer(x.view(-1, 2, WIDTH // 2).transpose(1, 2).reshape(-1, WIDTH))
-        if step == "in place":
-            return layer(x).add_(1).mul_(0.5)
-        if step == "checkpoint":
-            return checkpoint(lambda y: F.dropout(layer(y).tanh(), 0.2), x, use_reentrant=False)
-        if step == "detour":
-            return x * layer(x.detach()).sigmoid()
-        if step == "softmax":
-            return F.softmax(layer(x), dim=1)
-        if step == "transposed":
-            return layer(x.view(2, -1, WIDTH).transpose(0, 1)).reshape(-1, WIDTH)
-        if step == "picked":
-            return layer(x)[:, torch.arange(WIDTH, device=x.device).flip(0)].max(1, keepdim=True).values * x
-        if step == "scaled":
-            return 0.5 * layer(x) / 3
-        return Square.apply(x).clamp(max=4.0)
+    layers = (LAYERS[step](WIDTH) if step in LAYERS else nn.Linear(WIDTH, WIDTH) for step in steps)
+    return Call(run, shared=nn.Linear(WIDTH, WIDTH), layers=nn.ModuleList(layers))
 
 
 def one_loss(model, batch):
@@ -100,7 +78,7 @@ def two_losses(model, batch):
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(
-    steps=st.lists(st.sampled_from(STEPS), min_size=1, max_size=8),
+    steps=st.lists(st.sampled_from(list(STEPS)), min_size=1, max_size=8),
     rows=st.integers(2, 50),
     losses=st.sampled_from([one_loss, two_losses]),
     optimizer=st.sampled_from(["none", "sgd", "adam"]),
@@ -108,7 +86,7 @@ def two_losses(model, batch):
 )
 def test_random_models_keep_every_promise(steps, rows, losses, optimizer, seed):
     torch.manual_seed(seed)
-    model = RandomModel(tuple(steps))
+    model = random_model(steps)
     batch = torch.randn(rows * 2, WIDTH)
     optimizers = {
         "none": None,

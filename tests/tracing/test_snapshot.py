@@ -19,6 +19,7 @@ from lowtide.tracing import snapshot as module
 from lowtide.tracing import trace
 from lowtide.tracing.snapshot import Restoring, unchanged
 from lowtide.tracing.step_state import walk
+from tests.models import squares
 from tests.refusals import warned
 from tests.soak import count
 from tests.tracing.comparing import assert_same, snapshot
@@ -26,15 +27,11 @@ from tests.tracing.comparing import assert_same, snapshot
 STRIDE = count(5, soak=1)  # of the lines at which errors are injected
 
 
-def mean(model, x):
-    return model(x).square().mean()
-
-
 def workload():
     """With state of all kinds: a buffer, gradients, optimizer states, a batch that is written to."""
     torch.manual_seed(0)
     model = nn.BatchNorm1d(3)
-    work = Workload(model, mean, torch.randn(4, 3), torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    work = Workload(model, squares, torch.randn(4, 3), torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     run(work)
     return work
 
@@ -173,7 +170,7 @@ WAYS = [{}, {"fake": True}, {"fake": True, "device": "h200"}]
 
 @pytest.mark.parametrize("how", WAYS, ids=["real", "fake", "h200"])
 def test_buffers_that_a_model_rebinds_or_registers_are_as_before(how):
-    work = Workload(Rebinding(), mean, torch.randn(3, 4))
+    work = Workload(Rebinding(), squares, torch.randn(3, 4))
     before = snapshot(work)
     trace(work, **how)
     assert_same(before, snapshot(work))
@@ -184,7 +181,7 @@ def test_buffers_that_a_model_rebinds_or_registers_are_as_before(how):
 @pytest.mark.parametrize("how", WAYS[:2], ids=["real", "fake"])
 def test_a_batch_that_requires_gradients_gets_none(how):
     batch = torch.randn(3, 4, requires_grad=True)
-    trace(Workload(nn.Linear(4, 4), mean, batch), **how)
+    trace(Workload(nn.Linear(4, 4), squares, batch), **how)
     assert batch.grad is None
 
 
@@ -198,7 +195,7 @@ def test_a_loss_may_take_its_batch_apart(how):
 
 def test_a_fused_optimizer_counts_no_versions_and_is_undone_all_the_same():
     model = nn.Linear(4, 4)
-    work = Workload(model, mean, torch.randn(3, 4), torch.optim.AdamW(model.parameters(), fused=True))
+    work = Workload(model, squares, torch.randn(3, 4), torch.optim.AdamW(model.parameters(), fused=True))
     for _ in range(2):  # without a state, and with one
         before = snapshot(work)
         trace(work)
@@ -294,7 +291,7 @@ def test_tensors_in_attributes_and_containers_are_restored(name, how):
     make, keep = KEEPING[name]
     model = Keeping(make(), keep)
     before = [repr(each) if type(each) is not weakref.ProxyType else None for each in walk([model.kept])]
-    trace(Workload(model, mean, torch.randn(3, 4)), **how)
+    trace(Workload(model, squares, torch.randn(3, 4)), **how)
     after = [repr(each) if type(each) is not weakref.ProxyType else None for each in walk([model.kept])]
     assert before == after
 
@@ -307,7 +304,7 @@ class Store:
 def test_a_tensor_that_an_object_keeps_is_warned_about(fake):
     model = Keeping(Store(), lambda model, x: setattr(model.kept, "features", x))
     with warned("addmm [3, 4]") as caught:
-        trace(Workload(model, mean, torch.randn(3, 4)), fake=fake)
+        trace(Workload(model, squares, torch.randn(3, 4)), fake=fake)
     assert ("fake" in str(caught[0].message)) == fake
 
 
@@ -319,7 +316,7 @@ def test_a_parameter_with_other_data_is_the_steps_own():
 
     model = nn.Linear(4, 4)
     before = model.weight.detach().clone()
-    trace(Workload(model, mean, torch.randn(3, 4), Rebinding(model.parameters())))  # without a warning
+    trace(Workload(model, squares, torch.randn(3, 4), Rebinding(model.parameters())))  # without a warning
     assert torch.equal(model.weight, before)
 
 

@@ -10,12 +10,9 @@ from lowtide import Workload, apply, plan, profile, zoo
 from lowtide.engines import step as steps
 from lowtide.tracing import step_state, trace
 from lowtide.tracing.step_state import held_tensors, modules_of, other_bytes, static_bytes, watch_modules
+from tests.models import squares
 
 MIB = 2**20
-
-
-def mean(model, x):
-    return model(x).square().mean()
 
 
 class Criterion(nn.Module):
@@ -67,7 +64,7 @@ HOLDERS = {
     "partial": lambda mine: partial(lambda model, x, criterion: criterion(model(x)), criterion=mine),
     "partial of a method": lambda mine: partial(Trainer(mine).loss),
     "default": lambda mine: lambda model, x, criterion=mine: criterion(model(x)),
-    "wrapper": lambda mine: wraps(mean)(lambda model, x: mine(model(x)) + mean(model, x)),
+    "wrapper": lambda mine: wraps(squares)(lambda model, x: mine(model(x)) + squares(model, x)),
     "slots": Slotted,
     "globals": lambda mine: with_globals,
 }
@@ -89,7 +86,7 @@ def test_a_criterion_that_the_loss_names_is_the_steps(holder, how):
 def test_tensors_of_modules_are_found_in_containers_and_once():
     model, kept = nn.BatchNorm1d(4), torch.ones(500)
     model.cache = {"kept": [kept, (kept, [kept])]}
-    work = Workload(model, mean, torch.randn(8, 4))
+    work = Workload(model, squares, torch.randn(8, 4))
     held = [tensor for name, tensor in held_tensors(work) if name == "BatchNorm1d.cache"]
     assert [id(tensor) for tensor in held] == [id(kept)]
     model.samples = [torch.ones(1)] * 1001  # data
@@ -104,16 +101,16 @@ def test_tensors_of_modules_are_found_in_containers_and_once():
 def test_static_bytes_count_storages_once():
     model = nn.Linear(4, 4, bias=False)
     model.view = model.weight.detach()[:2]
-    work = Workload(model, mean, torch.randn(8, 4), torch.optim.Adam(model.parameters()))
+    work = Workload(model, squares, torch.randn(8, 4), torch.optim.Adam(model.parameters()))
     assert static_bytes(work) == (16 + 32) * 4
-    mean(model, work.batch).backward()
+    squares(model, work.batch).backward()
     assert static_bytes(work, gradients=True) == (16 + 32 + 16) * 4
     work.optimizer.step()
     assert static_bytes(work) == (16 + 32 + 2 * 16 + 1) * 4
 
 
 def test_bytes_beyond_the_steps_own_are_others(monkeypatch):
-    work = Workload(nn.Linear(64, 64), mean, torch.randn(8, 64))
+    work = Workload(nn.Linear(64, 64), squares, torch.randn(8, 64))
     assert other_bytes(work) == 0  # on a CPU
     monkeypatch.setattr(Workload, "device", torch.device("cuda"))
     for requested, others in ((10 * MIB, 10 * MIB), (-1, 0)):
@@ -122,7 +119,7 @@ def test_bytes_beyond_the_steps_own_are_others(monkeypatch):
 
 
 def test_a_measured_step_is_judged_without_other_tensors(recwarn, monkeypatch):
-    work = Workload(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), mean, torch.randn(512, 64))
+    work = Workload(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), squares, torch.randn(512, 64))
     chosen = plan(work, "100%", engine="eager")
     monkeypatch.setattr(steps, "other_bytes", lambda _: MIB)
     with apply(chosen, work) as step:

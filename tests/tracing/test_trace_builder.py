@@ -6,7 +6,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide import Workload
 from lowtide.tracing import trace
-from tests.tracing.layers import Call, mean_loss
+from tests.models import Call
+from tests.tracing.layers import mean_loss
 
 
 def test_recomputed_ops_are_marked_and_counted_as_activations_while_they_live():

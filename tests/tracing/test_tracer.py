@@ -7,6 +7,7 @@ from torch import nn
 from lowtide import Workload, zoo
 from lowtide.errors import TraceError, WorkloadError
 from lowtide.tracing import trace
+from tests.models import Call
 from tests.tracing.comparing import assert_same, snapshot
 from tests.tracing.layers import mean_loss
 
@@ -71,16 +72,8 @@ def test_two_dtypes_on_one_storage_count_once():
 
 
 def test_a_scalar_parameter_is_predicted_on_the_gpu():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.linear(x) * self.scale
-
-    graph = trace(Workload(Scaled(), mean_loss, torch.randn(3, 4)), fake=True, device="h200")
+    model = Call(lambda m, x: m.linear(x) * m.scale, linear=nn.Linear(4, 4), scale=nn.Parameter(torch.ones(())))
+    graph = trace(Workload(model, mean_loss, torch.randn(3, 4)), fake=True, device="h200")
     assert {s.device for s in graph.storages if s.category == "parameter"} == {"cuda"}
 
 

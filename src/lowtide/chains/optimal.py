@@ -75,7 +75,8 @@ class OptimalSchedules:
         if budget_bytes < self.smallest_bytes:
             raise BudgetError(
                 f"{format_size(max(budget_bytes, 0))} is below the smallest schedule of this chain of "
-                f"{self.chain.stages} stages ({format_size(self.smallest_bytes)}, {self.smallest_bytes} bytes)"
+                f"{self.chain.stages} stages ({format_size(self.smallest_bytes)}, {self.smallest_bytes} bytes)",
+                smallest_bytes=self.smallest_bytes,
             )
         return min(self._candidates(room), key=self._seconds)
 

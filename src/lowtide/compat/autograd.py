@@ -11,36 +11,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.compat.versions import Feature
+from lowtide.compat.versions import TRIED
 
-_GRAPH = Feature("reading autograd's graph", torch=("2.11", "2.13"), python=("3.11", "3.12"), loud=True)
-
-top_saved_hooks: Callable[[bool], tuple[Any, Any] | None] = _GRAPH.find(
+top_saved_hooks: Callable[[bool], tuple[Any, Any] | None] = TRIED.find(
     "torch._C:_autograd._top_saved_tensors_default_hooks"
 )
 """Return the innermost pair of saved-tensor hooks, or None. Pass True, which also asks where hooks are disabled."""
 
-push_saved_hooks: Callable[[Any, Any], None] = _GRAPH.find("torch._C:_autograd._push_saved_tensors_default_hooks")
+push_saved_hooks: Callable[[Any, Any], None] = TRIED.find("torch._C:_autograd._push_saved_tensors_default_hooks")
 """Put a pair of saved-tensor hooks on top, without a ``with`` block."""
 
-pop_saved_hooks: Callable[[], None] = _GRAPH.find("torch._C:_autograd._pop_saved_tensors_default_hooks")
+pop_saved_hooks: Callable[[], None] = TRIED.find("torch._C:_autograd._pop_saved_tensors_default_hooks")
 """Remove the innermost pair of saved-tensor hooks."""
 
-why_saved_hooks_are_disabled: Callable[[], str | None] = _GRAPH.find(
+why_saved_hooks_are_disabled: Callable[[], str | None] = TRIED.find(
     "torch._C:_autograd._saved_tensors_hooks_get_disabled_error_message"
 )
 """Return the message for those who push saved-tensor hooks where they are disabled, or None."""
 
-graph_task_id: Callable[[], int] = _GRAPH.find("torch._C:_current_graph_task_id")
+graph_task_id: Callable[[], int] = TRIED.find("torch._C:_current_graph_task_id")
 """Return the number of the backward pass that runs in this thread, or -1."""
 
-keeps_graph: Callable[[], bool] = _GRAPH.find("torch._C:_autograd._get_current_graph_task_keep_graph")
+keeps_graph: Callable[[], bool] = TRIED.find("torch._C:_autograd._get_current_graph_task_keep_graph")
 """Tell whether the backward pass that runs was asked to retain its graph."""
 
-current_node: Callable[[], Any] = _GRAPH.find("torch._C:_current_autograd_node")
+current_node: Callable[[], Any] = TRIED.find("torch._C:_current_autograd_node")
 """Return the node whose backward formula runs in this thread, or None."""
 
-next_sequence_number: Callable[[], int] = _GRAPH.find("torch._C:_autograd._get_sequence_nr")
+next_sequence_number: Callable[[], int] = TRIED.find("torch._C:_autograd._get_sequence_nr")
 """Return the number that the next node of this thread's graph gets."""
 
 sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
@@ -49,19 +47,19 @@ sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 input_metadata: Callable[[Any], Any] = attrgetter("_input_metadata")
 """Return shape, dtype and device of each gradient that a node takes."""
 
-set_version_counters: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = _GRAPH.find(
+set_version_counters: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = TRIED.find(
     "torch._C:_autograd._unsafe_set_version_counter"
 )
 """Set the version counters of tensors whose values were restored."""
 
-call_after_backward: Callable[[Callable[[], None]], None] = _GRAPH.find(
+call_after_backward: Callable[[Callable[[], None]], None] = TRIED.find(
     "torch.autograd:Variable._execution_engine.queue_callback"
 )
 """Have the engine call a function at the end of the backward pass that runs."""
 
 
 def _nodes(*names: str) -> tuple[Any, ...]:
-    return tuple(_GRAPH.find(f"torch._C:_functions.{name}") for name in names)
+    return tuple(TRIED.find(f"torch._C:_functions.{name}") for name in names)
 
 
 NLL_NODES = _nodes("NllLossBackward0", "NllLoss2DBackward0", "NllLossBackwardBackward0", "NllLoss2DBackwardBackward0")
@@ -72,6 +70,9 @@ LOG_SOFTMAX_NODES = _nodes("LogSoftmaxBackward0", "LogSoftmaxBackwardDataBackwar
 
 DIVISION_NODES = _nodes("DivBackward0")
 """Classes of the nodes of a division by a tensor."""
+
+CHECKPOINT = "torch.utils.checkpoint"
+"""The ``__module__`` of hooks by which checkpoints save tensors, and the ``__name__`` of frames in which they do."""
 
 
 class _Thread(threading.local):
@@ -96,6 +97,11 @@ def backward_in_python() -> Generator[None]:
         yield
     finally:
         _thread.runs_backward = False
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Any:
+    """Return ``function.apply`` without its step for ``torch.func``, which costs as much as a small op."""
+    return getattr(super(torch.autograd.Function, function), "apply", function.apply)
 
 
 def saved_value(node: Any, name: str, *default: Any) -> Any:

@@ -12,36 +12,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.compat.versions import Feature
+from lowtide.compat.versions import CAPTURE, TRIED, Feature
 from lowtide.errors import TraceError
 
-_LAUNCHES = Feature("launching kernels", torch=("2.11", "2.13"), python=("3.11", "3.12"), loud=True)
-_CUDNN = Feature("capturing batch norms of a GPU", torch=("2.11", "2.13"), python=("3.11", "3.12"), error=TraceError)
-_ABSENT_GPU = Feature(
-    "predicting a GPU's step without a GPU", torch=("2.11", "2.13"), python=("3.11", "3.12"), error=TraceError
-)
+_ABSENT_GPU = Feature("predicting a GPU's step without a GPU", error=TraceError)
 
-current_stream: Any = _LAUNCHES.find("torch._C:_cuda_getCurrentRawStream")
+current_stream: Any = TRIED.find("torch._C:_cuda_getCurrentRawStream")
 """Return the address of a GPU's current stream. Raises where torch has no CUDA."""
+
+USES_CUDNN = "torch.backends.cudnn.is_acceptable"
+"""The path of the function that recurrent layers ask whether to lay out weights for cuDNN."""
+
+LACKS_AMP = "torch.cuda.amp.common.amp_definitely_not_available"
+"""The path of the function that gradient scalers ask whether to turn themselves off."""
 
 _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"  # c10::impl::device_guard_impl_registry
 _CUDA, _META = 1, 14  # c10::DeviceType
 
 
-@_LAUNCHES
+@TRIED
 def sleep(cycles: int) -> None:
     """Keep the GPU busy for a number of its clock's cycles."""
     torch.cuda._sleep(cycles)
 
 
-@_CUDNN
+@CAPTURE
 def batchnorm_reserve_bytes(x: Tensor) -> int:
     """Return the bytes that cuDNN's batch norm keeps in training for its backward."""
     torch_c: Any = torch._C
     return torch_c._get_cudnn_batch_norm_reserve_space_size(x, True)
 
 
-@_CUDNN
+@CAPTURE
 def takes_cudnn_batchnorm(tensors: Sequence[Tensor], eps: float) -> bool:
     """Tell whether torch takes cuDNN's batch norm in training for an input, weight, bias, mean and variance."""
     torch_c: Any = torch._C

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from lowtide.compat.versions import Feature
-
-_MODES = Feature("tracing a step", torch=("2.11", "2.13"), python=("3.11", "3.12"), loud=True)
+from lowtide.compat.versions import TRIED
 
 if TYPE_CHECKING:
     from torch.utils import _python_dispatch
@@ -16,30 +14,30 @@ if TYPE_CHECKING:
     TorchDispatchMode = _python_dispatch.TorchDispatchMode
     is_wrapper = _python_dispatch.is_traceable_wrapper_subclass
 else:
-    TorchDispatchMode = _MODES.find("torch.utils._python_dispatch:TorchDispatchMode")
+    TorchDispatchMode = TRIED.find("torch.utils._python_dispatch:TorchDispatchMode")
     """The base of modes that see every op."""
 
-    is_wrapper = _MODES.find("torch.utils._python_dispatch:is_traceable_wrapper_subclass")
+    is_wrapper = TRIED.find("torch.utils._python_dispatch:is_traceable_wrapper_subclass")
     """Tell whether a tensor is a subclass made of other tensors, which ``__tensor_flatten__`` names."""
 
-without_modes: Callable[[], AbstractContextManager[Any]] = _MODES.find(
+without_modes: Callable[[], AbstractContextManager[Any]] = TRIED.find(
     "torch.utils._python_dispatch:_disable_current_modes"
 )
 """Run a block without the dispatch modes that are active."""
 
-active_modes: Callable[[], list[Any]] = _MODES.find("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
+active_modes: Callable[[], list[Any]] = TRIED.find("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
 """Return the active dispatch modes, innermost last."""
 
-without_autocast: Callable[[], AbstractContextManager[Any]] = _MODES.find("torch._C:_DisableAutocast")
+without_autocast: Callable[[], AbstractContextManager[Any]] = TRIED.find("torch._C:_DisableAutocast")
 """Run a block without autocast, for all kinds of device at once."""
 
-without_dispatch: Callable[[], AbstractContextManager[Any]] = _MODES.find("torch._C:_DisableTorchDispatch")
+without_dispatch: Callable[[], AbstractContextManager[Any]] = TRIED.find("torch._C:_DisableTorchDispatch")
 """Run a block without any ``__torch_dispatch__``."""
 
-without_torch_function: Callable[[], AbstractContextManager[Any]] = _MODES.find("torch._C:DisableTorchFunction")
+without_torch_function: Callable[[], AbstractContextManager[Any]] = TRIED.find("torch._C:DisableTorchFunction")
 """Run a block without any ``__torch_function__``, of modes or of subclasses."""
 
-without_subclass_function: Callable[[], AbstractContextManager[Any]] = _MODES.find(
+without_subclass_function: Callable[[], AbstractContextManager[Any]] = TRIED.find(
     "torch._C:DisableTorchFunctionSubclass"
 )
 """Run a block without the ``__torch_function__`` of subclasses; modes stay."""

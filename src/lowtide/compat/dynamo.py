@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import sys
 import weakref
 from collections.abc import Callable, Generator
@@ -15,11 +16,8 @@ import torch
 from torch import fx, nn
 
 from lowtide.compat.operators import HigherOrderOperator
-from lowtide.compat.versions import Feature
-from lowtide.errors import TraceError
+from lowtide.compat.versions import CAPTURE, TRIED
 
-_CAPTURE = Feature("capturing graphs", torch=("2.11", "2.13"), python=("3.11", "3.12"), error=TraceError)
-_COMPILED = Feature("compiled modules and losses", torch=("2.11", "2.13"), python=("3.11", "3.12"), loud=True)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 METRICS = "torch._dynamo.metrics_context"
@@ -29,7 +27,7 @@ AOT_AUTOGRAD = "torch._functorch._aot_autograd"
 """The package whose frames run compiled graphs."""
 
 
-_disable: Any = _COMPILED.find("torch._compile:_disable_dynamo", torch.compiler.disable)
+_disable: Any = TRIED.find("torch._compile:_disable_dynamo", torch.compiler.disable)
 
 
 def disable_dynamo(function: _Function) -> _Function:
@@ -48,26 +46,26 @@ def assume_constant_result(function: _Function) -> _Function:
     return function
 
 
-@_COMPILED
+@TRIED
 def skip_code(code: CodeType) -> None:
     """Have Dynamo leave frames of a code object to Python."""
     importlib.import_module("torch._dynamo.eval_frame").skip_code(code)
 
 
-@_CAPTURE
+@CAPTURE
 def aot_autograd(**compilers: Any) -> Callable[..., Any]:
     """Make a backend of Dynamo's that traces forward and backward and hands both to ``compilers``."""
     return importlib.import_module("torch._dynamo.backends.common").aot_autograd(**compilers)
 
 
-@_CAPTURE
+@CAPTURE
 def default_partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int) -> tuple[Any, Any]:
     """Cut a joint graph into forward and backward, keeping what autograd keeps."""
     partitioners = importlib.import_module("torch._functorch.partitioners")
     return partitioners.default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs)
 
 
-@_CAPTURE
+@CAPTURE
 def make_boxed(function: Callable[..., Any]) -> Any:
     """Wrap a function so that it takes its arguments in one list."""
     return importlib.import_module("torch._functorch._aot_autograd.utils").make_boxed_func(function)
@@ -78,7 +76,7 @@ def mark_boxed(function: Any) -> None:
     function._boxed_call = True
 
 
-@_CAPTURE
+@CAPTURE
 def dynamo_config() -> Any:
     """Return Dynamo's settings; ``.patch(settings)`` changes some inside a block."""
     return importlib.import_module("torch._dynamo").config
@@ -96,6 +94,18 @@ def source_of(placeholder: fx.Node) -> str:
     while hasattr(source, "base"):
         source = source.base
     return getattr(source, "local_name", "")
+
+
+def is_tangent(placeholder: fx.Node) -> bool:
+    """Tell whether an input of AOTAutograd's joint graph is the gradient of an output."""
+    return placeholder.name.startswith("tangents")
+
+
+def module_path(node: fx.Node) -> str:
+    """Return the path of the module that ran an op, or whose backward an op belongs to: ``L.work.model.blocks.0``."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path, _ = next(reversed(stack.values()), ("", None))  # L['work'].model, with [0] or ._modules['0'] for children
+    return re.sub(r"\._modules|\[['\"]?(\w+)['\"]?\]", lambda match: f".{match[1]}" if match[1] else "", path)
 
 
 def inputs_written(graph: fx.Graph) -> list[fx.Node | None]:
@@ -136,13 +146,13 @@ def is_recaptured_too_often(error: BaseException) -> bool:
     return type(error).__name__ == "FailOnRecompileLimitHit"
 
 
-@_CAPTURE
+@CAPTURE
 def traced_metadata() -> Any:
     """Return what AOTAutograd knows of the graph that it compiles: its inputs, and which of them are written."""
     return _tracing_context().get().fw_metadata
 
 
-@_CAPTURE
+@CAPTURE
 def traced_inputs() -> list[Any]:
     """Return the fake inputs of the graph that Dynamo compiles; of use to it until the guards are made."""
     mode = _tracing_context().get().fake_mode

@@ -5,9 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-from lowtide.compat.versions import Feature
-
-_EVALUATOR = Feature("resetting the evaluator of frames", torch=("2.11", "2.13"), python=("3.11", "3.12"))
+from lowtide.compat.versions import CAPTURE
 
 frame_at = sys._getframe
 """Return the frame at a depth; 0 is the caller's own."""
@@ -19,7 +17,7 @@ def evaluate_frames_by_default() -> None:
     Once it has failed, Dynamo leaves its evaluator in place. Calls then hold their arguments until they return, so that
     every later step of the process, compiled or not, takes more memory. Dynamo installs it anew when it next runs.
     """
-    if _EVALUATOR.is_off:
+    if CAPTURE.is_off:
         return  # steps only take a little more
     api = ctypes.pythonapi
     try:

@@ -10,28 +10,25 @@ import torch
 from torch import fx
 from torch.fx import graph as fx_graph
 
-from lowtide.compat.versions import Feature
-from lowtide.errors import TraceError
-
-_CODE = Feature("running captured graphs", torch=("2.11", "2.13"), python=("3.11", "3.12"), error=TraceError)
+from lowtide.compat.versions import CAPTURE
 
 _aten: Any = torch.ops.aten
 
 
-@_CODE
+@CAPTURE
 def line_of(node: fx.Node) -> tuple[str, int]:
     """Return file and line of the innermost Python code that a captured op comes from; ("", 0) where none is known."""
     place = fx_graph._parse_stack_trace(node.meta.get("stack_trace") or "")
     return ("", 0) if place is None else (place.file, int(place.lineno))
 
 
-@_CODE
+@CAPTURE
 def box_arguments(graph: fx.Graph) -> None:
     """Have a graph's code take its arguments in one list, and empty it."""
     graph.set_codegen(fx_graph._BoxedCodeGen())
 
 
-@_CODE
+@CAPTURE
 def bound_forward(graph: fx.Graph) -> Callable[..., Any]:
     """Compile a graph's code, ATen's ops bound to their functions in C++: looking one up costs as much as a small op.
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from lowtide.compat.versions import Feature
 from lowtide.errors import PlanError
 
-_INDUCTOR = Feature("compiling regions", torch=("2.11", "2.13"), python=("3.11", "3.12"), error=PlanError)
+_INDUCTOR = Feature("compiling regions", error=PlanError)
 
 
 @_INDUCTOR

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from lowtide.compat.versions import Feature
-
-_MODULES = Feature("looking into modules", torch=("2.11", "2.13"), python=("3.11", "3.12"), loud=True)
+from lowtide.compat.versions import TRIED
 
 if TYPE_CHECKING:
     from torch.nn.modules import batchnorm, conv, dropout, instancenorm
@@ -22,22 +20,22 @@ if TYPE_CHECKING:
     DropoutBase = dropout._DropoutNd
     InstanceNormBase = instancenorm._InstanceNorm
 else:
-    BatchNormBase = _MODULES.find("torch.nn.modules.batchnorm:_BatchNorm")
+    BatchNormBase = TRIED.find("torch.nn.modules.batchnorm:_BatchNorm")
     """The base of torch's batch norms."""
 
-    NormBase = _MODULES.find("torch.nn.modules.batchnorm:_NormBase")
+    NormBase = TRIED.find("torch.nn.modules.batchnorm:_NormBase")
     """The base of layers with running statistics: batch and instance norms."""
 
-    LazyNormBase = _MODULES.find("torch.nn.modules.batchnorm:_LazyNormBase")
+    LazyNormBase = TRIED.find("torch.nn.modules.batchnorm:_LazyNormBase")
     """The base of norms that learn their number of channels from the first batch."""
 
-    InstanceNormBase = _MODULES.find("torch.nn.modules.instancenorm:_InstanceNorm")
+    InstanceNormBase = TRIED.find("torch.nn.modules.instancenorm:_InstanceNorm")
     """The base of torch's instance norms."""
 
-    ConvBase = _MODULES.find("torch.nn.modules.conv:_ConvNd")
+    ConvBase = TRIED.find("torch.nn.modules.conv:_ConvNd")
     """The base of torch's convolutions."""
 
-    DropoutBase = _MODULES.find("torch.nn.modules.dropout:_DropoutNd")
+    DropoutBase = TRIED.find("torch.nn.modules.dropout:_DropoutNd")
     """The base of torch's dropouts."""
 
 own_parameters: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
@@ -52,14 +50,14 @@ own_children: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
 forward_pre_hooks: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
 """Return a module's own dictionary of hooks before its forward."""
 
-CALL: Any = _MODULES.find("torch.nn:Module._call_impl.__code__")
+CALL: Any = TRIED.find("torch.nn:Module._call_impl.__code__")
 """The code in which a module calls its forward between its hooks."""
 
 _KINDS = ("forward_pre", "forward", "backward_pre", "backward")
-GLOBAL_HOOKS: list[dict[int, Any]] = [_MODULES.find(f"torch.nn.modules.module:_global_{kind}_hooks") for kind in _KINDS]
+GLOBAL_HOOKS: list[dict[int, Any]] = [TRIED.find(f"torch.nn.modules.module:_global_{kind}_hooks") for kind in _KINDS]
 """The dictionaries of hooks on all modules. Dynamo does not look whether there is one."""
 
-_active_ddp_module: Any = _MODULES.find("torch.nn.parallel:DistributedDataParallel._get_active_ddp_module")
+_active_ddp_module: Any = TRIED.find("torch.nn.parallel:DistributedDataParallel._get_active_ddp_module")
 
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute in which ``module.compile()`` leaves a compiled forward."""
@@ -81,13 +79,13 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in ("_parameters", "_modules")}
 
 
-@_MODULES
+@TRIED
 def hooks_of(module: nn.Module) -> list[Any]:
     """Return the hooks around a module's forward and backward."""
     return [hook for kind in _KINDS for hook in getattr(module, f"_{kind}_hooks").values()]
 
 
-@_MODULES
+@TRIED
 def is_persistent(module: nn.Module, buffer: str) -> bool:
     """Tell whether a state dict holds a buffer."""
     return buffer not in module._non_persistent_buffers_set
@@ -108,7 +106,7 @@ def in_ddp_forward() -> bool:
     return _active_ddp_module() is not None
 
 
-@_MODULES
+@TRIED
 def flat_weights(module: nn.RNNBase) -> list[Any]:
     """Return the list in which a recurrent layer holds its weights a second time."""
     held: Any = module._flat_weights

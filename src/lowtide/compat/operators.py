@@ -10,45 +10,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.compat.versions import Feature
-from lowtide.errors import TraceError
+from lowtide.compat.versions import CAPTURE, TRIED
 
-_OPS = Feature("looking at operators", torch=("2.11", "2.13"), python=("3.11", "3.12"), loud=True)
-_CAPTURE = Feature("capturing graphs", torch=("2.11", "2.13"), python=("3.11", "3.12"), error=TraceError)
-
-OpOverload: Any = _OPS.find("torch._ops:OpOverload")
+OpOverload: Any = TRIED.find("torch._ops:OpOverload")
 """One overload of an operator, as graphs call it."""
 
-HigherOrderOperator: Any = _OPS.find("torch._ops:HigherOrderOperator")
+HigherOrderOperator: Any = TRIED.find("torch._ops:HigherOrderOperator")
 """An operator that takes functions, such as ``torch.cond``."""
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """Return an overload's schema: name, arguments, results."""
 
-suggest_memory_format: Callable[[Tensor], torch.memory_format] = _OPS.find("torch._prims_common:suggest_memory_format")
+suggest_memory_format: Callable[[Tensor], torch.memory_format] = TRIED.find("torch._prims_common:suggest_memory_format")
 """Return the memory format that a kernel takes from its input."""
 
-elementwise_strides: Callable[..., tuple[int, ...]] = _OPS.find(
+elementwise_strides: Callable[..., tuple[int, ...]] = TRIED.find(
     "torch._prims_common:compute_elementwise_output_strides"
 )
 """Return the strides of a pointwise op's result."""
 
-foreach_add_: Callable[..., None] = _OPS.find("torch:_foreach_add_")
+foreach_add_: Callable[..., None] = TRIED.find("torch:_foreach_add_")
 """Add to many tensors in a few kernels."""
 
-foreach_addcmul_: Callable[..., None] = _OPS.find("torch:_foreach_addcmul_")
+foreach_addcmul_: Callable[..., None] = TRIED.find("torch:_foreach_addcmul_")
 """Add products to many tensors in a few kernels."""
 
-foreach_lerp_: Callable[..., None] = _OPS.find("torch:_foreach_lerp_")
+foreach_lerp_: Callable[..., None] = TRIED.find("torch:_foreach_lerp_")
 """Move many tensors towards others in a few kernels."""
 
-foreach_mul: Callable[..., list[Tensor]] = _OPS.find("torch:_foreach_mul")
+foreach_mul: Callable[..., list[Tensor]] = TRIED.find("torch:_foreach_mul")
 """Multiply many tensors in a few kernels."""
 
-foreach_norm: Callable[..., list[Tensor]] = _OPS.find("torch:_foreach_norm")
-"""Return the norms of many tensors in a few kernels."""
-
-foreach_sub: Callable[..., list[Tensor]] = _OPS.find("torch:_foreach_sub")
+foreach_sub: Callable[..., list[Tensor]] = TRIED.find("torch:_foreach_sub")
 """Subtract many tensors in a few kernels."""
 
 
@@ -57,21 +50,21 @@ def name_of(op: Any) -> str:
     return getattr(getattr(op, "_schema", None), "name", "")
 
 
-@_OPS
+@TRIED
 def in_place_form(op: Any) -> Any:
     """Return the overload of an ATen op that writes its result over the first argument, or None."""
     packet = getattr(torch.ops.aten, f"{op._schema.name.removeprefix('aten::')}_", None)
     return getattr(packet, op._schema.overload_name or "default", None)
 
 
-@_CAPTURE
+@CAPTURE
 def decompositions_of(op: Any) -> dict[Any, Callable[..., Any]]:
     """Return torch's kernels in Python for a composite op, by dispatch key."""
     import_module("torch._decomp")  # which registers them
     return {key: op.py_kernels[key] for key in _composite_keys() if key in op.py_kernels}
 
 
-@_CAPTURE
+@CAPTURE
 def set_decompositions(op: Any, kernels: Mapping[Any, Callable[..., Any]]) -> None:
     """Replace the kernels in Python of a composite op. Without any, torch runs the kernel in C++."""
     for key in _composite_keys():

@@ -12,12 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.compat.versions import Feature
-
-_HOOKS = Feature("changing optimizers", torch=("2.11", "2.13"), python=("3.11", "3.12"), loud=True)
-_CLIPPING = Feature(
-    "refusing to clip gradients that are used in backward", torch=("2.11", "2.13"), python=("3.11", "3.12")
-)
+from lowtide.compat.versions import TRIED
 
 step_pre_hooks: Callable[[Any], dict[int, Any]] = attrgetter("_optimizer_step_pre_hooks")
 """Return an optimizer's own dictionary of hooks before its step."""
@@ -28,7 +23,7 @@ load_pre_hooks: Callable[[Any], dict[int, Any]] = attrgetter("_optimizer_load_st
 load_post_hooks: Callable[[Any], dict[int, Any]] = attrgetter("_optimizer_load_state_dict_post_hooks")
 """Return an optimizer's own dictionary of hooks after a state was loaded."""
 
-FOREACH_TYPES: list[type] = _HOOKS.find("torch.optim.optimizer:_foreach_supported_types")
+FOREACH_TYPES: list[type] = TRIED.find("torch.optim.optimizer:_foreach_supported_types")
 """The types of parameters that optimizers step many at a time."""
 
 AMP_SCALING = "_step_supports_amp_scaling"
@@ -51,7 +46,7 @@ def register_first_step_pre_hook(optimizer: torch.optim.Optimizer, hook: Callabl
 def all_step_hooks(optimizers: Iterable[Any]) -> list[dict[int, Any]]:
     """Return the dictionaries of hooks around steps: those of optimizers (a wrapper may have none) and of all."""
     own = [vars(each)[name] for each in optimizers for name in _STEP_HOOKS if name in vars(each)]
-    return own + [_HOOKS.find(f"torch.optim.optimizer:_global_optimizer_{when}_hooks") for when in ("pre", "post")]
+    return own + [TRIED.find(f"torch.optim.optimizer:_global_optimizer_{when}_hooks") for when in ("pre", "post")]
 
 
 def remove_step_hooks(optimizer: Any) -> None:
@@ -67,7 +62,7 @@ def copy_step_hooks(optimizer: Any) -> None:
             setattr(optimizer, name, OrderedDict(vars(optimizer)[name]))
 
 
-@_HOOKS
+@TRIED
 def call_hooks_in_step(optimizer: Any) -> None:
     """Have the step of an optimizer's class call hooks, as its constructor does."""
     optimizer._patch_step_function()
@@ -100,7 +95,7 @@ def watch_clipping(see: Callable[[Iterable[Tensor]], None]) -> Callable[[], None
                 cell.cell_contents = seen = _seen_by(see, inner)
                 watched.append((cell, inner, seen))
     if not watched:
-        raise _CLIPPING.off("torch's clipping is of another form")
+        raise TRIED.off("torch's clipping is of another form")
 
     def restore() -> None:
         for cell, inner, seen in watched:

@@ -6,7 +6,7 @@ from typing import Any
 
 from lowtide.compat.versions import Feature
 
-_PROFILER = Feature("measuring memory on the CPU", torch=("2.11", "2.13"), python=("3.11", "3.12"))
+_PROFILER = Feature("measuring memory on the CPU")
 _is_running: Any = _PROFILER.find("torch._C:_autograd._profiler_enabled", None)
 _start: Any = _PROFILER.find("torch._C:_autograd._enable_profiler_legacy", None)
 _kinds: Any = _PROFILER.find("torch._C:_profiler")

@@ -10,19 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.compat.versions import Feature
+from lowtide.compat.versions import CAPTURE
 from lowtide.errors import TraceError
 
-_SYMBOLS = Feature("capturing many shapes at once", torch=("2.11", "2.13"), python=("3.11", "3.12"), error=TraceError)
 
-
-@_SYMBOLS
+@CAPTURE
 def expression_of(size: torch.SymInt) -> Any:
     """Return the expression of a symbolic size. Equal sizes have equal ones."""
     return size.node.expr
 
 
-@_SYMBOLS
+@CAPTURE
 def value_of(expression: Any, symbols: Mapping[Any, int]) -> int:
     """Evaluate an expression for values of its symbols. Raises ``TraceError`` if it has others."""
     integer = importlib.import_module("sympy").Integer

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.compat.versions import Feature
-
-_TENSORS = Feature("looking into tensors", torch=("2.11", "2.13"), python=("3.11", "3.12"), loud=True)
+from lowtide.compat.versions import TRIED
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """Return how often a tensor's values were written in place, over all its views."""
@@ -22,9 +20,9 @@ storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 generator_id: Callable[[torch.Generator], int] = attrgetter("_cdata")
 """Return the address of a generator: ops are handed other Python objects around the same one."""
 
-_storage_use_count: Any = _TENSORS.find("torch._C:_storage_Use_Count")
+_storage_use_count: Any = TRIED.find("torch._C:_storage_Use_Count")
 
-make_wrapper: Callable[..., Any] = _TENSORS.find("torch:Tensor._make_wrapper_subclass")
+make_wrapper: Callable[..., Any] = TRIED.find("torch:Tensor._make_wrapper_subclass")
 """Make a tensor of a wrapper subclass, with a shape and no storage."""
 
 
@@ -38,13 +36,13 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._base is not None
 
 
-@_TENSORS
+@TRIED
 def is_zero_tensor(tensor: Tensor) -> bool:
     """Tell whether a tensor stands for zeros that no bytes hold."""
     return tensor._is_zerotensor()
 
 
-@_TENSORS
+@TRIED
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return the indices and values of a COO tensor as they are, coalesced or not."""
     return tensor._indices(), tensor._values()

@@ -9,18 +9,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lowtide.compat.versions import Feature
+from lowtide.compat.versions import TRIED
 
-_TRANSFORMS = Feature("layers under transforms of torch", torch=("2.11", "2.13"), python=("3.11", "3.12"), loud=True)
-
-functorch_is_active: Callable[[], bool] = _TRANSFORMS.find("torch._C:_are_functorch_transforms_active")
+functorch_is_active: Callable[[], bool] = TRIED.find("torch._C:_are_functorch_transforms_active")
 """Tell whether code runs inside ``torch.func`` (``vmap``, ``grad`` and the like)."""
 
-is_jit_traced: Callable[[], bool] = _TRANSFORMS.find("torch.jit:is_tracing")
+is_jit_traced: Callable[[], bool] = TRIED.find("torch.jit:is_tracing")
 """Tell whether ``torch.jit.trace`` runs."""
 
-_is_batch: Any = _TRANSFORMS.find("torch._C:_functorch.is_batchedtensor")
-_is_legacy_batch: Any = _TRANSFORMS.find("torch._C:_functorch.is_legacy_batchedtensor")
+_is_batch: Any = TRIED.find("torch._C:_functorch.is_batchedtensor")
+_is_legacy_batch: Any = TRIED.find("torch._C:_functorch.is_legacy_batchedtensor")
 
 
 def is_transformed() -> bool:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
 from operator import attrgetter
+from traceback import walk_tb
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, TraceError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _RAISE: Any = object()
@@ -27,10 +28,10 @@ class Feature:
     """
 
     name: str
-    torch: tuple[str, str]
-    python: tuple[str, str]
-    loud: bool = False
     error: type[LowtideError] = LowtideError
+    loud: bool = False
+    torch: tuple[str, str] = ("2.11", "2.13")
+    python: tuple[str, str] = ("3.11", "3.12")
 
     @property
     def is_off(self) -> bool:
@@ -60,6 +61,8 @@ class Feature:
             try:
                 return function(*args, **kwargs)
             except (ImportError, AttributeError) as error:
+                if not _is_lookup(error):
+                    raise
                 raise self.off(str(error)) from error
 
         decorated: Any = call
@@ -73,6 +76,13 @@ class Feature:
             hint=f"Install torch {' to '.join(self.torch)} with Python {' to '.join(self.python)}. "
             "The rest of lowtide works.",
         )
+
+
+TRIED = Feature("lowtide", loud=True)
+"""Names that fail loudly, or whose absence is seen. They are tried on every version."""
+
+CAPTURE = Feature("capturing graphs", error=TraceError)
+"""Graphs of Dynamo and AOTAutograd, and the code that runs them."""
 
 
 class _StandIn(type):
@@ -91,6 +101,14 @@ class _StandIn(type):
         if name.startswith("__"):  # Python's own questions about a class
             raise AttributeError(name)
         cls._raise()
+
+
+def _is_lookup(error: Exception) -> bool:
+    """Tell whether a decorated function, or one beside it, lacks a name. What it calls may fail in the same way."""
+    codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)][1:]  # without the decorator's own
+    own = [place for place, code in enumerate(codes) if code.co_filename == codes[0].co_filename]
+    inner = codes[own[-1] + 1 :][:1] if own else codes
+    return all(code.co_name in ("__getattr__", "import_module") for code in inner)
 
 
 def _is_between(version: str, seen: tuple[str, str]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from lowtide.planning.combinations import leaves_gradients
 from lowtide.planning.engine import ENGINES
 from lowtide.planning.plan import Plan, check_plan
 from lowtide.profiling import Profile, profile
+from lowtide.profiling.timing import RunMeter
 from lowtide.sizes import format_size
 from lowtide.tracing.meter import CpuPeak
 from lowtide.tracing.step_state import other_bytes, static_bytes, watch_modules
@@ -91,23 +91,15 @@ class Step:
     def _measured_run(self, batch: Any) -> Tensor:
         if self.measured is not None and self.measured.steps >= _MEASURED_STEPS:
             return self._run(batch)
-        device = self.work.device
-        on_gpu = device.type == "cuda"
-        if on_gpu:
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
         meter = CpuPeak() if self._is_measured_on_cpu(batch) else None
         held_since = None if meter is None else watch_modules(self.work)
-        start = time.perf_counter()
-        loss = self._run(batch, meter)
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - start
-        peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
+        with RunMeter(self.work.device) as run:
+            loss = self._run(batch, meter)
+        peak = run.peak_bytes if self.work.device.type == "cuda" else None
         # The allocator does not tell when a tensor from before the step is freed, such as one that a module replaces.
         if meter is not None and meter.bytes is not None and held_since is not None and not held_since():
             peak = meter.bytes + static_bytes(replace(self.work, batch=batch))
-        self._note(seconds, peak)
+        self._note(run.seconds, peak)
         return loss
 
     def _is_measured_on_cpu(self, batch: Any) -> bool:

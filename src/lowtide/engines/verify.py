@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -30,6 +29,7 @@ from lowtide.planning.rounding import (
 )
 from lowtide.profiling import profile
 from lowtide.profiling.profile import json_ready
+from lowtide.profiling.timing import RunMeter
 from lowtide.sizes import format_size
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Check, Fidelity
@@ -245,22 +245,16 @@ def _step(work: Workload) -> Tensor:
 
 
 def _measure(work: Workload) -> tuple[int | None, float]:
-    device = work.device
-    on_gpu = device.type == "cuda"
-    times: list[float] = []
     gc.collect()
+    on_gpu = work.device.type == "cuda"
     if on_gpu:
         torch.cuda.empty_cache()  # blocks that others left would be taken whole where a smaller one is asked for
+    runs: list[RunMeter] = []
     for _ in range(_TIMED_STEPS):
-        if on_gpu:
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-        start = time.perf_counter()
-        _step(work)
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return torch.cuda.max_memory_allocated(device) if on_gpu else None, min(times)
+        with RunMeter(work.device) as run:
+            _step(work)
+        runs.append(run)
+    return runs[-1].peak_bytes if on_gpu else None, min(run.seconds for run in runs)
 
 
 def _cpu_peak(work: Workload) -> int | None:

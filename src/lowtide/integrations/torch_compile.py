@@ -138,7 +138,8 @@ def _program(joint: Joint, budget: float | str, *, says: bool) -> Program:
     if best is None:
         raise BudgetError(
             f"{format_size(wanted)} is below the smallest program of this graph ({format_size(min(peaks))}, "
-            f"{min(peaks)} bytes): parameters and inputs are {format_size(always)}"
+            f"{min(peaks)} bytes): parameters and inputs are {format_size(always)}",
+            smallest_bytes=min(peaks),
         )
     program = programs[best]
     if says:

@@ -8,7 +8,7 @@ derivative of any other activation is approximated by a few levels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowtide.compat.operators import schema_of
 from lowtide.errors import LowtideError
 
 _aten: Any = torch.ops.aten
@@ -84,6 +85,24 @@ class Activation:
                 return cls(name, POINTWISE[name].defaults)
         shown = getattr(activation, "__name__", type(activation).__name__)
         return _checked(cls(shown, (), cast(Callable[[Tensor], Tensor], activation)))
+
+    @classmethod
+    def of_op(cls, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, gradient: bool) -> Activation | None:
+        """Read a call of an ATen op that is an activation, or the ``gradient`` of one; None for any other.
+
+        >>> Activation.of_op(_aten.leaky_relu_backward.default, (None, None, 0.1, False), {}, gradient=True)
+        leaky_relu(0.1)
+        """
+        tensors = 2 if gradient else 1
+        for name, row in POINTWISE.items():
+            if op is (row.gradient if gradient else row.op):
+                settings = {each.name: each.default_value for each in schema_of(op).arguments[tensors:]}
+                given = {**settings, **kwargs, **dict(zip(settings, args[tensors:], strict=False))}
+                numbers = _numbers(given.values())[: len(row.numbers)]
+                others = list(settings)[len(numbers) :]  # such as elu's scale
+                if all(given[each] == (settings[each] or 0) for each in others):
+                    return cls(name, numbers + row.defaults[len(numbers) :])
+        return None
 
     def __call__(self, y: Tensor) -> Tensor:
         """Compute z by torch's own op."""
@@ -179,7 +198,11 @@ def read_module(module: object, kind: type | None = None) -> Activation | None:
     if name is None:
         return None
     values = (getattr(module, attribute) for attribute in POINTWISE[name].numbers)
-    return Activation(name, tuple(float(value == "tanh" if isinstance(value, str) else value) for value in values))
+    return Activation(name, _numbers(values))
+
+
+def _numbers(values: Iterable[Any]) -> tuple[float, ...]:
+    return tuple(float(value == "tanh" if isinstance(value, str) else value) for value in values)
 
 
 def is_in_place(module: nn.Module) -> bool:
@@ -259,10 +282,6 @@ def _no_backward(dz: Tensor, y: Tensor, *numbers: float) -> Tensor:
     raise NotImplementedError
 
 
-def _smooth(*numbers: float) -> tuple[float, ...]:
-    return ()
-
-
 def _at_zero(*numbers: float) -> tuple[float, ...]:
     return (0.0,)
 
@@ -279,8 +298,10 @@ class Pointwise(NamedTuple):
     writes_gradient: bool = False  # backward takes ``grad_input``
     from_result: bool = False  # torch's own backward needs z alone
     inverse: _Op | None = None
-    bends: Callable[..., tuple[float, ...]] = _smooth
+    bends: Callable[..., tuple[float, ...]] = lambda *numbers: ()
     gate: Callable[..., Gate] | None = None
+    op: Any = None  # of ATen, as graphs call it: the input, then the numbers
+    gradient: Any = None  # of ATen, where captured graphs have one that reads dz, the input y, then the numbers
 
     @property
     def defaults(self) -> tuple[float, ...]:
@@ -296,59 +317,68 @@ POINTWISE: dict[str, Pointwise] = {
     "gelu": Pointwise(
         nn.GELU, _gelu, numbers={"approximate": 0.0}, code=6, writes_gradient=True,  # 1 for the approximation by tanh
         backward=lambda dz, y, tanh, **out: _aten.gelu_backward(dz, y, approximate="tanh" if tanh else "none", **out),
+        op=_aten.gelu.default, gradient=_aten.gelu_backward.default,
     ),
     "silu": Pointwise(
         nn.SiLU, F.silu, lambda x: F.silu(x, inplace=True), code=5, writes_gradient=True,
         backward=lambda dz, y, **out: _aten.silu_backward(dz, y, **out),
+        op=_aten.silu.default, gradient=_aten.silu_backward.default,
     ),
-    "mish": Pointwise(nn.Mish, F.mish, lambda x: F.mish(x, inplace=True)),
+    "mish": Pointwise(
+        nn.Mish, F.mish, lambda x: F.mish(x, inplace=True), op=_aten.mish.default, gradient=_aten.mish_backward.default,
+    ),
     "elu": Pointwise(
         nn.ELU, F.elu, F.elu_, {"alpha": 1.0}, code=3, from_result=True, writes_gradient=True,
         backward=lambda dz, y, alpha, **out: _aten.elu_backward(dz, alpha, 1, 1, False, y, **out),
-        inverse=_elu_inverse, bends=_at_zero,
+        inverse=_elu_inverse, bends=_at_zero, op=_aten.elu.default,
     ),
     "selu": Pointwise(nn.SELU, F.selu, F.selu_, bends=_at_zero),
     "celu": Pointwise(
         nn.CELU, F.celu, F.celu_, {"alpha": 1.0}, code=4, from_result=True,
         backward=lambda dz, y, alpha: _aten.elu_backward(dz, alpha, 1, 1 / alpha, False, y),
         inverse=lambda z, ends, alpha: alpha * _elu_inverse(z / alpha, ends, 1.0), bends=_at_zero,
+        op=_aten.celu.default,
     ),
     "softplus": Pointwise(
         nn.Softplus, F.softplus, numbers={"beta": 1.0, "threshold": 20.0}, code=11, writes_gradient=True,
         backward=lambda dz, y, beta, threshold, **out: _aten.softplus_backward(dz, y, beta, threshold, **out),
         inverse=_softplus_inverse, bends=lambda beta, threshold: (threshold / beta,),
+        op=_aten.softplus.default, gradient=_aten.softplus_backward.default,
     ),
     "tanh": Pointwise(
         nn.Tanh, torch.tanh, torch.tanh_, code=9, from_result=True,
         backward=lambda dz, y: _aten.tanh_backward(dz, torch.tanh(y)),
-        inverse=lambda z, ends: torch.atanh(z.clamp(ends.unit - 1, 1 - ends.unit)),
+        inverse=lambda z, ends: torch.atanh(z.clamp(ends.unit - 1, 1 - ends.unit)), op=_aten.tanh.default,
     ),
     "sigmoid": Pointwise(
         nn.Sigmoid, torch.sigmoid, torch.sigmoid_, code=10, from_result=True,
         backward=lambda dz, y: _aten.sigmoid_backward(dz, torch.sigmoid(y)),
-        inverse=lambda z, ends: torch.logit(z.clamp(ends.least, 1 - ends.unit)),
+        inverse=lambda z, ends: torch.logit(z.clamp(ends.least, 1 - ends.unit)), op=_aten.sigmoid.default,
     ),
-    "logsigmoid": Pointwise(nn.LogSigmoid, F.logsigmoid),
+    "logsigmoid": Pointwise(nn.LogSigmoid, F.logsigmoid, op=_aten.log_sigmoid_forward.default),
     "hardswish": Pointwise(
         nn.Hardswish, F.hardswish, lambda x: F.hardswish(x, inplace=True), code=8,
         backward=lambda dz, y: _aten.hardswish_backward(dz, y), bends=lambda: (-3.0, 3.0),
+        op=_aten.hardswish.default, gradient=_aten.hardswish_backward.default,
     ),
     "softsign": Pointwise(nn.Softsign, F.softsign, bends=_at_zero),
     "tanhshrink": Pointwise(nn.Tanhshrink, F.tanhshrink),
     "relu": Pointwise(
         nn.ReLU, F.relu, F.relu_, code=1, from_result=True, writes_gradient=True,
         backward=lambda dz, y, **out: _aten.threshold_backward(dz, y, 0, **out),
-        gate=lambda: Gate(1, 0.0, math.nan),
+        gate=lambda: Gate(1, 0.0, math.nan), op=_aten.relu.default, gradient=_aten.threshold_backward.default,  # at 0
     ),
     "leaky_relu": Pointwise(
         nn.LeakyReLU, F.leaky_relu, F.leaky_relu_, {"negative_slope": 0.01},
         code=2, from_result=True, writes_gradient=True,
         backward=lambda dz, y, slope, **out: _aten.leaky_relu_backward(dz, y, slope, False, **out),
         inverse=lambda z, ends, slope: F.leaky_relu(z, 1 / slope), gate=lambda slope: Gate(0, 0.0, math.nan, off=slope),
+        op=_aten.leaky_relu.default, gradient=_aten.leaky_relu_backward.default,
     ),
     "hardtanh": Pointwise(
         nn.Hardtanh, F.hardtanh, F.hardtanh_, {"min_val": -1.0, "max_val": 1.0},
         backward=lambda dz, y, low, high: _aten.hardtanh_backward(dz, y, low, high), gate=_clamped,
+        op=_aten.hardtanh.default, gradient=_aten.hardtanh_backward.default,
     ),
     "relu6": Pointwise(
         nn.ReLU6, F.relu6, lambda x: F.relu6(x, inplace=True),
@@ -357,20 +387,24 @@ POINTWISE: dict[str, Pointwise] = {
     "hardsigmoid": Pointwise(
         nn.Hardsigmoid, F.hardsigmoid, lambda x: F.hardsigmoid(x, inplace=True),
         backward=_aten.hardsigmoid_backward, gate=lambda: Gate(0, -3.0, 3.0, on=1 / 6, open_at=0.0),
+        op=_aten.hardsigmoid.default, gradient=_aten.hardsigmoid_backward.default,
     ),
     "hardshrink": Pointwise(
         nn.Hardshrink, F.hardshrink, numbers={"lambd": 0.5},
         backward=lambda dz, y, size: _aten.hardshrink_backward(dz, y, size), gate=_shrunk,
+        op=_aten.hardshrink.default,
     ),
     "softshrink": Pointwise(
         nn.Softshrink, F.softshrink, numbers={"lambd": 0.5},
         backward=lambda dz, y, size: _aten.softshrink_backward(dz, y, size), gate=_shrunk,
+        op=_aten.softshrink.default,
     ),
     "threshold": Pointwise(
         nn.Threshold, F.threshold, lambda x, *numbers: F.threshold(x, *numbers, inplace=True),
         {"threshold": 0.0, "value": 0.0},
         backward=lambda dz, y, threshold, value: _aten.threshold_backward(dz, y, threshold),
         gate=lambda threshold, value: Gate(1, threshold, math.nan),
+        op=_aten.threshold.default, gradient=_aten.threshold_backward.default,
     ),
 }  # fmt: skip
 

@@ -26,12 +26,12 @@ def batchnorm_statistics(
 
     Without running statistics the last two are NaN. They take their bytes all the same.
     """
-    if running_mean is None or running_var is None:
-        mean, invstd = batchnorm.moments(x, Running(), eps=eps)
-        return mean, invstd, torch.full_like(mean, math.nan), torch.full_like(mean, math.nan)
-    running = Running(running_mean.clone(), running_var.clone(), momentum)
+    running = Running()
+    if running_mean is not None and running_var is not None:
+        running = Running(running_mean.clone(), running_var.clone(), momentum)
     mean, invstd = batchnorm.moments(x, running, eps=eps)
-    return mean, invstd, running.mean, running.var  # pyright: ignore[reportReturnType]
+    moved = [torch.full_like(mean, math.nan) if each is None else each for each in (running.mean, running.var)]
+    return mean, invstd, *moved  # pyright: ignore[reportReturnType]
 
 
 @batchnorm_statistics.register_fake
@@ -62,10 +62,9 @@ def _(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-def _decomposed_statistics(
-    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float, eps: float
-) -> tuple[Tensor, ...]:
+def _decomposed_statistics(x: Tensor, running_mean: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
     """The same as ops that a compiler fuses."""
+    running_var, momentum, eps = given
     axes = [axis for axis in range(x.dim()) if axis != 1]
     count = x.numel() // x.shape[1]
     var, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), axes, correction=0)
@@ -76,17 +75,9 @@ def _decomposed_statistics(
     return mean, invstd, running_mean.lerp(mean, momentum), running_var.lerp(unbiased, momentum)
 
 
-def _decomposed_activation(
-    x: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    numbers: Sequence[float],
-) -> Tensor:
+def _decomposed_activation(x: Tensor, mean: Tensor, invstd: Tensor, *given: Any) -> Tensor:
     """The same as ops that a compiler fuses."""
+    weight, bias, residual, activation, numbers = given
     affine = Affine(mean, invstd, weight, bias)
     shape = [-1 if axis == 1 else 1 for axis in range(x.dim())]
     mean, scale, shift = (each.view(shape) for each in (mean, affine.gamma * invstd, affine.beta))

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowtide.compat.autograd import apply_of
 from lowtide.compat.fake import FakeTensor
+from lowtide.compat.messages import is_about_writes
 from lowtide.compat.tensors import version_of
 from lowtide.errors import LowtideError
 from lowtide.kernels import batchnorm as kernels
@@ -88,8 +90,7 @@ class _BatchNormActFunction(torch.autograd.Function):
         )
 
 
-# Without the step that is for ``torch.func`` alone, where torch's own ops run.
-apply_node: Any = super(torch.autograd.Function, _BatchNormActFunction).apply  # pyright: ignore[reportAttributeAccessIssue]
+apply_node = apply_of(_BatchNormActFunction)  # under ``torch.func``, torch's own ops run
 
 
 def _forward(
@@ -143,19 +144,22 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
         )
     try:
         saved = ctx.saved_tensors
-        if ctx.z is not None and ctx.z.is_written(saved[0]):
-            raise RuntimeError("an inplace operation through .data")
-        return saved
     except RuntimeError as error:
-        if "inplace operation" not in str(error):
+        if not is_about_writes(error):
             raise
-        what = "output" if ctx.keeps == "z" else "input"
-        raise LowtideError(
-            f"The {what} of a layer with strategy={ctx.spec.strategy!r} was changed in place, and backward needs it",
-            where=str(ctx.spec.where),
-            hint="Make the later op an out-of-place one"
-            + (", or use strategy='checkpoint'." if what == "output" else "."),
-        ) from error
+        raise _written_error(ctx) from error
+    if ctx.z is not None and ctx.z.is_written(saved[0]):  # through .data
+        raise _written_error(ctx)
+    return saved
+
+
+def _written_error(ctx: Any) -> LowtideError:
+    what = "output" if ctx.keeps == "z" else "input"
+    return LowtideError(
+        f"The {what} of a layer with strategy={ctx.spec.strategy!r} was changed in place, and backward needs it",
+        where=str(ctx.spec.where),
+        hint="Make the later op an out-of-place one" + (", or use strategy='checkpoint'." if what == "output" else "."),
+    )
 
 
 def _copies_for_rebuild(weight: Tensor | None, bias: Tensor | None, learned: Sequence[Tensor]) -> list[Any] | None:

@@ -316,18 +316,8 @@ def linear_cross_entropy_gradients(
 
 
 @linear_cross_entropy_gradients.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    cap: float,
-    is_mean: bool,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given = (x, weight, x if bias is None else bias)
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given, needs = (x, weight, x if bias is None else bias), settings[-1]
     gradients = (torch.empty_like(each) if need else x.new_empty(0) for each, need in zip(given, needs, strict=True))
     return x.new_empty((), dtype=wide(x.dtype)), *gradients  # pyright: ignore[reportReturnType]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.compat.autograd import packed_tensors, top_saved_hooks
+from lowtide.compat.autograd import CHECKPOINT, packed_tensors, top_saved_hooks
 from lowtide.compat.dynamo import AOT_AUTOGRAD
 from lowtide.compat.fake import FakeTensor
 from lowtide.compat.frames import frame_at
@@ -279,7 +279,7 @@ def _stretch(tensor: Tensor) -> int | None:
     return numel
 
 
-_OPAQUE = ("torch.utils.checkpoint", AOT_AUTOGRAD)
+_OPAQUE = (CHECKPOINT, AOT_AUTOGRAD)
 
 
 def _is_opaque(frame: FrameType | None) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from lowtide.compat.autograd import apply_of
 from lowtide.compat.tensors import is_view
 from lowtide.compat.transforms import is_batched, is_exporting, is_transformed
 from lowtide.kernels import fewbit as kernels
@@ -185,8 +186,7 @@ class _FewBitFunction(torch.autograd.Function):
         return dx if dx.dtype == ctx.dtype else dx.to(ctx.dtype), None, None
 
 
-# Without the step that is for ``torch.func`` alone, where torch's own ops run.
-_apply: Any = super(torch.autograd.Function, _FewBitFunction).apply  # pyright: ignore[reportAttributeAccessIssue]
+_apply = apply_of(_FewBitFunction)  # under ``torch.func``, torch's own ops run
 
 
 class _TimesSlope(torch.autograd.Function):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from lowtide.compat.autograd import in_backward, top_saved_hooks, why_saved_hooks_are_disabled
+from lowtide.compat.autograd import CHECKPOINT, in_backward, top_saved_hooks, why_saved_hooks_are_disabled
 from lowtide.compat.frames import frame_at
 from lowtide.compat.modules import CALL, runs_compiled
 from lowtide.compat.transforms import functorch_is_active, is_jit_traced
@@ -44,7 +44,7 @@ def may_open() -> bool:
     return (
         torch.is_grad_enabled()
         and not in_backward()
-        and (top is None or getattr(top[0], "__module__", "") != "torch.utils.checkpoint")
+        and (top is None or getattr(top[0], "__module__", "") != CHECKPOINT)
         and why_saved_hooks_are_disabled() is None
         and not functorch_is_active()
         and not is_jit_traced()

@@ -19,8 +19,8 @@ from lowtide.kernels.adamw8bit import Entry
 from lowtide.kernels.fewbit import is_dense
 from lowtide.kernels.reference.adamw8bit import BLOCK, Hyper, Moments, decode, encode
 from lowtide.optim.one_parameter import FIRST
-from lowtide.optim.rounding import with_notes
-from lowtide.optim.state_dict import load_exactly, loads_exactly
+from lowtide.optim.rounding import step_seed, with_notes
+from lowtide.optim.state_dict import load_exactly, loads_exactly, saved_parameters
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -85,7 +85,7 @@ class AdamW8bit(torch.optim.Optimizer):
                 foreach_add_(counts, torch.tensor(1.0))
             for count, number, members in _runs(stepped, of_neighbours=rounds):
                 # The kernels add a parameter's place in the run: its noise does not depend on the others.
-                seed = (group["seed"] * 2654435761 + count * 97003) % 2**30 + number
+                seed = step_seed(group["seed"], count) % 2**30 + number
                 self._step(number, members, _hyper(group, count), seed if rounds else None)
         return loss
 
@@ -127,13 +127,12 @@ class AdamW8bit(torch.optim.Optimizer):
         Another optimizer's state is refused, and then nothing is changed.
         """
         groups, states = list(state_dict["param_groups"]), dict(state_dict["state"])
-        # If the numbers of groups or parameters differ, torch raises after this.
-        for index, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
+        for index, (group, saved) in enumerate(zip(self.param_groups, groups, strict=False)):
             _refuse_amsgrad(saved)
             groups[index] = {**{key: group[key] for key in self.defaults if key in group}, **saved}
-            for p, number in zip(group["params"], saved["params"], strict=False):
-                if states.get(number):
-                    states[number] = _in_8bit(p, states[number])
+        for p, number, _ in saved_parameters(self, state_dict):
+            if states.get(number):
+                states[number] = _in_8bit(p, states[number])
         with nullcontext() if loads_exactly(self) else load_exactly(self):
             super().load_state_dict({**state_dict, "param_groups": groups, "state": states})
         vars(self).pop("_last", None)

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from lowtide.compat.optimizers import load_post_hooks, load_pre_hooks
 from lowtide.errors import LowtideError, MissingExtra
+from lowtide.optim.one_parameter import parameters_in
 from lowtide.optim.rounding import with_notes
+from lowtide.optim.state_dict import saved_parameters
 from lowtide.undo import Undo
 
 
@@ -190,15 +192,13 @@ def bridged(base: Any, bridge: Bitsandbytes) -> Any:
 
     def load_state_dict(self: Any, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
         states, wrapped = dict(state_dict["state"]), base._FSDP_WRAPPED_QUANT_STATE_KEY
-        # If the numbers of groups or parameters differ, bitsandbytes raises after this.
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
-            for p, number in zip(group["params"], saved["params"], strict=False):
-                state = dict(states.get(number, {}))
-                state.update(state.pop(wrapped, {}))
-                first = state.get(bridge.keys[0])
-                is_plain = first is not None and first.dtype != torch.uint8
-                if state:
-                    states[number] = with_notes(bridge.lowered(p, state), state) if is_plain else state
+        for p, number, _ in saved_parameters(self, state_dict):
+            state = dict(states.get(number, {}))
+            state.update(state.pop(wrapped, {}))
+            first = state.get(bridge.keys[0])
+            is_plain = first is not None and first.dtype != torch.uint8
+            if state:
+                states[number] = with_notes(bridge.lowered(p, state), state) if is_plain else state
         loaded = {**state_dict, "state": states}
         for hook in load_pre_hooks(self).values():  # which bitsandbytes leaves out
             loaded = hook(self, loaded) or loaded
@@ -262,13 +262,13 @@ def _refuse(optimizer: Any) -> None:
         )
     for group in optimizer.param_groups:
         _refuse_group(group)
-        for p in group["params"]:
-            if not p.is_contiguous() or p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise LowtideError(
-                    f"bitsandbytes steps contiguous parameters of 16 or 32 bits, and one is {p.dtype} with strides "
-                    f"{tuple(p.stride())}",
-                    hint='The state can be on the host instead: "cpu".',
-                )
+    for p in parameters_in(optimizer):
+        if not p.is_contiguous() or p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise LowtideError(
+                f"bitsandbytes steps contiguous parameters of 16 or 32 bits, and one is {p.dtype} with strides "
+                f"{tuple(p.stride())}",
+                hint='The state can be on the host instead: "cpu".',
+            )
 
 
 def _refuse_group(group: dict[str, Any]) -> None:
@@ -285,7 +285,7 @@ def _runs_anywhere(base: type) -> type:
     """The class of torchao, uncompiled on a CPU."""
 
     def step(self: Any, closure: Any = None) -> Any:
-        compiles = all(p.is_cuda for group in self.param_groups for p in group["params"])
+        compiles = all(p.is_cuda for p in parameters_in(self))
         with nullcontext() if compiles else torch.compiler.set_stance("force_eager"):
             return base.step(self, closure)
 

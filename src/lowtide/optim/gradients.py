@@ -20,7 +20,7 @@ from lowtide.optim.hooks import (
     use_gradients,
 )
 from lowtide.optim.in_backward import is_stepped_in_backward
-from lowtide.optim.one_parameter import SingleStep
+from lowtide.optim.one_parameter import SingleStep, parameters_in
 from lowtide.undo import Undo
 
 Bits = Literal["16bit", "8bit"]
@@ -126,7 +126,7 @@ class GradientStore(StepPart):
         parameter.grad = None
 
     def ready(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        return [p for group in optimizer.param_groups for p in group["params"] if p in self.packed]
+        return [p for p in parameters_in(optimizer) if p in self.packed]
 
     def run(self, single: SingleStep, parameters: list[Tensor]) -> None:
         if single is self.single:  # and no copy of a trace

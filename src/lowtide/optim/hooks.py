@@ -14,7 +14,7 @@ from torch import Tensor
 from lowtide.compat.autograd import gradient_hooks
 from lowtide.compat.optimizers import AMP_SCALING, step_pre_hooks, watch_clipping
 from lowtide.errors import LowtideError
-from lowtide.optim.one_parameter import SingleStep
+from lowtide.optim.one_parameter import SingleStep, parameters_in
 from lowtide.undo import Undo
 
 
@@ -36,8 +36,7 @@ class StepPart(ABC):
 
     def ready(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         """The parameters to step now."""
-        ready = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return [p for p in ready if self.takes(p)]
+        return [p for p in parameters_in(optimizer) if p.grad is not None and self.takes(p)]
 
     @abstractmethod
     def run(self, single: SingleStep, parameters: list[Tensor]) -> None:
@@ -145,7 +144,7 @@ def trainable_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the parameters that get gradients. Refuse an optimizer that cannot step one at a time."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise LowtideError("LBFGS steps all parameters as one", hint="Use another optimizer.")
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return [p for p in parameters_in(optimizer) if p.requires_grad]
 
 
 _refusals: set[object] = set()  # one for each optimizer that uses gradients in backward

@@ -13,6 +13,7 @@ from lowtide.errors import LowtideError
 from lowtide.optim.bridges import Bitsandbytes, import_bitsandbytes
 from lowtide.optim.hooks import hook_owners
 from lowtide.optim.in_backward import is_stepped_in_backward
+from lowtide.optim.one_parameter import parameters_in
 from lowtide.optim.state import convert
 from lowtide.undo import Undo
 
@@ -59,7 +60,7 @@ def scale_rates(
     top = _top(factor, warmup_steps, rule)
     if any(isinstance(owner, _ScaledStep) for owner in hook_owners(optimizer)):
         raise LowtideError("The rates are scaled already", hint="Call undo() of the first one before applying it.")
-    if any(is_stepped_in_backward(p) for group in optimizer.param_groups for p in group["params"]):
+    if any(map(is_stepped_in_backward, parameters_in(optimizer))):
         raise LowtideError("Parameters that are stepped in backward have no step to scale the rates of")
     with Undo() as undo:
         if bound:

@@ -47,6 +47,11 @@ class SingleStep:
         shadow.param_groups, shadow.state = [], optimizer.state  # else the last copy would live until the next step
 
 
+def parameters_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """List an optimizer's parameters, group after group."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def _places(optimizer: torch.optim.Optimizer) -> dict[Tensor, tuple[int, int]]:
     """The number of each parameter's group, and its own."""
     pairs = ((p, index) for index, group in enumerate(optimizer.param_groups) for p in group["params"])

@@ -11,13 +11,14 @@ from lowtide.errors import LowtideError
 from lowtide.kernels.adamw8bit import random_bits
 from lowtide.kernels.reference.adamw8bit import round_by
 from lowtide.optim.hooks import StepPart, take_part
-from lowtide.optim.one_parameter import SingleStep
+from lowtide.optim.one_parameter import SingleStep, parameters_in
 from lowtide.optim.state_dict import as_saved, keeps_parameter_dtype, load_exactly
 from lowtide.undo import Undo
 
 How = Literal["stochastic", "kahan"]
 ROUNDINGS: tuple[How, ...] = ("stochastic", "kahan")
 
+_SHORT = (torch.bfloat16, torch.float16)
 COUNT, REST = "roundings", "rounded_away"  # in a parameter's state, and so in what is saved
 
 
@@ -39,7 +40,7 @@ def round_updates(optimizer: torch.optim.Optimizer, how: How = "stochastic", *, 
     """
     if how not in ROUNDINGS:
         raise LowtideError(f"Updates cannot be rounded by {how!r}", hint='Pass "stochastic" or "kahan".')
-    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+    dtypes = {p.dtype for p in parameters_in(optimizer)}
     if how == "stochastic" and torch.float16 in dtypes:
         raise LowtideError("Stochastic rounding is for bfloat16 weights", hint='Pass "kahan" for float16.')
     undo = take_part(optimizer, _Rounded(optimizer, how, seed))
@@ -59,6 +60,11 @@ def round_stochastically(x: Tensor, *, seed: int) -> Tensor:
     return round_by(x, random_bits(x, seed))
 
 
+def step_seed(seed: int, count: int) -> int:
+    """Return a seed for the roundings of a step, from an optimizer's and the steps so far."""
+    return seed * 2654435761 + count * 97003
+
+
 def with_notes(converted: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     """Add the notes of rounding in a state to its converted form, unless that is empty."""
     return {**converted, **{key: state[key] for key in (COUNT, REST) if key in state}} if converted else {}
@@ -76,10 +82,10 @@ class _Rounded(StepPart):
         return f"{self.how} rounding"
 
     def takes(self, parameter: Tensor) -> bool:
-        return parameter.dtype in (torch.bfloat16, torch.float16)
+        return parameter.dtype in _SHORT
 
     def run(self, single: SingleStep, parameters: list[Tensor]) -> None:
-        numbers = {p: i for i, p in enumerate(p for g in single.optimizer.param_groups for p in g["params"])}
+        numbers = {p: i for i, p in enumerate(parameters_in(single.optimizer))}
         for parameter in parameters:
             state = _widened(single.optimizer.state[parameter])
             gradient = parameter.grad
@@ -92,7 +98,7 @@ class _Rounded(StepPart):
             wide.grad = None
             count = state[COUNT] = int(state.get(COUNT, 0)) + 1
             if self.how == "stochastic":
-                seed = (self.seed * 2654435761 + count * 97003 + numbers[parameter] * 40503) % 2**31
+                seed = (step_seed(self.seed, count) + numbers[parameter] * 40503) % 2**31
                 parameter.copy_(round_stochastically(wide, seed=seed))
             else:
                 parameter.copy_(wide)
@@ -101,7 +107,7 @@ class _Rounded(StepPart):
 
 def _widened(state: dict[str, Any]) -> dict[str, Any]:
     """The state with float32 where it had 16 bits, in place; what was rounded away stays short."""
-    state.update({key: value.float() for key, value in state.items() if key != REST and _is_short(value)})
+    state.update({key: value.float() for key, value in state.items() if key != REST and _is_of(value, *_SHORT)})
     return state
 
 
@@ -115,16 +121,12 @@ def _give_back(optimizer: torch.optim.Optimizer) -> None:
             parameter.data += rest
         if short and parameter.dtype == torch.float32:
             _widened(state)  # raised from 8 bits while the weights were short
-        elif short and parameter.dtype in (torch.bfloat16, torch.float16):
-            floats = {key: value for key, value in state.items() if _is_wide(value)}
+        elif short and parameter.dtype in _SHORT:
+            floats = {key: value for key, value in state.items() if _is_of(value, torch.float32)}
             state.update({key: value.to(parameter.dtype) for key, value in floats.items()})
         if not state:
             del optimizer.state[parameter]
 
 
-def _is_short(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) and value.ndim > 0
-
-
-def _is_wide(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.float32 and value.ndim > 0
+def _is_of(value: Any, *dtypes: torch.dtype) -> bool:
+    return isinstance(value, Tensor) and value.dtype in dtypes and value.ndim > 0

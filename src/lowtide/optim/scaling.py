@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.compat.autograd import call_after_backward, graph_task_id
-from lowtide.compat.operators import foreach_norm
 from lowtide.compat.optimizers import register_first_step_pre_hook
 from lowtide.errors import LowtideError
 from lowtide.optim.gradients import GradientStore
 from lowtide.optim.hooks import part_of
 from lowtide.optim.in_backward import is_stepped_in_backward
+from lowtide.optim.one_parameter import parameters_in
 from lowtide.undo import Undo
 
 SAVED = "loss_scale"  # in an optimizer's first group, where it is saved
@@ -56,8 +56,8 @@ class LossScale:
 
     def guard(self, optimizer: torch.optim.Optimizer) -> Undo:
         """Leave steps out whose gradients are not finite; refused where none are left to look at until the step."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if isinstance(part_of(optimizer), GradientStore) or any(map(is_stepped_in_backward, parameters)):
+        is_used = any(map(is_stepped_in_backward, parameters_in(optimizer)))
+        if is_used or isinstance(part_of(optimizer), GradientStore):
             raise LowtideError(
                 "A scaled loss needs its gradients until the step, and this optimizer has none by then",
                 hint="Use bfloat16, which needs no scale, or undo the stored gradients or the steps in backward.",
@@ -103,7 +103,7 @@ class LossScale:
         return self.value
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        held = [p for p in parameters_in(optimizer) if p.grad is not None]
         finite = _are_finite([p.grad for p in held if p.grad is not None])
         self._follow(optimizer, finite=finite)
         if not finite:
@@ -136,15 +136,8 @@ class LossScale:
 
 def _are_finite(gradients: list[Tensor]) -> bool:
     """Whether nothing is infinite or nan, by the largest value: other norms overflow where all values are finite."""
-    largest: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    gradients = [gradient for gradient in gradients if gradient.numel()]
-    norms = foreach_norm(gradients, ord=torch.inf) if gradients else []
-    for norm in norms:
-        largest.setdefault((norm.device, norm.dtype), []).append(norm)
-    finite: dict[torch.device, list[Tensor]] = {}
-    for (device, _), some in largest.items():
-        finite.setdefault(device, []).append(torch.stack(some).isfinite().all())
-    return all(bool(torch.stack(flags).all()) for flags in finite.values())  # waits for each device once
+    largest = nn.utils.get_total_norm([each for each in gradients if each.numel()], torch.inf)
+    return bool(largest.isfinite())  # waits for the device once
 
 
 class _Pass:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -60,6 +60,15 @@ def keeps_parameter_dtype(optimizer: torch.optim.Optimizer) -> bool:
     return any(b.__module__.startswith("torch.optim.") and b is not torch.optim.Optimizer for b in bases)
 
 
+def saved_parameters(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> Iterator[tuple[Tensor, Any, dict[str, Any]]]:
+    """Yield each parameter with its number and group in a saved state. torch raises later where there are others."""
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        for parameter, number in zip(group["params"], saved["params"], strict=False):
+            yield parameter, number, saved
+
+
 class _Loading:
     """Takes states out of what torch loads, and puts them where they belong when torch has loaded the groups."""
 
@@ -77,14 +86,12 @@ class _Loading:
     def before(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         left = dict(state_dict["state"])
         self.states = {}
-        # If the numbers of groups or parameters differ, torch raises after this.
-        for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
-            for parameter, number in zip(group["params"], saved["params"], strict=False):
-                if number in left:
-                    state = left.pop(number)
-                    for receive in self.receivers:
-                        state = receive(parameter, state, saved)
-                    self.states[parameter] = state
+        for parameter, number, saved in saved_parameters(optimizer, state_dict):
+            if number in left:
+                state = left.pop(number)
+                for receive in self.receivers:
+                    state = receive(parameter, state, saved)
+                self.states[parameter] = state
         self.states.update(deepcopy(left))  # of no parameter
         return {**state_dict, "state": {}}
 

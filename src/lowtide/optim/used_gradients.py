@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lowtide.compat.tensors import make_wrapper
 from lowtide.errors import LowtideError
 from lowtide.optim.hooks import hook_owners
+from lowtide.optim.one_parameter import parameters_in
 
 _MOVES = ("aten::_to_copy", "aten::detach")  # of a model: the mark goes with its parameter
 _ZEROS = ("aten::zero_", "aten::_foreach_zero_")  # of zero_grad(set_to_none=False), which reads no values
@@ -68,10 +69,9 @@ def mark_used(optimizer: torch.optim.Optimizer | None, techniques: Sequence[str]
 
 def remove_marks(optimizer: torch.optim.Optimizer | None) -> None:
     """Set ``.grad`` to None where it is a mark."""
-    for group in [] if optimizer is None else optimizer.param_groups:
-        for parameter in group["params"]:
-            if isinstance(parameter.grad, UsedGradient):
-                parameter.grad = None
+    for parameter in [] if optimizer is None else parameters_in(optimizer):
+        if isinstance(parameter.grad, UsedGradient):
+            parameter.grad = None
 
 
 def _mark(like: Tensor, techniques: Sequence[str], **changed: Any) -> UsedGradient:

@@ -6,10 +6,8 @@ autograd's may look at values. So the joint graph is run once, op by op, on the 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -35,7 +33,7 @@ from lowtide.tracing.capture.inputs import GraphInputs
 from lowtide.tracing.capture.joint import Joint, is_random
 from lowtide.tracing.capture.loss import Capture, capture_loss
 from lowtide.tracing.dense_parts import address
-from lowtide.tracing.graph import Graph
+from lowtide.tracing.op_calls import draws
 from lowtide.tracing.snapshot import unchanged
 from lowtide.workload import Workload
 
@@ -160,7 +158,8 @@ def _compared_part(work: Workload) -> tuple[ComparedCapture | None, str]:
 
 def check_draws(joint: Joint, plain: Profile) -> None:
     """Raise ``TraceError`` where capture left out random numbers that the plain step draws."""
-    if _draws(plain.graph) > sum(map(is_random, joint.forward)):
+    drawing = [op for op in plain.graph.ops if op.is_random and op.phase == "forward" and not op.recompute]
+    if len(drawing) > sum(draws(node.target, node.args, node.kwargs) for node in joint.forward if is_random(node)):
         raise TraceError(
             "The step draws random numbers that nothing uses, and a captured graph leaves them out",
             hint=NEEDS_NO_CAPTURE,
@@ -210,18 +209,3 @@ def _run(work: Workload, joint: Joint, inputs: Sequence[Any]) -> list[Parts]:
         ]
     except torch.OutOfMemoryError:
         return []
-
-
-def _draws(graph: Graph) -> int:
-    """How often the forward pass of a traced step draws random numbers."""
-    names = (op.name for op in graph.ops if op.phase == "forward" and not op.recompute)
-    return sum(_is_random_op(name) for name in names)
-
-
-@cache
-def _is_random_op(name: str) -> bool:
-    try:
-        op = operator.attrgetter(name)(torch.ops)
-    except (AttributeError, RuntimeError):  # such as what lowtide itself records
-        return False
-    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())

@@ -32,7 +32,8 @@ def no_plan(search: Search, wanted: int, permitted: Permission) -> BudgetError:
     smallest = f"{bound}{format_size(least.peak_bytes)}, {least.peak_bytes} bytes"
     reason = f"{format_size(wanted)} is below the smallest plan ({smallest})."
     advice = _advice(search, least, wanted, permitted)
-    return BudgetError("\n".join(filter(None, (reason, _composition(search), advice))))
+    lines = filter(None, (reason, _composition(search), advice))
+    return BudgetError("\n".join(lines), smallest_bytes=least.peak_bytes)
 
 
 def _composition(search: Search) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +24,7 @@ import torch
 
 from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Source
+from lowtide.profiling.timing import RunMeter
 from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.graph import Graph, Op, Storage, TensorView
 from lowtide.tracing.meter import measure_cpu_call
@@ -118,26 +118,21 @@ def _workspace_of(run: Callable[[], object], device: torch.device) -> int:
     if device.type == "cpu":
         return measure_cpu_call(run)
     run()  # the first call may load the kernel and fill library caches
-    torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    out = run()
+    with RunMeter(device) as meter:
+        out = run()
     after = torch.cuda.memory_allocated(device)
     del out
-    return torch.cuda.max_memory_allocated(device) - max(before, after)
+    return meter.peak_bytes - max(before, after)
 
 
 def _seconds_of(run: Callable[[], object], device: torch.device) -> float:
     """Time the fastest of three calls, after one that may load the kernel."""
     times: list[float] = []
     for _ in range(4):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
+        with RunMeter(device) as meter:
+            run()
+        times.append(meter.seconds)
     return min(times)
 
 

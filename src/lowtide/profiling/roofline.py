@@ -36,15 +36,11 @@ def operations(op: Op) -> float:
         return 2.0 * math.prod(op.outputs[0].shape) * math.prod(shapes[1][1:])
     if name == "convolution_backward":
         grad, _, weight = shapes[:3]
-        return 2.0 * math.prod(grad) * math.prod(weight[1:]) * _needed_gradients(op)
+        gradients = sum(len(v.shape) > 1 for v in op.outputs)  # of the input and the weight: a convolution each
+        return 2.0 * math.prod(grad) * math.prod(weight[1:]) * gradients
     if "attention" in name or name.startswith(("_flash_attention", "_efficient_attention")):
         backward = "backward" in name
         query, key = (shapes[1], shapes[2]) if backward else (shapes[0], shapes[1])
         if len(query) == 4:
             return (10.0 if backward else 4.0) * math.prod(query) * key[-2]
     return 0.0
-
-
-def _needed_gradients(op: Op) -> int:
-    """Gradients of the input and of the weight cost one convolution each."""
-    return sum(1 for v in op.outputs if len(v.shape) > 1)

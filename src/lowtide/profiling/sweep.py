@@ -189,6 +189,7 @@ def max_batch(
         raise BudgetError(
             f"Not even a batch of {low} fits {format_size(limit_bytes)}: it needs {format_size(peak)}",
             hint="Raise the limit, or plan the step for it: lowtide plan --budget.",
+            smallest_bytes=peak,
         )
     while low < most and fits(low * 2):
         low *= 2

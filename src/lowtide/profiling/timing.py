@@ -1,9 +1,10 @@
-"""Seconds of a step by the clock: a few forward and backward passes, nothing traced."""
+"""Seconds and peaks of a step that runs a few times, nothing traced."""
 
 from __future__ import annotations
 
 import gc
 import time
+from typing import Self
 
 import torch
 from torch import distributed
@@ -15,6 +16,29 @@ _ROUNDS = 3  # of steps that take longer than a moment, at the most
 _MOST_ROUNDS = 12  # of short steps: a loss may print or count its calls
 _LEAST_SECONDS = 0.05  # of short steps, whose noise is large
 _ENOUGH_SECONDS = 0.5  # of each step, after which no other round begins
+
+
+class RunMeter:
+    """Time a block by the clock, and read the peak of a GPU's allocator in it; 0 elsewhere. Waits for the GPU."""
+
+    seconds = 0.0
+    peak_bytes = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+
+    def __enter__(self) -> Self:
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._device is not None:
+            torch.cuda.synchronize(self._device)
+            self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        self.seconds = time.perf_counter() - self._start
 
 
 def best_seconds(*steps: Workload, whole: bool = False) -> list[float]:
@@ -37,17 +61,12 @@ def best_seconds(*steps: Workload, whole: bool = False) -> list[float]:
 
 def seconds_of_loss(work: Workload, *, whole: bool = False) -> float:
     """Time one forward and backward pass, and the optimizer's step if ``whole``. Leaves gradients set."""
-    on_gpu = work.device.type == "cuda"
     work.model.zero_grad()
-    if on_gpu:
-        torch.cuda.synchronize(work.device)
-    start = time.perf_counter()
-    work.compute_loss().backward()
-    if whole and work.optimizer is not None:
-        work.optimizer.step()
-    if on_gpu:
-        torch.cuda.synchronize(work.device)
-    return time.perf_counter() - start
+    with RunMeter(work.device) as run:
+        work.compute_loss().backward()
+        if whole and work.optimizer is not None:
+            work.optimizer.step()
+    return run.seconds
 
 
 def peak_above_start(work: Workload) -> int | None:
@@ -61,13 +80,11 @@ def peak_above_start(work: Workload) -> int | None:
         with CpuPeak() as meter:
             work.compute_loss().backward()
         return meter.bytes
-    torch.cuda.synchronize(work.device)
     torch.cuda.empty_cache()  # blocks that others left would be taken whole where a smaller one is asked for
-    torch.cuda.reset_peak_memory_stats(work.device)
     before = torch.cuda.memory_allocated(work.device)
-    work.compute_loss().backward()
-    torch.cuda.synchronize(work.device)
-    return torch.cuda.max_memory_allocated(work.device) - before
+    with RunMeter(work.device) as run:
+        work.compute_loss().backward()
+    return run.peak_bytes - before
 
 
 def has_ranks() -> bool:

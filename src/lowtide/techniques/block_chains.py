@@ -338,9 +338,7 @@ def _runs_only_once(op: Op, graph: Graph) -> bool:
     Such an op draws from a generator whose state no checkpoint keeps, or saves its noise before drawing it. A
     checkpoint stops once it has all saved tensors, before the draw; around a ``nn.RReLU`` it is told not to.
     """
-    return op.own_generator or (
-        op.name.startswith("aten.rrelu_with_noise") and dict(graph.modules).get(op.module) != "RReLU"
-    )
+    return op.own_generator or (op.kernel == "aten.rrelu_with_noise" and dict(graph.modules).get(op.module) != "RReLU")
 
 
 def _writes_input(graph: Graph, ops: list[int]) -> bool:

@@ -19,7 +19,6 @@ from lowtide.nn.lazy_logits import lazy_logits
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.replaced_forward import Forward, apply_at_sites, replace_forward
 from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, Technique
-from lowtide.tracing.call_sites import short_name
 from lowtide.tracing.graph import Graph, Op
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
@@ -149,7 +148,7 @@ class _Head:
 
     def seconds(self, graph: Graph, chunk: int) -> float:
         """Bytes over the bandwidth that the log-softmax had; never less than the sums over chunks take."""
-        softmax = next(op for op in map(graph.ops.__getitem__, self.others) if short_name(op.name) == "_log_softmax")
+        softmax = next(op for op in map(graph.ops.__getitem__, self.others) if op.kernel == "aten._log_softmax")
         moved = sum(value.bytes for value in (*softmax.inputs, *softmax.outputs))
         per_byte = softmax.seconds / max(moved, 1)
         sums = 2 * math.ceil(self.rows / chunk) * self.classes * self.features * max(self.itemsize, 4)
@@ -162,7 +161,7 @@ def _heads(graph: Graph) -> Iterator[_Head]:
     kinds = dict(graph.modules)
     calls: dict[str, list[Op]] = {}
     for op in graph.ops:
-        if op.phase == "forward" and kinds.get(op.module) == "Linear" and short_name(op.name) in _PRODUCTS:
+        if op.phase == "forward" and kinds.get(op.module) == "Linear" and op.kernel in _PRODUCTS:
             calls.setdefault(op.module, []).append(op)
     for path, ops in calls.items():
         head = _head(graph, path, ops[0]) if len(ops) == 1 else None
@@ -178,23 +177,23 @@ def _head(graph: Graph, path: str, product: Op) -> _Head | None:
         if op.phase != "forward" or not storages & {value.storage for value in op.inputs}:
             continue
         others.append(op.index)
-        base, first = short_name(op.name), op.inputs[0].storage
-        if base in _COPIES or base == "_log_softmax":
+        base, first = op.kernel, op.inputs[0].storage
+        if base in _COPIES or base == "aten._log_softmax":
             storages |= {value.storage for value in op.outputs}
-            after |= {value.storage for value in op.outputs} if base == "_log_softmax" or first in after else set()
+            after |= {value.storage for value in op.outputs} if base == "aten._log_softmax" or first in after else set()
         elif base in _LOSSES and first in after and loss is None:
             loss = op
-        elif base != "sum" or first not in after:  # of label smoothing
+        elif base != "aten.sum" or first not in after:  # of label smoothing
             return None
     if loss is None or len(logits.shape) != 2:
         return None
     gradients, ends = set[int](), list[Op]()
     for op in graph.ops[loss.index + 1 :]:
         read = {value.storage for value in op.inputs}
-        begins = short_name(op.name) in _BACK and bool(read & after)
+        begins = op.kernel in _BACK and bool(read & after)
         if op.phase != "backward" or not (begins or read & gradients):
             continue
-        if short_name(op.name) in (*_PRODUCTS, "sum"):
+        if op.kernel in (*_PRODUCTS, "aten.sum"):
             ends.append(op)
         else:
             others.append(op.index)
@@ -221,7 +220,7 @@ def _head(graph: Graph, path: str, product: Op) -> _Head | None:
     )
 
 
-_PRODUCTS = ("mm", "addmm", "linear")
-_COPIES = ("_to_copy", "clone", "index", "_unsafe_view")
-_LOSSES = ("nll_loss_forward", "nll_loss2d_forward")
-_BACK = ("nll_loss_backward", "nll_loss2d_backward")
+_PRODUCTS = ("aten.mm", "aten.addmm", "aten.linear")
+_COPIES = ("aten._to_copy", "aten.clone", "aten.index", "aten._unsafe_view")
+_LOSSES = ("aten.nll_loss_forward", "aten.nll_loss2d_forward")
+_BACK = ("aten.nll_loss_backward", "aten.nll_loss2d_backward")

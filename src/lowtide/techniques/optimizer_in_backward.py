@@ -85,5 +85,7 @@ def _temporary_share(graph: Graph, passing: Sequence[Storage], sizes: Sequence[i
     for storage in passing:
         change[storage.birth] += storage.bytes
         change[storage.death] -= storage.bytes
-    at_once = any("_foreach_" in op.name for op in graph.ops[first:])  # of all parameters, or of one after another
+    at_once = any(
+        op.kernel.startswith("aten._foreach_") for op in graph.ops[first:]
+    )  # of all parameters, or of one after another
     return int(np.cumsum(change).max()) / max(sum(sizes) if at_once else max(sizes, default=0), 1)

@@ -21,7 +21,7 @@ from lowtide.profiling.devices import find_device
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.replaced_forward import Forward, apply_at_sites, module_at, replace_forward, runs_as
 from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, Technique
-from lowtide.tracing.graph import Graph, Op, TensorView
+from lowtide.tracing.graph import Graph, Op, TensorView, kernel_of
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
@@ -155,18 +155,18 @@ class _Inputs:
         reads: list[_Read] = []
         for op in graph.ops:
             if op.phase == "forward":
-                if op.module in linears and op.name.startswith("aten._to_copy"):
+                if op.module in linears and op.kernel == "aten._to_copy":
                     casts[op.module, op.outputs[0].storage] = op.inputs[0].storage
-                if op.module in linears and _is_product(op.name):
+                if op.module in linears and op.kernel in _PRODUCTS:
                     x = op.inputs[-2]
                     source = casts.get((op.module, x.storage), x.storage)
                     reads.append(_Read(op.module, op.index, x, op.outputs[0].shape[-1], source))
-            elif op.phase == "backward" and op.module in linears and _is_product(op.name):
+            elif op.phase == "backward" and op.module in linears and op.kernel in _PRODUCTS:
                 for value in op.inputs:
                     self._products.setdefault((op.module, value.storage), op)
         savers: dict[int, set[tuple[str, bool]]] = {}
         for saved in graph.saved:
-            savers.setdefault(saved.storage, set()).add((saved.needed_in, _is_product(saved.needed_by)))
+            savers.setdefault(saved.storage, set()).add((saved.needed_in, kernel_of(saved.needed_by) in _PRODUCTS))
         # A layer whose weight has no gradient keeps no input.
         self._reads = [r for r in reads if (r.path, True) in savers.get(r.x.storage, ())]
         activations = {s.id for s in graph.on_device if s.category == "activation"}
@@ -231,10 +231,7 @@ class _Inputs:
 
 
 _SEED_BYTES = 8
-
-
-def _is_product(name: str) -> bool:
-    return name.startswith(("aten.addmm.", "aten.mm."))
+_PRODUCTS = ("aten.addmm", "aten.mm")
 
 
 def _bytes(x: TensorView, sketch: Sketch) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal, get_args
 
 import numpy as np
@@ -81,9 +81,24 @@ class Op:
     is_training: bool = False  # it was called for training, as a batch norm that takes its batch's statistics
 
     @property
+    def kernel(self) -> str:
+        """The op in any overload, in place or not: see ``kernel_of``."""
+        return kernel_of(self.name)
+
+    @property
     def signature(self) -> str:
         """Key that determines the kernel: the op, shapes, strides and dtypes, the other arguments."""
         return signature(self.name, self.inputs, self.arguments)
+
+
+@cache
+def kernel_of(op: str) -> str:
+    """An op without its overload, in place or not.
+
+    >>> kernel_of("aten.relu_.default"), kernel_of("lowtide.fewbit.default")
+    ('aten.relu', 'lowtide.fewbit')
+    """
+    return ".".join(op.split(".")[:2]).removesuffix("_")
 
 
 def signature(name: str, inputs: Sequence[TensorView], arguments: str) -> str:

@@ -22,6 +22,7 @@ from lowtide.compat.fake import (
     FakeTensor,
     FakeTensorMode,
 )
+from lowtide.compat.messages import is_about_devices, refuses_saved_hooks
 from lowtide.compat.tensors import storage_id
 from lowtide.errors import LowtideError, TraceError, WorkloadError
 from lowtide.kernels.launches import watched
@@ -44,7 +45,6 @@ from lowtide.tracing.step_state import clear_gradients, own_storages, parameters
 from lowtide.workload import Workload
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
-_NO_HOOKS = "support saved tensor hooks"  # in the error of torch.func's gradients
 
 
 def trace(
@@ -75,7 +75,7 @@ def trace(
     try:
         return _trace(work, target, calls, fake=fake, saves=True)
     except (RuntimeError, TraceError) as error:
-        if _NO_HOOKS not in str(error):
+        if not refuses_saved_hooks(error):
             raise
     return _trace(work, target, calls, fake=fake, saves=False)
 
@@ -120,7 +120,7 @@ def _run_fake(
         raise
     except RuntimeError as error:  # torch's own: an op without a fake kernel, or one that a fake tensor trips
         hint = "If it runs on real ones, profile that: leave out fake=True."
-        if "devices" in str(error):
+        if is_about_devices(error):
             hint = "Make tensors that are neither in the model nor in the batch on the device of the input."
         what = next(iter(str(error).splitlines()), "")
         raise TraceError(f"The step does not run on fake tensors ({what})", hint=hint) from error

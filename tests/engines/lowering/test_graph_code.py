@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from lowtide import Workload
 from lowtide.engines import graph
 from lowtide.planning.programs.program import simulate
+from tests.models import squares
 
 from ..counting import Planner, executed_peak
-from ..planned import squares
 
 
 class Grams(nn.Module):

@@ -18,11 +18,11 @@ from lowtide.engines.lowering import host_pool
 from lowtide.engines.lowering.host_pool import HostPool
 from lowtide.planning.programs.program import Kind, Program, simulate
 from lowtide.tracing.capture.joint import Joint
+from tests.models import layers, squares
 
 from ...planning.held import offloading
 from ...soak import in_soak
-from ..counting import executed_peak, results
-from ..planned import squares
+from ..counting import assert_equal, executed_peak, plain_results, results
 
 Loss = Callable[[Any], Tensor]
 
@@ -61,8 +61,8 @@ def offloaded(work: Workload) -> tuple[Loss, Offloading]:
 def test_an_offloaded_step_has_the_plain_steps_bits_and_the_simulated_peak(name: str) -> None:
     work = zoo.small(name)
     loss, planner = offloaded(work)
-    expected = results(work, lambda batch: work.compute_loss(batch=batch))
-    assert all(map(torch.equal, results(work, loss), expected))
+    expected = plain_results(work)
+    assert_equal(results(work, loss), expected)
     (program,) = planner.programs
     kinds = [each.kind for each in (*program.forward, *program.backward)]
     assert kinds.count(Kind.FETCH) >= kinds.count(Kind.OFFLOAD) > 0
@@ -101,7 +101,7 @@ class Interrupt(BaseException):
 @pytest.mark.parametrize("where", ["OnHost", "Fetched"])
 def test_an_interrupted_step_leaves_the_pool_to_the_next(pools: list[HostPool], where: str) -> None:
     work = Workload(
-        nn.Sequential(*(each for _ in range(6) for each in (nn.Linear(16, 16), nn.GELU()))),
+        layers(6, 16, nn.GELU),
         squares,
         torch.randn(64, 16),
     )
@@ -121,7 +121,7 @@ def test_an_interrupted_step_leaves_the_pool_to_the_next(pools: list[HostPool], 
         loss(work.batch).backward()
     gc.collect()
     assert len(pools[0].idle) == 1
-    assert all(map(torch.equal, results(work, loss), expected))
+    assert_equal(results(work, loss), expected)
     assert len(pools[0].idle) == 1
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +19,9 @@ from lowtide.planning.programs.program import Instruction, Kind, Program, Role, 
 from lowtide.planning.programs.strategies import plain
 from lowtide.tracing.capture.joint import Joint, viewed
 from lowtide.tracing.capture.loss import capture_joint
+from tests.models import Call, InTurn, squares
 
 from ..lowered import LoweredStep, convolutions, language_model, makers_of
-from ..planned import squares
 
 LAYERS = 4
 
@@ -128,52 +130,25 @@ def test_draws_and_own_ops_are_regions_that_are_not_compiled(cut: Cut) -> None:
 # -- blocks ----------------------------------------------------------------------------------------------
 
 
-class Part(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
+def part() -> Call:
+    def run(m: Any, x: Tensor) -> Tensor:
         for _ in range(3):
-            x = x + F.gelu(self.two(F.silu(self.one(x))))
+            x = x + F.gelu(m.two(F.silu(m.one(x))))
         return x
 
-
-class Numbered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(Part() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts:
-            x = part(x)
-        return x
+    return Call(run, one=nn.Linear(8, 8), two=nn.Linear(8, 8))
 
 
-class Named(nn.Module):
-    """The same layers in modules without numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = Part(), Part(), Part()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.first(x)))
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "numbered": (lambda: InTurn(*(part() for _ in range(3))), 3),
+    "named": (lambda: Call(lambda m, x: m.last(m.middle(m.first(x))), first=part(), middle=part(), last=part()), 1),
+    "of one op each": (lambda: InTurn(*(nn.Linear(8, 8) for _ in range(9))), 1),
+}
 
 
-class Shallow(nn.Module):
-    """Numbered layers of one op each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.Sequential(*(nn.Linear(8, 8) for _ in range(9)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.parts(x)
-
-
-@pytest.mark.parametrize(("model", "count"), [(Numbered, 3), (Named, 1), (Shallow, 1)])
-def test_blocks_are_numbered_modules_with_several_ops(model: type[nn.Module], count: int) -> None:
+@pytest.mark.parametrize("parts", MODELS)
+def test_blocks_are_numbered_modules_with_several_ops(parts: str) -> None:
+    model, count = MODELS[parts]
     joint = capture_joint(Workload(model(), squares, torch.randn(4, 8)))
     cut = Cut(joint, plain(joint))
     assert len(cut.forward) == count

@@ -22,16 +22,18 @@ from lowtide.techniques.rewrites import chunked_loss
 from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.snapshot import unchanged
+from tests.models import squares
 
-from ..counting import executed_peak, results
+from ..counting import assert_equal, executed_peak, plain_results, results
 from ..lowered import convolutions, language_model
+from ..planned import assert_verified
 
 
 def with_dropout() -> Workload:
     torch.manual_seed(0)
     blocks = (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3))
     model = nn.Sequential(*blocks, *(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU(), nn.Dropout2d(0.5)))
-    return Workload(model, lambda m, x: m(x).square().mean(), torch.randn(8, 4, 16, 16))
+    return Workload(model, squares, torch.randn(8, 4, 16, 16))
 
 
 WORKS: dict[str, Callable[[], Workload]] = {
@@ -49,7 +51,7 @@ def small_logits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", WORKS)
 def test_each_program_gives_the_plain_steps_results_at_its_simulated_peak(name: str) -> None:
     work = WORKS[name]()
-    expected = results(work, lambda batch: work.compute_loss(batch=batch))
+    expected = plain_results(work)
     candidates = graph_candidates(work, profile(work))
     offers = [each for each in candidates.offers("graph", compile=False) if each.lowering == "rewritten"]
     smallest = min(offers, key=lambda each: each.estimate)
@@ -82,13 +84,11 @@ def test_a_step_with_rewrites_is_verified_and_undone() -> None:
     assert plan.fidelity is Fidelity.ROUNDOFF
     assert "batchnorm in 12 places" in plan.explain()
     read = Plan.from_json(plan.to_json())
-    verification = lowtide.verify(work, read)
-    assert verification.ok
-    assert verification.storage_peak_bytes == plan.storage_peak_bytes
-    before = results(work, lambda batch: work.compute_loss(batch=batch))
+    assert_verified(work, read)
+    before = plain_results(work)
     lowtide.apply(read, work).undo()
-    after = results(work, lambda batch: work.compute_loss(batch=batch))
-    assert all(map(torch.equal, before, after))
+    after = plain_results(work)
+    assert_equal(before, after)
 
 
 def rewritten_plan(work: Workload, share: float = 0.8) -> Plan:
@@ -122,7 +122,7 @@ def test_bytes_inside_of_rewrites_are_predicted() -> None:
 
 def test_a_graph_without_patterns_is_offered_once() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    work = Workload(model, lambda m, x: m(x).square().mean(), torch.randn(4, 8))
+    work = Workload(model, squares, torch.randn(4, 8))
     candidates = graph_candidates(work, profile(work))
     assert RewrittenLowering().form(candidates.joint) is candidates.joint
     assert {each.lowering for each in candidates.offers("graph", compile=False)} == {"ops"}

@@ -11,9 +11,9 @@ from lowtide.engines import graph
 from lowtide.planning.programs.program import Program
 from lowtide.planning.programs.strategies import plain, sqrt_without_cheap
 from lowtide.tracing.capture.loss import capture_joint
+from tests.models import squares
 
 from ...engines.counting import Planner
-from ...engines.planned import squares
 from ..held import coding, offloading
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -27,18 +27,11 @@ def overlaps(found: Sequence[Life], placement: Placement) -> bool:
     return False
 
 
-@given(many_lives())
+@pytest.mark.parametrize("place", [arena, pool])
+@given(found=many_lives())
 @settings(deadline=None)
-def test_no_two_values_that_live_at_once_overlap_in_the_arena(found: list[Life]) -> None:
-    placed = arena(found)
-    assert not overlaps(found, placed)
-    assert peak_bytes(found) <= placed.bytes <= sum(life.bytes for life in found)
-
-
-@given(many_lives())
-@settings(deadline=None)
-def test_a_pool_never_gives_memory_twice(found: list[Life]) -> None:
-    placed = pool(found)
+def test_no_two_values_that_live_at_once_overlap(place: Callable[[list[Life]], Placement], found: list[Life]) -> None:
+    placed = place(found)
     assert not overlaps(found, placed)
     assert peak_bytes(found) <= placed.bytes <= sum(life.bytes for life in found)
 

@@ -16,27 +16,21 @@ from lowtide.kernels import batchnorm_ops
 from lowtide.planning.programs.fused import fused_seconds, is_free, is_fused, readers
 from lowtide.tracing.capture.joint import Joint, viewed
 from lowtide.tracing.capture.loss import capture_joint
-
-from ...engines.planned import squares
+from tests.models import Call, squares
 
 aten: Any = torch.ops.aten
 
 
-class Mixed(nn.Module):
+def mixed(model: Any, x: Tensor) -> Tensor:
     """Elementwise ops that products read, that elementwise ops read, and that are read through views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.silu(self.norm(self.one(x))) * 3.0
-        return self.two(y.view(-1, 8)).tanh()
+    y = F.silu(model.norm(model.one(x))) * 3.0
+    return model.two(y.view(-1, 8)).tanh()
 
 
 @pytest.fixture(scope="module")
 def joint() -> Joint:
-    return capture_joint(Workload(Mixed(), squares, torch.randn(2, 4, 8)))
+    model = Call(mixed, one=nn.Linear(8, 8), two=nn.Linear(8, 8), norm=nn.LayerNorm(8))
+    return capture_joint(Workload(model, squares, torch.randn(2, 4, 8)))
 
 
 def only(joint: Joint, target: Any) -> fx.Node:

@@ -24,6 +24,7 @@ from lowtide.planning.programs.liveness import (
 from lowtide.planning.programs.strategies import plain
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.capture.loss import capture_joint
+from tests.models import Call, InTurn
 from tests.planning.orders import EXP, convolutions, lstm, mlp, orders
 from tests.refusals import refused
 
@@ -141,33 +142,21 @@ def executed_peak(joint: Joint) -> int:
 
 def test_an_op_does_not_write_over_what_it_reads_in_another_layout() -> None:
     """x + x.t() in place of x would read what it has written."""
-    joint = capture_joint(Workload(Turned(), lambda model, x: model(x).sum(), torch.randn(8, 8)))
+    turned = Call(lambda m, x: (y := x @ m.weight) + y.t(), weight=nn.Parameter(torch.randn(8, 8)))
+    joint = capture_joint(Workload(turned, lambda model, x: model(x).sum(), torch.randn(8, 8)))
     order = order_of(joint, plain(joint))
     assert [op.over for op in order.ops if op.makes == (1,)] == [()]
 
 
 def test_what_a_split_gives_is_counted_once() -> None:
-    joint = capture_joint(Workload(Split(), lambda model, x: model(x).sum(), torch.randn(64, 8)))
+    joint = capture_joint(
+        Workload(InTurn(nn.Linear(8, 32), each=split), lambda model, x: model(x).sum(), torch.randn(64, 8))
+    )
     order = order_of(joint, plain(joint))
     assert order.bytes[:3] == (64 * 32 * 4, 64 * 8 * 4, 64 * 8 * 4)  # of addmm, sigmoid and the first product
     assert peak_bytes(lives(order)) == executed_peak(joint)
 
 
-class Split(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b, c, d = self.linear(x).chunk(4, 1)
-        return torch.sigmoid(a) * b + c * d
-
-
-class Turned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x @ self.weight
-        return y + y.t()
+def split(linear: nn.Module, x: Tensor) -> Tensor:
+    a, b, c, d = linear(x).chunk(4, 1)
+    return torch.sigmoid(a) * b + c * d

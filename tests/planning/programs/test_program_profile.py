@@ -17,8 +17,8 @@ from lowtide.planning.programs.program_profile import Forecast
 from lowtide.profiling import profile
 from lowtide.tracing.capture.loss import capture_joint
 from lowtide.workload import Workload
+from tests.models import blocks, squares
 
-from ...engines.planned import squares
 from ..held import offloading
 
 
@@ -58,8 +58,8 @@ def test_ops_that_the_plain_step_has_not_are_run_alone(monkeypatch: pytest.Monke
 
 
 def test_a_program_names_the_modules_and_hands_on_what_its_step_does() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
-    work = Workload(model, lambda model, x: model(x).square().mean(), torch.randn(256, 32))
+    model = blocks(4, 32, nn.GELU)
+    work = Workload(model, squares, torch.randn(256, 32))
     before = profile(work)
     chosen = plan(work, "70%", profile=before, engine="graph", tune=False)
     after = predict_plan(work, chosen, before).after

@@ -20,7 +20,7 @@ from lowtide.planning.programs.strategies import (
 from lowtide.tracing.capture.batchnorm import is_batch_norm
 from lowtide.tracing.capture.joint import Joint, is_item
 from lowtide.tracing.capture.loss import capture_joint
-from tests.engines.counting import results
+from tests.engines.counting import assert_equal, plain_results, results
 from tests.planning.orders import convolutions
 from tests.soak import in_soak
 
@@ -42,10 +42,10 @@ def recursive_without_cheap(joint: Joint) -> Program:
 )
 def test_a_step_without_cheap_results_gives_the_plain_steps_bits(name: str, planner: Any) -> None:
     work = STEPS[name]()
-    expected = results(work, lambda batch: work.compute_loss(batch=batch))
+    expected = plain_results(work)
     torch._dynamo.reset()
     actual = results(work, planned_loss(work, planner))
-    assert all(map(torch.equal, actual, expected))
+    assert_equal(actual, expected)
 
 
 def test_without_cheap_results_convolutions_alone_are_kept() -> None:

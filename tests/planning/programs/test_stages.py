@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lowtide import Workload
-from lowtide.engines import graph, plan, verify
+from lowtide.engines import graph, plan
 from lowtide.planning.programs import stages
 from lowtide.planning.programs.stages import Stages
 from lowtide.profiling import profile
 from lowtide.tracing.capture.loss import capture_joint
+from tests.engines.planned import assert_verified
+from tests.models import Call, layers, squares
 
-from ...engines.counting import Planner, results
-from ...engines.planned import squares
+from ...engines.counting import Planner, assert_equal, plain_results, results
 
 
 def test_no_stage_is_made_again_for_nothing(smallest: Planner) -> None:
@@ -24,29 +27,22 @@ def test_no_stage_is_made_again_for_nothing(smallest: Planner) -> None:
 
 
 def test_chains_are_found_across_modules() -> None:
-    class Odd(nn.Module):
+    def odd(model: Any, x: Tensor) -> Tensor:
         """One forward, no blocks: six steps with a skip over two."""
+        for _ in range(3):
+            y = torch.tanh(x @ model.weight)
+            x = torch.tanh(y @ model.weight) + x
+        return x
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(8, 8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(3):
-                y = torch.tanh(x @ self.weight)
-                x = torch.tanh(y @ self.weight) + x
-            return x
-
-    work = Workload(Odd(), lambda model, x: model(x).square().mean(), torch.randn(64, 8))
+    work = Workload(Call(odd, weight=nn.Parameter(torch.randn(8, 8))), squares, torch.randn(64, 8))
     planner = Planner("sqrt")
-    plain = results(work, lambda batch: work.compute_loss(batch=batch))
-    for found, expected in zip(results(work, graph.planned_loss(work, planner)), plain, strict=True):
-        assert torch.equal(found, expected)
+    plain = plain_results(work)
+    assert_equal(results(work, graph.planned_loss(work, planner)), plain)
     assert planner.programs[0].recomputed
 
 
 def test_stages_of_a_deep_model_are_joined_and_still_simulate_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.Tanh())))
+    model = layers(8, 16)
     work = Workload(model, squares, torch.randn(256, 16))
     before = profile(work)
     joint = capture_joint(work)
@@ -57,6 +53,4 @@ def test_stages_of_a_deep_model_are_joined_and_still_simulate_to_the_byte(monkey
     assert [node for nodes in joined.forward for node in nodes] == joint.forward
     made = plan(work, "60%", profile=before, engine="graph", tune=False)
     assert made.program is not None
-    checked = verify(work, made)
-    assert checked.ok, str(checked)
-    assert checked.storage_peak_bytes == made.storage_peak_bytes
+    assert_verified(work, made)

@@ -11,12 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lowtide.engines import apply, plan
+from lowtide import Workload
+from lowtide.engines import apply, graph, plan
 from lowtide.errors import BudgetError
+from lowtide.planning.programs.strategies import plain
 from lowtide.profiling import profile
 
-from ...engines.counting import results
-from ...engines.planned import assert_kept, plain_loss, smallest_budget, work_of
+from ...engines.counting import assert_equal, plain_results, results
+from ...engines.planned import assert_kept, smallest_budget, work_of
 from ...soak import count
 
 WIDTH = 16
@@ -132,9 +134,17 @@ def test_any_graph_at_any_budget_keeps_bits_and_bytes_or_is_refused(
     if chosen.program is None:
         assert chosen.peak_bytes == before.peak_bytes
         return
-    expected = results(work, plain_loss(work))
+    expected = plain_results(work)
     with apply(chosen, work) as step:
-        for ours, plains in zip(results(work, step.loss), expected, strict=True):
-            assert torch.equal(ours, plains)
+        assert_equal(results(work, step.loss), expected)
         assert_kept(step, work, budget)
     torch._dynamo.reset()
+
+
+def test_backward_leaves_a_loss_that_it_reads_as_it_is() -> None:
+    """The gradient of a square root reads the root, which is the loss."""
+    work = Workload(nn.Linear(4, 4), lambda model, x: model(x).square().mean().sqrt(), torch.randn(3, 4))
+    loss = graph.planned_loss(work, plain)(work.batch)
+    before = loss.item()
+    loss.backward()
+    assert loss.item() == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.nn.functional as F
 from benchmarks.shapes import SHAPES, work_of
 
@@ -16,7 +15,7 @@ from lowtide.planning.solvers.solver import Problem, Solution
 from lowtide.tracing.capture.joint import Joint, bytes_of
 from lowtide.tracing.capture.loss import capture_joint
 
-from ...engines.counting import executed_peak, results
+from ...engines.counting import assert_equal, executed_peak, plain_results, results
 from ..held import LINK
 from ..programs.test_codes import step
 
@@ -34,9 +33,8 @@ def check_steps(work: Workload) -> list[Solution]:
         return solutions[-1].program
 
     loss = graph.planned_loss(work, planner)
-    expected = results(work, lambda batch: work.compute_loss(batch=batch))
-    for value, plain in zip(results(work, loss), expected, strict=True):
-        assert torch.equal(value, plain)
+    expected = plain_results(work)
+    assert_equal(results(work, loss), expected)
     for solution in solutions[:: len(solutions) // 2]:
         check_program(solution.program)
         simulated = simulate(solution.program).peak_bytes

@@ -11,6 +11,7 @@ from lowtide.errors import TraceError, WorkloadError
 from lowtide.nn import BatchNormAct2d
 from lowtide.techniques.batchnorm import Memory, convert
 from lowtide.workload import Workload
+from tests.models import squares
 from tests.refusals import refused
 from tests.soak import in_soak
 from tests.tracing.allocator import allocated_peak, kept_bytes
@@ -23,7 +24,7 @@ def chain(side: int = 16) -> Workload:
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.BatchNorm2d(8), nn.SiLU())))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    return Workload(model, lambda m, x: m(x).square().mean(), torch.randn(16, 8, side, side), optimizer)
+    return Workload(model, squares, torch.randn(16, 8, side, side), optimizer)
 
 
 def held_by_layers(model: nn.Module) -> int:

@@ -18,6 +18,7 @@ from lowtide.techniques import Fidelity, Option, techniques
 from lowtide.techniques.batchnorm import convert
 from lowtide.techniques.batchnorm.technique import BatchNorm, BatchNormConfig, _TracedPairs
 from lowtide.workload import Workload
+from tests.models import squares
 
 from ...contract.contract import SeveralModels
 from ...contract.outcomes import assert_agree, run
@@ -45,10 +46,6 @@ def residual(act: type[nn.Module] = nn.ReLU, depth: int = 6) -> Workload:
     stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
     model = nn.Sequential(stem, *(Joined(6, act()) for _ in range(depth)), nn.Conv2d(6, 2, 1))
     return Workload(model, squares, torch.randn(8, 3, 12, 10), name=f"residual {act.__name__}")
-
-
-def squares(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
 
 
 RESIDUAL = {"residual relu": residual, "residual silu": lambda: residual(nn.SiLU)}
@@ -171,7 +168,7 @@ def test_joins_in_place_are_counted_as_convert_counts_them(joins: int) -> None:
     widths = [4, 4, 4, 4, 6, 6, 6, 6, 6, 6]
     blocks = [InPlace(width, out) for width, out in itertools.pairwise(widths)]
     model = nn.Sequential(nn.Conv2d(3, 4, 3), *blocks)
-    work = Workload(model, lambda m, x: m(x).square().mean(), torch.randn(2, 3, 8, 8))
+    work = Workload(model, squares, torch.randn(2, 3, 8, 8))
     counted = {p.path: p.rebuilds(joins) for p in _TracedPairs(profile(work).graph).pairs if p.is_join}
     with convert(model, joins=joins) as done:
         layers = {c.path: model.get_submodule(c.path) for c in done.changed if c.join}

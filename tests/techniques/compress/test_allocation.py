@@ -12,6 +12,7 @@ from lowtide.sizes import format_size
 from lowtide.techniques.compress import Compress, LayerCosts, allocate_bits, measure_layers
 from lowtide.techniques.compress.technique import CompressConfig
 from lowtide.techniques.technique import Option
+from tests.models import Call, squares
 from tests.soak import count
 from tests.techniques.compress.steps import gpt2
 
@@ -88,21 +89,15 @@ def test_measured_variance_is_that_of_the_gradients():
     assert float(torch.stack(errors).mean()) == pytest.approx(layer.cost(2), rel=0.1)
 
 
-class Gated(nn.Module):
+def gated(gate):
     """A residual layer whose gradient is as large as its gate."""
-
-    def __init__(self, gate):
-        super().__init__()
-        self.linear, self.gate = nn.Linear(64, 64), gate
-
-    def forward(self, x):
-        return x + self.gate * self.linear(x)
+    return Call(lambda m, x: x + gate * m.linear(x), linear=nn.Linear(64, 64))
 
 
 def test_layers_with_the_largest_gradients_get_the_bits_which_beats_uniform_ones_of_the_same_bytes():
     torch.manual_seed(0)
-    model = nn.Sequential(*(Gated(gate) for gate in (3.0, 0.01, 0.01, 0.01, 0.01, 3.0)))
-    work = Workload(model, lambda m, b: m(b).square().mean(), torch.randn(64, 64))
+    model = nn.Sequential(*(gated(gate) for gate in (3.0, 0.01, 0.01, 0.01, 0.01, 3.0)))
+    work = Workload(model, squares, torch.randn(64, 64))
     layers = measure_layers(work, [f"{i}.linear" for i in range(1, 6)])
     budget = sum(layer.bytes(4) for layer in layers)
     chosen = Compress().option(layers, budget)

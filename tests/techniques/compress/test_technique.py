@@ -17,6 +17,7 @@ from lowtide.techniques.compress.technique import CompressConfig
 from lowtide.techniques.technique import Fidelity, Option, Price
 from tests.contract.contract import TechniqueContract
 from tests.contract.workloads import WORKLOADS, moved
+from tests.models import squares
 from tests.soak import in_soak
 from tests.techniques.compress.steps import gpt2
 
@@ -136,7 +137,7 @@ def test_a_model_learns_as_well_in_four_bits():
 def test_a_compiled_model_is_right():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-    work = Workload(model, lambda m, b: m(b).square().mean(), torch.randn(64, 64))
+    work = Workload(model, squares, torch.randn(64, 64))
     expected = torch.autograd.grad(work.compute_loss(), list(model.parameters()))
     option = Option("compress", ("1", "2"), CompressConfig((8, 8)))
     with Compress().apply(work, [option]) as applied:

@@ -17,6 +17,7 @@ from lowtide.planning.solvers.solver import Problem, solutions
 from lowtide.techniques.rewrites.batchnorm import split_batch_norms
 from lowtide.tracing.capture.joint import bytes_of
 from lowtide.tracing.capture.loss import capture_loss
+from tests.models import Call, Then, squares
 
 from ...engines.lowered import LoweredStep
 
@@ -39,10 +40,6 @@ class Net(nn.Module):
         return self.act(self.norms[2](self.convs[2](y)) + x)
 
 
-def mean_of_squares(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
-
-
 def work_of(model: nn.Module, *, dtype: torch.dtype = torch.float32, nhwc: bool = False, **options: Any) -> Workload:
     torch.manual_seed(0)
     for module in model.modules():
@@ -52,7 +49,7 @@ def work_of(model: nn.Module, *, dtype: torch.dtype = torch.float32, nhwc: bool 
     x = torch.randn(4, CHANNELS, 8, 8, dtype=dtype)
     layout = torch.channels_last if nhwc else torch.contiguous_format
     model = model.to(dtype).to(memory_format=layout)
-    return Workload(model, mean_of_squares, x.to(memory_format=layout), **options)
+    return Workload(model, squares, x.to(memory_format=layout), **options)
 
 
 def split(work: Workload) -> LoweredStep:
@@ -89,33 +86,25 @@ ALONE: dict[str, Act] = {
     "selu": F.selu,
     "relu6": F.relu6,
     "mish": F.mish,
+    "falling elu": lambda y: F.elu(y, -0.5),
     "by hand": lambda y: y * torch.sigmoid(1.702 * y),
 }
 
 
-class Layers(nn.Module):
+def layers(acts: list[Act]) -> nn.Sequential:
     """A batch norm and an activation each, one after another."""
-
-    def __init__(self, acts: list[Act]) -> None:
-        super().__init__()
-        self.acts = acts
-        self.norms = nn.ModuleList(nn.BatchNorm2d(CHANNELS) for _ in acts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for act, norm in zip(self.acts, self.norms, strict=True):
-            x = act(norm(x)) * 1.0
-        return x
+    return nn.Sequential(*(nn.Sequential(nn.BatchNorm2d(CHANNELS), Then(act), Then(lambda x: x * 1.0)) for act in acts))
 
 
 def test_an_activation_behind_is_fused() -> None:
-    step = split(work_of(Layers([act for act, _ in FUSED.values()])))
+    step = split(work_of(layers([act for act, _ in FUSED.values()])))
     assert step.rewritten == len(FUSED)
     assert [known for known, _ in activations(step) if known != "identity"] == [known for _, known in FUSED.values()]
     agrees(step)
 
 
 def test_other_activations_stay_ops_of_their_own() -> None:
-    step = split(work_of(Layers(list(ALONE.values()))))
+    step = split(work_of(layers(list(ALONE.values()))))
     assert step.rewritten == len(ALONE)
     assert {known for known, _ in activations(step)} == {"identity"}
     agrees(step)
@@ -161,7 +150,7 @@ DIMENSIONS = [(nn.BatchNorm1d, (16, 4)), (nn.BatchNorm1d, (4, 4, 9)), (nn.BatchN
 @pytest.mark.parametrize(("norm", "shape"), DIMENSIONS, ids=str)
 def test_batch_norms_of_other_dimensions(norm: Any, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    step = split(Workload(nn.Sequential(norm(4), nn.SiLU(), norm(4)), mean_of_squares, torch.randn(shape)))
+    step = split(Workload(nn.Sequential(norm(4), nn.SiLU(), norm(4)), squares, torch.randn(shape)))
     assert step.rewritten == 2
     agrees(step)
 
@@ -221,15 +210,8 @@ def test_only_what_alone_follows_is_fused(how: str) -> None:
 
 
 def test_two_batch_norms_may_join() -> None:
-    class Joined(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.relu(self.one(x) + self.two(x.flip(0)))
-
-    step = split(work_of(Joined()))
+    one, two = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
+    step = split(work_of(Call(lambda m, x: F.relu(m.one(x) + m.two(x.flip(0))), one=one, two=two)))
     assert step.rewritten == 2
     assert ("relu", True) in activations(step)
     agrees(step)

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from lowtide import Workload
 from lowtide.kernels.dropout_mask import dropout_mask
 from lowtide.planning.programs.strategies import plain
 from lowtide.techniques.rewrites import seeded_dropout
 from lowtide.techniques.rewrites.seeded_dropout import seed_dropouts
+from tests.models import Call
 
 from ...engines.lowered import LoweredStep, dropping
 
@@ -42,25 +43,15 @@ def test_all_masks_come_of_one_draw() -> None:
 
 @pytest.mark.parametrize("p", [0.25, 0.5])
 def test_kept_elements_are_scaled_and_others_are_zero(p: float) -> None:
-    work = Workload(Dropped(p), lambda m, x: (m(x) * m.scale).sum(), torch.rand(400, 8) + 1.0)
+    # The gradient of the scale shows what dropout leaves.
+    dropped = Call(lambda m, x: F.dropout(x * 1.0, p), scale=nn.Parameter(torch.ones(400, 8)))
+    work = Workload(dropped, lambda m, x: (m(x) * m.scale).sum(), torch.rand(400, 8) + 1.0)
     step = LoweredStep(work, seed_dropouts)
     _, gradient, _ = step.results(plain(step.joint))
     torch.manual_seed(3)  # as before the step
     seed = torch.randint(-(2**31), 2**31 - 1, (1, 2), dtype=torch.int32)[0]
     mask = dropout_mask(seed, [400, 8], p)
     torch.testing.assert_close(gradient, mask * work.batch / (1 - p))
-
-
-class Dropped(nn.Module):
-    """The gradient of the scale shows what dropout leaves."""
-
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.p = p
-        self.scale = nn.Parameter(torch.ones(400, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(x * 1.0, self.p)
 
 
 def test_each_program_has_the_same_masks_in_both_passes() -> None:

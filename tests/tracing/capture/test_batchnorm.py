@@ -16,6 +16,7 @@ from lowtide.planning.solvers.solver import fastest_program
 from lowtide.tracing.capture.batchnorm import is_batch_norm, is_left_batch_norm, without_statistics
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.capture.loss import capture_joint
+from tests.models import squares
 
 _aten = torch.ops.aten
 FUNCTIONAL = _aten._native_batch_norm_legit_functional.default
@@ -38,7 +39,7 @@ class Net(nn.Module):
 
 
 def work_of(net: nn.Module) -> Workload:
-    return Workload(net, lambda model, x: model(x).square().mean(), torch.randn(4, 3, 8, 8))
+    return Workload(net, squares, torch.randn(4, 3, 8, 8))
 
 
 def targets(joint: Joint) -> list[object]:
@@ -69,7 +70,7 @@ class Follows(nn.Module):
 
 
 def test_a_buffer_that_another_is_made_of_does_not_count() -> None:
-    work = Workload(Follows(), lambda model, x: model(x).square().mean(), torch.randn(4, 3))
+    work = Workload(Follows(), squares, torch.randn(4, 3))
     assert capture_joint(work).counters == []
     planned_loss(work, lambda joint: fastest_program(joint, 2**40))(work.batch).backward()
     assert work.model.get_buffer("mine") == 5
@@ -92,10 +93,7 @@ def test_steps_leave_the_statistics_of_plain_steps(net: Callable[[], Net], devic
     torch.manual_seed(0)
     plain = net().to(device)
     other = copy.deepcopy(plain)
-    works = [
-        Workload(m, lambda model, x: model(x).square().mean(), torch.randn(4, 3, 8, 8, device=device))
-        for m in (plain, other)
-    ]
+    works = [Workload(m, squares, torch.randn(4, 3, 8, 8, device=device)) for m in (plain, other)]
     batch = works[0].batch
     loss = planned_loss(works[1], lambda joint: fastest_program(joint, 2**40))
     for _ in range(3):

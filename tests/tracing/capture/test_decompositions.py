@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 from lowtide import Workload
 from lowtide.engines import graph
 from lowtide.tracing.capture.decompositions import plain_composites
+from tests.models import Call, squares
 
-from ...engines.counting import Planner, results
+from ...engines.counting import Planner, assert_equal, plain_results, results
 from ...soak import in_soak
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 _LABELS = torch.arange(8)
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -31,37 +35,29 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-class Op(nn.Module):
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.op = OPS[name]
-        self.weight = nn.Parameter(torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).to(dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = self.op(self.weight * x).float()
-        return (made * torch.linspace(0.3, 1.7, made.numel()).view(made.shape)).sum()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *in_soak([torch.float32])])
 @pytest.mark.parametrize("name", OPS)
 def test_a_captured_op_gives_the_plain_steps_bits_and_random_numbers(name: str, dtype: torch.dtype) -> None:
-    work = Workload(Op(name, dtype), lambda model, x: model(x), torch.ones((), dtype=dtype))
-    plain = results(work, lambda batch: work.compute_loss(batch=batch))
+    def weighted(model: Any, x: Tensor) -> Tensor:
+        made = OPS[name](model.weight * x).float()
+        return (made * torch.linspace(0.3, 1.7, made.numel()).view(made.shape)).sum()
+
+    torch.manual_seed(0)
+    model = Call(weighted, weight=nn.Parameter(torch.randn(8, 16).to(dtype)))
+    work = Workload(model, lambda model, x: model(x), torch.ones((), dtype=dtype))
+    plain = plain_results(work)
     actual = results(work, graph.planned_loss(work, Planner("all")))
     assert all(map(torch.equal, actual, plain))
 
 
 def test_dropout_of_everything_set_after_planning_leaves_other_masks_alone() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5))
-    work = Workload(model, lambda model, x: model(x).square().mean(), torch.randn(64, 8))
+    work = Workload(model, squares, torch.randn(64, 8))
     loss = graph.planned_loss(work, Planner("all"))
     loss(work.batch)
     model[1].p = 1.0
     actual = results(work, loss)
-    assert all(map(torch.equal, actual, results(work, lambda batch: work.compute_loss(batch=batch))))
+    assert_equal(actual, plain_results(work))
 
 
 def test_torchs_decompositions_are_restored() -> None:

@@ -30,11 +30,11 @@ def test_parameters_and_the_batch_are_found_where_they_stand() -> None:
 def test_no_tensor_is_held_alive() -> None:
     work = Workload(nn.Linear(2, 2), lambda m, x: m(x).sum(), torch.zeros(1, 2))
     inputs = GraphInputs(work, [work.model.weight, torch.ones(3)])
-    with pytest.raises(TraceError, match="no longer held"):
+    with pytest.raises(TraceError):
         inputs(work.batch)
     of_model = GraphInputs(work, [work.model.weight])
     batch = work.batch
     del work
     gc.collect()
-    with pytest.raises(TraceError, match="no longer held"):
+    with pytest.raises(TraceError):
         of_model(batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -12,20 +14,19 @@ from lowtide.planning.programs.stages import Stages
 from lowtide.tracing.capture.joint import is_tangent
 from lowtide.tracing.capture.loss import capture_joint
 from tests.contract.outcomes import assert_restored, snapshot
+from tests.models import Call, blocks, squares
 from tests.refusals import refused
 
 
-class Branch(nn.Module):
+def branching() -> Call:
     """Goes one way or the other by a value, in the middle."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.left, self.right = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
-        self.norm = nn.BatchNorm1d(8)
+    def branch(m: Any, x: Tensor) -> Tensor:
+        x = m.norm(m.first(x))
+        return m.left(x) if x.sum() > 100 else m.right(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.first(x))
-        return self.left(x) if x.sum() > 100 else self.right(x)
+    first, left, right = blocks(3, 8)
+    return Call(branch, first=first, left=left, right=right, norm=nn.BatchNorm1d(8))
 
 
 def test_a_loss_is_one_graph_of_forward_and_backward_whose_stages_are_a_chain() -> None:
@@ -40,7 +41,7 @@ def test_a_loss_is_one_graph_of_forward_and_backward_whose_stages_are_a_chain() 
 
 
 def test_a_branch_by_a_value_breaks_the_loss_which_is_refused_and_restored() -> None:
-    work = Workload(Branch(), lambda model, x: model(x).square().mean(), torch.randn(4, 8))
+    work = Workload(branching(), squares, torch.randn(4, 8))
     before = snapshot(work.model)
     with refused("not captured as one graph", kind=TraceError):
         capture_joint(work)

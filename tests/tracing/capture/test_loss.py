@@ -16,16 +16,17 @@ from lowtide import Workload
 from lowtide.errors import TraceError
 from lowtide.tracing.capture.forward import capture_forward
 from lowtide.tracing.capture.loss import capture_joint
+from tests.models import squares
 
-from .test_joint import Branch
+from .test_joint import branching
 
 
-@pytest.mark.parametrize("model", [nn.Linear(8, 8), Branch()], ids=["captured", "refused"])
+@pytest.mark.parametrize("model", [nn.Linear(8, 8), branching()], ids=["captured", "refused"])
 @pytest.mark.parametrize("capture", [capture_joint, capture_forward])
 def test_captures_of_a_batch_that_is_a_view_leave_no_fake_tensors(model: nn.Module, capture: Any) -> None:
     counts: list[int] = []
     for _ in range(3):
-        work = Workload(model, lambda model, x: model(x).square().mean(), torch.randn(8, 8)[:4])
+        work = Workload(model, squares, torch.randn(8, 8)[:4])
         with contextlib.suppress(TraceError):
             capture(work)
         gc.collect()
@@ -49,9 +50,7 @@ class Talking(nn.Linear):
 
 def test_logging_calls_do_not_stand_in_the_way_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.Logger, "warning_once", logging.Logger.warning, raising=False)
-    works = [
-        Workload(kind(8, 8), lambda m, x: m(x).square().mean(), torch.randn(4, 8)) for kind in (Talking, nn.Linear)
-    ]
+    works = [Workload(kind(8, 8), squares, torch.randn(4, 8)) for kind in (Talking, nn.Linear)]
     before = set(torch._dynamo.config.ignore_logging_functions)
     assert len({capture_joint(work).digest for work in works}) == 1
     assert torch._dynamo.config.ignore_logging_functions == before

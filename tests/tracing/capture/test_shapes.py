@@ -17,6 +17,7 @@ from lowtide.compat.symbols import varying
 from lowtide.tracing.capture.loss import CompiledLoss, capture_joint
 from lowtide.tracing.capture.shapes import SymbolicJoint
 from lowtide.zoo.gpt2 import GPT2
+from tests.models import squares
 
 
 def gpt2() -> Workload:
@@ -29,7 +30,7 @@ def images() -> Workload:
     parts = (nn.Conv2d(3, 8, 3, padding=1), norm, nn.ReLU(True), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, stride=2))
     rest = (nn.GroupNorm(2, 8), nn.SiLU(), nn.Dropout(0.1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
     model = nn.Sequential(*parts, *rest)
-    return Workload(model, lambda m, x: m(x).square().mean(), torch.randn(4, 3, 28, 28))
+    return Workload(model, squares, torch.randn(4, 3, 28, 28))
 
 
 def sized(model: nn.Module, x: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from torch import nn
 from lowtide import Workload, apply, plan, profile
 from lowtide.tracing import trace
 from tests.engines.planned import smallest_budget
+from tests.models import Then, squares
 from tests.soak import in_soak
 from tests.tracing.allocator import allocated_peak
-from tests.tracing.layers import Of, Then, loss, recomputed
+from tests.tracing.layers import Of, loss, recomputed
 
 STEPS = {
     "0.5 * x": lambda x: 0.5 * x,
@@ -37,8 +38,8 @@ def test_numbers_kept_by_a_recomputed_forward_die_with_it():
     def blocks():
         return nn.Sequential(nn.Linear(16, 16), Then(lambda x: (0.5 * x.tanh()) * 2), nn.Linear(16, 16))
 
-    work = Workload(nn.Sequential(*(recomputed(blocks()) for _ in range(4))), mean, torch.randn(20, 16))
-    assert trace(work).peak_bytes == allocated_peak(work.model, mean, work.batch, None)
+    work = Workload(nn.Sequential(*(recomputed(blocks()) for _ in range(4))), squares, torch.randn(20, 16))
+    assert trace(work).peak_bytes == allocated_peak(work.model, squares, work.batch, None)
 
 
 @pytest.mark.parametrize("engine", ["graph", *in_soak(["eager"])])
@@ -46,13 +47,9 @@ def test_a_step_with_numbers_keeps_the_smallest_budget_to_the_byte(engine):
     def block():
         return nn.Sequential(nn.Linear(16, 16), Then(lambda x: 0.5 * x.tanh() / 3))
 
-    work = Workload(nn.Sequential(*(block() for _ in range(3))), mean, torch.randn(64, 16))
+    work = Workload(nn.Sequential(*(block() for _ in range(3))), squares, torch.randn(64, 16))
     plain = profile(work)
     budget = smallest_budget(work, plain, engine)
     with apply(plan(work, budget, profile=plain, engine=engine), work) as step:
         peak = allocated_peak(work.model, lambda _, batch: step.loss(batch), work.batch, None)
     assert peak <= budget
-
-
-def mean(model, x):
-    return model(x).square().mean()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -14,8 +14,9 @@ from torch import Tensor, fx
 from lowtide.compat.inductor import compile_graph, decompose
 from lowtide.engines.lowering.graph_code import GraphWriter, boxed, value_name
 from lowtide.engines.lowering.ops import OpsLowering
+from lowtide.engines.lowering.pieces import Ports, cut
 from lowtide.engines.lowering.regions import DECOMPOSITIONS, Region, regions_of
-from lowtide.planning.lowering import Lowered, Piece
+from lowtide.planning.lowering import Lowered
 from lowtide.planning.programs.fused import fused_seconds, is_free
 from lowtide.planning.programs.program import Kind, Program, Role, Value
 from lowtide.planning.programs.program_profile import Forecast
@@ -122,7 +123,7 @@ class _ProgramCompiler:
         read = dict.fromkeys(value for region in backward for value in region.reads)
         computed = {value for region in backward for value in region.results}
         saved = tuple(v for v in read if v not in computed and v not in self.primals and v not in self.tangents)
-        return Lowered(self._forward(saved), saved, list(self._pieces(backward)))
+        return Lowered(self._forward(saved), saved, cut(self.joint, backward, _ports, self._piece))
 
     def _forward(self, saved: tuple[Value, ...]) -> Code:
         outputs = [Value(node.name) if isinstance(node, fx.Node) else node for node in self.joint.outputs]
@@ -143,40 +144,11 @@ class _ProgramCompiler:
 
         return forward
 
-    def _pieces(self, regions: Sequence[Region]) -> Iterable[Piece]:
-        """Pieces of the backward pass: each ends with the region that returns gradients."""
-        groups: list[list[Region]] = [[]]
-        for region in regions:
-            if groups[-1] and groups[-1][-1].returned:
-                groups.append([])
-            groups[-1].append(region)
-        last = {value: index for index, group in enumerate(groups) for region in group for value in _used(region)}
-        for index, group in enumerate(groups):
-            computed = dict.fromkeys(value for region in group for value in region.results)
-            read = dict.fromkeys(value for region in group for value in _used(region) if value not in computed)
-            values = [v for v in read if v not in self.primals and (index or v not in self.tangents)]
-            inputs = [value for value in read if value in self.primals]
-            first = [] if index else self.tangents
-            results = [value for value in (*computed, *first) if last.get(value, -1) > index]
-            returned = [each for region in group for each in region.returned]
-            held = {*results, *(each.reads[0] for each in returned)}
-            places, calls = self._calls(group, [*values, *inputs, *first], held)
-            bases = {Value(self.joint.storages[self.joint.nodes[value.op]].name) for value in values}
-            yield Piece(
-                index,
-                partial(
-                    _run_piece,
-                    calls,
-                    len(places),
-                    tuple(places[each.reads[0]] for each in returned),
-                    tuple(places[value] for value in results),
-                ),
-                tuple((value, last[value] == index) for value in values),
-                tuple(results),
-                tuple(self.primals[value] for value in inputs),
-                tuple(self.primals[value] for value in bases if value in self.primals and value not in inputs),
-                tuple(self.primals[Value(each.value.op)] for each in returned),
-            )
+    def _piece(self, regions: Sequence[Region], taken: Sequence[Value], left: Sequence[Value]) -> Code:
+        """Code of a piece of the backward pass."""
+        returned = [each.reads[0] for region in regions for each in region.returned]
+        places, calls = self._calls(regions, taken, {*left, *returned})
+        return partial(_run_piece, calls, len(places), [places[v] for v in returned], [places[v] for v in left])
 
     def _calls(
         self, regions: Sequence[Region], given: Sequence[Value], held: set[Value]
@@ -218,9 +190,9 @@ class _ProgramCompiler:
         return self.compiled[digest]
 
 
-def _used(region: Region) -> Iterable[Value]:
-    """Values that a region reads, or returns as gradients."""
-    return (*region.reads, *(each.reads[0] for each in region.returned))
+def _ports(region: Region) -> Ports:
+    returned = [each.reads[0] for each in region.returned]
+    return Ports((*region.reads, *returned), region.results, tuple(each.value for each in region.returned))
 
 
 def _run_piece(

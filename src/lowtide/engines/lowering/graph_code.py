@@ -15,6 +15,7 @@ from lowtide.compat.dynamo import mark_boxed
 from lowtide.compat.fx import bound_forward, box_arguments
 from lowtide.compat.operators import schema_of
 from lowtide.engines.lowering.host_pool import HostPool, arrived, fetch, offload, release
+from lowtide.engines.lowering.pieces import Ports, cut
 from lowtide.planning.lowering import Piece
 from lowtide.planning.programs.codes import Codes, codes_of
 from lowtide.planning.programs.in_place import in_place_form
@@ -61,45 +62,27 @@ def forward_graph(
 
 
 def pieces_of(joint: Joint, program: Program, *, pooled: bool = False) -> list[Piece]:
-    """The backward pass, cut where it returns gradients."""
-    pieces: list[list[Instruction]] = [[]]
-    for each in program.backward:
-        if each.kind is not Kind.FREE and (each.kind is not Kind.RETURN_GRAD or each.reads):
-            if each.kind is not Kind.RETURN_GRAD and pieces[-1] and pieces[-1][-1].kind is Kind.RETURN_GRAD:
-                pieces.append([])
-            pieces[-1].append(each)
-    last_read = {cell: index for index, piece in enumerate(pieces) for each in piece for cell in each.reads}
-    primals = {Value(node.name): place for place, node in enumerate(joint.primals)}
-    tangents = [Value(node.name) for node in joint.tangents]
-    written: list[Piece] = []
-    for index, piece in enumerate(pieces):
-        here = dict.fromkeys(each.value for each in piece)
-        read = dict.fromkeys(cell for each in piece for cell in each.reads if cell not in here)
-        cells = [cell for cell in read if cell not in primals and (index or cell not in tangents)]
-        inputs_read = [cell for cell in read if cell in primals]
-        bases = dict.fromkeys(Value(joint.storages[joint.nodes[cell.op]].name) for cell in cells)
-        # The loss's gradient comes to the first piece; later ones read it where losses are summed.
-        results = [cell for cell in (*here, *(() if index else tangents)) if last_read.get(cell, -1) > index]
-        graph = GraphWriter(joint, pooled)
-        graph.fetched.update(each.value for each in program.backward if each.kind is Kind.FETCH)
-        for cell in (*cells, *inputs_read, *(tangents if index == 0 else ())):
-            graph.take(cell, f"given_{value_name(cell)}", joint.nodes[cell.op].meta)
+    """The backward pass as generated Python, cut where it returns gradients."""
+    fetched = {each.value for each in program.backward if each.kind is Kind.FETCH}
+
+    def code(piece: list[Instruction], taken: list[Value], left: list[Value]) -> Callable[[list[Any]], Any]:
+        writer = GraphWriter(joint, pooled)
+        writer.fetched.update(fetched)
+        for cell in taken:
+            writer.take(cell, f"given_{value_name(cell)}", joint.nodes[cell.op].meta)
         for each in piece:
-            graph.write(each)
-        returned = {each.value: graph.tensor(each.reads[0]) for each in piece if each.kind is Kind.RETURN_GRAD}
-        graph.graph.output((*returned.values(), [graph.now[cell] for cell in results]))
-        written.append(
-            Piece(
-                index,
-                boxed(fx.GraphModule(joint.module, graph.graph), keeps_graph=False),
-                tuple((cell, last_read[cell] == index) for cell in cells),
-                tuple(results),
-                tuple(primals[cell] for cell in inputs_read),
-                tuple(primals[cell] for cell in bases if cell in primals and cell not in inputs_read),
-                tuple(primals[Value(cell.op)] for cell in returned),
-            )
-        )
-    return written
+            writer.write(each)
+        returned = [writer.tensor(each.reads[0]) for each in piece if each.kind is Kind.RETURN_GRAD]
+        writer.graph.output((*returned, [writer.now[cell] for cell in left]))
+        return boxed(fx.GraphModule(joint.module, writer.graph), keeps_graph=False)
+
+    steps = [e for e in program.backward if e.kind is not Kind.FREE and (e.reads or e.kind is not Kind.RETURN_GRAD)]
+    return cut(joint, steps, _ports, code)
+
+
+def _ports(each: Instruction) -> Ports:
+    returns = each.kind is Kind.RETURN_GRAD
+    return Ports(each.reads, () if returns else (each.value,), (each.value,) if returns else ())
 
 
 class GraphWriter:

@@ -166,7 +166,13 @@ def _prepare(kind: tuple[Any, ...], members: list[tuple[int, Entry]]) -> Launch:
     addresses = tuple(
         address
         for number, (p, g, moments) in members
-        for address in (p.data_ptr(), g.data_ptr(), *map(_address, moments), p.numel(), number)
+        for address in (
+            p.data_ptr(),
+            g.data_ptr(),
+            *(0 if t is None else t.data_ptr() for t in moments),
+            p.numel(),
+            number,
+        )
     )
     return Launch(kind, _sent(addresses, device), _chunks(tuple(e.parameter.numel() for _, e in members), device))
 
@@ -178,10 +184,6 @@ def _aligned(entry: Entry) -> bool:
 
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 @lru_cache(maxsize=64)

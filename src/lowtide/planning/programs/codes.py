@@ -126,35 +126,11 @@ def _source(reader: fx.Node) -> fx.Node | None:
 
 def _book(reader: fx.Node) -> Codebook | None:
     """The codebook of the activation whose backward this is; None for another op."""
-    activation = _activation(reader)
+    activation = Activation.of_op(reader.target, reader.args, reader.kwargs, gradient=True)
     if activation is None:
         return None
     with without_modes():  # a table is of numbers, also while a step is captured
         return book_for(activation, BITS)
-
-
-def _activation(reader: fx.Node) -> Activation | None:
-    numbers: Any = reader.args[2:]
-    match reader.target:
-        case _aten.gelu_backward.default:
-            return Activation("gelu", (float(reader.kwargs.get("approximate") == "tanh"),))
-        case _aten.silu_backward.default:
-            return Activation("silu")
-        case _aten.hardswish_backward.default:
-            return Activation("hardswish")
-        case _aten.hardsigmoid_backward.default:
-            return Activation("hardsigmoid")
-        case _aten.threshold_backward.default:
-            threshold = float(numbers[0])
-            return Activation("relu") if threshold == 0 else Activation("threshold", (threshold, 0.0))
-        case _aten.leaky_relu_backward.default if not numbers[1] and numbers[0] > 0:
-            return Activation("leaky_relu", (float(numbers[0]),))
-        case _aten.hardtanh_backward.default:
-            return Activation("hardtanh", (float(numbers[0]), float(numbers[1])))
-        case _aten.softplus_backward.default:
-            return Activation("softplus", (float(numbers[0]), float(numbers[1])))
-        case _:
-            return None
 
 
 def _twin(graph: fx.Graph, node: fx.Node) -> fx.Node:

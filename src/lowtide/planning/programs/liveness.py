@@ -15,7 +15,7 @@ from lowtide.errors import LowtideError
 from lowtide.planning.programs.in_place import is_elementwise, lies_like
 from lowtide.planning.programs.program import Instruction, Kind, Program, Value
 from lowtide.tracing.capture.batchnorm import inputs_of
-from lowtide.tracing.capture.joint import Joint, bytes_of, is_item, size_of, viewed
+from lowtide.tracing.capture.joint import Joint, bytes_of, is_item, viewed
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,67 +123,39 @@ def peak_bytes(lives: Sequence[Life]) -> int:
 
 def order_of(joint: Joint, program: Program) -> Order:
     """The order of a program's ops, each result in a storage of its own. The loss and the gradients stay at the end."""
-    return _StorageNumbers(joint, program).order()
+    numbers: dict[Value, int] = {}  # by storage; one that an op writes over gets another number
+    sizes: list[int] = []
 
+    def shown(cell: Value) -> list[int]:
+        return [numbers[storage] for storage in program.held(cell) if storage in numbers]
 
-class _StorageNumbers:
-    """Number storages as ops make them, and map each result to its storage: views share one."""
-
-    def __init__(self, joint: Joint, program: Program) -> None:
-        self.joint, self.program = joint, program
-        self.shown: dict[Value, tuple[int, ...]] = {}  # by result; none for parameters and inputs
-        self.sizes: list[int] = []
-
-    def order(self) -> Order:
-        forward, backward = (
-            [self._access(each) for each in instructions if each.kind in (Kind.COMPUTE, Kind.RECOMPUTE)]
-            for instructions in (self.program.forward, self.program.backward)
-        )
-        *buffers, loss = [
-            self.shown.get(Value(each.name), ()) for each in self.joint.outputs if isinstance(each, fx.Node)
-        ]
-        if forward:  # new values of buffers go into them when forward is done
-            moved = {value for values in buffers for value in values} - set(forward[-1].makes)
-            forward[-1] = replace(forward[-1], reads=tuple({*forward[-1].reads, *moved}))
-        gradients = [self.shown.get(cell, ()) for cell in self.program.gradients if cell is not None]
-        stays = frozenset(value for values in (loss, *gradients) for value in values)
-        return Order((*forward, *backward), tuple(self.sizes), stays)
-
-    def _access(self, each: Instruction) -> Access:
-        reads = tuple(dict.fromkeys(value for cell in each.reads for value in self.shown.get(cell, ())))
-        known = len(self.sizes)
-        self.shown[each.value] = self._shows(each)
-        return Access(reads, tuple(range(known, len(self.sizes))), self._over(each))
-
-    def _shows(self, each: Instruction) -> tuple[int, ...]:
-        if each.value.is_state:
-            return self._new([self.program.bytes[each.value]])
-        node = self.joint.nodes[each.value.op]
-        given = dict(zip(inputs_of(node, again=each.kind is Kind.RECOMPUTE), each.reads, strict=False))
-        source = viewed(node)
-        if source is not None:
-            return self.shown.get(given[source], ())
-        if is_item(node):
-            (source,) = given.values()
-            shown, index = self.shown.get(source, ()), node.args[1]
-            return (shown[index],) if isinstance(index, int) and index < len(shown) else ()
-        results = node.meta.get("val")
-        return self._new([size_of(value) for value in (results if isinstance(results, (tuple, list)) else [results])])
-
-    def _new(self, sizes: list[int]) -> tuple[int, ...]:
-        known = len(self.sizes)
-        self.sizes += sizes
-        return tuple(range(known, len(self.sizes)))
-
-    def _over(self, each: Instruction) -> tuple[int, ...]:
-        node = self.joint.nodes[each.value.op]
-        if each.value.is_state or not is_elementwise(node):
-            return ()
-        alike: set[int] = set()
-        other: set[int] = set()
+    def access(each: Instruction) -> Access:
+        node = joint.nodes[each.value.op]
+        is_state = each.value.is_state
+        reads = tuple(dict.fromkeys(value for cell in each.reads for value in shown(cell)))
+        alike, other = set[int](), set[int]()
         for source, cell in zip(inputs_of(node, again=each.kind is Kind.RECOMPUTE), each.reads, strict=False):
-            (alike if _takes_its_place(source, node) else other).update(self.shown.get(cell, ()))
-        return tuple(sorted(alike - other))
+            (alike if _takes_its_place(source, node) else other).update(shown(cell))
+        over = alike - other if is_elementwise(node) and not is_state else ()
+        known = len(sizes)
+        if is_state or not (is_item(node) or viewed(node)):
+            for storage in program.held(each.value):
+                numbers[storage] = len(sizes)
+                sizes.append(program.bytes[storage])
+        return Access(reads, tuple(range(known, len(sizes))), tuple(sorted(over)))
+
+    def accesses(instructions: Sequence[Instruction]) -> list[Access]:
+        return [access(each) for each in instructions if each.kind in (Kind.COMPUTE, Kind.RECOMPUTE)]
+
+    forward = accesses(program.forward)
+    *buffers, loss = [shown(Value(each.name)) for each in joint.outputs if isinstance(each, fx.Node)]
+    if forward:  # new values of buffers go into them when forward is done
+        moved = {value for values in buffers for value in values} - set(forward[-1].makes)
+        forward[-1] = replace(forward[-1], reads=tuple({*forward[-1].reads, *moved}))
+    backward = accesses(program.backward)
+    gradients = [shown(cell) for cell in program.gradients if cell is not None]
+    stays = frozenset(value for values in (loss, *gradients) for value in values)
+    return Order((*forward, *backward), tuple(sizes), stays)
 
 
 def _takes_its_place(source: fx.Node, result: fx.Node) -> bool:

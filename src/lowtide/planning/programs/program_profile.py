@@ -28,7 +28,7 @@ from lowtide.tracing.dense_parts import dtype_name, flatten, leaves
 from lowtide.tracing.graph import STATIC, Category, Graph, Op, Storage, TensorView, handed_on, signature
 from lowtide.tracing.op_calls import Call
 
-_KERNELS = {"_native_batch_norm_legit": "native_batch_norm"}  # a captured op, and the plain step's kernel
+_KERNELS = {"aten._native_batch_norm_legit": "aten.native_batch_norm"}  # a captured op, and the plain step's kernel
 
 
 class Forecast:
@@ -257,8 +257,7 @@ class _Known:
 
 def _keys(op: Op) -> tuple[str, str]:
     """Look-up keys: the signature, then kernel and results regardless of in-place forms, which captures lack."""
-    name = short_name(op.name).rstrip("_")
-    return op.signature, signature(_KERNELS.get(name, name), op.outputs, "results")
+    return op.signature, signature(_KERNELS.get(op.kernel, op.kernel), op.outputs, "results")
 
 
 def _call(node: fx.Node) -> Call:

@@ -59,52 +59,49 @@ class _Writer:
 
     def program(self) -> Program:
         forward = [self._run(node, Kind.COMPUTE) for node in self.joint.forward]
-        loss = self.now[self.joint.loss]
-        moved = [self.now[n] for n in self.joint.outputs if isinstance(n, fx.Node) and n is not self.joint.loss]
-        saved = [self.now[node] for node in (*self.joint.primals, *self.joint.forward)]
         backward = [self._run(node, kind) for node, kind in self.order]
         gradients = tuple(self.now[g] if isinstance(g, fx.Node) else None for g in self.joint.gradients)
         backward = _needed(backward, {cell for cell in gradients if cell is not None})
         backward = list(self._given(backward, gradients))
-        read = {cell for instruction in backward for cell in instruction.reads}
-        fetched = {instruction.value.op for instruction in backward if instruction.kind is Kind.FETCH}
-        copies = {node: Value(node.name, role=Role.HOST) for node in self.joint.forward if node.name in fetched}
-        self.bytes.update((copy, bytes_of(node)) for node, copy in copies.items())
-        offloaded = {Value(node.name) for node in copies}
-        forward = list(_offloading(forward, copies))
-        codes = {codes: Value(codes.source.name, role=Role.CODES) for codes in self.encoded}
-        codes = {each: value for each, value in codes.items() if value in read}
-        self.bytes.update((value, each.bytes) for each, value in codes.items())
-        forward = _encoding(forward, {value: Value(self.encoded[each].name) for each, value in codes.items()})
-        released = _positions(forward, {Value(node.name): Value(self.released[node].name) for node in copies})
-        handed = [*(cell for cell in saved if cell in read), *copies.values(), *codes.values()]
-        states = [Value(node.name, role=Role.STATE) for node in self.joint.forward if node in self.replayed]
-        states = [state for state in states if state in read]
-        for state in states:
-            self.bytes[state] = STATE_BYTES
+        read = {cell for each in backward for cell in each.reads}
+        # Of forward, backward reads results, copies of them on the host, codes of them, and generator states.
+        results = [Value(node.name) for node in (*self.joint.primals, *self.joint.forward)]
+        copies = {cell: copy for cell in results if (copy := cell._replace(role=Role.HOST)) in read}
+        codes = {cell: each for each in self.encoded if (cell := Value(each.source.name, role=Role.CODES)) in read}
+        states = [state for cell in results if (state := cell._replace(role=Role.STATE)) in read]
+        handed = [*(cell for cell in results if cell in read), *copies.values(), *codes]
         tangents = [Value(node.name) for node in self.joint.tangents]  # the engine holds them to the end
-        self.bytes.update((Value(node.name), bytes_of(node)) for node in self.joint.tangents)
-        given = [cell for cell in (*handed, *states) if cell in self.bytes or cell in self.storages]
+        self.bytes.update((cell, bytes_of(self.joint.nodes[cell.op])) for cell in (*copies.values(), *tangents))
+        self.bytes.update((cell, each.bytes) for cell, each in codes.items())
+        self.bytes.update(dict.fromkeys(states, STATE_BYTES))
+        forward = list(_offloading(forward, copies))
+        forward = _encoding(forward, {cell: Value(self.encoded[each].name) for cell, each in codes.items()})
+        released = {cell: Value(self.released[self.joint.nodes[cell.op]].name) for cell in copies}
         stored, beside = list(self._stored()), self._held_beside()
         freed_at = {cell: self._last_use(backward, inputs) for cell, inputs in beside.items()}
-        held = {each.value for each in (*backward, *stored) if each.kind is Kind.RETURN_GRAD} | set(tangents)
+        early = [cell for cell, position in freed_at.items() if position < 0]
+        loss = Value(self.joint.loss.name)
+        outputs = [Value(node.name) for node in self.joint.outputs if isinstance(node, fx.Node)]
+        moved = [cell for cell in outputs if cell != loss]  # new values of buffers
+        left = {*outputs, *handed, *copies}  # by forward, in memory
+        taken = {each.value for each in (*backward, *stored) if each.kind is Kind.RETURN_GRAD} | set(tangents)
+        given = [cell for cell in (*handed, *states) if cell in self.bytes or cell in self.storages]
         over: dict[Value, Value] = {}
-        forward = self._in_place(forward, over, held={loss, *moved, *handed, *offloaded})
-        backward = self._in_place(backward, over, held=held, given=given)
+        forward = self._in_place(forward, over, held=left)
+        backward = self._in_place(backward, over, held={loss, *taken}, given=given)  # the caller reads the loss later
         for cell in {*self.storages, *over}:
             self.storages[cell] = tuple(over.get(storage, storage) for storage in self.held(cell))
-        early = [cell for cell, position in freed_at.items() if position < 0]
         return Program(
             # New values of buffers go into them at the end, and are freed.
             forward=(
                 *(Instruction(Kind.RETURN_GRAD, cell) for cell in beside),
-                *_freed(forward, held={loss, *moved, *handed, *offloaded}, states=states, until=released),
+                *_freed(forward, held=left, states=states, until=_positions(forward, released)),
                 *stored,
                 *_frees((*moved, *early), handed),
             ),
             backward=(
                 *(Instruction(Kind.RETURN_GRAD, cell) for cell in tangents),
-                *_freed(backward, given=given, held=held, until=freed_at),
+                *_freed(backward, given=given, held=taken, until=freed_at),
                 *_frees(tangents, ()),
             ),
             kept=tuple(handed + states),
@@ -278,13 +275,12 @@ class _Writer:
             self.bytes[cell] = bytes_of(node)
 
 
-def _offloading(forward: Iterable[Instruction], copies: Mapping[fx.Node, Value]) -> Iterator[Instruction]:
+def _offloading(forward: Iterable[Instruction], copies: Mapping[Value, Value]) -> Iterator[Instruction]:
     """Copy results to the host as soon as they are computed."""
-    by_value = {Value(node.name): copy for node, copy in copies.items()}
     for each in forward:
         yield each
-        if each.value in by_value:
-            yield Instruction(Kind.OFFLOAD, by_value[each.value], (each.value,))
+        if each.value in copies:
+            yield Instruction(Kind.OFFLOAD, copies[each.value], (each.value,))
 
 
 def _encoding(forward: Sequence[Instruction], behind: Mapping[Value, Value]) -> list[Instruction]:

@@ -113,5 +113,6 @@ def fastest_program(
         return peaks[smallest]
     raise BudgetError(
         f"{format_size(budget_bytes)} is below the smallest program of this graph "
-        f"({format_size(smallest)}, {smallest} bytes)"
+        f"({format_size(smallest)}, {smallest} bytes)",
+        smallest_bytes=smallest,
     )

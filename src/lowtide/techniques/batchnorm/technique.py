@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lowtide.errors import PlanError
+from lowtide.kernels.activations import POINTWISE
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.batchnorm.convert import convert
 from lowtide.techniques.replaced_forward import module_at
 from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, Technique
-from lowtide.tracing.call_sites import short_name
-from lowtide.tracing.graph import Graph, Op
+from lowtide.tracing.graph import Graph, Op, kernel_of
 from lowtide.undo import Applied
 from lowtide.workload import Workload
 
@@ -153,7 +153,7 @@ class _TracedPairs:
                     self._writes.setdefault(value.storage, []).append(op.index)
                 for storage in dict.fromkeys(value.storage for value in op.inputs):
                     self._readers.setdefault(storage, []).append(op)
-            elif op.phase == "backward" and _is_batch_norm(op):
+            elif op.phase == "backward" and op.kernel in _NORMS:
                 self._backward.setdefault(op.module, op.index)
         self._on_device = {storage.id for storage in graph.on_device}
         self.pairs = tuple(self._numbered())
@@ -224,7 +224,7 @@ class _TracedPairs:
         """The max poolings that ``convert`` changes, each with the op of the backward pass that needs its places."""
         kinds = dict(self.graph.modules)
         for op in self.graph.ops:
-            if _base(op) in _POOLS and kinds.get(op.module) in ("MaxPool2d", "MaxPool3d") and op.phase == "forward":
+            if op.kernel in _POOLS and kinds.get(op.module) in ("MaxPool2d", "MaxPool3d") and op.phase == "forward":
                 again = self.first_need.get(op.outputs[1].storage)
                 if again is not None:
                     yield op, again
@@ -234,7 +234,7 @@ class _TracedPairs:
         kinds = dict(self.graph.modules)
         calls: dict[str, list[Op]] = {path: [] for path, kind in kinds.items() if kind in _CLASSES}
         for op in self.graph.ops:
-            if op.phase == "forward" and op.module in calls and _is_batch_norm(op):
+            if op.phase == "forward" and op.module in calls and op.kernel in _NORMS:
                 calls[op.module].append(op)
                 self._norms[op.outputs[0].storage] = op.index
         candidates = [self._pair(ops[0]) for path, ops in calls.items() if len(ops) == 1 and path in self._backward]
@@ -254,7 +254,7 @@ class _TracedPairs:
         x, y = norm.inputs[0], norm.outputs[0].storage
         ops, results, residual = [norm], [y], None
         readers = self._after(y, norm)
-        if readers and _base(readers[0]) == "add":
+        if readers and readers[0].kernel == "aten.add":
             addition = readers[0]
             total = addition.outputs[0].storage
             residual = _other(addition, y)
@@ -262,12 +262,12 @@ class _TracedPairs:
                 return None
             ops, results, readers = [norm, addition], [y, total], self._after(total, addition)
         activation = ""
-        if readers and _base(readers[0]) in _ACTIVATIONS:
-            activation, z = _base(readers[0]), readers[0].outputs[0].storage
+        if readers and readers[0].kernel in _ACTIVATIONS:
+            activation, z = _ACTIVATIONS[readers[0].kernel], readers[0].outputs[0].storage
             if z != results[-1] and len(readers) > 1:
                 return None
             ops, results = [*ops, readers[0]], [*results, z]
-        elif residual is not None or not readers or not all(_base(reader) in _KEEPERS for reader in readers):
+        elif residual is not None or not readers or not all(reader.kernel in _KEEPERS for reader in readers):
             return None
         return _TracedPair(
             norm.module,
@@ -296,21 +296,14 @@ class _TracedPairs:
 
 
 _CLASSES = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
-_POOLS = ("max_pool2d_with_indices", "max_pool3d_with_indices")
-_KEEPERS = ("convolution", "mm", "addmm")  # of what they read
-_ACTIVATIONS = (
-    *("relu", "leaky_relu", "elu", "celu", "silu", "gelu", "hardswish", "hardtanh", "hardsigmoid", "tanh"),
-    *("sigmoid", "softplus", "softshrink", "threshold", "mish", "log_sigmoid_forward", "_prelu_kernel"),
-)
-
-
-def _is_batch_norm(op: Op) -> bool:
-    return "batch_norm" in op.name
-
-
-def _base(op: Op) -> str:
-    """The op's name without its overload, in place or not."""
-    return short_name(op.name).removesuffix("_")
+_POOLS = ("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices")
+_KEEPERS = ("aten.convolution", "aten.mm", "aten.addmm")  # of what they read
+_NORMS = frozenset(f"aten.{op}" for op in (
+    "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "cudnn_batch_norm", "miopen_batch_norm",
+    "native_batch_norm_backward", "batch_norm_backward", "cudnn_batch_norm_backward", "miopen_batch_norm_backward",
+))  # fmt: skip
+_ACTIVATIONS = {kernel_of(str(row.op)): name for name, row in POINTWISE.items() if row.op is not None}
+_ACTIVATIONS["aten._prelu_kernel"] = "prelu"
 
 
 def _other(addition: Op, storage: int) -> int | None:

@@ -20,8 +20,7 @@ from lowtide.techniques.block_chains import BlockChains
 from lowtide.techniques.compress.allocation import KEPT, LayerCosts, allocate_bits
 from lowtide.techniques.replaced_forward import Forward, apply_at_sites, replace_forward
 from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price
-from lowtide.tracing.call_sites import short_name
-from lowtide.tracing.graph import Op
+from lowtide.tracing.graph import Op, kernel_of
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
@@ -202,12 +201,10 @@ class _SavesBySite:
             return
         for value in (*op.inputs, *op.outputs):
             self._reads.setdefault((op.name, op.module, value.storage), op.index)
-        if short_name(op.name) not in _WITHOUT_GRADIENT and self._differentiable.intersection(
-            v.storage for v in op.inputs
-        ):
-            cast = short_name(op.name) in _CASTS and self.graph.storages[op.inputs[0].storage].category == "parameter"
+        if op.kernel not in _WITHOUT_GRADIENT and self._differentiable.intersection(v.storage for v in op.inputs):
+            cast = op.kernel in _CASTS and self.graph.storages[op.inputs[0].storage].category == "parameter"
             if not cast:
-                outputs = op.outputs[:1] if short_name(op.name) in _FIRST_ALONE else op.outputs
+                outputs = op.outputs[:1] if op.kernel in _FIRST_ALONE else op.outputs
                 self._differentiable.update(value.storage for value in outputs if value.dtype in _DTYPES)
 
     def _collect(self) -> None:
@@ -222,8 +219,8 @@ class _SavesBySite:
                 saved.dtype in _DTYPES
                 and saved.bytes >= LEAST_BYTES
                 and saved.storage in self._differentiable
-                and not is_sensitive(short_name(saved.made_by))
-                and not exponentiates(short_name(saved.needed_by))
+                and not is_sensitive(kernel_of(saved.made_by))
+                and not exponentiates(kernel_of(saved.needed_by))
                 and saved.storage in self.graph.first_backward_use
             )
             site = self._site(saved.needed_in) if can else ""
@@ -259,13 +256,13 @@ class _SavesBySite:
 
 
 _DTYPES = frozenset(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-_CASTS = frozenset({"_to_copy", "clone"})
-_WITHOUT_GRADIENT = frozenset((
-    "bernoulli", "bernoulli_", "empty_like", "full_like", "new_empty", "new_full", "new_zeros", "ones_like",
-    "rand_like", "randn_like", "zeros_like", "detach",
+_CASTS = frozenset({"aten._to_copy", "aten.clone"})
+_WITHOUT_GRADIENT = frozenset(f"aten.{op}" for op in (
+    "bernoulli", "empty_like", "full_like", "new_empty", "new_full", "new_zeros", "ones_like", "rand_like",
+    "randn_like", "zeros_like", "detach",
 ))  # fmt: skip
 # Only the first result of these has a gradient; the others are statistics, masks and log-sums.
-_FIRST_ALONE = frozenset((
+_FIRST_ALONE = frozenset(f"aten.{op}" for op in (
     "_native_batch_norm_legit", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu", "cudnn_batch_norm",
     "max_pool2d_with_indices", "native_batch_norm", "native_dropout", "native_group_norm", "native_layer_norm",

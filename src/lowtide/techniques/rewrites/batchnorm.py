@@ -9,23 +9,23 @@ computed from x there.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from lowtide.compat.dynamo import is_tangent
 from lowtide.compat.operators import suggest_memory_format
+from lowtide.kernels.activations import FUSED, Activation
 from lowtide.kernels.batchnorm_ops import ACTIVATION, STATISTICS
 from lowtide.techniques.rewrites.nodes import ALIASES, called, readers
 from lowtide.tracing.capture.batchnorm import descendants
-from lowtide.tracing.capture.joint import is_tangent
 
 _aten: Any = torch.ops.aten
 _MOVING, _STILL = _aten._native_batch_norm_legit_functional.default, _aten._native_batch_norm_legit.no_stats
-_Known = tuple[str, tuple[float, ...]]  # an activation's name and numbers
-_IDENTITY: _Known = ("identity", ())
+_IDENTITY = Activation("identity")
 
 
 @dataclass(frozen=True)
@@ -92,16 +92,15 @@ def _split(graph: fx.Graph, norm: _Norm, waiting: set[fx.Node]) -> None:
             norm.results[index].replace_all_uses_with(vector)
             graph.erase_node(norm.results[index])
 
-    def insert(before: fx.Node, residual: fx.Node | None, activation: _Known) -> fx.Node:
+    def insert(before: fx.Node, residual: fx.Node | None, activation: Activation) -> fx.Node:
         """Insert the elementwise op."""
-        name, numbers = activation
         inputs = (norm.x, *vectors[:2], norm.weight, norm.bias, residual)
         with graph.inserting_before(before), mode:
-            return called(graph, ACTIVATION, *inputs, name, list(numbers), like=before)
+            return called(graph, ACTIVATION, *inputs, activation.name, list(activation.numbers), like=before)
 
     # The batch norm's own result, a sum with a residual, and the activation's result, as far as they follow.
     y = norm.results[0]
-    chain: list[tuple[fx.Node, fx.Node | None, _Known]] = [(y, None, _IDENTITY)]
+    chain: list[tuple[fx.Node, fx.Node | None, Activation]] = [(y, None, _IDENTITY)]
     reader = _only_reader(y, waiting)
     residual = None if reader is None else _residual(reader, y)
     if reader is not None and residual is not None:
@@ -139,25 +138,9 @@ def _lies_as(node: fx.Node, other: fx.Node) -> bool:
     return alike and one.stride() == two.stride()
 
 
-def _elu(alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> _Known | None:
-    return ("elu", (float(alpha),)) if alpha > 0 and scale == input_scale == 1 else None
-
-
-_ACTIVATIONS: Mapping[Any, Callable[..., _Known | None]] = {
-    _aten.relu.default: lambda: ("relu", ()),
-    _aten.leaky_relu.default: lambda slope=0.01: ("leaky_relu", (float(slope),)),
-    _aten.elu.default: _elu,
-    _aten.celu.default: lambda alpha=1.0: ("celu", (float(alpha),)) if alpha > 0 else None,
-    _aten.silu.default: lambda: ("silu", ()),
-    _aten.gelu.default: lambda approximate="none": ("gelu", (float(approximate == "tanh"),)),
-    _aten.hardswish.default: lambda: ("hardswish", ()),
-    _aten.tanh.default: lambda: ("tanh", ()),
-    _aten.sigmoid.default: lambda: ("sigmoid", ()),
-    _aten.softplus.default: lambda beta=1.0, threshold=20.0: ("softplus", (float(beta), float(threshold))),
-}
-
-
-def _activation(node: fx.Node) -> _Known | None:
+def _activation(node: fx.Node) -> Activation | None:
     """An activation that the kernels know."""
-    read = _ACTIVATIONS.get(node.target)
-    return None if read is None else read(*node.args[1:], **node.kwargs)
+    known = Activation.of_op(node.target, node.args, node.kwargs, gradient=False)
+    if known is None or known.name not in FUSED or (known.name in ("elu", "celu") and known.numbers[0] <= 0):
+        return None
+    return known

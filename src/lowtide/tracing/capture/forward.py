@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from lowtide.compat.dynamo import aot_autograd, has_own_gradients, place_of_result, silenced
+from lowtide.compat.dynamo import aot_autograd, has_own_gradients, is_tangent, place_of_result, silenced
 from lowtide.compat.fake import FAKE_KERNELS
 from lowtide.errors import TraceError
 from lowtide.tracing.capture.batchnorm import ancestors
@@ -34,7 +34,7 @@ def capture_forward(work: Workload) -> CapturedLoss:
     Raises ``TraceError`` if the loss is not one graph, or if a custom ``autograd.Function`` or a hook inside of it
     changes gradients.
     """
-    for graph in (each.graph for each in work.captures or () if each.key == call_key(work.batch)):
+    for graph in (each.graph for each in work.captures.losses if each.key == call_key(work.batch)):
         _refuse_own_gradients(graph.has_own_gradients)
         return _read(graph.joint.as_captured(), len(graph.joint.outputs), list(graph.joint.origins.values()))
     captures: list[CapturedLoss] = []
@@ -63,7 +63,7 @@ def _refuse_own_gradients(found: bool) -> None:
 
 
 def _read(joint: fx.GraphModule, forward_outputs: int, origins: Sequence[Origin]) -> CapturedLoss:
-    inputs = [node for node in joint.graph.find_nodes(op="placeholder") if not node.name.startswith("tangents")]
+    inputs = [node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
     (output,) = joint.graph.find_nodes(op="output")
     if len(inputs) != len(origins):
         raise TraceError("The captured loss has other inputs than the step")

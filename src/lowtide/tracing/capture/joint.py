@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from lowtide.compat.dynamo import ARRAY, inputs_written, place_of_result, source_of
+from lowtide.compat.dynamo import ARRAY, inputs_written, is_tangent, module_path, place_of_result, source_of
 from lowtide.compat.operators import HigherOrderOperator
 from lowtide.compat.tensors import is_zero_tensor
 from lowtide.errors import TraceError
@@ -57,42 +57,50 @@ class Joint:
         self.counters = take_counters(module)  # buffers that count on, and by how much; no op does
         self.copies = copy_inputs_written_to(module)  # of inputs, which have changed by backward
         nodes = list(module.graph.nodes)
-        outputs = _as_list(nodes[-1].args[0])
-        self.outputs, self.gradients = outputs[:forward_outputs], outputs[forward_outputs:]
-        loss = place_of_result(module.graph, forward_outputs)  # behind new values of inputs, before attributes it set
-        self.loss: fx.Node = self.outputs[loss]
-        moved, set_ = self.outputs[:loss], self.outputs[loss + 1 :]  # new values of inputs, and of attributes
-        self.stored = [v for v in set_ if isinstance(v, fx.Node) and v not in moved]  # on the model itself
         inputs = [node for node in nodes if node.op == "placeholder"]
         self.tangents = list(filter(is_tangent, inputs))
         for node in self.tangents:  # AOTAutograd has them like the outputs, in storages as large
             node.meta["val"] = torch.empty_like(node.meta["val"])
         self.primals = [node for node in inputs if not is_tangent(node)]
+        self.origins = dict(zip(self.primals, origins, strict=False)) if len(origins) == len(self.primals) else {}
+        results = _as_list(nodes[-1].args[0])
+        self.outputs, self.gradients = results[:forward_outputs], results[forward_outputs:]
+        self._refuse_unknown()
+        loss = place_of_result(module.graph, forward_outputs)  # behind new values of inputs, before attributes it set
+        self.loss: fx.Node = self.outputs[loss]
+        moved, set_ = self.outputs[:loss], self.outputs[loss + 1 :]  # new values of inputs, and of attributes
+        self.stored = [v for v in set_ if isinstance(v, fx.Node) and v not in moved]  # on the model itself
         # By output: the place of the input whose new value it is, or -1.
         written = inputs_written(module.graph)[:forward_outputs]
         self.written = [-1 if node is None else self.primals.index(node) for node in written]
         self.written += [-1] * (forward_outputs - len(self.written))
-        self.origins = dict(zip(self.primals, origins, strict=False)) if len(origins) == len(self.primals) else {}
-        ops = _with_items(node for node in nodes if node.op in ("call_function", "get_attr"))
-        if any(_is_sparse(node.meta.get("val")) for node in nodes):
-            raise TraceError("The step has sparse tensors, whose bytes are not known before it runs")
-        if any(_is_unknown(node.meta.get("val")) for node in nodes):
-            raise TraceError(
-                "The step has tensors whose sizes depend on values: its bytes are not known before it runs"
-            )
-        whole = len(self.gradients) == len(self.primals)
-        if not whole or any(isinstance(node.target, HigherOrderOperator) for node in nodes):
-            raise TraceError("The step has ops with effects of their own, which a program cannot order")
-        waiting = descendants(self.tangents)
-        effects = [n for n in ops if n not in waiting and (is_random(n) or is_batch_norm(n))]  # wanted or not
-        needed = ancestors([*self.outputs, *self.copies, *effects])
-        needed |= {node for node in ops if is_item(node) and node.args[0] in needed}
-        self.forward = [node for node in ops if node in needed]
-        self.backward = [node for node in ops if node not in needed]
+        self.forward, self.backward = self._passes()
         self.storages: dict[fx.Node, fx.Node] = {}  # the op that made the storage of a result
         for node in nodes:
             shown = viewed(node)
             self.storages[node] = node if shown is None else self.storages[shown]
+
+    def _refuse_unknown(self) -> None:
+        """Raise ``TraceError`` where a program would not know bytes or an order."""
+        values = [node.meta.get("val") for node in self.module.graph.nodes]
+        if any(map(_is_sparse, values)):
+            raise TraceError("The step has sparse tensors, whose bytes are not known before it runs")
+        if any(map(_is_unknown, values)):
+            raise TraceError(
+                "The step has tensors whose sizes depend on values: its bytes are not known before it runs"
+            )
+        has_effects = any(isinstance(node.target, HigherOrderOperator) for node in self.module.graph.nodes)
+        if has_effects or len(self.gradients) != len(self.primals):
+            raise TraceError("The step has ops with effects of their own, which a program cannot order")
+
+    def _passes(self) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Ops of forward and of backward. Forward has those with effects, such as draws, wanted or not."""
+        ops = _with_items(node for node in self.module.graph.nodes if node.op in ("call_function", "get_attr"))
+        waiting = descendants(self.tangents)
+        effects = [node for node in ops if node not in waiting and (is_random(node) or is_batch_norm(node))]
+        needed = ancestors([*self.outputs, *self.copies, *effects])
+        needed |= {node for node in ops if is_item(node) and node.args[0] in needed}
+        return [node for node in ops if node in needed], [node for node in ops if node not in needed]
 
     def as_captured(self) -> fx.GraphModule:
         """A copy of the graph as it was captured, to be rewritten."""
@@ -157,24 +165,12 @@ def size_of(value: Any) -> int:
 
 def module_of(node: fx.Node) -> str:
     """The path of the module that ran an op, or whose backward pass an op belongs to; "" for the loss function."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path, _ = next(reversed(stack.values()), ("", None))  # L['work'].model.blocks.0.norm, with [0] for some containers
-    _, inside, path = re.sub(r"\._modules|\[['\"]?(\w+)['\"]?\]", _index, path).partition(".model.")
-    return path if inside else ""
-
-
-def _index(match: re.Match[str]) -> str:
-    return f".{match[1]}" if match[1] else ""
+    return module_path(node).partition(".model.")[2]
 
 
 def is_item(node: fx.Node) -> bool:
     """Tell whether it is one of an op's several results."""
     return node.target is operator.getitem
-
-
-def is_tangent(node: fx.Node) -> bool:
-    """Whether an input of a joint graph is the gradient of an output."""
-    return node.name.startswith("tangents")
 
 
 def is_random(node: fx.Node) -> bool:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lowtide.compat.dynamo import is_tangent
 from lowtide.compat.fake import FakeTensor, captured_fake_mode
 from lowtide.compat.symbols import expression_of, is_symbol, value_of
 from lowtide.compat.tensors import is_zero_tensor
 from lowtide.errors import TraceError
-from lowtide.tracing.capture.joint import Joint, Origin, is_tangent
+from lowtide.tracing.capture.joint import Joint, Origin
 
 _aten: Any = torch.ops.aten
 _SLICES = (_aten.slice.Tensor, _aten.slice_backward.default)  # of a whole dimension too, where sizes are symbols

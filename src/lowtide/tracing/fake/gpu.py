@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lowtide.compat.cuda import device_guard
+from lowtide.compat.cuda import LACKS_AMP, USES_CUDNN, device_guard
 from lowtide.errors import TraceError
 
 aten = torch.ops.aten
@@ -30,13 +30,13 @@ def emulated_gpu() -> Generator[None]:
     """Make fake tensors on ``cuda`` behave as on a machine with a GPU."""
     with ExitStack() as stack:
         # nn.RNN would lay its fake weights out for cuDNN, or warn that it cannot.
-        stack.enter_context(mock.patch("torch.backends.cudnn.is_acceptable", return_value=False))
+        stack.enter_context(mock.patch(USES_CUDNN, return_value=False))
         if torch.cuda.is_available():
             stack.enter_context(_CudaChoices(_RECURRENT))
             yield
             return
         stack.enter_context(device_guard())
-        stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False))
+        stack.enter_context(mock.patch(LACKS_AMP, return_value=False))
         stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", return_value=True))
         stack.enter_context(_CudaChoices({**_RECURRENT, F.scaled_dot_product_attention: _attention}))
         yield
