@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from lowtide.planning.inner_step import repeats, runs_inner_step
@@ -16,7 +17,7 @@ from lowtide.tracing.graph import Graph
 
 _MOST = 6  # combinations around one loss that are not worse than another one
 _WORTH = 0.01  # of the plain step's peak: combinations that lower what stays, or the peak, by less are left out
-_REACHED = 0.2  # of what is above a floor: about as much is left by a change of the loss that saves most
+REACHED = 0.2  # of what is above a floor: about as much is left by a change of the loss that saves most
 
 
 @dataclass(frozen=True)
@@ -28,24 +29,23 @@ class Combination:
     estimate: int  # of the peak with the plain loss
     floor_bytes: int  # that no change of the loss goes below
 
-    @property
+    @cached_property
     def price(self) -> Price:
         return Price.together(self.prices)
 
-    @property
+    @cached_property
     def inner(self) -> tuple[Option, ...]:
         """Options that run another step inside."""
         return tuple(filter(runs_inner_step, self.options))
 
-    @property
-    def reach(self) -> float:
-        """A rough guess of the smallest peak that a change of the loss gets to inside."""
-        return self.floor_bytes + _REACHED * (self.estimate - self.floor_bytes)
+    def reach(self, share: float = REACHED) -> float:
+        """A guess of the smallest peak that a change of the loss gets to, by its share of what is above the floor."""
+        return self.floor_bytes + share * (self.estimate - self.floor_bytes)
 
     @property
     def aim(self) -> float:
         """Bytes by which combinations are compared: of other steps inside, those reached there."""
-        return self.reach if self.inner else self.floor_bytes
+        return self.reach() if self.inner else self.floor_bytes
 
     def is_worse(self, other: Combination) -> bool:
         """Tell whether another one is at least as good in everything, and better in something."""
@@ -94,7 +94,9 @@ def combinations(profile: Profile, permits: Any) -> list[Combination]:
     least = _WORTH * profile.peak_bytes
     best: list[Combination] = []
     for alike in by_inner.values():
-        best += _undominated([each for each in alike if each.aim + least < (plain.reach if each.inner else plain.aim)])
+        best += _undominated(
+            [each for each in alike if each.aim + least < (plain.reach() if each.inner else plain.aim)]
+        )
     return sorted(best, key=lambda each: (each.aim, each.price.seconds))
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from lowtide.errors import PlanError, TraceError
 from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
-from lowtide.planning.combinations import Combination, combinations
+from lowtide.planning.combinations import REACHED, Combination, combinations
 from lowtide.planning.engine import AUTO, ENGINES, Candidates, Engine, engines_named
-from lowtide.planning.inner_step import InnerStep, InnerSteps
+from lowtide.planning.inner_step import InnerSteps
 from lowtide.planning.plan import Changes, ProgramChoice
 from lowtide.planning.prediction import apply_options, estimate_peak, kept_peak, saved_by_each
 from lowtide.profiling import Profile
@@ -68,6 +68,7 @@ class Search:
         self._expanded: set[tuple[Option, ...]] = set()
         self._inner_steps = InnerSteps.of(work, baseline)
         self._entered: dict[tuple[Option, ...], bool] = {}  # options with another step inside: whether that runs
+        self._reached = REACHED  # corrected by each step inside
         around = (each.floor_bytes for each in self._combinations(permitted) if not each.inner)
         self.floor_bytes = min([kept_peak(baseline.graph, ()), *around])  # of what engines may capture
         self.candidates = [plain]
@@ -267,7 +268,7 @@ class Search:
         """Add the candidates of combinations that may fit a budget, and may be faster than ``below``.
 
         Each is priced before: nothing is as fast as its options with the fastest change of the loss. Of combinations
-        with another step inside, which is profiled, one is added at a time.
+        with another step inside, which is profiled, one is added at a time: the fastest that may reach the budget.
         """
         waiting = [
             each
@@ -278,53 +279,56 @@ class Search:
             fastest = next((c for c in self.candidates if not c.around and permitted(c)), None)
             alone = 0.0 if fastest is None else fastest.price.seconds
             waiting = [each for each in waiting if not each.price.seconds + alone >= below]
-        around_inner = [each for each in waiting if each.inner and self._may_enter(each)]
-        first = min(around_inner, key=lambda each: (max(each.reach, budget), each.price.seconds), default=None)
-        waiting = [each for each in waiting if not each.inner][:most]
-        waiting += [each for each in around_inner if first and each.inner == first.inner]
-        for combination in waiting:
-            self._expanded.add(combination.options)
-            if combination.inner:
-                self.candidates += self._inside(combination)
-            else:
-                self.candidates += [*self._around_options(combination), *self._around_programs(combination)]
-        self.candidates.sort(key=lambda candidate: candidate.order)
-        return bool(waiting)
+        outer = [each for each in waiting if not each.inner][:most]
+        inner = [each for each in waiting if each.inner and (below == math.inf or each.reach(self._reached) <= budget)]
+        if inner:
+            aim = 0 if budget == math.inf else budget
+            inner.sort(key=lambda each: (max(each.reach(self._reached), aim), each.price.seconds))
+            entered = next((each.inner for each in inner if self._enters(each.inner)), None)
+            inner = [each for each in inner if each.inner == entered]
+        self._expanded.update(each.options for each in (*outer, *inner))
+        for combination in outer:
+            self.candidates += [*self._around_options(combination), *self._around_programs(combination)]
+        for combination in inner:
+            inside = list(self._inside(combination))
+            least = min((each.estimate for each in inside), default=combination.estimate)
+            above = max(combination.estimate - combination.floor_bytes, 1)
+            self._reached = min(max((least - combination.floor_bytes) / above, 0.0), 1.0)
+            self.candidates += inside
+        if outer or inner:
+            self.candidates.sort(key=lambda candidate: candidate.order)
+        return bool(outer or inner)
 
-    def _may_enter(self, combination: Combination) -> bool:
-        """Whether the step inside of a combination runs, or may still be tried."""
-        can_try = bool(self._option_engines) and not has_ranks() and len(self._entered) < _MOST_INNER_STEPS
-        return self._entered.get(combination.inner, can_try)
+    def _enters(self, options: tuple[Option, ...]) -> bool:
+        """Whether the step inside of options runs, profiled now if it was not yet; where it does not, that is noted."""
+        if options not in self._entered:
+            if not self._option_engines or has_ranks() or len(self._entered) == _MOST_INNER_STEPS:
+                return False
+            self._entered[options] = self.baseline.graph.fake or all(map(self._is_runnable, options))
+            try:
+                if self._entered[options]:
+                    self._inner_steps.find(options, self.baseline)
+            except Exception as error:  # any failure says the same: not these options
+                self._leave_out(options, error)
+                self._entered[options] = False
+        return self._entered[options]
 
     def _inside(self, combination: Combination) -> Iterator[Candidate]:
         """The combination on engines that take options: alone, and with each change of the loss of the inner step."""
-        inner = self._inner_step(combination)
-        if inner is None:
-            return
+        inner = self._inner_steps.find(combination.options, self.baseline)
+        assert inner is not None
         first, *rest = combination.options
         changes: list[tuple[Option, tuple[Option, ...], Price | None]] = [(first, tuple(rest), None)] if rest else []
         names = {option.technique for option in combination.options}
         for technique in techniques().values():
             if technique.kind != "step" and not _conflict({technique.name}, names):
-                changes += [
-                    (option, combination.options, technique.price(option, inner.profile))
-                    for option in technique.options(inner.profile)
-                ]
+                options = technique.options(inner.profile)
+                changes += [(each, combination.options, technique.price(each, inner.profile)) for each in options]
         for change, around, price in changes:
             prices = inner.prices(combination.options, price)
+            together, estimate = Price.together(prices), inner.estimate(prices)
             for engine in self._option_engines:
-                together, estimate = Price.together(prices), inner.estimate(prices)
                 yield Candidate(engine, change, together, estimate, around=around, prices=prices)
-
-    def _inner_step(self, combination: Combination) -> InnerStep | None:
-        """The step inside of a combination, profiled; None where it does not run, which is noted."""
-        try:
-            inner = self._inner_steps.find(combination.inner, self.baseline)
-        except Exception as error:  # any failure says the same: not these options
-            self._leave_out(", ".join(map(str, combination.inner)), error)
-            inner = None
-        self._entered[combination.inner] = inner is not None
-        return inner
 
     def _around_programs(self, combination: Combination) -> Iterator[Candidate]:
         for engine, source in self._sources.items():
@@ -459,7 +463,7 @@ def _group(candidate: Candidate, traced: int) -> tuple[Hashable, int]:
     """Candidates that are looked at together for any budget, and how many of them."""
     if not candidate.options:
         return candidate.kind, SMALLEST
-    return candidate.is_program, traced
+    return (candidate.is_program, bool(candidate.around)), traced
 
 
 def _conflict(names: set[str], others: set[str]) -> bool:

@@ -227,7 +227,7 @@ def _sizes(samples: int) -> list[int]:
 
 def _near_divisor(samples: int, size: int) -> int:
     """The largest divisor from two thirds of a size to the size; the size itself where there is none."""
-    return next((near for near in range(size, (2 * size - 1) // 3, -1) if samples % near == 0), size)
+    return next((near for near in range(size, max((2 * size - 1) // 3, 0), -1) if samples % near == 0), size)
 
 
 def _fidelity(config: MicrobatchConfig) -> Fidelity:
