@@ -13,10 +13,10 @@ from lowtide.errors import TraceError
 from lowtide.planning.baseline import OUT_OF_MEMORY
 from lowtide.planning.candidate import OFFLOAD, PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
 from lowtide.planning.captured import ComparedCapture, capture_and_compare, capture_too_large, check_draws
-from lowtide.planning.combinations import lasting_bytes, leaves_gradients, prices_inside, saved_by_each
+from lowtide.planning.combinations import lasting_bytes, leaves_gradients, prices_inside
 from lowtide.planning.lowering import LOWERINGS, Lowering
 from lowtide.planning.plan import PlannedStage, ProgramChoice
-from lowtide.planning.prediction import kept_peak, with_prices
+from lowtide.planning.prediction import kept_peak, saved_by_each, with_prices
 from lowtide.planning.programs.program import Kind, Program, simulate
 from lowtide.planning.programs.program_profile import Forecast, check_results
 from lowtide.planning.solvers.solver import Problem, Solution, solutions

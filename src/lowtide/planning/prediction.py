@@ -37,6 +37,19 @@ def kept_peak(graph: Graph, prices: Iterable[Price]) -> int:
     return int(max(live + _change(graph, prices), default=0))
 
 
+def step_peak(graph: Graph, prices: Iterable[Price]) -> int:
+    """Estimate the peak of the optimizer's step alone; without an optimizer, what is alive at the end."""
+    first = graph.phase_starts().get("optimizer", len(graph.ops) - 1)
+    return int(max((graph.live_bytes(allocated=True) + _change(graph, prices))[first:], default=0))
+
+
+def saved_by_each(graph: Graph, prices: Sequence[Price]) -> tuple[int, ...]:
+    """Bytes by which the peak of a step would be higher without each of some options."""
+    peak_bytes = estimate_peak(graph, prices)
+    without = (estimate_peak(graph, [*prices[:place], *prices[place + 1 :]]) for place in range(len(prices)))
+    return tuple(max(0, estimate - peak_bytes) for estimate in without)
+
+
 def with_prices(graph: Graph, prices: Iterable[Price]) -> Graph:
     """A traced step as some prices change it, for an engine whose step no trace can follow.
 

@@ -11,10 +11,11 @@ from typing import Any
 
 from lowtide.errors import PlanError, TraceError
 from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
-from lowtide.planning.combinations import Combination, combinations, saved_by_each
+from lowtide.planning.combinations import REACHED, Combination, combinations
 from lowtide.planning.engine import AUTO, ENGINES, Candidates, Engine, engines_named
+from lowtide.planning.inner_step import InnerSteps
 from lowtide.planning.plan import Changes, ProgramChoice
-from lowtide.planning.prediction import apply_options, estimate_peak, kept_peak
+from lowtide.planning.prediction import apply_options, estimate_peak, kept_peak, saved_by_each
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import has_ranks
 from lowtide.registry import PLAIN_ENGINE
@@ -25,6 +26,7 @@ from lowtide.tracing.snapshot import unchanged
 from lowtide.workload import Workload
 
 _SLACK = 1.01  # an option whose estimate is this much above the budget is still traced
+_MOST_INNER_STEPS = 8  # that are profiled in one search: each takes as long as some steps
 _TRACED = 3  # options with the smallest estimates that are traced: each takes as long as a step, or more
 CLOSE = 2.0  # times the fastest: predicted seconds that are worth a comparison, since prices err
 
@@ -64,9 +66,11 @@ class Search:
         self._left_out: set[Hashable] = set()
         self._combined: dict[Permission, list[Combination]] = {}
         self._expanded: set[tuple[Option, ...]] = set()
-        self.floor_bytes = min(
-            [kept_peak(baseline.graph, ()), *(each.floor_bytes for each in self._combinations(permitted))]
-        )
+        self._inner_steps = InnerSteps.of(work, baseline)
+        self._entered: dict[tuple[Option, ...], bool] = {}  # options with another step inside: whether that runs
+        self._reached = REACHED  # corrected by each step inside
+        around = (each.floor_bytes for each in self._combinations(permitted) if not each.inner)
+        self.floor_bytes = min([kept_peak(baseline.graph, ()), *around])  # of what engines may capture
         self.candidates = [plain]
         engines = engines_named(engine)
         self._option_engines = [each.name for each in engines if each.takes_options]
@@ -172,6 +176,9 @@ class Search:
             return [total]
         if candidate.is_program:
             return list(self._sources[candidate.engine].saved_bytes(candidate))
+        inner = self._inner_steps.find(candidate.options, self.baseline)
+        if inner is not None:
+            return list(inner.saved_bytes(candidate.options, candidate.prices, total))
         change, *around = saved_by_each(self.baseline.graph, candidate.prices)
         return [max(change, total - sum(around)), *around]
 
@@ -260,22 +267,68 @@ class Search:
     ) -> bool:
         """Add the candidates of combinations that may fit a budget, and may be faster than ``below``.
 
-        Each is priced before: nothing is as fast as its options with the fastest change of the loss.
+        Each is priced before: nothing is as fast as its options with the fastest change of the loss. Of combinations
+        with another step inside, which is profiled, one is added at a time: the fastest that may reach the budget.
         """
         waiting = [
             each
-            for each in self._combinations(permitted)[:most]
+            for each in self._combinations(permitted)
             if each.options not in self._expanded and each.floor_bytes <= budget * _SLACK
         ]
         if waiting and below < math.inf:
             fastest = next((c for c in self.candidates if not c.around and permitted(c)), None)
             alone = 0.0 if fastest is None else fastest.price.seconds
             waiting = [each for each in waiting if not each.price.seconds + alone >= below]
-        for combination in waiting:
-            self._expanded.add(combination.options)
+        outer = [each for each in waiting if not each.inner][:most]
+        inner = [each for each in waiting if each.inner and (below == math.inf or each.reach(self._reached) <= budget)]
+        if inner:
+            aim = 0 if budget == math.inf else budget
+            inner.sort(key=lambda each: (max(each.reach(self._reached), aim), each.price.seconds))
+            entered = next((each.inner for each in inner if self._enters(each.inner)), None)
+            inner = [each for each in inner if each.inner == entered]
+        self._expanded.update(each.options for each in (*outer, *inner))
+        for combination in outer:
             self.candidates += [*self._around_options(combination), *self._around_programs(combination)]
-        self.candidates.sort(key=lambda candidate: candidate.order)
-        return bool(waiting)
+        for combination in inner:
+            inside = list(self._inside(combination))
+            least = min((each.estimate for each in inside), default=combination.estimate)
+            above = max(combination.estimate - combination.floor_bytes, 1)
+            self._reached = min(max((least - combination.floor_bytes) / above, 0.0), 1.0)
+            self.candidates += inside
+        if outer or inner:
+            self.candidates.sort(key=lambda candidate: candidate.order)
+        return bool(outer or inner)
+
+    def _enters(self, options: tuple[Option, ...]) -> bool:
+        """Whether the step inside of options runs, profiled now if it was not yet; where it does not, that is noted."""
+        if options not in self._entered:
+            if not self._option_engines or has_ranks() or len(self._entered) == _MOST_INNER_STEPS:
+                return False
+            self._entered[options] = self.baseline.graph.fake or all(map(self._is_runnable, options))
+            try:
+                if self._entered[options]:
+                    self._inner_steps.find(options, self.baseline)
+            except Exception as error:  # any failure says the same: not these options
+                self._leave_out(options, error)
+                self._entered[options] = False
+        return self._entered[options]
+
+    def _inside(self, combination: Combination) -> Iterator[Candidate]:
+        """The combination on engines that take options: alone, and with each change of the loss of the inner step."""
+        inner = self._inner_steps.find(combination.options, self.baseline)
+        assert inner is not None
+        first, *rest = combination.options
+        changes: list[tuple[Option, tuple[Option, ...], Price | None]] = [(first, tuple(rest), None)] if rest else []
+        names = {option.technique for option in combination.options}
+        for technique in techniques().values():
+            if technique.kind != "step" and not _conflict({technique.name}, names):
+                options = technique.options(inner.profile)
+                changes += [(each, combination.options, technique.price(each, inner.profile)) for each in options]
+        for change, around, price in changes:
+            prices = inner.prices(combination.options, price)
+            together, estimate = Price.together(prices), inner.estimate(prices)
+            for engine in self._option_engines:
+                yield Candidate(engine, change, together, estimate, around=around, prices=prices)
 
     def _around_programs(self, combination: Combination) -> Iterator[Candidate]:
         for engine, source in self._sources.items():
@@ -314,6 +367,7 @@ class Search:
         study(self.work, self.baseline)
         self._price_again(self._unstudied)
         self._unstudied = set()
+        self._combined.clear()
 
     def _measure(self, name: str) -> None:
         """Let a technique run a part of the step, and price its options by the seconds that it took."""
@@ -322,7 +376,7 @@ class Search:
         self._price_again({name})
 
     def _price_again(self, names: Collection[str]) -> None:
-        others = [c for c in self.candidates if c.technique not in names]
+        others = [c for c in self.candidates if c.around or c.technique not in names]
         options = self._options([techniques()[name] for name in names])
         self.candidates = sorted([*others, *options], key=lambda candidate: candidate.order)
 
@@ -409,7 +463,7 @@ def _group(candidate: Candidate, traced: int) -> tuple[Hashable, int]:
     """Candidates that are looked at together for any budget, and how many of them."""
     if not candidate.options:
         return candidate.kind, SMALLEST
-    return candidate.is_program, traced
+    return (candidate.is_program, bool(candidate.around)), traced
 
 
 def _conflict(names: set[str], others: set[str]) -> bool:

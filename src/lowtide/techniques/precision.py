@@ -27,6 +27,7 @@ from lowtide.techniques.technique import (
     loss_for_peaks,
     whole_step,
 )
+from lowtide.tracing.compiled import is_compiled
 from lowtide.tracing.graph import Graph
 from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload, autocast
@@ -87,6 +88,14 @@ class Precision(Technique):
                 added.append(replace(half, death=max(backward, 1), why=f"a 16-bit copy of {storage.label}"))
         return Price(Fidelity.CHANGED, added=tuple(added), removed=tuple(removed))
 
+    def inside(self, work: Workload, option: Option) -> Workload:
+        """The loss under autocast. Scales of gradients and lower weights stay outside."""
+        return replace(work, autocast=_DTYPES[option.config_as(PrecisionConfig).autocast])
+
+    def around(self, option: Option, profile: Profile) -> Price:
+        """Nothing: the step inside has the lower weights and copies already."""
+        return Price(Fidelity.CHANGED)
+
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """Another autocast; for float16 another loss, for weights the model and the optimizer in place."""
         config = whole_step(options).config_as(PrecisionConfig)
@@ -131,7 +140,8 @@ class LowerLoss:
         pieces = in_pieces(self.__wrapped__)
         if self.scale is not None and pieces is not None:  # they have gradients before the whole's scale comes back
             pieces.scale = torch.tensor(self.scale.value)
-        with autocast(self.device, self.dtype):  # here too: whoever calls the loss alone has bfloat16 weights as well
+        # Here too: whoever calls the loss alone has bfloat16 weights as well. A planned loss has its own autocast.
+        with autocast(self.device, None if is_compiled(self.__wrapped__) else self.dtype):
             loss = self.__wrapped__(model, batch)
         return self.scale.scale(loss, model) if self.scale is not None and loss.requires_grad else loss
 

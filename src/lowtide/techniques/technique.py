@@ -32,9 +32,12 @@ class Technique(Protocol):
     depends on more than a profile. ``measure(work, profile)`` runs the step once an option is a contender, and changes
     nothing. Prices may only rise by it, or a larger budget could get a slower plan.
 
-    A third, ``inside(work, option)``, is for techniques of the step that leave the loss as it is. It returns the step
-    whose loss they run: ``work`` itself, or ``work`` with a part of its batch. Plans then run programs of that loss
-    inside of the option, and price the option on the step with the program.
+    Techniques of the step that run the loss as it is have a third, ``inside(work, option)``. It returns the step whose
+    loss they run: ``work`` itself, or ``work`` with a part of its batch or another autocast. Plans then run programs
+    of that loss inside of the option. Two more methods price such options:
+
+    - ``around(option, profile)``: the price on the step inside; without it, ``price``.
+    - ``repeats(option)``: how often the loss inside runs in one step; without it, once.
     """
 
     name: str

@@ -187,9 +187,8 @@ class _PiecewiseRun:
                 stack.enter_context(WholeStatistics(self._whole_statistics()))
             recorded = () if loss.exact else self.modules
             recording = stack.enter_context(Recording(recorded, skip=loss.compiled))
-            # Pieces between the second and the last three are alike to the byte. Batch norms keep moments of each.
-            may_skip = loss.skips_alike and not loss.exact and not recording.layers
-            alike = range(2, len(pieces) - 3) if may_skip else range(0)
+            # Pieces between the second and the last three are alike to the byte.
+            alike = range(2, len(pieces) - 3) if loss.skips_alike and not loss.exact else range(0)
             for number, (start, end) in enumerate(pieces):
                 if number in alike:
                     values.append(torch.empty_like(values[-1]))

@@ -9,7 +9,8 @@ and the running statistics move towards M and V once, by the layer's own momentu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -48,7 +49,7 @@ class _CallMoments:
 
 @dataclass
 class _RecordedLayer:
-    """A layer while pieces run: its calls in each piece, and how it was before the call under way."""
+    """A layer while pieces run: its calls in all pieces so far and in this one, and copies for the call under way."""
 
     norm: NormBase
     tracked: dict[str, Tensor | None]  # the buffers of the layer itself
@@ -114,11 +115,6 @@ class _RecordedLayer:
         """The number of batches so far, where the layer counts them."""
         return None if isinstance(self.norm, InstanceNormBase) else self.tracked["num_batches_tracked"]
 
-    def rounds(self) -> list[list[_CallMoments]]:
-        """Moments of all pieces in their first call of the layer, in their second, and so on."""
-        most = max((len(calls) for calls in self.pieces), default=0)
-        return [[calls[i] for calls in self.pieces if i < len(calls)] for i in range(most)]
-
 
 class Recording:
     """Inside ``with``, the layers' running statistics stay; ``finish`` moves them once for all pieces."""
@@ -143,32 +139,40 @@ class Recording:
     @torch.no_grad()
     def start_piece(self) -> None:
         """Begin another piece."""
+        self._merge()
         running = [each for layer in self.layers for each in layer.running or ()]
         copies: Iterator[Tensor] = iter(foreach_mul(running, 1.0) if running else ())  # all in a few kernels
         for layer in self.layers:
             layer.copies = None if layer.running is None else (next(copies), next(copies))
             layer.pieces.append([])
 
+    def _merge(self) -> None:
+        """Put the moments of the last piece into those of the pieces before, so that one layer holds those of two."""
+        merging = [(layer, *layer.pieces) for layer in self.layers if len(layer.pieces) == 2]
+        pairs = [(layer, *pair) for layer, before, last in merging for pair in zip(before, last, strict=False)]
+        moments = iter(_merged(pairs))
+        for layer, before, last in merging:
+            both = min(len(before), len(last))
+            layer.pieces = [[*itertools.islice(moments, both), *before[both:], *last[both:]]]
+
     @torch.no_grad()
     def finish(self) -> None:
         """Move the running statistics towards those of all pieces together."""
-        moving = (layer for layer in self.layers if layer.norm.track_running_stats and layer.running is not None)
-        rounds = [(layer, layer.rounds()) for layer in moving]
-        for number in range(max((len(calls) for _, calls in rounds), default=0)):
-            here = [(layer, calls[number]) for layer, calls in rounds if number < len(calls)]
-            _move([layer for layer, _ in here], [moments for _, moments in here])
+        self._merge()
+        moving = [layer for layer in self.layers if layer.norm.track_running_stats and layer.running is not None]
+        for number in range(max((len(calls) for layer in moving for calls in layer.pieces), default=0)):
+            _move([(layer, calls[number]) for layer in moving for calls in layer.pieces if number < len(calls)])
 
 
-def _move(layers: list[_RecordedLayer], moments: list[list[_CallMoments]]) -> None:
+def _move(calls: list[tuple[_RecordedLayer, _CallMoments]]) -> None:
     """Move the statistics of many layers in a few kernels, without waiting for a GPU."""
-    counters = [layer.counter for layer in layers if layer.counter is not None]
+    counters = [layer.counter for layer, _ in calls if layer.counter is not None]
     if counters:
         foreach_add_(counters, 1)
-    between = [not isinstance(layer.norm, InstanceNormBase) for layer in layers]
     moves: dict[float, list[tuple[Tensor, Tensor]]] = {}
-    for layer, *now in zip(layers, *combined(moments, between), strict=True):
+    for layer, call in calls:
         momentum: Any = layer.norm.momentum
-        pairs = list(zip(layer.running or (), now, strict=True))
+        pairs = list(zip(layer.running or (), (call.mean, call.var), strict=True))
         if momentum is None and layer.counter is not None:  # the average of all batches so far
             for running, new in pairs:
                 running.lerp_(new, 1.0 / layer.counter.to(new.dtype))
@@ -179,42 +183,27 @@ def _move(layers: list[_RecordedLayer], moments: list[list[_CallMoments]]) -> No
         foreach_lerp_(running, new, momentum)
 
 
-def combined(moments: list[list[_CallMoments]], between: list[bool]) -> tuple[list[Tensor], list[Tensor]]:
-    """The means and the unbiased variances of layers over all pieces; without ``between``, the averages of both.
+def _merged(pairs: list[tuple[_RecordedLayer, _CallMoments, _CallMoments]]) -> list[_CallMoments]:
+    """Moments of two calls of each layer together, in a few kernels; an instance norm's are averages.
 
     The numbers of values are Python's, and stay there: to bring them to a GPU would wait for all that it has to do.
     """
-    totals = [sum(call.count for call in calls) for calls in moments]
-    means: list[Tensor] = []
-    for here, calls in _pieces(moments):
-        shares = [call.count / totals[i] for i, call in zip(here, calls, strict=True)]
-        _add(means, here, foreach_mul([call.mean for call in calls], shares))
-    variances: list[Tensor] = []
-    for here, calls in _pieces(moments):
-        free = [max(totals[i] - 1, 1) for i in here]  # degrees of freedom
-        inside = [
-            (call.count - 1) / n if between[i] else call.count / totals[i]
-            for i, n, call in zip(here, free, calls, strict=True)
-        ]
-        _add(variances, here, foreach_mul([call.var for call in calls], inside))
-        off = foreach_sub([call.mean for call in calls], [means[i] for i in here])
-        apart = [call.count / n if between[i] else 0.0 for i, n, call in zip(here, free, calls, strict=True)]
-        foreach_addcmul_([variances[i] for i in here], off, off, apart)
-    return means, variances
-
-
-def _pieces(moments: list[list[_CallMoments]]) -> Iterator[tuple[list[int], list[_CallMoments]]]:
-    """Layers that each piece went through, with their moments."""
-    for number in range(max(map(len, moments))):
-        here = [i for i, calls in enumerate(moments) if number < len(calls)]
-        yield here, [moments[i][number] for i in here]
-
-
-def _add(sums: list[Tensor], here: list[int], parts: Sequence[Tensor]) -> None:
-    if sums:
-        foreach_add_([sums[i] for i in here], parts)
-    else:
-        sums.extend(parts)
+    if not pairs:
+        return []
+    layers, first, second = zip(*pairs, strict=True)
+    counts = [(a.count, b.count, a.count + b.count) for a, b in zip(first, second, strict=True)]
+    between = [not isinstance(layer.norm, InstanceNormBase) for layer in layers]
+    apart = foreach_sub([each.mean for each in second], [each.mean for each in first])
+    means = foreach_mul(apart, [b / n for _, b, n in counts])
+    foreach_add_(means, [each.mean for each in first])
+    shares = [
+        ((a - 1) / (n - 1), (b - 1) / (n - 1), a * b / n / (n - 1)) if is_between else (a / n, b / n, 0.0)
+        for (a, b, n), is_between in zip(counts, between, strict=True)
+    ]
+    variances = foreach_mul([each.var for each in first], [share for share, _, _ in shares])
+    foreach_add_(variances, foreach_mul([each.var for each in second], [share for _, share, _ in shares]))
+    foreach_addcmul_(variances, apart, apart, [share for _, _, share in shares])
+    return [_CallMoments(n, mean, var) for (_, _, n), mean, var in zip(counts, means, variances, strict=True)]
 
 
 def _processes(norm: nn.Module) -> int:

@@ -126,6 +126,27 @@ class Microbatch(Technique):
             _fidelity(config), added=tuple(added), removed=tuple(removed), compute_seconds=seconds, source=source
         )
 
+    def inside(self, work: Workload, option: Option) -> Workload:
+        """The loss of the first piece."""
+        size = option.config_as(MicrobatchConfig).size
+        return replace(work, batch=Batch.of(work.batch).piece(0, size))
+
+    def repeats(self, option: Option) -> int:
+        """The number of pieces."""
+        config = option.config_as(MicrobatchConfig)
+        return math.ceil(config.batch / config.size)
+
+    def around(self, option: Option, profile: Profile) -> Price:
+        """Sums of gradients beside those of a piece, and the seconds of the other pieces."""
+        graph, repeats = profile.graph, self.repeats(option)
+        gradients = [storage for storage in graph.on_device if storage.category == "gradient"]
+        added = [Interval(g.bytes, 0, g.birth, f"sum of {g.label}") for g in gradients]
+        added += [Interval(g.bytes, g.birth, g.birth + 1, f"{g.label} of a piece") for g in gradients]
+        moved = 3 * sum(g.bytes for g in gradients) / find_device(graph.device).bandwidth
+        seconds = (repeats - 1) * _seconds_of_loss(graph) + repeats * (moved + len(gradients) * _HOOK_SECONDS)
+        fidelity = _fidelity(option.config_as(MicrobatchConfig))
+        return Price(fidelity, added=tuple(added), compute_seconds=seconds)
+
     def apply(self, work: Workload, options: Sequence[Option]) -> Applied:
         """The same step with its loss in pieces; the model is not touched."""
         config = whole_step(options).config_as(MicrobatchConfig)
@@ -199,9 +220,14 @@ _MOST_HALVINGS = 5  # to trace a step with more pieces takes too long
 
 
 def _sizes(samples: int) -> list[int]:
-    """Sizes of pieces: halves of the batch, quarters, and so on."""
-    sizes = dict.fromkeys(math.ceil(samples / 2**i) for i in range(1, _MOST_HALVINGS + 1))
+    """Sizes of pieces: halves of the batch, quarters, and so on. Where one is near, a size that divides the batch."""
+    sizes = dict.fromkeys(_near_divisor(samples, math.ceil(samples / 2**i)) for i in range(1, _MOST_HALVINGS + 1))
     return [size for size in sizes if size < samples]
+
+
+def _near_divisor(samples: int, size: int) -> int:
+    """The largest divisor from two thirds of a size to the size; the size itself where there is none."""
+    return next((near for near in range(size, max((2 * size - 1) // 3, 0), -1) if samples % near == 0), size)
 
 
 def _fidelity(config: MicrobatchConfig) -> Fidelity:
