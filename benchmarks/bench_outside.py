@@ -12,6 +12,7 @@ Models run side by side, each alone while it is timed. So seconds of planning an
 from __future__ import annotations
 
 import gc
+import math
 import os
 import time
 import traceback
@@ -120,8 +121,8 @@ def _measure_budget(
     try:
         chosen = planned(work, profile, budget)
     except BudgetError as error:
-        smallest = int(str(error).split(" bytes)")[0].rpartition(" ")[2])
-        note(subject, ("refused; smallest", smallest, "B"))
+        smallest = error.smallest_bytes
+        note(subject, ("refused; smallest", smallest or math.nan, "B"))
         print(error, flush=True)
         return []
     planning = time.perf_counter() - start
@@ -153,7 +154,8 @@ def planned(work: Workload, profile: Profile, budget: str) -> Plan:
         try:
             return plan(work, 1, profile=profile, compile="auto")
         except BudgetError as error:
-            smallest = int(str(error).split(" bytes)")[0].rpartition(" ")[2])
+            smallest = error.smallest_bytes
+        assert smallest is not None
         return plan(work, smallest, profile=profile, compile="auto")
 
 

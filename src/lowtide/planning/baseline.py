@@ -36,9 +36,11 @@ def baseline_profile(work: Workload, *, fake: bool, device: str | None) -> Profi
 
 def _lasting(profile: Profile, seconds: float) -> Profile:
     """Scale forward and backward to their measured seconds, if these exceed the sum of their ops."""
-    counted = sum(op.seconds for op in profile.graph.ops if op.phase != "optimizer")
-    if not 0 < counted < seconds:
-        return profile
-    share = seconds / counted
+    return with_loss_seconds(profile, seconds) if 0 < profile.graph.loss_seconds < seconds else profile
+
+
+def with_loss_seconds(profile: Profile, seconds: float) -> Profile:
+    """Scale forward and backward so that their ops take so long together."""
+    share = seconds / profile.graph.loss_seconds
     ops = (op if op.phase == "optimizer" else replace(op, seconds=op.seconds * share) for op in profile.graph.ops)
     return replace(profile, graph=replace(profile.graph, ops=tuple(ops)))

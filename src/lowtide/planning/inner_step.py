@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
-from lowtide.planning.baseline import OUT_OF_MEMORY, baseline_profile
+from lowtide.planning.baseline import OUT_OF_MEMORY, baseline_profile, with_loss_seconds
 from lowtide.planning.prediction import apply_options, estimate_peak, saved_by_each
 from lowtide.profiling import Profile
+from lowtide.profiling.timing import best_seconds
 from lowtide.techniques.registry import find_technique
 from lowtide.techniques.technique import Option, Price
+from lowtide.tracing.snapshot import unchanged
 from lowtide.workload import Workload
 
 
@@ -35,20 +38,25 @@ class InnerStep:
         self.around = around
         self.repeats = prod(map(repeats, options))
         is_predicted = around.graph.fake and OUT_OF_MEMORY not in around.graph.notes
+        outer_seconds = math.nan if around.graph.fake else _seconds(work)
         with apply_options(work, options) as applied:  # other weights, and a loss around the one that is profiled
             inner = replace(work, optimizer=applied.work.optimizer)
             for option in options:
                 technique: Any = find_technique(option.technique)
                 inner = technique.inside(inner, option)
             self.profile: Profile = baseline_profile(inner, fake=is_predicted, device=around.graph.device)
+            share = math.nan if around.graph.fake else _seconds(inner) / outer_seconds
+        if share * around.graph.loss_seconds > 0:  # what runs once under a trace is not as fast as what runs often
+            self.profile = with_loss_seconds(self.profile, share * around.graph.loss_seconds)
 
     def prices(self, options: Iterable[Option], change: Price | None = None) -> tuple[Price, ...]:
         """Prices of a change inside and of options around it, with their seconds in the whole step.
 
-        The change costs its seconds in each piece. The first option with another step inside has that step's own.
+        The change costs its seconds in each piece. The first option with another step inside has all of that step's.
         """
         prices = {option: self._price_around(option) for option in options}
-        first, seconds = self.options[0], self.profile.seconds - self.around.seconds
+        first = self.options[0]
+        seconds = self.repeats * self.profile.graph.loss_seconds - self.around.graph.loss_seconds
         prices[first] = replace(prices[first], compute_seconds=prices[first].compute_seconds + seconds)
         if change is None:
             return tuple(prices.values())
@@ -97,3 +105,9 @@ class InnerSteps:
         if inner not in self._known:
             self._known[inner] = InnerStep(work, inner, baseline)
         return self._known[inner]
+
+
+def _seconds(work: Workload) -> float:
+    with unchanged(work):
+        (seconds,) = best_seconds(work)
+    return seconds

@@ -224,6 +224,11 @@ class Graph:
         alive = (s for s in self.on_device if s.birth <= op < s.death)
         return sorted(alive, key=lambda s: s.bytes, reverse=True)
 
+    @property
+    def loss_seconds(self) -> float:
+        """The sum of the seconds of forward and backward, as far as they are known."""
+        return sum(op.seconds for op in self.ops if op.phase != "optimizer" and math.isfinite(op.seconds))
+
     def phase_starts(self) -> dict[Phase, int]:
         """Index of the first op of each phase that has any."""
         starts: dict[Phase, int] = {}

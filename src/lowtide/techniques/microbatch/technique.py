@@ -120,7 +120,7 @@ class Microbatch(Technique):
                 removed.append(Interval(bytes_less, storage.birth, min(storage.death, last), "of other pieces"))
         seconds, measured = _seconds_more(graph, pieces, gradients), self._findings(profile).piece
         if measured is not None:
-            seconds = max(seconds, (measured.share(size) * samples / size - 1) * _seconds_of_loss(graph))
+            seconds = max(seconds, (measured.share(size) * samples / size - 1) * graph.loss_seconds)
         source = "modelled" if measured is None else "measured"
         return Price(
             _fidelity(config), added=tuple(added), removed=tuple(removed), compute_seconds=seconds, source=source
@@ -137,13 +137,13 @@ class Microbatch(Technique):
         return math.ceil(config.batch / config.size)
 
     def around(self, option: Option, profile: Profile) -> Price:
-        """Sums of gradients beside those of a piece, and the seconds of the other pieces."""
+        """Sums of gradients beside those of a piece, and the seconds to add them."""
         graph, repeats = profile.graph, self.repeats(option)
         gradients = [storage for storage in graph.on_device if storage.category == "gradient"]
         added = [Interval(g.bytes, 0, g.birth, f"sum of {g.label}") for g in gradients]
         added += [Interval(g.bytes, g.birth, g.birth + 1, f"{g.label} of a piece") for g in gradients]
         moved = 3 * sum(g.bytes for g in gradients) / find_device(graph.device).bandwidth
-        seconds = (repeats - 1) * _seconds_of_loss(graph) + repeats * (moved + len(gradients) * _HOOK_SECONDS)
+        seconds = repeats * (moved + len(gradients) * _HOOK_SECONDS)
         fidelity = _fidelity(option.config_as(MicrobatchConfig))
         return Price(fidelity, added=tuple(added), compute_seconds=seconds)
 
@@ -174,7 +174,7 @@ def _seconds_more(graph: Graph, pieces: int, gradients: int) -> float:
     device, on_cpu = find_device(graph.device), graph.tensor_device == "cpu"
     ops = [op for op in graph.ops if op.phase != "optimizer"]
     parameters = [s for s in graph.storages if s.category == "parameter"]
-    kernels = _seconds_of_loss(graph)
+    kernels = graph.loss_seconds
     host = len(ops) * _HOST_SECONDS + len(parameters) * _HOOK_SECONDS
     weights = sum(storage.bytes for storage in parameters)
     # Each piece reads sums of gradients twice and writes them once, and reads weights in forward and in backward.
@@ -184,10 +184,6 @@ def _seconds_more(graph: Graph, pieces: int, gradients: int) -> float:
         host += sum("convolution" in op.name for op in ops) * _CONVOLUTION_SECONDS
         return (pieces - 1) * host + pieces * moved + slower
     return pieces * max((kernels + slower) / pieces + moved, host) - max(kernels, host)
-
-
-def _seconds_of_loss(graph: Graph) -> float:
-    return sum(op.seconds for op in graph.ops if op.phase != "optimizer" and math.isfinite(op.seconds))
 
 
 @dataclass(frozen=True, slots=True)
