@@ -14,7 +14,7 @@ from lowtide.compat.optimizers import remove_step_hooks
 from lowtide.errors import LowtideError
 
 PLAIN_STATES = "_lowtide_plain_states"  # of an optimizer: what its states were, until its first step
-_KNOWN = ("torch.", "lowtide.", "torchao.", "bitsandbytes.")  # packages whose steps need no trial
+_KNOWN = ("torch.optim.", "lowtide.optim.", "torchao.", "bitsandbytes.")  # whose steps need no trial
 FIRST = "first_number"  # in a group of one parameter alone: the parameter's number in the whole optimizer
 
 
@@ -89,8 +89,8 @@ def _try_steps(optimizer: torch.optim.Optimizer, *, one_by_one: bool) -> list[Te
     small: list[tuple[int, Tensor]] = []
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"][:2]:
-            ones = torch.ones([2] * parameter.dim(), dtype=parameter.dtype, device=device)
-            ones.grad = ones * 100.0 ** (-1) ** len(small)
+            ones = torch.ones([2] * parameter.dim(), dtype=parameter.dtype, device=device, requires_grad=True)
+            ones.grad = ones.detach() * 100.0 ** (-1) ** len(small)
             small.append((index, ones))
     turns: Iterable[list[tuple[int, Tensor]]] = [[each] for each in small] if one_by_one else [small]
     with torch.random.fork_rng([device] if device != "cpu" else []):
