@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import lowtide.optim as lo
+from lowtide.errors import LowtideError
 from tests.optim.training import BATCHES, OPTIMIZERS, WAYS, equal, make, started, train
 
 
@@ -66,4 +68,89 @@ def test_a_scheduler_and_the_groups_of_the_users_optimizer_go_on():
             optimizer.step()
             scheduler.step()
         results.append([p.detach() for p in model.parameters()])
+    assert equal(*results)
+
+
+class CommonNorm(torch.optim.SGD):
+    """Clips all gradients together, inside the step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step(closure)
+
+
+class CountedSteps(torch.optim.Optimizer):
+    """Counts its steps in the object, not for each parameter."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] / self.steps)
+
+
+class Outer(torch.optim.Optimizer):
+    """Steps with another optimizer, which has the parameters too."""
+
+    def __init__(self, parameters):
+        self.inner = torch.optim.SGD(parameters, lr=0.1)
+        super().__init__(self.inner.param_groups, {})
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+class Signs(torch.optim.Optimizer):
+    """Looks at each parameter by itself."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    average = self.state[p].setdefault("average", torch.zeros_like(p))
+                    p.sub_(average.lerp_(p.grad, 0.1).sign(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("way", [lo.step_in_backward, lambda optimizer: lo.lower_state(optimizer, "cpu")])
+@pytest.mark.parametrize("kind", [CommonNorm, CountedSteps, Outer])
+def test_a_step_that_looks_at_all_parameters_is_refused(kind, way):
+    model = make()
+    optimizer = kind(model.parameters())
+    model(BATCHES[0]).sum().backward()
+    before = [(p, p.detach().clone(), p.grad) for p in model.parameters()]
+    with pytest.raises(LowtideError) as error:
+        way(optimizer)
+    assert kind.__name__ in str(error.value)
+    assert getattr(optimizer, "steps", 0) == 0
+    assert all(torch.equal(p, value) and p.grad is gradient for p, value, gradient in before)
+
+
+def test_a_step_that_was_replaced_is_refused():
+    optimizer = torch.optim.SGD(make().parameters())
+    optimizer.step = lambda closure=None: None
+    with pytest.raises(LowtideError):
+        lo.step_in_backward(optimizer)
+
+
+@pytest.mark.parametrize("way", ["in backward", "cpu"])
+def test_an_unknown_optimizer_whose_step_is_of_each_parameter_gives_the_same_bits(way):
+    results = []
+    for use in (WAYS["plain"], WAYS[way]):
+        model = make()
+        optimizer = Signs(model.parameters())
+        generator = torch.get_rng_state()
+        use(optimizer)
+        assert torch.equal(torch.get_rng_state(), generator)
+        results.append(train(model, optimizer, BATCHES[:3]))
     assert equal(*results)

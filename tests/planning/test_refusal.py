@@ -1,5 +1,6 @@
 """The error for a budget that no plan fits."""
 
+import re
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from lowtide.engines import plan
 from lowtide.errors import BudgetError
 from lowtide.planning import graph_candidates
 from lowtide.planning import search as search_module
+from lowtide.sizes import format_size, parse_size
 from lowtide.workload import Workload
 from tests.models import blocks, squares
 
 from ..engines.counting import count_calls
+from ..optim.test_one_parameter import Signs
 
 
 def layers() -> Workload:
@@ -58,3 +61,12 @@ def test_tips_of_torch_over_many_lines_are_not_part_of_a_note(monkeypatch: pytes
     message = str(refusal(layers(), "80%", engine="eager"))
     assert "tensors was saved" in message
     assert "Tip" not in message
+
+
+def test_no_share_of_the_smallest_plan_is_larger_than_it() -> None:
+    with torch.device("meta"):
+        model, x = blocks(6, 128, nn.Identity), torch.randn(8, 128)
+    refused = refusal(Workload(model, squares, x, Signs(model.parameters())), "90%", device="h200")
+    shares = re.findall(r"[0-9.]+ [KMG]iB", str(refused).splitlines()[1])
+    assert refused.smallest_bytes
+    assert max(map(parse_size, shares)) <= parse_size(format_size(refused.smallest_bytes))

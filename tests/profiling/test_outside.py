@@ -1,4 +1,4 @@
-"""What nvidia-smi shows above the allocated bytes."""
+"""Bytes that nvidia-smi shows above the allocated ones."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a profile says adds up."""
+"""The figures of a profile add up."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a step on the CPU allocates, counted from torch.profiler's events: nothing of lowtide is used."""
+"""Count bytes that a step allocates on the CPU, from torch.profiler's events and without lowtide."""
 
 import contextlib
 import itertools
@@ -61,9 +61,9 @@ def kept_bytes(model, loss, batch):
 
 
 def _levels(run, since=None):
-    """What a function returns, and the bytes above those at its start, at its start and after each allocation.
+    """A function's result, and the bytes above those at its start: at its start and after each allocation.
 
-    Or of those after another event.
+    ``since`` names another event to start from.
     """
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True

@@ -1,4 +1,4 @@
-"""What kernels allocate inside themselves is measured once for each kind of op, where that decides it."""
+"""Workspaces are measured once for each kind of op, where the kind decides their bytes."""
 
 import contextlib
 

@@ -41,7 +41,7 @@ Target = Annotated[
 Fake = Annotated[bool, typer.Option("--fake", help="Predict: nothing is allocated or computed.")]
 Device = Annotated[
     str | None,
-    typer.Option(help="cpu, cuda, or a GPU to predict for: t4, v100, a100, h100, h200. Default: the model's."),
+    typer.Option(help="cpu, cuda, or a GPU of the device table to predict for, such as h200. Default: the model's."),
 ]
 Here = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the model's.")]
 Budget = Annotated[str, typer.Option(help="The peak of a whole step: 6GiB, 800MB, 60% of the plain step's, or device.")]

@@ -18,7 +18,7 @@ from lowtide.optim.hooks import (
     trainable_parameters,
     use_gradients,
 )
-from lowtide.optim.one_parameter import SingleStep
+from lowtide.optim.one_parameter import SingleStep, refuse_joint_step
 from lowtide.undo import Undo
 
 
@@ -45,6 +45,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> Undo:
         )
     refuse_unsharded(parameters)
     refuse_where(optimizer, "needs_step", "steps in backward")
+    refuse_joint_step(optimizer)
     hook = StepHook(optimizer)
     undo = Undo(optimizer.register_step_pre_hook(hook.before).remove)  # which holds the hook
     undo.add(set_amp_scaling(optimizer, True))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowtide.optim.hooks import StepPart, part_of, take_part
-from lowtide.optim.one_parameter import SingleStep
+from lowtide.optim.one_parameter import SingleStep, refuse_joint_step
 from lowtide.optim.state_dict import as_saved, keeps_parameter_dtype, load_exactly
 from lowtide.undo import Undo
 
@@ -24,6 +24,7 @@ def offload_state(optimizer: torch.optim.Optimizer) -> Undo:
     for the copies; to read ``optimizer.state`` itself after a step, synchronise first. A loaded state goes to the host
     without passing through the device.
     """
+    refuse_joint_step(optimizer)
     part = _OffloadedStep(optimizer)
     undo = take_part(optimizer, part)
     undo.add(load_exactly(optimizer, part.receive))

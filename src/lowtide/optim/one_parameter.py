@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.compat.optimizers import remove_step_hooks
+from lowtide.errors import LowtideError
 
 PLAIN_STATES = "_lowtide_plain_states"  # of an optimizer: what its states were, until its first step
+_KNOWN = ("torch.optim.", "lowtide.optim.", "torchao.", "bitsandbytes.")  # whose steps need no trial
 FIRST = "first_number"  # in a group of one parameter alone: the parameter's number in the whole optimizer
 
 
@@ -45,6 +48,57 @@ class SingleStep:
             shadow.state = defaultdict(dict, {instead: optimizer.state[parameter]})
         shadow.step()
         shadow.param_groups, shadow.state = [], optimizer.state  # else the last copy would live until the next step
+
+
+def refuse_joint_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise where a step of each parameter alone is another step than one of all, as with a common norm of gradients.
+
+    Steps of unknown packages are tried on a few numbers in place of each parameter.
+    """
+    step, own = type(optimizer).step, optimizer.step  # a scheduler's own has the module of the class's
+    if own.__module__ == step.__module__ and (step.__module__.startswith(_KNOWN) or _steps_alone(optimizer)):
+        return
+    raise LowtideError(
+        f"{type(optimizer).__name__}.step gives other numbers where it steps one parameter at a time",
+        hint="Use an optimizer that looks at each parameter by itself.",
+    )
+
+
+def _steps_alone(optimizer: torch.optim.Optimizer) -> bool:
+    gradients = [(p, p.grad) for p in parameters_in(optimizer)]
+    for parameter, _ in gradients:
+        parameter.grad = None  # a step of others inside would find it
+    try:
+        together, alone = _try_steps(optimizer, one_by_one=False), _try_steps(optimizer, one_by_one=True)
+    except Exception:  # a step that cannot be tried is not known to be one
+        return False
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+    return all(torch.equal(a, b) and bool((a != 1).any()) for a, b in zip(together, alone, strict=True))
+
+
+def _try_steps(optimizer: torch.optim.Optimizer, *, one_by_one: bool) -> list[Tensor]:
+    """Two steps from an empty state, of numbers whose gradients differ in size. The optimizer does not change."""
+    parameters = parameters_in(optimizer)
+    device = parameters[0].device if parameters[0].device.type == "cuda" else "cpu"
+    shadow = _shadow(optimizer)
+    own = {key: value for key, value in vars(shadow).items() if key not in ("param_groups", "state")}
+    memo: dict[int, Any] = {id(each): each for each in (optimizer, *parameters)}
+    shadow.__dict__.update(copy.deepcopy(own, memo), state=defaultdict(dict))
+    small: list[tuple[int, Tensor]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"][:2]:
+            ones = torch.ones([2] * parameter.dim(), dtype=parameter.dtype, device=device, requires_grad=True)
+            ones.grad = ones.detach() * 100.0 ** (-1) ** len(small)
+            small.append((index, ones))
+    turns: Iterable[list[tuple[int, Tensor]]] = [[each] for each in small] if one_by_one else [small]
+    with torch.random.fork_rng([device] if device != "cpu" else []):
+        for turn in [*turns] * 2:
+            mine = {place: [each for at, each in turn if at == place] for place, _ in turn}
+            shadow.param_groups = [{**optimizer.param_groups[at], "params": mine[at]} for at in mine]
+            shadow.step()
+    return [each for _, each in small]
 
 
 def parameters_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:

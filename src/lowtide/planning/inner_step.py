@@ -93,7 +93,7 @@ class InnerSteps:
 
     @classmethod
     def of(cls, work: Workload, baseline: Profile) -> InnerSteps:
-        """Those that a profile of the step has already, or none yet."""
+        """The inner steps that a profile keeps already, or none yet."""
         known = baseline.findings.get(cls)
         return known if known is not None and known._work() is work else baseline.findings.keep(cls(work))
 

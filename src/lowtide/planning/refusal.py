@@ -32,21 +32,21 @@ def no_plan(search: Search, wanted: int, permitted: Permission) -> BudgetError:
     smallest = f"{bound}{format_size(least.peak_bytes)}, {least.peak_bytes} bytes"
     reason = f"{format_size(wanted)} is below the smallest plan ({smallest})."
     advice = _advice(search, least, wanted, permitted)
-    lines = filter(None, (reason, _composition(search), advice))
+    lines = filter(None, (reason, _composition(search, least), advice))
     return BudgetError("\n".join(lines), smallest_bytes=least.peak_bytes)
 
 
-def _composition(search: Search) -> str:
-    """Bytes that no recomputation frees, by holder."""
-    graph = search.baseline.graph
+def _composition(search: Search, least: Contender) -> str:
+    """Bytes that no recomputation frees, by holder: an estimate, and no more than the smallest plan has."""
+    graph, whole = search.baseline.graph, min(search.floor_bytes, least.peak_bytes)
     held: Counter[Category] = Counter()
     for storage in graph.on_device:
         if storage.category in _STAYING:
             held[storage.category] += storage.bytes
     parts = [f"{words} {format_size(held[category])}" for category, words in _STAYING.items() if held[category]]
-    rest = search.floor_bytes - held.total()
+    rest = whole - held.total()
     parts += [f"gradients and the optimizer's step {format_size(rest)}"] if rest > 0 else []
-    return f"Every plan holds {format_size(search.floor_bytes)} unless more is allowed: {', '.join(parts)}."
+    return f"Every plan holds {format_size(whole)} unless more is allowed: {', '.join(parts)}."
 
 
 def _advice(search: Search, least: Contender, wanted: int, permitted: Permission) -> str:

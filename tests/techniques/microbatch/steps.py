@@ -23,7 +23,7 @@ Outcome = dict[str, Tensor]
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
-    """Of samples, or of tokens."""
+    """The mean over samples, or over tokens."""
     return F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
 
 

@@ -20,7 +20,7 @@ def bias(*shape: int) -> Tensor:
 
 
 def found(head: Callable[[Tensor], Tensor]) -> Logits | None:
-    """Of six rows, in sequences of three."""
+    """Find the logits of a head on six rows, in sequences of three."""
 
     def gradient(x: Tensor, weight: Tensor) -> Tensor:
         x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""What captured graphs do beside their results: batch norms that move statistics, buffers that count."""
+"""Captured graphs write buffers: batch norms move statistics, and counters count."""
 
 from __future__ import annotations
 

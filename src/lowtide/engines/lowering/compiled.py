@@ -76,7 +76,7 @@ class SeededLowering(CompiledLowering):
     reference = ""
 
     def is_offered(self, joint: Joint) -> bool:
-        """For none: it is there to compare with."""
+        """Never: ``verify`` compares compiled plans with it."""
         return False
 
     def form(self, joint: Joint) -> Joint:
