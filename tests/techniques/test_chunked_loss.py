@@ -279,3 +279,18 @@ def test_a_loss_of_logits_whose_weight_was_stepped_since_is_refused():
             F.cross_entropy(logits, y)
         assert "weight" in str(refusal.value)
         assert head(x)[()].shape == (4, 16)
+
+
+def test_logits_that_a_planned_step_computes_whole_are_warned_about_once():
+    work = small()
+    heads = ChunkedLoss().options(profile(work, fake=True))
+    with apply_options(work, heads[:1]) as applied:
+        applied.work.compute_loss().backward()
+        head = work.model.get_submodule(heads[0].site[0])
+        with torch.no_grad():
+            work.model(work.batch[0]).argmax(-1)
+        handle = head.register_forward_hook(lambda module, args, logits: logits * 1.0)
+        with pytest.warns(RuntimeWarning, match="computed whole"):
+            applied.work.compute_loss().backward()
+        applied.work.compute_loss().backward()
+        handle.remove()

@@ -27,10 +27,18 @@ from lowtide.nn.chunked_loss import LossDtypes, LossOptions, is_supported, run, 
 from lowtide.nn.second_order import refuse_create_graph
 
 
-def lazy_logits(input: Tensor, head: nn.Linear, *, chunk: int | None = None, path: str = "") -> Tensor:
+def lazy_logits(
+    input: Tensor,
+    head: nn.Linear,
+    *,
+    chunk: int | None = None,
+    path: str = "",
+    on_whole: Callable[[], None] = lambda: None,
+) -> Tensor:
     """Return ``head(input)``, computed on demand; at once where chunks cannot help.
 
-    ``chunk`` is the number of rows at a time in cross entropy. Errors name the head by ``path``.
+    ``chunk`` is the number of rows at a time in cross entropy. Errors name the head by ``path``. ``on_whole`` is called
+    where something else than cross entropy has all logits computed.
     """
     weight, bias = head.weight, head.bias
     precision = LossDtypes.now(input, weight, bias) if type(input) in (Tensor, nn.Parameter, FakeTensor) else None
@@ -38,7 +46,7 @@ def lazy_logits(input: Tensor, head: nn.Linear, *, chunk: int | None = None, pat
     is_lazy = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     if precision is None or not is_lazy or not is_supported(input, weight, bias):
         return F.linear(input, weight, bias)
-    return _Lazy(_Source(input, weight, bias, precision, chunk, path), input, precision.logits).tensor()
+    return _Lazy(_Source(input, weight, bias, precision, chunk, path, on_whole), input, precision.logits).tensor()
 
 
 @dataclass(eq=False)
@@ -51,6 +59,7 @@ class _Source:
     precision: LossDtypes
     chunk: int | None
     path: str
+    on_whole: Callable[[], None]
     whole: Tensor | None = None
     versions: list[int] = field(default_factory=list[int])
     is_old: bool = False  # an optimizer has changed the weight since
@@ -68,6 +77,7 @@ class _Source:
         """Compute the logits, with their graph, as the head would have."""
         if self.whole is None:
             self.check()
+            self.on_whole()
             # To a checkpoint around, the logits existed before it began: it does not recompute them.
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
                 self.whole = self.linear(self.input, self.weight, self.bias)

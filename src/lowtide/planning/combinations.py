@@ -101,8 +101,11 @@ def combinations(profile: Profile, permits: Any) -> list[Combination]:
 
 
 def _undominated(alike: Sequence[Combination]) -> list[Combination]:
+    """The smallest of those that no other one beats, and the fastest."""
     best = [each for each in alike if not any(each.is_worse(other) for other in alike)]
-    return sorted(best, key=lambda each: (each.floor_bytes, each.price.seconds))[:_MOST]
+    best.sort(key=lambda each: (each.floor_bytes, each.price.seconds))
+    smallest, rest = best[: _MOST - 1], best[_MOST - 1 :]
+    return [*smallest, *sorted(rest, key=lambda each: each.price.seconds)[:1]]
 
 
 def _chosen(groups: Sequence[Sequence[tuple[Option, Price] | None]]) -> Iterator[list[tuple[Option, Price]]]:

@@ -8,7 +8,7 @@ from itertools import islice
 from lowtide.batches import tensors
 from lowtide.errors import BudgetError
 from lowtide.planning.candidate import Contender, Permission
-from lowtide.planning.search import Search
+from lowtide.planning.search import Search, named
 from lowtide.sizes import format_size
 from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.graph import Category
@@ -55,9 +55,7 @@ def _advice(search: Search, least: Contender, wanted: int, permitted: Permission
         advice.append(f"Nothing lowers the plain step's peak here: {'; '.join(islice(search.idle, _REASONS))}.")
     everything = search.least(Permission(Fidelity.CHANGED, forbidden=permitted.forbidden), traced=1)
     if everything.peak_bytes < least.peak_bytes:
-        chosen = everything.candidate
-        what = f"{chosen.technique} ({chosen.price.fidelity})" if chosen.technique else chosen.price.fidelity
-        advice.append(f"Allow {what} to reach {format_size(everything.peak_bytes)}.")
+        advice.append(f"Allow {named(everything.candidate)} to reach {format_size(everything.peak_bytes)}.")
     samples = _samples_that_fit(search, least, wanted)
     if samples:
         advice.append(f"A batch of {samples} sample{'s' * (samples > 1)} may fit.")

@@ -9,7 +9,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from operator import is_not
 from typing import Any
 
-from lowtide.errors import PlanError, TraceError
+from lowtide.errors import LowtideError, PlanError, TraceError
 from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
 from lowtide.planning.combinations import REACHED, Combination, combinations
 from lowtide.planning.engine import AUTO, ENGINES, Candidates, Engine, engines_named
@@ -203,10 +203,10 @@ class Search:
         if quick:
             best = min(quick, key=lambda c: (c.price.fidelity.rank, *c.order))
             less = format_seconds(mine.price.seconds - best.price.seconds)
-            yield f"Allowing {_named(best)} is predicted to take {less} less."
+            yield f"Allowing {named(best)} is predicted to take {less} less."
         elif small:
             best = min(small, key=lambda c: (c.price.fidelity.rank, self._peak(c)))
-            yield f"Allowing {_named(best)} is predicted to reach {format_size(self._peak(best))}."
+            yield f"Allowing {named(best)} is predicted to reach {format_size(self._peak(best))}."
 
     def _next_larger(self, candidates: Iterable[Candidate], budget: int) -> Candidate | None:
         """The candidate with the smallest peak above a budget, of those that can run."""
@@ -434,7 +434,8 @@ class Search:
             try:
                 after = self._predict(candidate)
             except Exception as error:  # any failure says the same: not this option
-                self._leave_out(candidate.options, error)
+                if len(candidate.options) == 1 or not isinstance(error, LowtideError):  # else two refuse each other
+                    self._leave_out(candidate.options, error)
                 return None
             known = traced[candidate.key] = acting, after.peak_bytes, after.storage_peak_bytes
         return Contender(candidate, *known[1:])
@@ -454,7 +455,8 @@ def _names(candidate: Candidate) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*candidate.holds, *(option.technique for option in candidate.options))))
 
 
-def _named(candidate: Candidate) -> str:
+def named(candidate: Candidate) -> str:
+    """The techniques of a candidate, with its fidelity: what a user would allow."""
     names = " and ".join(_names(candidate))
     return f"{names} ({candidate.price.fidelity})" if names else candidate.price.fidelity.value
 

@@ -7,6 +7,7 @@ gradients. Here the head returns lazy logits (``lowtide.nn.lazy_logits``), which
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -24,30 +25,41 @@ from lowtide.undo import Applied, Undo
 from lowtide.workload import Workload
 
 
-def chunk_loss(head: nn.Linear, chunk: int | None = None, *, path: str = "") -> Undo:
+def chunk_loss(head: nn.Linear, chunk: int | None = None, *, path: str = "", planned: bool = False) -> Undo:
     """Have cross entropy of this head's logits computed in chunks of ``chunk`` rows, until the undo is called.
 
-    Any other reader gets the whole logits: right, and without a saving.
+    Any other reader gets the whole logits: right, and without a saving. With ``planned`` it warns, once.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1000))
     >>> with chunk_loss(model[2]):
     ...     loss = nn.functional.cross_entropy(model(torch.randn(5, 4)), torch.arange(5))
     """
-    return replace_forward(ChunkedHead(head, chunk, path), path=path, instead_of=nn.Linear)
+    return replace_forward(ChunkedHead(head, chunk, path, planned), path=path, instead_of=nn.Linear)
 
 
 class ChunkedHead(Forward):
     """The forward of a ``nn.Linear`` whose logits are computed when something other than cross entropy asks."""
 
-    def __init__(self, module: nn.Linear, chunk: int | None = None, path: str = "") -> None:
+    def __init__(self, module: nn.Linear, chunk: int | None = None, path: str = "", planned: bool = False) -> None:
         super().__init__(module)
         self.head = module
         self.chunk = chunk
         self.path = path
+        self.warns = planned
 
     def __call__(self, input: Tensor) -> Tensor:
-        return lazy_logits(input, self.head, chunk=self.chunk, path=self.path)
+        return lazy_logits(input, self.head, chunk=self.chunk, path=self.path, on_whole=self._note_whole)
+
+    def _note_whole(self) -> None:
+        if self.warns:
+            self.warns = False
+            warnings.warn(
+                f"The logits of {self.path or 'the head'} are read by more than cross entropy, which the planned step "
+                "did not do, and are computed whole: the budget is not kept. Read them under torch.no_grad()",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 @dataclass(frozen=True)
@@ -90,7 +102,7 @@ class ChunkedLoss(Technique):
         """Put the lazy forward on every head; the model is untouched if one cannot take it."""
 
         def chunk(head: nn.Module, path: str, option: Option) -> Undo:
-            return chunk_loss(cast(nn.Linear, head), option.config_as(ChunkedLossConfig).rows, path=path)
+            return chunk_loss(cast(nn.Linear, head), option.config_as(ChunkedLossConfig).rows, path=path, planned=True)
 
         return apply_at_sites(work, options, chunk)
 
