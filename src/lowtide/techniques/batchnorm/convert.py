@@ -303,10 +303,10 @@ class Fused(Forward):
         return tuple([value if type(value) in SETTINGS else type(value) for value in values])
 
     def _guard_settings(self) -> None:
-        """Have Dynamo guard what ``_name_of`` reads. A float that changed is a symbol to it; hashed, a constant."""
+        """Have Dynamo guard what ``_name_of`` reads. A float that changed is a symbol to it; as a key, a constant."""
         for value in self._read_settings():
             if isinstance(value, float):
-                hash(value)
+                {}.get(value)
 
     @assume_constant_result
     def _name_of(self, call: int | tuple[Any, Any], grad: bool) -> str:
