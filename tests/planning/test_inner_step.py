@@ -34,12 +34,6 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-def taken_apart(model: nn.Module, x: Tensor) -> Tensor:
-    """A loss of the whole batch alone."""
-    assert len(x) == 4, "half a batch"
-    return squares(model, x)
-
-
 @pytest.fixture(scope="module")
 def work() -> Workload:
     return deep()
@@ -108,15 +102,6 @@ def test_profiling_the_step_inside_changes_nothing(work: Workload, plain: Profil
     assert all(
         torch.equal(after[name], tensor) and after[name].dtype == tensor.dtype for name, tensor in before.items()
     )
-
-
-def test_a_loss_that_cannot_be_split_is_noted_and_planned_otherwise() -> None:
-    work = deep()
-    whole = Workload(work.model, taken_apart, work.batch, work.optimizer)
-    found = plan(whole, "60%", engine="eager", allow="microbatch", tune=False)
-    assert "microbatch" not in names(found)
-    with refused("below the smallest plan", kind=BudgetError):
-        plan(whole, "25%", engine="eager", allow="microbatch", tune=False)
 
 
 def test_gradients_that_do_not_stay_are_not_summed_over_pieces(plain: Profile) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 from lowtide.errors import LowtideError, PlanError, TraceError
 from lowtide.planning.candidate import PROGRAM_SLACK, SMALLEST, Candidate, Contender, Permission
-from lowtide.planning.combinations import REACHED, Combination, combinations
 from lowtide.planning.engine import AUTO, ENGINES, Candidates, Engine, engines_named
+from lowtide.planning.expansion import Expansion
 from lowtide.planning.inner_step import InnerSteps
 from lowtide.planning.plan import Changes, ProgramChoice
-from lowtide.planning.prediction import apply_options, estimate_peak, kept_peak, saved_by_each
+from lowtide.planning.prediction import apply_options, estimate_peak, saved_by_each
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import has_ranks
 from lowtide.registry import PLAIN_ENGINE
@@ -26,7 +26,6 @@ from lowtide.tracing.snapshot import unchanged
 from lowtide.workload import Workload
 
 _SLACK = 1.01  # an option whose estimate is this much above the budget is still traced
-_MOST_INNER_STEPS = 8  # that are profiled in one search: each takes as long as some steps
 _TRACED = 3  # options with the smallest estimates that are traced: each takes as long as a step, or more
 CLOSE = 2.0  # times the fastest: predicted seconds that are worth a comparison, since prices err
 
@@ -50,7 +49,7 @@ class Search:
         compile: bool | None = False,
     ) -> None:
         self.work = work
-        self._compile = compile
+        self.compile = compile
         self.baseline = baseline
         self.notes: list[str] = []
         self.idle: list[str] = []  # techniques and engines that offer nothing here, and why
@@ -64,16 +63,12 @@ class Search:
         self._taken_off: dict[Hashable, int] = {}  # by parts: bytes by which a trace was below the simulation
         self._runnable: dict[Option, bool] = {}
         self._left_out: set[Hashable] = set()
-        self._combined: dict[Permission, list[Combination]] = {}
-        self._expanded: set[tuple[Option, ...]] = set()
         self._inner_steps = InnerSteps.of(work, baseline)
-        self._entered: dict[tuple[Option, ...], bool] = {}  # options with another step inside: whether that runs
-        self._reached = REACHED  # corrected by each step inside
-        around = (each.floor_bytes for each in self._combinations(permitted) if not each.inner)
-        self.floor_bytes = min([kept_peak(baseline.graph, ()), *around])  # of what engines may capture
         self.candidates = [plain]
         engines = engines_named(engine)
         self._option_engines = [each.name for each in engines if each.takes_options]
+        self._expansion = Expansion(self, self._option_engines, self._sources, self._inner_steps)
+        self.floor_bytes = self._expansion.floor_bytes(permitted)
         if self._option_engines:
             self.candidates += self._options(techniques().values())
             self._note_learners(budget)
@@ -253,103 +248,16 @@ class Search:
             return ()
         self._sources[engine.name] = source
         self.notes += filter(None, [source.note])
-        return source.offers(engine.name, compile=self._compile)
-
-    # -- combinations --------------------------------------------------------------------------------------
-
-    def _combinations(self, permitted: Permission) -> list[Combination]:
-        if permitted not in self._combined:
-            self._combined[permitted] = combinations(self.baseline, permitted.permits)
-        return self._combined[permitted]
+        return source.offers(engine.name, compile=self.compile)
 
     def _expand(
         self, permitted: Permission, budget: float = math.inf, *, below: float = math.inf, most: int | None = None
     ) -> bool:
-        """Add the candidates of combinations that may fit a budget, and may be faster than ``below``.
-
-        Each is priced before: nothing is as fast as its options with the fastest change of the loss. Of combinations
-        with another step inside, which is profiled, one is added at a time: the fastest that may reach the budget.
-        """
-        waiting = [
-            each
-            for each in self._combinations(permitted)
-            if each.options not in self._expanded and each.floor_bytes <= budget * _SLACK
-        ]
-        if waiting and below < math.inf:
-            fastest = next((c for c in self.candidates if not c.around and permitted(c)), None)
-            alone = 0.0 if fastest is None else fastest.price.seconds
-            waiting = [each for each in waiting if not each.price.seconds + alone >= below]
-        outer = [each for each in waiting if not each.inner][:most]
-        inner = [each for each in waiting if each.inner and (below == math.inf or each.reach(self._reached) <= budget)]
-        if inner:
-            aim = 0 if budget == math.inf else budget
-            inner.sort(key=lambda each: (max(each.reach(self._reached), aim), each.price.seconds))
-            entered = next((each.inner for each in inner if self._enters(each.inner)), None)
-            inner = [each for each in inner if each.inner == entered]
-        self._expanded.update(each.options for each in (*outer, *inner))
-        for combination in outer:
-            self.candidates += [*self._around_options(combination), *self._around_programs(combination)]
-        for combination in inner:
-            inside = list(self._inside(combination))
-            least = min((each.estimate for each in inside), default=combination.estimate)
-            above = max(combination.estimate - combination.floor_bytes, 1)
-            self._reached = min(max((least - combination.floor_bytes) / above, 0.0), 1.0)
-            self.candidates += inside
-        if outer or inner:
-            self.candidates.sort(key=lambda candidate: candidate.order)
-        return bool(outer or inner)
-
-    def _enters(self, options: tuple[Option, ...]) -> bool:
-        """Whether the step inside of options runs, profiled now if it was not yet; where it does not, that is noted."""
-        if options not in self._entered:
-            if not self._option_engines or has_ranks() or len(self._entered) == _MOST_INNER_STEPS:
-                return False
-            self._entered[options] = self.baseline.graph.fake or all(map(self._is_runnable, options))
-            try:
-                if self._entered[options]:
-                    self._inner_steps.find(options, self.baseline)
-            except Exception as error:  # any failure says the same: not these options
-                self._leave_out(options, error)
-                self._entered[options] = False
-        return self._entered[options]
-
-    def _inside(self, combination: Combination) -> Iterator[Candidate]:
-        """The combination on engines that take options: alone, and with each change of the loss of the inner step."""
-        inner = self._inner_steps.find(combination.options, self.baseline)
-        assert inner is not None
-        first, *rest = combination.options
-        changes: list[tuple[Option, tuple[Option, ...], Price | None]] = [(first, tuple(rest), None)] if rest else []
-        names = {option.technique for option in combination.options}
-        for technique in techniques().values():
-            if technique.kind != "step" and not _conflict({technique.name}, names):
-                options = technique.options(inner.profile)
-                changes += [(each, combination.options, technique.price(each, inner.profile)) for each in options]
-        for change, around, price in changes:
-            prices = inner.prices(combination.options, price)
-            together, estimate = Price.together(prices), inner.estimate(prices)
-            for engine in self._option_engines:
-                yield Candidate(engine, change, together, estimate, around=around, prices=prices)
-
-    def _around_programs(self, combination: Combination) -> Iterator[Candidate]:
-        for engine, source in self._sources.items():
-            yield from source.offers(engine, compile=self._compile, around=combination.options)
-
-    def _around_options(self, combination: Combination) -> Iterator[Candidate]:
-        """The combination on engines that take options: alone, and with each option that changes the loss."""
-        names = {option.technique for option in combination.options}
-        for candidate in [c for c in self.candidates if isinstance(c.change, Option) and not c.around]:
-            change = candidate.change
-            assert isinstance(change, Option)
-            if change == combination.options[0]:
-                options, prices = combination.options[1:], combination.prices
-            elif techniques()[change.technique].kind != "step" and not _conflict({change.technique}, names):
-                options, prices = combination.options, (candidate.price, *combination.prices)
-            else:
-                continue
-            if options:
-                estimate = estimate_peak(self.baseline.graph, prices)
-                together = Price.together(prices)
-                yield Candidate(candidate.engine, change, together, estimate, around=options, prices=prices)
+        """Add candidates of combinations that may fit a budget and be faster than ``below``; False if none are left."""
+        added = self._expansion.candidates(self.candidates, permitted, budget, below=below, most=most)
+        if added is not None:
+            self.candidates = sorted([*self.candidates, *added], key=lambda candidate: candidate.order)
+        return added is not None
 
     # -- options of techniques ---------------------------------------------------------------------------
 
@@ -367,7 +275,7 @@ class Search:
         study(self.work, self.baseline)
         self._price_again(self._unstudied)
         self._unstudied = set()
-        self._combined.clear()
+        self._expansion.price_again()
 
     def _measure(self, name: str) -> None:
         """Let a technique run a part of the step, and price its options by the seconds that it took."""
@@ -392,20 +300,21 @@ class Search:
 
     def _runs(self, candidate: Candidate) -> bool:
         """Whether the step runs under techniques that act on the whole of it: some losses cannot be split."""
-        return self.baseline.graph.fake or all(map(self._is_runnable, candidate.options))
+        return self.baseline.graph.fake or all(map(self.runs_option, candidate.options))
 
-    def _is_runnable(self, option: Option) -> bool:
+    def runs_option(self, option: Option) -> bool:
+        """Whether the step runs under an option; where it does not, that is noted."""
         if techniques()[option.technique].kind == "step" and option not in self._runnable:
             try:
                 with unchanged(self.work), apply_options(self.work, [option]) as applied:
                     applied.work.compute_loss()
                 self._runnable[option] = True
             except Exception as error:  # any failure says the same: not this option
-                self._leave_out([option], error)
+                self.leave_out([option], error)
                 self._runnable[option] = False
         return self._runnable.get(option, True)
 
-    def _leave_out(self, options: Sequence[Option], error: Exception) -> None:
+    def leave_out(self, options: Sequence[Option], error: Exception) -> None:
         """Note why options are not used, once for those of the same techniques that fail at the same line."""
         line = traceback.extract_tb(error.__traceback__)[-1]
         failure = (*(option.technique for option in options), line.filename, line.lineno, type(error.__cause__))
@@ -435,7 +344,7 @@ class Search:
                 after = self._predict(candidate)
             except Exception as error:  # any failure says the same: not this option
                 if len(candidate.options) == 1 or not isinstance(error, LowtideError):  # else two refuse each other
-                    self._leave_out(candidate.options, error)
+                    self.leave_out(candidate.options, error)
                 return None
             known = traced[candidate.key] = acting, after.peak_bytes, after.storage_peak_bytes
         return Contender(candidate, *known[1:])
@@ -466,10 +375,3 @@ def _group(candidate: Candidate, traced: int) -> tuple[Hashable, int]:
     if not candidate.options:
         return candidate.kind, SMALLEST
     return (candidate.is_program, bool(candidate.around)), traced
-
-
-def _conflict(names: set[str], others: set[str]) -> bool:
-    known = techniques()
-    return any(others & known[name].conflicts.keys() for name in names) or any(
-        names & known[name].conflicts.keys() for name in others
-    )
