@@ -95,7 +95,8 @@ def measure_case(case: str, work: Workload, results: Path, part: str = "1/1") ->
     try:
         plan(work, 1, profile=profile, engine="graph")
     except BudgetError as error:
-        smallest = int(str(error).split(", ")[1].split()[0])
+        smallest = error.smallest_bytes
+        assert smallest is not None
     else:
         raise AssertionError("a step in one byte")
     budgets = list(enumerate(budgets_between(smallest, profile.peak_bytes - 1, peaks), 1))
