@@ -11,6 +11,7 @@ from torch import nn
 import lowtide
 from lowtide.engines import tune
 from lowtide.engines.graph import PlannedLoss
+from lowtide.errors import BudgetError
 from lowtide.planning import Plan
 from lowtide.profiling import timing
 from lowtide.techniques.technique import Fidelity
@@ -132,8 +133,8 @@ def _rivals(work: Workload) -> tuple[Plan, Plan]:
 class Allocator:
     """Stands for a measured step: the first ``over`` compiled plans take one byte more than their budget."""
 
-    def __init__(self, static_bytes: int, over: int) -> None:
-        self.static_bytes, self.over = static_bytes, over
+    def __init__(self, over: int) -> None:
+        self.over = over
         self.measured: list[Plan] = []
 
     def times(self, _: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], dict[int, int], list[str]]:
@@ -141,8 +142,7 @@ class Allocator:
         for place, plan in enumerate(plans):
             if plan is not None and plan.program is not None and plan.program.lowering == "compiled":
                 self.measured.append(plan)
-                peak = plan.budget_bytes + 1 if len(self.measured) <= self.over else plan.peak_bytes
-                peaks[place] = peak - self.static_bytes
+                peaks[place] = plan.budget_bytes + 1 if len(self.measured) <= self.over else plan.peak_bytes
         return [1.0 for _ in plans], peaks, []
 
 
@@ -152,7 +152,7 @@ def test_a_compiled_plan_that_measures_above_its_budget_is_planned_again_then_gi
 ) -> None:
     work = chain()
     plain = lowtide.profile(work)
-    allocator = Allocator(plain.static_bytes, over)
+    allocator = Allocator(over)
     monkeypatch.setattr(tune, "_times", allocator.times)
     budget = int(0.8 * plain.peak_bytes)
     chosen = lowtide.plan(work, budget, profile=plain, engine="graph", compile=True)
@@ -161,3 +161,26 @@ def test_a_compiled_plan_that_measures_above_its_budget_is_planned_again_then_gi
     assert chosen.peak_bytes <= budget
     assert len(allocator.measured) == min(over + 1, 3)
     assert any("Compiled plans measured more" in note for note in chosen.notes) == (lowering == "ops")
+
+
+def test_a_plan_that_measures_above_its_budget_leaves_those_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = chain()
+    plain = lowtide.profile(work)
+    budget = lowtide.plan(work, "70%", profile=plain, engine="eager", tune=False).peak_bytes
+    more, seen = 1000, list[Plan]()
+
+    def times(_: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], dict[int, int], list[str]]:
+        seen.extend(plan for plan in plans if plan is not None)
+        return [1.0 for _ in plans], {index: plan.peak_bytes + more for index, plan in enumerate(plans) if plan}, []
+
+    monkeypatch.setattr(tune, "_times", times)
+    chosen = lowtide.plan(work, budget, profile=plain, engine="eager")
+    assert chosen.budget_bytes == budget
+    assert any(plan.peak_bytes > budget - more for plan in seen)  # at first
+    assert chosen.peak_bytes + more <= budget
+    with pytest.raises(BudgetError) as refused:
+        lowtide.plan(work, 1, profile=plain, engine="eager")
+    smallest = refused.value.smallest_bytes
+    with pytest.raises(BudgetError) as refused:
+        lowtide.plan(work, smallest, profile=plain, engine="eager")
+    assert lowtide.plan(work, refused.value.smallest_bytes, profile=plain, engine="eager").peak_bytes == smallest

@@ -74,7 +74,7 @@ class Allocator:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: None)
         monkeypatch.setattr(meter, "sleep", lambda _: None)
-        monkeypatch.setattr(meter, "requested_bytes", lambda _: start_bytes)
+        monkeypatch.setattr(meter, "tensor_bytes", lambda _: start_bytes)
         monkeypatch.setattr(meter.CudaMeter, "_allocated", lambda _: self.allocated())
         monkeypatch.setattr(meter.CudaMeter, "granularity", 1)
         monkeypatch.setattr(tracer, "_meter", lambda _, aside, *__, **___: meter.CudaMeter(torch.device("cuda"), aside))
@@ -99,11 +99,11 @@ def test_other_tensors_are_the_bytes_at_the_start_beyond_the_steps_own(monkeypat
 
 
 def test_memory_that_the_allocator_does_not_count_is_not_subtracted():
-    readings = meter.CudaMeter(torch.device("cuda")).readings(np.zeros(0, np.int64), 400, 400)
+    readings = meter.CudaMeter(torch.device("cuda")).readings(np.zeros(0, np.int64), 400)
     assert (readings.other_bytes, readings.held_bytes) == (0, 0)
 
 
-def test_requested_bytes_leave_out_two_workspaces_of_cublas(monkeypatch):
+def test_tensor_bytes_leave_out_two_workspaces_of_cublas(monkeypatch):
     def block(size, state="active_allocated"):
         return {"requested_size": size, "state": state}
 
@@ -113,15 +113,15 @@ def test_requested_bytes_leave_out_two_workspaces_of_cublas(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     segments = [{"device": 0, "blocks": blocks}, {"device": 1, "blocks": [block(5)]}]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    assert meter.requested_bytes(torch.device("cuda", 0)) == 100 + 32 * MIB
+    assert meter.tensor_bytes(torch.device("cuda", 0)) == 512 + 32 * MIB
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    assert meter.requested_bytes(torch.device("cuda", 0)) == 100 + 3 * 32 * MIB
+    assert meter.tensor_bytes(torch.device("cuda", 0)) == 512 + 3 * 32 * MIB
 
 
 @pytest.mark.gpu
 def test_matrix_products_leave_no_other_bytes_behind():
     x = torch.ones(256, 256, device="cuda", requires_grad=True)
-    before = meter.requested_bytes(x.device)
+    before = meter.tensor_bytes(x.device)
     (x @ x).sum().backward()  # in both threads
     x.grad = None
-    assert meter.requested_bytes(x.device) == before
+    assert meter.tensor_bytes(x.device) == before

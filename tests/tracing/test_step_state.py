@@ -104,7 +104,7 @@ def test_static_bytes_count_storages_once():
     work = Workload(model, squares, torch.randn(8, 4), torch.optim.Adam(model.parameters()))
     assert static_bytes(work) == (16 + 32) * 4
     squares(model, work.batch).backward()
-    assert static_bytes(work, gradients=True) == (16 + 32 + 16) * 4
+    assert static_bytes(work) == (16 + 32) * 4  # gradients come and go
     work.optimizer.step()
     assert static_bytes(work) == (16 + 32 + 2 * 16 + 1) * 4
 
@@ -114,7 +114,7 @@ def test_bytes_beyond_the_steps_own_are_others(monkeypatch):
     assert other_bytes(work) == 0  # on a CPU
     monkeypatch.setattr(Workload, "device", torch.device("cuda"))
     for requested, others in ((10 * MIB, 10 * MIB), (-1, 0)):
-        monkeypatch.setattr(step_state, "requested_bytes", lambda _, size=requested: size)
+        monkeypatch.setattr(step_state, "tensor_bytes", lambda _, size=requested: size)
         assert other_bytes(work) == others  # nothing of the step is on a GPU
 
 

@@ -18,15 +18,16 @@ from lowtide.planning.engine import AUTO, ENGINES, engines_named
 from lowtide.planning.lowering import compiles
 from lowtide.planning.plan import Choice, Plan, ProgramChoice
 from lowtide.profiling import Profile
-from lowtide.profiling.timing import best_seconds, has_ranks, peak_above_start
+from lowtide.profiling.timing import best_seconds, has_ranks, measured_peak
 from lowtide.sizes import format_seconds
 from lowtide.tracing.capture.loss import sharing_captures
 from lowtide.tracing.snapshot import unchanged
+from lowtide.tracing.step_state import other_bytes
 from lowtide.workload import Workload, check_workload
 
 _RIVALS = 3  # plans that are timed
 _ROUNDS = 2  # in turns
-_CORRECTIONS = 3  # times that compiled plans are planned again with a measured peak; then they are left out
+_CORRECTIONS = 3  # times that plans are made again with a measured peak
 _Part = TypeVar("_Part", Choice, ProgramChoice)
 _NOISE = 1.03  # a stricter plan is taken if it is at most this much slower
 
@@ -73,28 +74,41 @@ def plan(
     search = partial(plans, work, budget, permitted=permitted, engine=engine, most=most)
     with sharing_captures(work):
         baseline = profile or baseline_profile(work, fake=fake, device=device)
+        reserved = 0
         for correction in range(_CORRECTIONS):
             try:
-                rivals = search(baseline, compile=lowerings if is_here else False)
+                rivals = search(baseline, compile=lowerings if is_here else False, reserved=reserved)
             except BudgetError:
-                if not correction:
+                if not correction or lowerings is False:
                     raise
                 break  # with the measured bytes, no compiled plan fits
-            if most == 1 or (len(rivals) == 1 and not (rivals[0].choices or compiles(rivals[0]))):
+            if most == 1 or (len(rivals) == 1 and not _is_measured(work, rivals[0])):
                 return rivals[0]
-            chosen, above = _fastest(work, rivals)
-            peak = 0 if above is None else baseline.static_bytes + above
-            if chosen.program is None or peak <= chosen.budget_bytes:
+            chosen, peak = _fastest(work, rivals)
+            if peak <= chosen.budget_bytes:
                 return chosen
-            if candidates := ENGINES[chosen.engine].candidates(work, baseline):
+            candidates = ENGINES[chosen.engine].candidates(work, baseline) if chosen.program else None
+            if candidates is not None and chosen.program is not None:
                 candidates.learn(chosen.program, peak - chosen.peak_bytes)
-        note = "Compiled plans measured more than their budget, so ops run one by one."
-        chosen, _ = _fastest(work, search(baseline, compile=False))
-        return replace(chosen, notes=(*chosen.notes, note))
+            else:
+                reserved = max(reserved, peak - chosen.peak_bytes)
+        chosen, _ = _fastest(work, search(baseline, compile=False, reserved=reserved))
+        note = (
+            "Compiled plans measured more than their budget, so ops run one by one." if lowerings is not False else ""
+        )
+        return replace(chosen, notes=(*chosen.notes, *filter(None, [note])))
 
 
-def _fastest(work: Workload, rivals: list[Plan]) -> tuple[Plan, int | None]:
-    """Time plans and take the fastest, or a stricter one that is as fast within noise; and its measured bytes."""
+def _is_measured(work: Workload, plan: Plan) -> bool:
+    """Whether a plan without rivals runs before it is chosen.
+
+    Compilers choose what to allocate, and a GPU's allocator gives blocks that are larger than what was asked for.
+    """
+    return bool(plan.choices) or compiles(plan) or (plan.program is not None and work.device.type == "cuda")
+
+
+def _fastest(work: Workload, rivals: list[Plan]) -> tuple[Plan, int]:
+    """Time plans and take the fastest, or a stricter one that is as fast within noise; and its bytes as measured."""
     (plain, *timed), peaks, notes = _times(work, [None, *rivals])
     fastest = min(timed)
     as_fast = [index for index, seconds in enumerate(timed) if seconds <= fastest * _NOISE]
@@ -113,19 +127,20 @@ def _fastest(work: Workload, rivals: list[Plan]) -> tuple[Plan, int | None]:
         longer = timed[chosen] - plain
         # A machine that slowed down since the profile would save more seconds than the profiled step takes.
         best = _with_seconds(best, longer if longer > 0 else max(longer, best.baseline.seconds * longer / plain))
-    return best, peaks.get(chosen + 1)
+    return best, peaks.get(chosen + 1, 0)
 
 
 def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], dict[int, int], list[str]]:
     """Time each planned step; infinite where it fails, with the reason. None is the plain step.
 
-    They run in turns, since the speed of a machine drifts. The bytes of compiled plans above those before the
-    step are measured too: their compiler chose what to allocate.
+    They run in turns, since the speed of a machine drifts. Peaks of compiled plans, and of all on a GPU, are measured
+    too: see ``_is_measured``.
     """
     seconds = [inf for _ in plans]
     failed: dict[int, str] = {}
     peaks: dict[int, int] = {}
     whole = any(map(_steps_in_backward, plans))  # then a backward pass is more than the plain step's
+    others = other_bytes(work, gradients=False)
     with ExitStack() as stack:
         steps = [_step(work, plan, stack) for plan in plans]
         for index in [*range(len(plans))] * _ROUNDS:
@@ -134,8 +149,8 @@ def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], d
             try:
                 with unchanged(work), steps[index]() as step:
                     seconds[index] = min(seconds[index], *best_seconds(step, whole=whole))
-                    if compiles(plans[index]) and (above := peak_above_start(step)) is not None:
-                        peaks[index] = above
+                    if index not in peaks and (work.device.type == "cuda" or compiles(plans[index])):
+                        peaks[index] = measured_peak(step, others) or 0
             except Exception as error:  # for any reason: this plan cannot be taken
                 seconds[index] = inf
                 failed[index] = next(iter(str(error).splitlines()), type(error).__name__)

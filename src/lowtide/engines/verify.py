@@ -29,13 +29,12 @@ from lowtide.planning.rounding import (
 )
 from lowtide.profiling import profile
 from lowtide.profiling.profile import json_ready
-from lowtide.profiling.timing import RunMeter
+from lowtide.profiling.timing import RunMeter, measured_peak
 from lowtide.sizes import format_size
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Check, Fidelity
-from lowtide.tracing.meter import CpuPeak
 from lowtide.tracing.snapshot import steady, unchanged
-from lowtide.tracing.step_state import other_bytes, static_bytes
+from lowtide.tracing.step_state import other_bytes
 from lowtide.workload import Workload
 
 _TIMED_STEPS = 3
@@ -59,7 +58,7 @@ def verify(work: Workload, plan: Plan) -> Verification:
     plain: _StepResults | None = None
     agreements: tuple[Agreement, ...] = ()
     repeatable, only_rounding = True, False
-    others = other_bytes(work)
+    others = other_bytes(work, gradients=False)
     reference = work
     with ExitStack() as stack:
         try:
@@ -78,7 +77,8 @@ def verify(work: Workload, plan: Plan) -> Verification:
             # Compiled code allocates without torch's dispatcher, so a trace would not see its results.
             traced = None if compiles(plan) else profile(applied.work)
             if traced is None and planned.peak_bytes is None:
-                planned = replace(planned, peak_bytes=_cpu_peak(applied.work))
+                with unchanged(work):
+                    planned = replace(planned, peak_bytes=measured_peak(applied.work))
         if plain is not None:
             agreements = _compare(plain, planned, _strictest_promise(plan))
             if not all(agreement.holds for agreement in agreements):
@@ -181,7 +181,9 @@ class Verification:
             ("seconds", f"{plan.seconds:.4g}", f"{self.seconds:.4g} (plain {self.plain_seconds:.4g})"),
         )
         lines += [f"  {name:<14}predicted {predicted}, measured {measured}" for name, predicted, measured in rows]
-        lines.append(f"  {'budget':<14}{format_size(plan.budget_bytes)}{'' if self.within_budget else ': EXCEEDED'}")
+        above = self.peak_bytes - plan.budget_bytes
+        kept = "" if self.within_budget else f": EXCEEDED by {format_size(above)}"
+        lines.append(f"  {'budget':<14}{format_size(plan.budget_bytes)}{kept}")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
@@ -255,17 +257,6 @@ def _measure(work: Workload) -> tuple[int | None, float]:
             _step(work)
         runs.append(run)
     return runs[-1].peak_bytes if on_gpu else None, min(run.seconds for run in runs)
-
-
-def _cpu_peak(work: Workload) -> int | None:
-    """Peak of a step by the CPU's allocator; None where a profiler runs already. Restores all."""
-    with unchanged(work):
-        _step(work)  # which makes the optimizer's state, if it is the first
-        work.model.zero_grad()
-        static = static_bytes(work)
-        with CpuPeak() as meter:
-            _step(work)
-    return None if meter.bytes is None else meter.bytes + static
 
 
 def _strictest_promise(plan: Plan) -> Check:

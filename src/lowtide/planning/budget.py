@@ -39,20 +39,23 @@ def plans(
     compile: bool | None = False,
     most: int = 1,
     close: float = CLOSE,
+    reserved: int = 0,
 ) -> list[Plan]:
     """The plan predicted to be the fastest, then at most ``most - 1`` others of other techniques or engines.
 
     They are predicted to take at most ``close`` times as long as the first. ``baseline`` is the plain step's profile:
-    for one of them, a larger budget never gives a slower first plan. ``lowtide.plan`` times them and takes one.
+    for one of them, a larger budget never gives a slower first plan. ``reserved`` bytes of the budget are left, where
+    plans measured above their prediction. ``lowtide.plan`` times them and takes one.
     """
     fingerprint = Fingerprint.of(work)
     _check_profile(baseline, fingerprint)
     wanted = resolve_budget(budget, baseline.peak_bytes, baseline.graph.device, baseline.other_bytes)
-    fits = baseline.peak_bytes <= wanted.bytes
-    search = Search(work, baseline, PLAIN_ENGINE if fits else engine, wanted.bytes, permitted, compile=compile)
-    rivals = search.contenders(wanted.bytes, permitted, most=1 if fits else most, close=close)
+    room = wanted.bytes - reserved
+    fits = baseline.peak_bytes <= room
+    search = Search(work, baseline, PLAIN_ENGINE if fits else engine, room, permitted, compile=compile)
+    rivals = search.contenders(room, permitted, most=1 if fits else most, close=close)
     if not rivals:
-        raise no_plan(search, wanted.bytes, permitted)
+        raise no_plan(search, wanted.bytes, permitted, reserved)
     base = Baseline(baseline.peak_bytes, baseline.storage_peak_bytes, baseline.seconds)
     return [
         Plan(

@@ -20,20 +20,31 @@ _STAYING: dict[Category, str] = {
     "input": "the batch",
 }
 _REASONS = 2  # reasons that the error gives for techniques that do not help
+_SHARE = 200  # of what a step allocates: about one part of so many is lost in large blocks
+_UNSPLIT = 2**20  # bytes of a block that a GPU's allocator does not split off
 
 
-def no_plan(search: Search, wanted: int, permitted: Permission) -> BudgetError:
+def no_plan(search: Search, wanted: int, permitted: Permission, reserved: int = 0) -> BudgetError:
     """Three lines: a budget that works; the share that every plan holds; what to allow, or how small a batch.
 
-    "At most" says that a smaller plan may exist, since nothing was captured or options were not traced.
+    "At most" says that a smaller plan may exist, since nothing was captured or options were not traced. ``reserved``
+    bytes are what a plan measured above its prediction.
     """
     least = search.least(permitted)
     bound = "" if search.is_complete else "at most "
-    smallest = f"{bound}{format_size(least.peak_bytes)}, {least.peak_bytes} bytes"
+    smallest_bytes = least.peak_bytes + max(reserved, _slack(search, least))
+    smallest = f"{bound}{format_size(smallest_bytes)}, {smallest_bytes} bytes"
     reason = f"{format_size(wanted)} is below the smallest plan ({smallest})."
     advice = _advice(search, least, wanted, permitted)
     lines = filter(None, (reason, _composition(search, least), advice))
-    return BudgetError("\n".join(lines), smallest_bytes=least.peak_bytes)
+    return BudgetError("\n".join(lines), smallest_bytes=smallest_bytes)
+
+
+def _slack(search: Search, least: Contender) -> int:
+    """Bytes by which a plan on a GPU may measure above its prediction: of blocks larger than what was asked for."""
+    if search.baseline.graph.tensor_device == "cpu" or least.candidate.change is None:
+        return 0
+    return 2 * _UNSPLIT + (least.peak_bytes - search.baseline.static_bytes) // _SHARE
 
 
 def _composition(search: Search, least: Contender) -> str:

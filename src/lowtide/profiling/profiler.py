@@ -26,10 +26,11 @@ def profile(
 ) -> Profile:
     """Show where the memory of one training step goes, and when.
 
-    Runs one step (zero_grad, forward, backward, optimizer) and restores everything, bit for bit. With ``fake``,
-    or for another ``device`` ("cuda", "h200", ...), nothing is allocated or computed: the step is predicted. Workspaces
-    of its kernels then come from a table and rules. With ``measure``, each distinct op runs once, alone, on this
-    machine; the disk stores the results for later runs. A function chooses ops by their signatures.
+    Runs one step (zero_grad, forward, backward, optimizer) and restores everything, bit for bit. On a GPU, a step
+    before it loads the kernels. With ``fake``, or for another ``device`` ("cuda", "h200", ...), nothing is allocated or
+    computed: the step is predicted. Workspaces of its kernels then come from a table and rules. With ``measure``, each
+    distinct op runs once, alone, on this machine; the disk stores the results for later runs. A function chooses ops by
+    their signatures.
 
     >>> model = torch.nn.Linear(1000, 1000)
     >>> work = Workload(model, lambda model, batch: model(batch).sum(), torch.zeros(8, 1000))

@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 
 from lowtide.tracing.meter import CpuPeak
+from lowtide.tracing.step_state import static_bytes
 from lowtide.workload import Workload
 
 _ROUNDS = 3  # of steps that take longer than a moment, at the most
@@ -63,28 +64,34 @@ def seconds_of_loss(work: Workload, *, whole: bool = False) -> float:
     """Time one forward and backward pass, and the optimizer's step if ``whole``. Leaves gradients set."""
     work.model.zero_grad()
     with RunMeter(work.device) as run:
-        work.compute_loss().backward()
-        if whole and work.optimizer is not None:
-            work.optimizer.step()
+        _run(work, whole=whole)
     return run.seconds
 
 
-def peak_above_start(work: Workload) -> int | None:
-    """Measure the allocated bytes of a forward and backward pass above those before it. Leaves gradients set.
+def _run(work: Workload, *, whole: bool = True) -> None:
+    loss = work.compute_loss()  # held to the end of the step, as in most loops
+    loss.backward()
+    if whole and work.optimizer is not None:
+        work.optimizer.step()
+
+
+def measured_peak(work: Workload, others: int = 0) -> int | None:
+    """Measure the peak of a whole step, less ``others`` bytes of a GPU. Call it inside of ``unchanged``.
 
     None on a CPU where a profiler runs already.
     """
+    seconds_of_loss(work, whole=True)  # which makes the optimizer's state, if it is the first
     work.model.zero_grad()
     gc.collect()
     if work.device.type != "cuda":
+        static = static_bytes(work)
         with CpuPeak() as meter:
-            work.compute_loss().backward()
-        return meter.bytes
+            _run(work)
+        return None if meter.bytes is None else meter.bytes + static
     torch.cuda.empty_cache()  # blocks that others left would be taken whole where a smaller one is asked for
-    before = torch.cuda.memory_allocated(work.device)
     with RunMeter(work.device) as run:
-        work.compute_loss().backward()
-    return run.peak_bytes - before
+        _run(work)
+    return run.peak_bytes - others
 
 
 def has_ranks() -> bool:

@@ -55,11 +55,11 @@ class OptimizerState(Technique):
         if kind != "cpu":
             return Price(Fidelity.CHANGED, removed=removed)
         moved = sum(interval.bytes for interval in removed)
-        largest = sum(sorted((interval.bytes for interval in removed), reverse=True)[:4])
+        sizes = sorted((profile.graph.rounded(interval.bytes) for interval in removed), reverse=True)
         first = profile.graph.phase_starts().get("optimizer", end - 1)
         return Price(
             Fidelity.BITWISE,
-            added=(Interval(largest, first, end, "states of two parameters, fetched"),),
+            added=(Interval(sum(sizes[:4]), first, end, "states of two parameters, fetched"),),
             removed=removed,
             h2d_seconds=moved / _PINNED_COPIES,
             d2h_seconds=moved / _PINNED_COPIES,

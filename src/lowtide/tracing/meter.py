@@ -49,11 +49,8 @@ class Meter(Protocol):
         """Around the next op. Ops with the same key allocate the same inside themselves; None: this one may not."""
         ...
 
-    def readings(self, live: NDArray[np.int64], static_bytes: int, requested: int) -> Readings:
-        """Give the readings for ``live`` bytes at each op and ``static_bytes`` before, as the allocator rounds them.
-
-        ``requested`` is the static bytes before rounding.
-        """
+    def readings(self, live: NDArray[np.int64], static_bytes: int) -> Readings:
+        """Give the readings for ``live`` bytes at each op and ``static_bytes`` before, as the allocator rounds them."""
         ...
 
 
@@ -69,7 +66,7 @@ class NoMeter:
     def op(self, key: Hashable = None) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def readings(self, live: NDArray[np.int64], static_bytes: int, requested: int) -> Readings:
+    def readings(self, live: NDArray[np.int64], static_bytes: int) -> Readings:
         return Readings([math.nan] * len(live), [0] * len(live))
 
 
@@ -106,7 +103,7 @@ class CpuMeter:
             peak, level = _peak_and_level(threads)
             self._inside[key] = peak - level
 
-    def readings(self, live: NDArray[np.int64], static_bytes: int, requested: int) -> Readings:
+    def readings(self, live: NDArray[np.int64], static_bytes: int) -> Readings:
         return Readings(self._seconds, [self._inside[key] for key in self._keys])
 
 
@@ -184,15 +181,14 @@ class CudaMeter:
 
     def __init__(self, device: torch.device, aside: Sequence[Tensor] = ()) -> None:
         self._device = device
-        self._aside = sum(tensor.nbytes for tensor in aside)
-        self._aside_rounded = sum(-(-tensor.nbytes // 512) * 512 for tensor in aside)
+        self._aside = sum(map(rounded, (tensor.nbytes for tensor in aside)))
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._levels: list[tuple[int, int, int]] = []  # allocated before, at the peak of, and after each op
-        self._start = self._requested = 0
+        self._start = self._tensors = 0
 
     @contextmanager
     def step(self) -> Generator[None]:
-        self._requested = requested_bytes(self._device)
+        self._tensors = tensor_bytes(self._device)
         self._start = self._allocated()["current"]
         yield
         torch.cuda.synchronize(self._device)
@@ -210,11 +206,11 @@ class CudaMeter:
         self._events.append((start, end))
         self._levels.append((before, after["peak"], after["current"]))
 
-    def readings(self, live: NDArray[np.int64], static_bytes: int, requested: int) -> Readings:
+    def readings(self, live: NDArray[np.int64], static_bytes: int) -> Readings:
         seconds = [start.elapsed_time(end) / 1e3 for start, end in self._events]
         # At least none: memory of another library, lent to a tensor, is not in the allocator's counters.
-        others = max(0, self._requested - self._aside - requested)
-        aside = self._aside_rounded + others
+        others = max(0, self._tensors - self._aside - static_bytes)
+        aside = self._aside + others
         held = self._start - aside - static_bytes
         workspaces: list[int] = []
         level = static_bytes
@@ -232,8 +228,13 @@ class CudaMeter:
         return torch.cuda.memory.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
 
 
-def requested_bytes(device: torch.device) -> int:
-    """Read the bytes that live tensors asked a GPU's allocator for, without cuBLAS's workspaces.
+def rounded(size: int) -> int:
+    """Round a size up as a GPU's allocator does."""
+    return -(-size // CudaMeter.granularity) * CudaMeter.granularity
+
+
+def tensor_bytes(device: torch.device) -> int:
+    """Read the bytes of live tensors on a GPU, each rounded as the allocator does, without cuBLAS's workspaces.
 
     cuBLAS holds one for each thread that multiplies matrices: the step's and autograd's. They are recognised by their
     size. A tensor of that size may be taken for one; a step then counts it as its own.
@@ -245,7 +246,7 @@ def requested_bytes(device: torch.device) -> int:
     blocks = [block for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated"]
     sizes = [block["requested_size"] for block in blocks]
     workspace = _cublas_workspace_bytes(device)
-    return sum(sizes) - workspace * min(sizes.count(workspace), _CUBLAS_THREADS)
+    return sum(map(rounded, sizes)) - workspace * min(sizes.count(workspace), _CUBLAS_THREADS)
 
 
 def _cublas_workspace_bytes(device: torch.device) -> int:
@@ -263,4 +264,4 @@ def measure_cpu_call(call: Callable[[], object]) -> int:
     with meter.op():
         out = call()
     del out
-    return meter.readings(np.zeros(1, np.int64), 0, 0).workspace_bytes[0]
+    return meter.readings(np.zeros(1, np.int64), 0).workspace_bytes[0]

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide.compat.modules import own_attributes, own_buffers, own_parameters
 from lowtide.tracing.dense_parts import address, parts
-from lowtide.tracing.meter import requested_bytes
+from lowtide.tracing.meter import rounded, tensor_bytes
 from lowtide.workload import Workload
 
 CONTAINERS = (list, tuple, dict, deque, set, frozenset)
@@ -161,14 +161,22 @@ def own_storages(work: Workload, *, gradients: bool = True) -> list[torch.Untype
     return [part.untyped_storage() for part in dense]
 
 
-def static_bytes(work: Workload, *, gradients: bool = False) -> int:
-    """Count the bytes that a step finds and leaves, each storage once; with ``gradients``, also those that exist."""
-    storages = own_storages(work, gradients=gradients)
-    return sum({address: storage.nbytes() for storage in storages if (address := storage.data_ptr())}.values())
+def static_bytes(work: Workload) -> int:
+    """Count the bytes that a step finds and leaves, each storage once, without gradients."""
+    return sum(_sizes(own_storages(work, gradients=False)))
 
 
-def other_bytes(work: Workload) -> int:
-    """Count the bytes of other tensors of the process on the step's GPU. 0 on a CPU, whose peaks never count them."""
+def other_bytes(work: Workload, *, gradients: bool = True) -> int:
+    """Count the bytes of other tensors of the process on the step's GPU. 0 on a CPU, whose peaks never count them.
+
+    ``gradients`` says whether those that exist are the step's. A step inside of ``unchanged`` makes its own.
+    """
     if work.device.type != "cuda":
         return 0
-    return max(0, requested_bytes(work.device) - static_bytes(work, gradients=True))
+    own = _sizes(own_storages(work, gradients=gradients))
+    return max(0, tensor_bytes(work.device) - sum(map(rounded, own)))
+
+
+def _sizes(storages: Iterable[torch.UntypedStorage]) -> Iterable[int]:
+    """The bytes of each storage, each once."""
+    return {address: storage.nbytes() for storage in storages if (address := storage.data_ptr())}.values()

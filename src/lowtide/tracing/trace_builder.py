@@ -82,8 +82,7 @@ class Record:
         saved = tuple(self._frozen_save(s, numbers) for s in self.saves if s.storage in numbers)
         named = tuple(modules.items())
         graph = Graph((), tuple(storages), saved, named, device, fake, meter.granularity, notes)
-        requested = replace(graph, granularity=1).static_bytes
-        readings = meter.readings(graph.live_bytes(allocated=True, ops=end), graph.static_bytes, requested)
+        readings = meter.readings(graph.live_bytes(allocated=True, ops=end), graph.static_bytes)
         if readings.held_bytes:
             label = "libraries' workspaces"
             where = graph.tensor_device

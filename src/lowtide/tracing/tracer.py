@@ -142,7 +142,7 @@ def _run(
     second_step(work.optimizer)
     stored_since = watch_modules(work)
     compiled = compiled_modules(work)
-    if after_another or (compiled and not fake):  # compiling is not part of the step
+    if after_another or (not fake and (compiled or device == "cuda")):  # compiling and loading kernels is no part of it
         with fake_kernels:
             _run_before(first, recorder)
     recorder.start("forward")
