@@ -31,6 +31,8 @@ from benchmarks.steps import plain_step, timed_steps
 from lowtide import Workload, apply, plan, verify, zoo
 from lowtide.errors import BudgetError
 from lowtide.planning.baseline import baseline_profile
+from lowtide.profiling import Profile
+from lowtide.tracing.capture.loss import sharing_captures
 from lowtide.workload import autocast
 
 GIB = 2**30
@@ -86,27 +88,38 @@ def measure_case(case: str, work: Workload, budgets: Sequence[float], results: P
     note("lowtide", [Row.of(case, "lowtide", "profiling", [time.perf_counter() - start], "s")])
     failed: list[str] = []
     for gib in budgets:
-        name = f"lowtide, {gib} GiB"
-        start = time.perf_counter()
-        try:
-            with quiet_tuning():
-                chosen = plan(
-                    work, profile.static_bytes + int(gib * GIB), profile=profile, engine="graph", compile=True
-                )
-        except BudgetError as error:
-            print(f"{case}, {name}: {error}", flush=True)
-            continue
-        planning = time.perf_counter() - start
-        checked = verify(work, chosen)
-        if not checked.results_agree:
-            failed.append(f"{case}, {name}: {checked}")
-        with apply(chosen, work) as step:
-            rows = [Row.of(case, name, "peak, predicted", [chosen.peak_bytes - profile.static_bytes], "B")]
-            rows += [Row.of(case, name, "planning", [planning], "s")]
-            note(name, rows)
-            peak = measure(case, name, step.work, note, whole)[1]
-        if peak > gib * GIB:
-            failed.append(f"{case}, {name}: {peak / GIB:.2f} GiB")
+        with sharing_captures(work):  # as ``lowtide.fit`` does
+            failed += _measure_budget(case, work, profile, gib, note, whole)
+    return failed
+
+
+def _measure_budget(
+    case: str,
+    work: Workload,
+    profile: Profile,
+    gib: float,
+    note: Callable[[str, Sequence[Row]], None],
+    whole: Measured,
+) -> list[str]:
+    name, failed = f"lowtide, {gib} GiB", list[str]()
+    start = time.perf_counter()
+    try:
+        with quiet_tuning():
+            chosen = plan(work, profile.static_bytes + int(gib * GIB), profile=profile, engine="graph", compile=True)
+    except BudgetError as error:
+        print(f"{case}, {name}: {error}", flush=True)
+        return []
+    planning = time.perf_counter() - start
+    checked = verify(work, chosen)
+    if not checked.results_agree:
+        failed.append(f"{case}, {name}: {checked}")
+    with apply(chosen, work) as step:
+        rows = [Row.of(case, name, "peak, predicted", [chosen.peak_bytes - profile.static_bytes], "B")]
+        rows += [Row.of(case, name, "planning", [planning], "s")]
+        note(name, rows)
+        peak = measure(case, name, step.work, note, whole)[1]
+    if peak > gib * GIB:
+        failed.append(f"{case}, {name}: {peak / GIB:.2f} GiB")
     return failed
 
 

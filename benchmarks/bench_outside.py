@@ -34,6 +34,7 @@ from lowtide.errors import BudgetError
 from lowtide.planning.baseline import baseline_profile
 from lowtide.planning.plan import Plan
 from lowtide.profiling import Profile
+from lowtide.tracing.capture.loss import sharing_captures
 
 Built = tuple[nn.Module, Callable[[nn.Module, Any], Tensor], Any]
 BUDGETS = tuple(os.environ.get("OUTSIDE_BUDGETS", "60%,40%,smallest").split(","))
@@ -104,7 +105,8 @@ def measure_model(name: str, results: Path, device: str = "cuda") -> None:
     note("lowtide", ("profiling", time.perf_counter() - start, "s"), ("plain peak", profile.peak_bytes, "B"))
     for budget in BUDGETS:
         try:
-            failed += _measure_budget(work, profile, budget, note, measured)
+            with sharing_captures(work):  # as ``lowtide.fit`` does
+                failed += _measure_budget(work, profile, budget, note, measured)
         except Exception:
             failed.append(f"{budget}: {traceback.format_exc()}")
         gc.collect()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+import lowtide
 from lowtide.engines.lowering import compiled
 from lowtide.engines.lowering.compiled import CompiledLowering, SeededLowering
 from lowtide.engines.lowering.graph_code import boxed
@@ -102,6 +103,19 @@ def test_equal_blocks_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert compilations(3) == compilations(4)
 
 
+def test_fit_compiles_each_region_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(compiled, "decompose", lambda module, *_: calls.append(str(module.graph)) or module)
+    monkeypatch.setattr(compiled, "compile_graph", interpreted)
+    work = convolutions()
+    step = lowtide.fit(work.model, work.loss, work.batch, budget="80%", engine="graph", compile=True)
+    with step:
+        assert step.plan.program is not None
+        assert step.plan.program.lowering == "compiled"
+        step(work.batch)
+    assert len(calls) == len(set(calls)) > 1
+
+
 def test_ops_of_lowtide_and_draws_are_not_given_to_inductor(
     random: LoweredStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +126,7 @@ def test_ops_of_lowtide_and_draws_are_not_given_to_inductor(
         return interpreted(module, inputs)
 
     monkeypatch.setattr(compiled, "compile_graph", collect)
+    monkeypatch.setattr(random.joint, "compiled", {})
     CompiledLowering().lower(random.joint, random.programs["smallest"])
     assert targets
     assert not {each for each in targets if "lowtide" in each or "rand" in each or "native_dropout" in each}
@@ -121,6 +136,7 @@ def test_values_are_freed_after_their_last_reader(random: LoweredStep, monkeypat
     watch = Watch()
     monkeypatch.setattr(compiled, "compile_graph", lambda module, _: watch.watched(boxed(module)))
     monkeypatch.setattr(compiled, "boxed", lambda module, **_: watch.watched(boxed(module)))
+    monkeypatch.setattr(random.joint, "compiled", {})
     loss = random.loss(random.programs["smallest"], CompiledLowering())
     random.work.model.zero_grad()
     value = loss(random.work.batch)

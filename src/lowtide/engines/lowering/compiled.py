@@ -116,7 +116,6 @@ class _ProgramCompiler:
         self.makers = {each.value: each for each in instructions if each.kind in (Kind.COMPUTE, Kind.RECOMPUTE)}
         self.primals = {Value(node.name): place for place, node in enumerate(joint.primals)}
         self.tangents = [Value(node.name) for node in joint.tangents]
-        self.compiled: dict[str, Code] = {}  # by digest
 
     def lowered(self) -> Lowered:
         backward = regions_of(self.joint, self.program.backward, self.makers)
@@ -172,7 +171,7 @@ class _ProgramCompiler:
         return places, calls
 
     def _code(self, region: Region) -> Code:
-        """Code of a region. Equal regions share it."""
+        """Code of a region. Equal regions share it, also those of other programs over this graph."""
         writer = GraphWriter(self.joint)
         for value in region.reads:
             writer.take(value, f"given_{value_name(value)}", self.joint.nodes[value.op].meta)
@@ -183,11 +182,11 @@ class _ProgramCompiler:
         module = fx.GraphModule(self.joint.module, writer.graph)
         if not region.is_compiled:
             return boxed(module, keeps_graph=False)
-        digest = _digest(module.graph)
-        if digest not in self.compiled:
+        digest, compiled = _digest(module.graph), self.joint.compiled
+        if digest not in compiled:
             inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-            self.compiled[digest] = compile_graph(decompose(module, inputs, DECOMPOSITIONS), inputs)
-        return self.compiled[digest]
+            compiled[digest] = compile_graph(decompose(module, inputs, DECOMPOSITIONS), inputs)
+        return compiled[digest]
 
 
 def _ports(region: Region) -> Ports:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -52,6 +52,7 @@ class Joint:
         module = _numbered(module)
         self.module = module
         self.forms: dict[str, Joint] = {}  # by lowering: this graph as it runs it
+        self.compiled: dict[str, Callable[..., Any]] = {}  # by digest: code of a part of it
         self.rewrites: dict[str, int] = {}  # by name: places that it changed
         restore_batch_norms(module, plain_kernels=plain_kernels)
         self.counters = take_counters(module)  # buffers that count on, and by how much; no op does
