@@ -57,7 +57,7 @@ def compare_plans(case: str, work: Workload, share: str) -> list[Row]:
     """Rows for the plain step, each technique's best plan and the plan that ``lowtide.plan`` takes."""
     baseline = baseline_profile(work, fake=False, device=None)
     start = time.perf_counter()
-    chosen = lowtide.plan(work, share, profile=baseline)
+    chosen = lowtide.plan(work, share, profile=baseline, compile=False)
     planning = time.perf_counter() - start
     rivals = {
         _name(plan): plan for plan in plans(work, share, baseline, permitted=Permission(), most=20, close=math.inf)

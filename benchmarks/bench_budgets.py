@@ -4,8 +4,8 @@
 
 Peaks are all bytes that torch's allocator gives out during a step, parameters and optimizer state included. A step is
 zero_grad, loss, backward, optimizer. Checkpointing by hand is ``torch.utils.checkpoint`` over every block, over √n
-segments of blocks, and ``checkpoint_sequential``. Plans are of the graph engine. Three of the ten budgets are the peaks
-of checkpointing by hand. The others lie evenly between the smallest peak and the plain step's.
+segments of blocks, and ``checkpoint_sequential``. Plans are of the graph engine, op by op. Three of the ten budgets are
+the peaks of checkpointing by hand. The others lie evenly between the smallest peak and the plain step's.
 
 Each way is timed in turns with the plain step, since the host's speed drifts: ratios are of the same rounds. A step
 without random numbers, planned as a program alone, is also replayed as one CUDA graph. That gives the time of its
@@ -93,7 +93,7 @@ def measure_case(case: str, work: Workload, results: Path, part: str = "1/1") ->
     with quiet():
         profile = baseline_profile(work, fake=False, device=None)
     try:
-        plan(work, 1, profile=profile, engine="graph")
+        plan(work, 1, profile=profile, engine="graph", compile=False)
     except BudgetError as error:
         smallest = error.smallest_bytes
         assert smallest is not None
@@ -103,7 +103,7 @@ def measure_case(case: str, work: Workload, results: Path, part: str = "1/1") ->
     for number, budget in budgets[first - 1 :: step]:
         start = time.perf_counter()
         with quiet_tuning():
-            chosen = plan(work, budget, profile=profile, engine="graph")
+            chosen = plan(work, budget, profile=profile, engine="graph", compile=False)
         planning = time.perf_counter() - start
         name = f"lowtide, budget {number} of {BUDGETS}"
         again = chosen.program.ops_again if chosen.program else 0

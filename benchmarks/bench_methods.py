@@ -189,7 +189,7 @@ def _usual(technique: Technique, work: Workload) -> dict[str, Any]:
 
 
 def _planned(work: Workload) -> Applied:
-    step = apply(plan(work, BUDGET, engine="graph"), work)
+    step = apply(plan(work, BUDGET, engine="graph", compile=False), work)
     return Applied(step.work, step.undo)
 
 

@@ -72,7 +72,7 @@ def smallest_plan(work: Workload, *, engine: str = "graph", allow: str = "roundo
     plain = profile(work)
     smallest = smallest_budget(work, plain, engine, allow)
     budget = smallest + int(share * (plain.peak_bytes - smallest))
-    return plan(work, budget, profile=plain, engine=engine, allow=allow, forbid=IN_BACKWARD, tune=False)
+    return plan(work, budget, profile=plain, engine=engine, allow=allow, forbid=IN_BACKWARD, compile=False, tune=False)
 
 
 def verified(work: Workload, *, engine: str = "graph", allow: str = "roundoff", share: float = 0.0) -> Verification:
@@ -94,7 +94,7 @@ def assert_verified(work: Workload, chosen: Plan) -> Verification:
 def smallest_budget(work: Workload, plain: Profile, engine: str = "graph", allow: str = "roundoff") -> int:
     # The error's advice is left out: it predicts the step under every looser technique.
     with mock.patch.object(refusal, "_advice", return_value=""), pytest.raises(BudgetError) as refused:
-        plan(work, 1, profile=plain, engine=engine, allow=allow, forbid=IN_BACKWARD, tune=False)
+        plan(work, 1, profile=plain, engine=engine, allow=allow, forbid=IN_BACKWARD, compile=False, tune=False)
     assert refused.value.smallest_bytes is not None
     return refused.value.smallest_bytes
 

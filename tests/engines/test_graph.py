@@ -47,7 +47,7 @@ def test_a_plan_holds_on_the_gpu(name: str, allow: str, monkeypatch: pytest.Monk
     work = zoo.small(name, device="cuda")
     plain = lowtide.profile(work)
     smallest = smallest_budget(work, plain, allow=allow)
-    chosen = lowtide.plan(work, smallest, profile=plain, engine="graph", allow=allow)
+    chosen = lowtide.plan(work, smallest, profile=plain, engine="graph", allow=allow, compile=False)
     assert_verified(work, chosen)
     assert chosen.fidelity <= allow
 
@@ -59,8 +59,8 @@ def test_a_plan_holds_on_the_gpu(name: str, allow: str, monkeypatch: pytest.Monk
     [
         {"compile": True},
         {"compile": True, "forbid": ["optimizer_in_backward"]},
-        {"allow": "approximate"},
-        {"allow": ["offload"]},
+        {"compile": False, "allow": "approximate"},
+        {"compile": False, "allow": ["offload"]},
     ],
     ids=["compiled, any step", "compiled", "codes", "offload"],
 )

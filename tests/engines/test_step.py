@@ -171,7 +171,7 @@ def test_a_technique_that_fails_takes_back_those_before_it() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_the_measured_peak_keeps_the_promise() -> None:
     work = gpu_chain()
-    chosen = plan(work, "60%", tune=False)
+    chosen = plan(work, "60%", compile=False, tune=False)
     step: Step = apply(chosen, work)
     for _ in range(3):
         step(work.batch)

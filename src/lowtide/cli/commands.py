@@ -113,7 +113,7 @@ def plan(
     allow: Allow = None,
     forbid: Forbid = None,
     engine: Engine = "auto",
-    compile: Compile = False,
+    compile: Compile = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan there, as JSON.")] = None,
     program: Annotated[
         Path | None,
@@ -140,7 +140,7 @@ def plan(
     with working("Planning"):
         chosen = engines.plan(
             work, budget, allow=allow or (), forbid=forbid or (), profile=before, fake=fake, device=device,
-            engine=engine, compile=compile,
+            engine=engine, compile="auto" if compile is None else compile,
         )  # fmt: skip
     if not as_json:
         typer.echo(chosen.explain())
@@ -171,7 +171,7 @@ def train(
     allow: Allow = None,
     forbid: Forbid = None,
     engine: Engine = "auto",
-    compile: Compile = False,
+    compile: Compile = None,
     device: Here = None,
     as_json: AsJson = False,
     **settings: Unpack[TargetOptions],
@@ -190,7 +190,7 @@ def train(
         step = engines.fit(
             work.model, work.loss, work.batch, work.optimizer,
             budget=budget, autocast=work.autocast, allow=allow or (), forbid=forbid or (), engine=engine,
-            compile=compile,
+            compile="auto" if compile is None else compile,
         )  # fmt: skip
     if not as_json:
         typer.echo(step.plan.explain())

@@ -35,7 +35,7 @@ def fit(
     allow: str | Collection[str] = (),
     forbid: str | Collection[str] = (),
     engine: str = AUTO,
-    compile: bool | Literal["auto"] = False,
+    compile: bool | Literal["auto"] = "auto",
     verify: bool = True,
     tune: bool = True,
 ) -> Step:

@@ -42,7 +42,7 @@ def plan(
     fake: bool = False,
     device: str | None = None,
     engine: str = AUTO,
-    compile: bool | Literal["auto"] = False,
+    compile: bool | Literal["auto"] = "auto",
     tune: bool = True,
 ) -> Plan:
     """Find the fastest step whose peak of allocated bytes, everything included, is at most ``budget``.
@@ -58,7 +58,8 @@ def plan(
 
     ``engine`` names what may run the step. "eager" runs the model's own code, with techniques in its modules. "graph"
     captures the loss, forward and backward, and plans op by op. "auto" takes the faster plan of both.
-    ``compile=True`` lets Inductor compile regions, with roundoff and dropout masks of their own; "auto" on a GPU alone.
+    ``compile=True`` has Inductor compile regions, with roundoff and dropout masks of their own. "auto" does so on a
+    GPU, where it measures faster.
 
     Up to three plans with close predictions run a few steps. The fastest is taken, with its measured seconds.
     ``tune=False`` skips that, and so does a process group, whose ranks need one plan. Then, for one profile, a larger

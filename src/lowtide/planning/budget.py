@@ -51,7 +51,7 @@ def plans(
     _check_profile(baseline, fingerprint)
     wanted = resolve_budget(budget, baseline.peak_bytes, baseline.graph.device, baseline.other_bytes)
     room = wanted.bytes - reserved
-    fits = baseline.peak_bytes <= room
+    fits = baseline.peak_bytes <= room and compile is False  # compiled code is faster than the plain step
     search = Search(work, baseline, PLAIN_ENGINE if fits else engine, room, permitted, compile=compile)
     rivals = search.contenders(room, permitted, most=1 if fits else most, close=close)
     if not rivals:
