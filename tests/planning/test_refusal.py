@@ -70,3 +70,15 @@ def test_no_share_of_the_smallest_plan_is_larger_than_it() -> None:
     shares = re.findall(r"[0-9.]+ [KMG]iB", str(refused).splitlines()[1])
     assert refused.smallest_bytes
     assert max(map(parse_size, shares)) <= parse_size(format_size(refused.smallest_bytes))
+
+
+@pytest.mark.parametrize(("width", "batch", "room"), [(16, 256, 0), (256, 4096, 2 * 2**20)])
+def test_the_budget_named_for_a_gpu_has_room_for_large_blocks_but_not_for_the_plain_step(
+    width: int, batch: int, room: int
+) -> None:
+    model = blocks(4, width, nn.GELU)
+    work = Workload(model, squares, torch.randn(batch, width), torch.optim.Adam(model.parameters()))
+    refused = refusal(work, "1%", engine="eager", device="h200")
+    assert refused.smallest_bytes
+    for budget in (refused.smallest_bytes, refused.smallest_bytes - room):
+        assert not plan(work, budget, engine="eager", device="h200", tune=False).is_plain

@@ -41,10 +41,15 @@ def no_plan(search: Search, wanted: int, permitted: Permission, reserved: int = 
 
 
 def _slack(search: Search, least: Contender) -> int:
-    """Bytes by which a plan on a GPU may measure above its prediction: of blocks larger than what was asked for."""
-    if search.baseline.graph.tensor_device == "cpu" or least.candidate.change is None:
+    """Bytes by which a plan on a GPU may measure above its prediction: of blocks larger than what was asked for.
+
+    With these bytes the plain step must not fit.
+    """
+    plain = search.baseline
+    if plain.graph.tensor_device == "cpu" or least.candidate.change is None:
         return 0
-    return 2 * _UNSPLIT + (least.peak_bytes - search.baseline.static_bytes) // _SHARE
+    slack = 2 * _UNSPLIT + (least.peak_bytes - plain.static_bytes) // _SHARE
+    return max(0, min(slack, plain.peak_bytes - 1 - least.peak_bytes))
 
 
 def _composition(search: Search, least: Contender) -> str:
