@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 import lowtide
+from lowtide import Workload
 from lowtide.engines.lowering import compiled
 from lowtide.engines.lowering.compiled import CompiledLowering, SeededLowering
 from lowtide.engines.lowering.graph_code import boxed
 from lowtide.planning.solvers.solver import SOLVERS
 from lowtide.techniques.technique import Fidelity
+from tests.models import squares
 
 from ...planning.held import offloading
 from ..counting import results
@@ -130,6 +132,21 @@ def test_ops_of_lowtide_and_draws_are_not_given_to_inductor(
     CompiledLowering().lower(random.joint, random.programs["smallest"])
     assert targets
     assert not {each for each in targets if "lowtide" in each or "rand" in each or "native_dropout" in each}
+
+
+def test_gradients_of_max_pools_are_not_scattered_into_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets: set[str] = set()
+
+    def collect(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        targets.update(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        return interpreted(module, inputs)
+
+    monkeypatch.setattr(compiled, "compile_graph", collect)
+    pooled = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(3, 2, 1), nn.Tanh())
+    step = LoweredStep(Workload(pooled, squares, torch.randn(2, 3, 9, 9)))
+    torch.testing.assert_close(step.results(step.programs["smallest"], CompiledLowering()), step.plain())
+    assert "aten.max_pool2d_with_indices_backward.default" in targets
+    assert not {each for each in targets if "scatter" in each}
 
 
 def test_values_are_freed_after_their_last_reader(random: LoweredStep, monkeypatch: pytest.MonkeyPatch) -> None:

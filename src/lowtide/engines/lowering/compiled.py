@@ -21,7 +21,7 @@ from lowtide.planning.programs.fused import fused_seconds, is_free
 from lowtide.planning.programs.program import Kind, Program, Role, Value
 from lowtide.planning.programs.program_profile import Forecast
 from lowtide.planning.solvers.solver import Problem, Solution
-from lowtide.techniques.rewrites import REWRITES, SEEDED_DROPOUT, rewritten
+from lowtide.techniques.rewrites import CHANNELS_LAST, REWRITES, SEEDED_DROPOUT, rewritten
 from lowtide.techniques.technique import Fidelity, Price
 from lowtide.tracing.capture.joint import Joint
 
@@ -59,9 +59,9 @@ class CompiledLowering:
         )
 
     def form(self, joint: Joint) -> Joint:
-        """The graph as captured, with rewrites, and dropout masks from seeds."""
+        """The graph as captured, with rewrites, convolutions channels-last, and dropout masks from seeds."""
         if self.name not in joint.forms:
-            joint.forms[self.name] = rewritten(joint, (SEEDED_DROPOUT, *REWRITES))
+            joint.forms[self.name] = rewritten(joint, (SEEDED_DROPOUT, CHANNELS_LAST, *REWRITES))
         return joint.forms[self.name]
 
     def lower(self, joint: Joint, program: Program) -> Lowered:

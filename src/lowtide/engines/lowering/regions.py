@@ -18,6 +18,8 @@ from lowtide.tracing.capture.joint import Joint, is_item, is_random, module_of, 
 
 DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     torch.ops.lowtide.dropout_mask.default: decomposed,
+    # Torch scatters into zeros in 32 bits, with 8 bytes an index. Inductor's own kernel gathers and is deterministic.
+    torch.ops.aten.max_pool2d_with_indices_backward.default: lambda *_args, **_kwargs: NotImplemented,
     **batchnorm_ops.DECOMPOSITIONS,
 }
 

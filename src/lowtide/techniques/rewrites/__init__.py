@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import fx
 
 from lowtide.techniques.rewrites.batchnorm import split_batch_norms
+from lowtide.techniques.rewrites.channels_last import lay_channels_last
 from lowtide.techniques.rewrites.chunked_loss import chunk_losses
 from lowtide.techniques.rewrites.seeded_dropout import seed_dropouts
 from lowtide.tracing.capture.joint import Joint
@@ -19,6 +20,9 @@ class Rewrite(NamedTuple):
     name: str
     apply: Callable[[fx.Graph], int]  # to the graph; how many places it changed
 
+
+CHANNELS_LAST = Rewrite("channels_last", lay_channels_last)
+"""For compiled code: regions end in the layout that the next one reads."""
 
 REWRITES = (Rewrite("chunked_loss", chunk_losses), Rewrite("batchnorm", split_batch_norms))
 """Rewrites that save bytes op by op too. They draw what the plain step draws."""
