@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.compat import pytree
 from lowtide.compat.autograd import (
+    Packed,
     current_node,
     next_sequence_number,
     pop_saved_hooks,
@@ -294,7 +295,7 @@ class Recorder(TorchDispatchMode):
             save = LiveSave(index, tuple(part.shape), dtype_name(part), size, sequence, source_line())
             self._record.saves.append(save)
         # An op's own output, packed unchanged, would form a cycle with its node.
-        return self._outer_hooks[0](tensor) if self._outer_hooks else tensor.detach()
+        return self._outer_hooks[0](tensor) if self._outer_hooks else Packed(tensor.detach())
 
     @contextmanager
     def without_hooks(self) -> Generator[None]:
@@ -310,7 +311,7 @@ class Recorder(TorchDispatchMode):
             push_saved_hooks(*top)
 
     def _unpack(self, packed: Any) -> Any:
-        return self._outer_hooks[1](packed) if self._outer_hooks else packed
+        return self._outer_hooks[1](packed) if self._outer_hooks else packed.tensor
 
     def _value(self, tensor: Tensor, place: CallSite | None = None) -> TensorView:
         storage = self._storages.see(tensor, place=place)
