@@ -331,7 +331,6 @@ def test_every_fix_gives_what_the_real_op_gives_and_is_needed(op):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("op", FIXES, ids=str)
 def test_every_fix_gives_what_the_real_op_gives_on_a_gpu(op):
     if "mkldnn" in str(op):
