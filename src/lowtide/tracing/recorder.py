@@ -162,7 +162,7 @@ class Recorder(TorchDispatchMode):
         node: Any = self._node if self._node is not None else current_node()
         if self._stands_in or node is None or torch.is_grad_enabled():
             return False
-        formula = None if sequence_number(node) in self._with_zeros else formula_of(node, fake=self._fake)
+        formula = formula_of(node, fake=self._fake, zeros=sequence_number(node) in self._with_zeros)
         if formula is not None and sequence_number(node) != self._replaced:
             self._replaced, self._stands_in = sequence_number(node), True
             known = len(self._record.storages)
