@@ -101,10 +101,12 @@ def test_saved_tensors_are_released() -> None:
     held = tensor_holders(values)
     autograd.release_saved(plain)
     assert tensor_holders(values) == held - 1
-    with torch.autograd.graph.saved_tensors_hooks(autograd.Packed, lambda packed: packed.tensor):
-        node: Any = torch.rand(2, requires_grad=True).exp().grad_fn
-    autograd.release_saved(node)
-    assert [packed.tensor for packed in autograd.packed_tensors(node)] == [None]
+    for pack in (lambda t: autograd.Packed(t), lambda t: ("outer", autograd.Packed(t))):
+        with torch.autograd.graph.saved_tensors_hooks(pack, keep):
+            node: Any = torch.rand(2, requires_grad=True).exp().grad_fn
+        (packed,) = autograd.packed_tensors(node)
+        autograd.release_saved(node)
+        assert (packed[1] if isinstance(packed, tuple) else packed).tensor is None
 
 
 def test_a_custom_node_may_die_though_python_holds_it() -> None:

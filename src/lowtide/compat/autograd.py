@@ -173,8 +173,9 @@ def release_saved(node: Any) -> None:
             with suppress(RuntimeError):  # no tensor was saved, or hooks packed it
                 slot.register_hooks(lambda _: None, lambda _: None)
             packed = getattr(slot, "data", None)
-            if isinstance(packed, Packed):
-                packed.tensor = None
+            for part in packed if isinstance(packed, tuple) else (packed,):  # a tuple by hooks inside of others
+                if isinstance(part, Packed):
+                    part.tensor = None
 
 
 def tensor_hooks(tensor: Tensor) -> dict[int, Any]:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from lowtide import zoo
+from lowtide.techniques.batchnorm import convert
 from lowtide.tracing import trace, tracer
 from lowtide.tracing.fake.backward import backward
 from lowtide.workload import Workload
@@ -77,6 +78,16 @@ def test_custom_functions_in_a_row_free_what_they_saved(monkeypatch):
     monkeypatch.setattr(tracer, "_backward", lambda losses, recorder: backward(losses.pop(), recorder.visit))
     graph = trace(work, fake=True)
     assert graph.storage_peak_bytes == expected.storage_peak_bytes
+    assert all(ours.death <= torchs.death for ours, torchs in zip(graph.storages, expected.storages, strict=True))
+
+
+def test_a_converted_model_frees_what_its_hooks_packed(monkeypatch):
+    work = zoo.small("resnet18")
+    with convert(work.model):
+        expected = trace(work, fake=True)
+        monkeypatch.setattr(tracer, "_backward", lambda losses, recorder: backward(losses.pop(), recorder.visit))
+        graph = trace(work, fake=True)
+    assert graph.storage_peak_bytes <= expected.storage_peak_bytes
     assert all(ours.death <= torchs.death for ours, torchs in zip(graph.storages, expected.storages, strict=True))
 
 
