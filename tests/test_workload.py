@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.checkpoint import checkpoint
 
 from lowtide import Workload, plan, profile, verify
+from lowtide.compat.autograd import top_saved_hooks
 from lowtide.errors import WorkloadError
 from tests.models import squares
 from tests.refusals import refused
@@ -179,3 +181,13 @@ def test_a_loss_without_a_backward_pass_is_refused(loss: Any, word: str) -> None
 def test_a_batch_on_another_device_is_refused() -> None:
     with refused("meta", kind=WorkloadError):
         Workload(nn.Linear(4, 4), squares, torch.randn(3, 4, device="meta"))
+
+
+def test_a_checkpoint_that_fails_leaves_no_hooks() -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise ValueError("inside")
+
+    work = Workload(nn.Linear(2, 2), lambda model, x: checkpoint(fail, model(x), use_reentrant=False), torch.ones(2))
+    with pytest.raises(ValueError, match="inside"):
+        work.compute_loss()
+    assert top_saved_hooks(True) is None

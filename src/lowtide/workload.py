@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lowtide.batches import tensors as tensors_of
+from lowtide.compat.autograd import close_checkpoints
 from lowtide.compat.messages import is_about_inference
 from lowtide.errors import WorkloadError
 
@@ -101,7 +102,8 @@ class Workload:
         try:
             with autocast(self.device.type, self.autocast):
                 loss = self.loss(model, batch)
-        except RuntimeError as error:
+        except Exception as error:
+            close_checkpoints(error)
             frozen = [tensor for tensor in tensors_of(batch) if tensor.is_inference()]
             if not frozen or not is_about_inference(error):
                 raise

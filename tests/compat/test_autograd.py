@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.compat import autograd
+from lowtide.compat.tensors import tensor_holders
 from lowtide.techniques.microbatch.counts import nodes_behind
 from tests.refusals import refused
 
@@ -93,6 +95,38 @@ def test_nothing_is_packed_once_backward_freed_it() -> None:
     assert "packed" not in autograd.packed_tensors(y.grad_fn)
 
 
+def test_saved_tensors_are_released() -> None:
+    values = torch.rand(2)
+    plain: Any = (values * torch.rand(2, requires_grad=True)).grad_fn
+    held = tensor_holders(values)
+    autograd.release_saved(plain)
+    assert tensor_holders(values) == held - 1
+    for pack in (lambda t: autograd.Packed(t), lambda t: ("outer", autograd.Packed(t))):
+        with torch.autograd.graph.saved_tensors_hooks(pack, keep):
+            node: Any = torch.rand(2, requires_grad=True).exp().grad_fn
+        (packed,) = autograd.packed_tensors(node)
+        autograd.release_saved(node)
+        assert (packed[1] if isinstance(packed, tuple) else packed).tensor is None
+
+
+def test_a_custom_node_may_die_though_python_holds_it() -> None:
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+    x = torch.ones(2, requires_grad=True)
+    held = Same.apply(x)
+    assert held.grad_fn.next_functions
+    node = held.grad_fn
+    del held
+    if autograd.custom_nodes_die():
+        with refused("next_functions", kind=RuntimeError):
+            _ = node.next_functions
+    else:
+        assert node.next_functions
+
+
 def test_hooks_of_tensors_are_found() -> None:
     x = torch.ones(2, requires_grad=True)
     assert (autograd.tensor_hooks(x), autograd.gradient_hooks(x)) == ({}, {})
@@ -101,6 +135,19 @@ def test_hooks_of_tensors_are_found() -> None:
     assert [*autograd.tensor_hooks(x).values()] == [*autograd.gradient_hooks(x).values()] == [keep]
     autograd.tensor_hooks(x).clear()
     assert not autograd.tensor_hooks(x)
+
+
+def test_checkpoints_take_their_hooks_off_after_an_error() -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise ValueError("inner")
+
+    def outer(x: Tensor) -> Any:
+        return checkpoint(fail, x, use_reentrant=False)
+
+    with pytest.raises(ValueError, match="inner") as caught:
+        checkpoint(outer, torch.ones(2, requires_grad=True), use_reentrant=False)
+    autograd.close_checkpoints(caught.value)
+    assert autograd.top_saved_hooks(True) is None
 
 
 def test_version_counters_are_set() -> None:

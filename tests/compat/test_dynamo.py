@@ -134,6 +134,7 @@ def hooked(x: Tensor) -> Tensor:
     return y.sum()
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, on torch 2.11
 @pytest.mark.parametrize(("loss", "expected"), [(hooked, True), (lambda x: x.sin().sum(), False)])
 def test_gradients_of_its_own_are_seen_in_a_graph(loss: Any, expected: bool) -> None:
     assert capture(loss, torch.rand(3, requires_grad=True))["own gradients"] is expected

@@ -104,6 +104,8 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dims", LAYERS)
 def test_the_state_dict_is_a_batch_norms_and_loads_both_ways(dims, options):
+    if "bias" in options and torch.__version__ < "2.13":
+        pytest.skip("a batch norm of torch 2.11 always has a bias")
     torch.manual_seed(0)
     norm, layer = NORMS[dims](6, **options), LAYERS[dims](6, "silu", **options)
     torch.testing.assert_close(dict(layer.state_dict()), dict(norm.state_dict()), rtol=0, atol=0)

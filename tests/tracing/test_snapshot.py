@@ -284,7 +284,6 @@ KEEPING = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("how", WAYS[:2], ids=["real", "fake"])
 @pytest.mark.parametrize("name", KEEPING)
 def test_tensors_in_attributes_and_containers_are_restored(name, how):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
+from inspect import isgenerator
 from operator import attrgetter, methodcaller
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowtide.compat.dispatch import without_modes
 from lowtide.compat.versions import TRIED
 
 top_saved_hooks: Callable[[bool], tuple[Any, Any] | None] = TRIED.find(
@@ -75,6 +79,15 @@ CHECKPOINT = "torch.utils.checkpoint"
 """The ``__module__`` of hooks by which checkpoints save tensors, and the ``__name__`` of frames in which they do."""
 
 
+def close_checkpoints(error: BaseException) -> None:
+    """Take off the saved-tensor hooks of checkpoints through which an error went: torch 2.11 leaves them on."""
+    if torch.compiler.is_compiling():
+        return
+    for frame, _ in reversed(list(walk_tb(error.__traceback__))):
+        if frame.f_globals.get("__name__") == CHECKPOINT and isgenerator(generator := frame.f_locals.get("gen")):
+            generator.close()
+
+
 class _Thread(threading.local):
     runs_backward = False  # by ``backward_in_python``
 
@@ -117,10 +130,52 @@ def raw_saved(node: Any, name: str) -> Any:
 def packed_tensors(node: Any) -> Iterator[Any]:
     """Yield what saved-tensor hooks returned for a node's saves; nothing once its backward freed them."""
     with suppress(RuntimeError):
-        for name in dir(node):
-            if name.startswith("_raw_saved_"):
-                slot = getattr(node, name)
-                yield from (each.data for each in (slot if isinstance(slot, tuple) else (slot,)))
+        yield from (slot.data for slot in _slots(node))
+
+
+def _slots(node: Any) -> Iterator[Any]:
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            slot = getattr(node, name)
+            yield from slot if isinstance(slot, tuple) else (slot,)
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return 2 * x
+
+
+@cache
+def custom_nodes_die() -> bool:
+    """Tell whether a custom function's node dies with the last node that leads to it, though Python holds it."""
+    with without_modes(), torch.enable_grad():
+        node = _Double.apply(torch.ones(1, device="cpu", requires_grad=True)).grad_fn
+    try:
+        return not node.next_functions
+    except RuntimeError:
+        return True
+
+
+class Packed:
+    """A tensor that saved-tensor hooks packed, which ``release_saved`` frees."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+
+
+def release_saved(node: Any) -> None:
+    """Free the tensors that a node saved, as torch's engine does after it ran. Other hooks' packed ones stay."""
+    with without_modes():
+        for slot in _slots(node):
+            with suppress(RuntimeError):  # no tensor was saved, or hooks packed it
+                slot.register_hooks(lambda _: None, lambda _: None)
+            packed = getattr(slot, "data", None)
+            for part in packed if isinstance(packed, tuple) else (packed,):  # a tuple by hooks inside of others
+                if isinstance(part, Packed):
+                    part.tensor = None
 
 
 def tensor_hooks(tensor: Tensor) -> dict[int, Any]:

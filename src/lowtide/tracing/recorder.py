@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.compat import pytree
 from lowtide.compat.autograd import (
+    Packed,
     current_node,
     next_sequence_number,
     pop_saved_hooks,
@@ -161,7 +162,7 @@ class Recorder(TorchDispatchMode):
         node: Any = self._node if self._node is not None else current_node()
         if self._stands_in or node is None or torch.is_grad_enabled():
             return False
-        formula = None if sequence_number(node) in self._with_zeros else formula_of(node, fake=self._fake)
+        formula = formula_of(node, fake=self._fake, zeros=sequence_number(node) in self._with_zeros)
         if formula is not None and sequence_number(node) != self._replaced:
             self._replaced, self._stands_in = sequence_number(node), True
             known = len(self._record.storages)
@@ -294,7 +295,7 @@ class Recorder(TorchDispatchMode):
             save = LiveSave(index, tuple(part.shape), dtype_name(part), size, sequence, source_line())
             self._record.saves.append(save)
         # An op's own output, packed unchanged, would form a cycle with its node.
-        return self._outer_hooks[0](tensor) if self._outer_hooks else tensor.detach()
+        return self._outer_hooks[0](tensor) if self._outer_hooks else Packed(tensor.detach())
 
     @contextmanager
     def without_hooks(self) -> Generator[None]:
@@ -310,7 +311,7 @@ class Recorder(TorchDispatchMode):
             push_saved_hooks(*top)
 
     def _unpack(self, packed: Any) -> Any:
-        return self._outer_hooks[1](packed) if self._outer_hooks else packed
+        return self._outer_hooks[1](packed) if self._outer_hooks else packed.tensor
 
     def _value(self, tensor: Tensor, place: CallSite | None = None) -> TensorView:
         storage = self._storages.see(tensor, place=place)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from lowtide.techniques.batchnorm import convert
@@ -32,7 +33,7 @@ REASONS: dict[Callable[[Any, Tensor], Tensor], str] = {
     draws_tensors: "it computes aten.rand",
     remembers: "it changes the attribute seen",
     freezes: "grad mode",
-    recomputes: "checkpoint",
+    recomputes: "checkpoint" if torch.__version__ >= "2.12" else "it computes aten.empty",  # a checkpoint's own
     reads_twice: "its output is read by relu and add",
     calls_twice: "called 2 times",
     softens: "nothing to save",

@@ -83,7 +83,6 @@ def test_gradients_of_the_batch_and_of_tensors_beside_the_model() -> None:
         torch.testing.assert_close(leaf.grad, old, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_gradients_stay_sparse() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Flatten(), nn.Linear(12, 3)).double()

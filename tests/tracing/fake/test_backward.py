@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 from lowtide import zoo
+from lowtide.techniques.batchnorm import convert
 from lowtide.tracing import trace, tracer
 from lowtide.tracing.fake.backward import backward
+from lowtide.workload import Workload
 from tests.soak import in_soak
 
 
@@ -63,3 +65,33 @@ def test_an_unused_output_of_a_custom_function_gets_zeros():
     x = nn.Parameter(torch.randn(4))
     backward(_Pair.apply(x)[0].sum(), lambda node: None)
     assert torch.equal(x.grad, torch.full((4,), 2.0))
+
+
+def test_custom_functions_in_a_row_free_what_they_saved(monkeypatch):
+    def loss(model, x):
+        for layer in model:
+            x = layer(_Pair.apply(_Pair.apply(x)[1])[0]).square()
+        return x.sum()
+
+    work = Workload(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), loss, torch.randn(512, 8))
+    expected = trace(work, fake=True)
+    monkeypatch.setattr(tracer, "_backward", lambda losses, recorder: backward(losses.pop(), recorder.visit))
+    graph = trace(work, fake=True)
+    assert graph.storage_peak_bytes == expected.storage_peak_bytes
+    assert all(ours.death <= torchs.death for ours, torchs in zip(graph.storages, expected.storages, strict=True))
+
+
+def test_a_converted_model_frees_what_its_hooks_packed(monkeypatch):
+    work = zoo.small("resnet18")
+    with convert(work.model):
+        expected = trace(work, fake=True)
+        monkeypatch.setattr(tracer, "_backward", lambda losses, recorder: backward(losses.pop(), recorder.visit))
+        graph = trace(work, fake=True)
+    assert graph.storage_peak_bytes <= expected.storage_peak_bytes
+    assert all(ours.death <= torchs.death for ours, torchs in zip(graph.storages, expected.storages, strict=True))
+
+
+def test_a_custom_loss_keeps_its_graph():
+    x = nn.Parameter(torch.randn(()))
+    backward(_Pair.apply(_Pair.apply(x)[0])[1], lambda node: None)
+    assert x.grad == 6

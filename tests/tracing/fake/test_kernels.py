@@ -127,10 +127,11 @@ def lstm(steps=4, batch=3, wide=5, hidden=6, *, dtype=torch.float32, reverse=Fal
     return tensors, out
 
 
-def lstm_backward():
-    tensors, (output, hy, cy, workspace) = lstm()
+def lstm_backward(dtype=torch.float32, biases=True):
+    tensors, (output, hy, cy, workspace) = lstm(dtype=dtype)
+    tensors[3:5] = tensors[3:5] if biases else tensors[1:3]
     gradients = torch.ones_like(output), None, None
-    options = False, 2, 6, 1, True, True, False, [], False
+    options = False, 2, 6, 1, biases, True, False, [], False
     return aten.mkldnn_rnn_layer_backward(*tensors, output, hy, cy, *gradients, *options, workspace)
 
 
@@ -180,7 +181,11 @@ IMAGE, VOLUME = (2, 4, 5, 3), (2, 4, 5, 3, 2)
 # One call at least that the fake kernel answers wrongly.
 CALLS = {
     aten.mkldnn_rnn_layer.default: [lambda: lstm()[1], lambda: torch.no_grad()(lstm)()[1]],
-    aten.mkldnn_rnn_layer_backward.default: [lstm_backward],
+    aten.mkldnn_rnn_layer_backward.default: [
+        lstm_backward,
+        partial(lstm_backward, biases=False),
+        *([partial(lstm_backward, torch.bfloat16)] if ONEDNN_BFLOAT16 else []),
+    ],
     aten._embedding_bag.default: [
         lambda: bag(aten._embedding_bag, mode=1),
         lambda: bag(aten._embedding_bag, dtype=torch.bfloat16),
@@ -300,6 +305,16 @@ CALLS = {
     **{op: [partial(op, 16), partial(op, 1)] for op in FIXES if str(op).endswith("window.default")},
     **{op: [partial(op, 16, True), partial(op, 16, False)] for op in FIXES if str(op).endswith("window.periodic")},
 }
+if torch.__version__ < "2.13":
+    CALLS |= {
+        aten._fft_r2c.default: [
+            lambda x=x, dims=dims: aten._fft_r2c(x(4, 3, 5), dims, 0, True)
+            for x in (rows, columns)
+            for dims in ([0], [1, 2], [2, 0], [1, 0, 2])
+        ],
+        aten.reflection_pad2d.default: [lambda: aten.reflection_pad2d(columns(*IMAGE), [1] * 4)],
+        aten.replication_pad2d.default: [lambda: aten.replication_pad2d(columns(*IMAGE), [1] * 4)],
+    }
 
 
 def described(out):
@@ -331,7 +346,6 @@ def test_every_fix_gives_what_the_real_op_gives_and_is_needed(op):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("op", FIXES, ids=str)
 def test_every_fix_gives_what_the_real_op_gives_on_a_gpu(op):
     if "mkldnn" in str(op):

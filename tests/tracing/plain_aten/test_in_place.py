@@ -59,6 +59,8 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_trace_writes_in_place_where_a_plain_step_does(name):
+    if name == "aminmax" and torch.__version__ < "2.13":
+        pytest.skip("torch 2.11 has no derivative of aminmax")
     make, batch = STEPS[name]
     torch.manual_seed(0)
     work = Workload(make(), loss, batch)

@@ -17,8 +17,17 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
-from lowtide.compat.autograd import backward_in_python, gradient_hooks, input_metadata, sequence_number
+from lowtide.compat.autograd import (
+    backward_in_python,
+    custom_nodes_die,
+    gradient_hooks,
+    input_metadata,
+    release_saved,
+    sequence_number,
+)
+from lowtide.compat.dispatch import without_modes
 from lowtide.compat.tensors import tensor_holders
 from lowtide.tracing.plain_aten.gradient_accumulation import fits, held_by_call, held_twice
 
@@ -31,11 +40,13 @@ def backward(loss: Tensor, visit: Callable[[Any], None]) -> None:
     Takes the graph apart as it goes: the caller must not hold the loss, or saved tensors stay alive.
     """
     root = loss.grad_fn
-    start = torch.ones_like(loss, memory_format=torch.preserve_format)
-    del loss
     assert root is not None
+    start: list[Tensor | None] = [None] * len(input_metadata(root))
+    start[loss.output_nr] = torch.ones_like(loss, memory_format=torch.preserve_format)
+    owners = {root: _token(loss)} if _is_custom(root) else {}  # objects that keep custom nodes alive
+    del loss
     pending = _dependencies(root)
-    inputs: dict[Any, list[Tensor | None]] = {root: [start]}
+    inputs: dict[Any, list[Tensor | None]] = {root: start}
     ready = [(_priority(root), 0, root)]
     order = 1
     del root
@@ -46,6 +57,7 @@ def backward(loss: Tensor, visit: Callable[[Any], None]) -> None:
             gradients = _call(node, inputs.pop(node))
             edges = node.next_functions
             visit(None)
+            owner = _owner(node, edges, owners.pop(node, None))
             del node  # and with it what it saved
             for index, (target, slot) in enumerate(edges):
                 if target is None:
@@ -68,10 +80,33 @@ def backward(loss: Tensor, visit: Callable[[Any], None]) -> None:
                 if pending[target] == 0:
                     del pending[target]
                     if target in inputs:
+                        if owner is not None and _is_custom(target):
+                            owners[target] = owner
                         heapq.heappush(ready, (_priority(target), order, target))
                         order += 1
                 del target
-            del edges
+            del edges, owner
+
+
+def _is_custom(node: Any) -> bool:
+    return hasattr(node, "apply")
+
+
+def _token(loss: Tensor) -> Any:
+    """Return an object that keeps the loss's node alive, and no bytes."""
+    with without_modes():
+        return get_gradient_edge(loss).ownership_token
+
+
+def _owner(node: Any, edges: Any, owner: Any) -> Any:
+    """Return an object that keeps the custom nodes behind this one alive, where Python's references do not.
+
+    It is the node itself, without what it saved, and the owner that keeps the node alive.
+    """
+    if not (custom_nodes_die() and any(_is_custom(target) for target, _ in edges)):
+        return None
+    release_saved(node)
+    return (node, owner)
 
 
 def _one_backward() -> AbstractContextManager[object]:
@@ -109,7 +144,7 @@ def _call(node: Any, gradients: list[Tensor | None]) -> list[Tensor | None]:
             for hook in list(gradient_hooks(node.variable).values()):
                 hook(node.variable)
         return []
-    if hasattr(node, "apply"):  # a custom function's
+    if _is_custom(node):
         if getattr(node, "materialize_grads", True):
             gradients = [
                 torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g

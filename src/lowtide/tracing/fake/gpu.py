@@ -175,6 +175,11 @@ def _clone(tensor: Tensor, **kwargs: Any) -> Tensor:
     return aten.clone.default(tensor, **kwargs)
 
 
+def _addmm_out(*_args: Any, out: Tensor, **_kwargs: Any) -> Tensor:
+    """Torch 2.11 decomposes ``addmm`` without knowing of ``out_dtype``."""
+    return out
+
+
 def _convolution(out: Any, input: Tensor, weight: Tensor, *_args: Any, **_kwargs: Any) -> Any:
     """CuDNN works channels-last where the input or the weight is; without it, the fake kernel never does."""
     return _restrided(out, input, weight)
@@ -202,6 +207,7 @@ GPU_FIXES: dict[Any, Callable[..., Any]] = {
 # Ops that torch's fake kernels do not know, or know wrongly: called instead of them.
 GPU_SUBSTITUTES: dict[Any, Callable[..., Any]] = {
     aten.clone.default: _clone,
+    aten.addmm.dtype_out: _addmm_out,
     aten._cudnn_rnn.default: _cudnn_rnn,
     aten._cudnn_rnn_backward.default: _cudnn_rnn_backward,
 }

@@ -80,9 +80,12 @@ def _lstm_layer(out: Any, input: Tensor, *_args: Any, **_kwargs: Any) -> Any:
 
 
 def _lstm_layer_backward(out: Any, *_args: Any, **_kwargs: Any) -> Any:
-    """Both biases have one gradient, and the fake kernel returns it twice; the real one copies it."""
-    x, weight_ih, weight_hh, bias_ih, _, hx, cx = out
-    return x, weight_ih, weight_hh, bias_ih, torch.empty_like(bias_ih), hx, cx
+    """Both biases have one gradient, and the fake kernel returns it twice; the real one copies it.
+
+    Torch 2.11 gives gradients the type of the inputs, and absent biases the shape of a weight.
+    """
+    x, weight_ih, weight_hh, bias, _, hx, cx = (gradient.float() for gradient in out)
+    return x, weight_ih, weight_hh, *(bias.new_empty(len(bias)) for _ in range(2)), hx, cx
 
 
 def _loss(out: Tensor, input: Tensor, target: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
@@ -263,6 +266,15 @@ def _pointwise(first: int = 0, second: int = 1) -> Fix:
     return fix
 
 
+def _fft_r2c(out: Tensor, input: Tensor, dims: list[int], *_args: Any, **_kwargs: Any) -> Tensor:
+    """Transformed dimensions are the innermost ones, the last of them first; the others keep their order."""
+    if not torch.backends.mkl.is_available():
+        return out
+    stride = input.stride()
+    order = sorted(range(input.ndim), key=lambda dim: (dim == dims[-1], dim in dims, -stride[dim]))
+    return out.new_empty([out.shape[dim] for dim in order]).permute(*(order.index(dim) for dim in range(input.ndim)))
+
+
 # -- the table -----------------------------------------------------------------------------------------
 
 
@@ -358,3 +370,6 @@ FIXES: dict[Any, Fix] = {
     **_named((f"{kind}_pad3d" for kind in _PADDINGS), _on_cpu(_suggested(0))),
     **_named(("max_unpool2d", "channel_shuffle"), _on_cpu(_suggested(0))),
 }
+if torch.__version__ < "2.13":  # whose own are right
+    FIXES.update(_named((f"{kind}_pad2d" for kind in _PADDINGS), _on_cpu(_suggested(0))))
+    FIXES[aten._fft_r2c.default] = _on_cpu(_fft_r2c)

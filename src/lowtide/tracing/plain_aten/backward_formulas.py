@@ -21,8 +21,14 @@ PRODUCTS = frozenset({aten.prod.default, aten.prod.dim_int, aten.cumprod.default
 Run = Callable[..., Any]  # an op and its arguments: runs and records it
 
 
-def formula_of(node: Any, *, fake: bool) -> Callable[[Any, Run], None] | None:
-    """Return the formula of a plain step for an autograd node, where another runs under a mode."""
+def formula_of(node: Any, *, fake: bool, zeros: bool) -> Callable[[Any, Run], None] | None:
+    """Return the formula of a plain step for an autograd node, where another runs under a mode.
+
+    ``zeros`` tells that it is the node of a product with a zero.
+    """
+    if zeros:
+        is_masked = node.name() == "CumprodBackward0" and torch.__version__ < "2.13"
+        return _cumprod_of_zeros if is_masked else None
     formula = _FORMULAS.get(node.name())
     if formula is _share_evenly and input_metadata(node)[0].device.type != "cpu":
         return None
@@ -71,6 +77,26 @@ def _cumprod(node: Any, run: Run) -> None:
     run(aten.any.default, is_zero)
     reversed_sum = _reversed_sum(product, dim, run)
     run(aten.div.Tensor, reversed_sum, x)
+
+
+def _cumprod_of_zeros(node: Any, run: Run) -> None:
+    """``x.cumprod(dim)`` with zeros, by torch 2.11's masks of what comes before each first zero, and of those zeros.
+
+    The stand-ins have no zeros, so that masks select all: an upper bound.
+    """
+    grad, x, dim = _gradient(node), _input(node), _dim(node)
+    product = run(aten.mul.Tensor, grad, grad)
+    is_zero = run(aten.eq.Scalar, x, 0)
+    out = run(aten.zeros_like.default, product)
+    count = run(aten.cumsum.default, is_zero, dim)
+    before = run(aten.eq.Scalar, count, 0)
+    terms = run(aten.masked_fill.Scalar, product, run(aten.bitwise_not.default, before), 0)
+    run(aten.masked_scatter_.default, out, before, run(aten.masked_select.default, terms, before))
+    after = [run(aten.eq.Scalar, count, number) for number in (1, 1, 2, 2)]
+    filled = [run(aten.masked_fill.Scalar, each, mask, 0) for each, mask in zip((x, grad), after, strict=False)]
+    terms = run(aten.cumprod.default, filled[0], dim)
+    total = run(aten.sum.dim_IntList, terms, [dim], True)
+    run(aten.masked_scatter_.default, out, before, run(aten.masked_select.default, total, before))
 
 
 def _masked_fill(node: Any, run: Run) -> None:
