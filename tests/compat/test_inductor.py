@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,21 @@ def test_results_have_the_strides_of_the_graph_where_a_decomposition_gives_other
     (result,) = traced(empty, x)
     assert result.is_contiguous()
     assert torch.equal(result, x)
+
+
+def test_results_have_the_dtype_of_the_graph_where_a_decomposition_gives_another() -> None:
+    """Torch's decomposition of a group norm rounds statistics to the input's type; a CPU's have the weights'."""
+    x, weight = torch.randn(2, 4, 3, dtype=torch.bfloat16), torch.ones(4)
+    expected = aten.native_group_norm.default(x, weight, weight, 2, 4, 3, 2, 1e-5)
+    given = fakes(x, weight)
+    operation = (aten.native_group_norm.default, ([0], [1], [1], 2, 4, 3, 2, 1e-5))
+    items = [(operator.getitem, ([2], place)) for place in range(3)]
+    module = graph_of(operation, *items, inputs=2, outputs=(3, 4, 5))
+    for node, value in zip([*module.graph.nodes][3:], expected, strict=False):
+        node.meta["val"] = given[0].fake_mode.from_tensor(value)
+    found = decompose(module, given, {})(x, weight)
+    assert [each.dtype for each in found] == [each.dtype for each in expected]
+    torch.testing.assert_close(found, expected, rtol=1.6e-2, atol=1e-2)  # of bfloat16, in which they were rounded
 
 
 def test_code_is_built_once_and_read_from_disk_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,8 +37,8 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[li
 def decompose(module: fx.GraphModule, inputs: Sequence[Any], table: Mapping[Any, Any]) -> fx.GraphModule:
     """Trace a graph again on fake tensors, with Inductor's decompositions and those of ``table``.
 
-    Some decompositions give results of other strides than their op, such as that of ``cat`` with an empty tensor.
-    Results get the strides that the graph gives them.
+    Some decompositions give results of other strides than their op, such as that of ``cat`` with an empty tensor, or of
+    another dtype, as the statistics of a group norm on a CPU. Results get the graph's strides and dtypes.
     """
     make_fx = importlib.import_module("torch.fx.experimental.proxy_tensor").make_fx
     importlib.import_module("torch._inductor.compile_fx")  # which loads all that decompositions refer to
@@ -53,9 +53,15 @@ def decompose(module: fx.GraphModule, inputs: Sequence[Any], table: Mapping[Any,
 
 
 def _laid_out(node: Any, like: Any) -> Any:
-    """A result in the dense layout of another; as it is where it has that, or the other is not dense."""
+    """A result in the dtype and the dense layout of another; in its own layout where the other is not dense."""
     value, expected = (each.meta.get("val") if isinstance(each, fx.Node) else None for each in (node, like))
-    if not isinstance(value, Tensor) or not isinstance(expected, Tensor) or value.stride() == expected.stride():
+    if not isinstance(value, Tensor) or not isinstance(expected, Tensor):
+        return node
+    if value.dtype != expected.dtype:
+        convert = torch.ops.prims.convert_element_type.default
+        node, value = node.graph.call_function(convert, (node, expected.dtype)), convert(value, expected.dtype)
+        node.meta["val"] = value
+    if value.stride() == expected.stride():
         return node
     order = sorted(range(value.dim()), key=expected.stride().__getitem__, reverse=True)
     if not expected.permute(order).is_contiguous():
