@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowtide.planning.rounding import Rounding, loss_and_gradients
+from lowtide.planning.rounding import Rounding, in_32_bits, loss_and_gradients
 
 from .test_captured import work_of
 
@@ -21,3 +21,27 @@ def test_rounding_explains_the_last_digits_and_not_a_percentage(dtype: torch.dty
         far = {name: tensor * 1.2 for name, tensor in plain[what].items()}
         assert rounding.explains(what, plain[what], near)
         assert not rounding.explains(what, plain[what], far)
+
+
+@pytest.mark.parametrize(
+    ("plain_off", "off", "near"), [(0.1, 0.0, True), (0.1, 0.15, True), (0.1, 0.3, False), (0.0, 0.02, False)]
+)
+def test_results_are_as_near_as_the_plain_ones_within_twice_their_distance(
+    plain_off: float, off: float, near: bool
+) -> None:
+    work = work_of("same", torch.float32)
+    exact = in_32_bits(work)
+    assert exact is not None
+    gradients = exact["gradients"]
+    first = next(iter(gradients))
+    plain, other = (
+        {name: tensor * (1 + share) if name == first else tensor for name, tensor in gradients.items()}
+        for share in (plain_off, off)
+    )
+    rounding = Rounding(work)
+    assert rounding.is_as_near("gradients", gradients, plain, other) is near
+    assert not rounding.is_as_near("gradients", gradients, plain, {first: gradients[first]})
+
+
+def test_a_step_with_parameters_in_half_precision_has_no_results_in_32_bits() -> None:
+    assert in_32_bits(work_of("same", torch.bfloat16)) is None

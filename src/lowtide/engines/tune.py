@@ -19,7 +19,7 @@ from lowtide.planning.lowering import compiles
 from lowtide.planning.plan import Choice, Plan, ProgramChoice
 from lowtide.profiling import Profile
 from lowtide.profiling.timing import best_seconds, has_ranks, measured_peak
-from lowtide.sizes import format_seconds
+from lowtide.sizes import format_seconds, format_size
 from lowtide.tracing.capture.loss import sharing_captures
 from lowtide.tracing.snapshot import unchanged
 from lowtide.tracing.step_state import other_bytes
@@ -72,32 +72,47 @@ def plan(
     permitted = Permission.of(allow, forbid)
     engines_named(engine)
     lowerings = (None if work.device.type == "cuda" else False) if compile == "auto" else compile
-    search = partial(plans, work, budget, permitted=permitted, engine=engine, most=most)
     with sharing_captures(work):
         baseline = profile or baseline_profile(work, fake=fake, device=device)
-        reserved = 0
-        for correction in range(_CORRECTIONS):
-            try:
-                rivals = search(baseline, compile=lowerings if is_here else False, reserved=reserved)
-            except BudgetError:
-                if not correction or lowerings is False:
-                    raise
-                break  # with the measured bytes, no compiled plan fits
-            if most == 1 or (len(rivals) == 1 and not _is_measured(work, rivals[0])):
-                return rivals[0]
-            chosen, peak = _fastest(work, rivals)
-            if peak <= chosen.budget_bytes:
-                return chosen
-            candidates = ENGINES[chosen.engine].candidates(work, baseline) if chosen.program else None
-            if candidates is not None and chosen.program is not None:
-                candidates.learn(chosen.program, peak - chosen.peak_bytes)
-            else:
-                reserved = max(reserved, peak - chosen.peak_bytes)
-        chosen, _ = _fastest(work, search(baseline, compile=False, reserved=reserved))
-        note = (
-            "Compiled plans measured more than their budget, so ops run one by one." if lowerings is not False else ""
-        )
-        return replace(chosen, notes=(*chosen.notes, *filter(None, [note])))
+        search = partial(plans, work, budget, baseline, permitted=permitted, engine=engine, most=most)
+        if most == 1:
+            (only,) = search(compile=lowerings if is_here else False)
+            return only
+        return _measured(work, baseline, search, lowerings)
+
+
+def _measured(work: Workload, baseline: Profile, search: Callable[..., list[Plan]], lowerings: bool | None) -> Plan:
+    """Time the plans of a search and take the fastest, measured to keep the budget.
+
+    Where it does not, the search repeats with the bytes that it took beyond its prediction, a few times.
+    """
+    reserved, excess = 0, 0
+    for correction in range(_CORRECTIONS):
+        try:
+            rivals = search(compile=lowerings, reserved=reserved)
+        except BudgetError:
+            if not correction or lowerings is False:
+                raise
+            break  # with the measured bytes, no compiled plan fits
+        if len(rivals) == 1 and not _is_measured(work, rivals[0]):
+            return rivals[0]
+        chosen, peak = _fastest(work, rivals)
+        if peak <= chosen.budget_bytes:
+            return chosen if compiles(chosen) else _with_excess(chosen, excess)
+        candidates = ENGINES[chosen.engine].candidates(work, baseline) if chosen.program else None
+        if candidates is not None and chosen.program is not None:
+            candidates.learn(chosen.program, peak - chosen.peak_bytes)
+            excess += peak - chosen.peak_bytes if compiles(chosen) else 0
+        else:
+            reserved = max(reserved, peak - chosen.peak_bytes)
+    chosen, _ = _fastest(work, search(compile=False, reserved=reserved))
+    return _with_excess(chosen, excess)
+
+
+def _with_excess(plan: Plan, excess: int) -> Plan:
+    """Note that compiled plans were left out, if they were."""
+    note = f"Compiled plans measured {format_size(excess)} more than predicted, so ops run one by one."
+    return replace(plan, notes=(*plan.notes, note)) if excess else plan
 
 
 def _is_measured(work: Workload, plan: Plan) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from lowtide.planning.rounding import (
     coarsest_unit,
     distance,
     generators,
+    in_32_bits,
     is_equal,
     norms,
     on_host,
@@ -56,8 +57,7 @@ def verify(work: Workload, plan: Plan) -> Verification:
         raise PlanError("A model on the meta device cannot run, so nothing can be verified")
     notes: list[str] = []
     plain: _StepResults | None = None
-    agreements: tuple[Agreement, ...] = ()
-    repeatable, only_rounding = True, False
+    judged = _Judged()
     others = other_bytes(work, gradients=False)
     reference = work
     with ExitStack() as stack:
@@ -80,27 +80,18 @@ def verify(work: Workload, plan: Plan) -> Verification:
                 with unchanged(work):
                     planned = replace(planned, peak_bytes=measured_peak(applied.work))
         if plain is not None:
-            agreements = _compare(plain, planned, _strictest_promise(plan))
-            if not all(agreement.holds for agreement in agreements):
-                noise = _Noise(plain, _run(reference, others), _roundoff_noise(work))
-                repeatable = noise.is_roundoff
-                notes += noise.notes
-                agreements = tuple(noise.let_pass(agreement, planned) for agreement in agreements)
-            agrees = all(agreement.holds for agreement in agreements)
-            if not agrees and repeatable and plan.fidelity <= Fidelity.ROUNDOFF:
-                rounded = _let_rounding_pass(agreements, plain, planned, Rounding(work))
-                only_rounding = all(agreement.holds for agreement in rounded)
-                agreements = rounded if plan.fidelity is Fidelity.ROUNDOFF else agreements
+            judged = _judge(work, reference, plan, plain, planned, others)
+            notes += judged.notes
     return Verification(
         plan=plan,
-        agreements=agreements,
+        agreements=judged.agreements,
         peak_bytes=_first(planned.peak_bytes, traced and traced.peak_bytes, plan.peak_bytes),
         storage_peak_bytes=_first(traced and traced.storage_peak_bytes, planned.peak_bytes, plan.peak_bytes),
         seconds=planned.seconds,
         plain_seconds=math.nan if plain is None else plain.seconds,
         notes=tuple(notes),
-        repeatable=repeatable,
-        only_rounding=only_rounding and plan.fidelity is Fidelity.BITWISE,
+        repeatable=judged.repeatable,
+        only_rounding=judged.only_rounding and plan.fidelity is Fidelity.BITWISE,
     )
 
 
@@ -275,6 +266,40 @@ def _compare(plain: _StepResults, planned: _StepResults, check: Check) -> tuple[
     return tuple(_agreement(what, part, planned.parts[what], check) for what, part in plain.parts.items())
 
 
+class _Judged(NamedTuple):
+    """Agreements of two steps, and what else was found about the plain one."""
+
+    agreements: tuple[Agreement, ...] = ()
+    repeatable: bool = True
+    only_rounding: bool = False
+    notes: Sequence[str] = ()
+
+
+def _judge(
+    work: Workload, reference: Workload, plan: Plan, plain: _StepResults, planned: _StepResults, others: int
+) -> _Judged:
+    """Compare two steps. Where they disagree, measure noise, then rounding, then both in 32 bits."""
+    agreements = _compare(plain, planned, _strictest_promise(plan))
+    if all(agreement.holds for agreement in agreements):
+        return _Judged(agreements)
+    noise = _Noise(plain, _run(reference, others), _roundoff_noise(work))
+    agreements = tuple(noise.let_pass(agreement, planned) for agreement in agreements)
+    judged = _Judged(agreements, noise.is_roundoff, notes=noise.notes)
+    agrees = all(agreement.holds for agreement in agreements)
+    if agrees or not noise.is_roundoff or plan.fidelity > Fidelity.ROUNDOFF:
+        return judged
+    rounding = Rounding(work)
+    rounded = _let_rounding_pass(agreements, plain, planned, rounding)
+    if all(agreement.holds for agreement in rounded) or plan.fidelity is not Fidelity.ROUNDOFF:
+        only_rounding = all(agreement.holds for agreement in rounded)
+        shown = rounded if plan.fidelity is Fidelity.ROUNDOFF else agreements
+        return judged._replace(agreements=shown, only_rounding=only_rounding)
+    if reference is not work:  # it draws masks of its own, which no other step draws
+        return judged._replace(agreements=rounded)
+    near, notes = _let_as_near_pass(work, rounding, rounded, plain, planned)
+    return judged._replace(agreements=near, notes=[*judged.notes, *notes])
+
+
 def _let_rounding_pass(
     agreements: tuple[Agreement, ...], plain: _StepResults, planned: _StepResults, rounding: Rounding
 ) -> tuple[Agreement, ...]:
@@ -285,6 +310,30 @@ def _let_rounding_pass(
         else replace(a, holds=True)
         for a in agreements
     )
+
+
+def _let_as_near_pass(
+    work: Workload, rounding: Rounding, agreements: tuple[Agreement, ...], plain: _StepResults, planned: _StepResults
+) -> tuple[tuple[Agreement, ...], list[str]]:
+    """Accept results that are as near to those of the step in 32 bits as the plain step's are, and say so."""
+    exact = in_32_bits(work)
+    if exact is None:
+        return agreements, []
+    near = tuple(
+        replace(
+            a,
+            holds=a.holds
+            or rounding.is_as_near(a.what, exact.get(a.what, {}), plain.parts[a.what], planned.parts[a.what]),
+        )
+        for a in agreements
+    )
+    if not all(a.holds for a in near):
+        return agreements, []
+    plain_off, planned_off = (distance(exact["gradients"], each.parts["gradients"]) for each in (plain, planned))
+    return near, [
+        f"In 32 bits and without cuDNN, gradients are others: the plain step's are {plain_off:.1%} off, the planned "
+        f"step's {planned_off:.1%}."
+    ]
 
 
 def _agreement(what: str, plain: dict[str, Tensor], planned: dict[str, Tensor], check: Check) -> Agreement:

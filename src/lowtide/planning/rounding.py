@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ Parts = Mapping[str, Part]
 _FACTOR = 8.0  # two ways to round can lie this many times further apart than one unit in each parameter moves them
 _FLOOR = 4.0  # units in the last place that a norm may be off where parameters do not matter
 _MOST = 1.2e-2  # that a whole part may be off, however coarse its numbers and however far rounding carries
+_AS_NEAR = 2.0  # times the plain step's distance from an exact one
 _NOTHING = 1e-6  # the share of all tensors below which one is rounding alone
 
 
@@ -99,6 +101,40 @@ class Rounding:
             off <= max(self._scales[what] * size, _FACTOR * self._moves.get((what, name), 0.0), nothing)
             for name, (size, off) in sizes.items()
         )
+
+    def is_as_near(self, what: str, exact: Part, plain: Part, other: Part) -> bool:
+        """Tell whether each tensor is at most twice as far from the exact one as the plain one is.
+
+        Or no farther than rounding carries it, and within 1.2%.
+        """
+        if what not in self._scales or not exact.keys() == plain.keys() == other.keys():
+            return parts_equal(plain, other)
+        sizes = {name: norms(tensor, other[name]) for name, tensor in exact.items()}
+        nothing = _NOTHING * math.hypot(*(size for size, _ in sizes.values()))
+        share = min(self._scales[what], _MOST)
+        return all(
+            off <= max(_AS_NEAR * norms(exact[name], plain[name])[1], share * size, nothing)
+            for name, (size, off) in sizes.items()
+        )
+
+
+def in_32_bits(work: Workload) -> Parts | None:
+    """Results of the plain step without autocast, TensorFloat-32 and cuDNN; None where it is no better, or too large.
+
+    cuDNN's gradients of batch norm can be off by some percent on recent GPUs.
+    """
+    dtypes = {parameter.dtype for parameter in work.model.parameters()}
+    if not dtypes <= {torch.float32, torch.float64}:
+        return None
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.backends.cudnn.flags(enabled=False):
+            return loss_and_gradients(replace(work, autocast=None))
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def coarsest_unit(work: Workload) -> float:
