@@ -19,7 +19,7 @@ def test_a_program_gives_the_plain_loss_and_its_forecast_peak() -> None:
     plain = profile(work)
     candidates, lowering = graph_candidates(work, plain), LOWERINGS["ops"]
     form = candidates.form(lowering)
-    program = min(form.solutions, key=lambda each: each.estimate_bytes).program
+    program = min(form.solutions(), key=lambda each: each.estimate_bytes).program
     assert candidates.inputs is not None
     loss = ProgramLoss(work.loss, form.problem.joint, program, lowering, candidates.inputs, candidates.mutated)
     torch.manual_seed(1)

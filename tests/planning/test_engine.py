@@ -31,7 +31,9 @@ class ToyCandidates:
     def __init__(self, baseline: Profile) -> None:
         self.half = baseline.peak_bytes // 2
 
-    def offers(self, engine: str, *, compile: bool | None, around: Sequence[Option] = ()) -> list[Candidate]:
+    def offers(
+        self, engine: str, *, compile: bool | None, around: Sequence[Option] = (), offloads: bool = False
+    ) -> list[Candidate]:
         return [Candidate(engine, "halve everything", Price(Fidelity.BITWISE), self.half)]
 
     def contender(self, candidate: Candidate) -> Contender:

@@ -105,14 +105,14 @@ def test_no_program_is_smaller_than_the_smallest_budget_that_is_named() -> None:
     work = Workload(nn.Sequential(*layers), squares, torch.randn(6, 16))
     before = profile(work)
     form = GraphCandidates(capture_joint(work), before).form(OpsLowering())
-    peaks = [form.forecast.profile(solution.program).peak_bytes for solution in form.solutions]
+    peaks = [form.forecast.profile(solution.program).peak_bytes for solution in form.solutions()]
     assert smallest_budget(work, before) <= min(peaks)
 
 
 def test_every_program_simulates_to_what_its_trace_peaks_at(work: Workload, plain: Profile) -> None:
     form = GraphCandidates(capture_joint(work), plain).form(OpsLowering())
     peaks: set[int] = set()
-    for solution in form.solutions:
+    for solution in form.solutions():
         traced = form.forecast.profile(solution.program)
         forward_and_backward = plain.static_bytes + simulate(solution.program).peak_bytes
         assert traced.storage_peak_bytes == forward_and_backward

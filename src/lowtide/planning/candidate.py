@@ -122,6 +122,11 @@ class Permission:
         is_named = names <= self.names and (not candidate.rewrites or self.loosest >= Fidelity.ROUNDOFF)
         return self.forbidden.isdisjoint({*names, *candidate.rewrites}) and (is_named or is_open)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether programs may copy values to the host."""
+        return OFFLOAD in self.names
+
     def permits(self, technique: str, fidelity: Fidelity) -> bool:
         """Tell whether a plan may use an option of this technique with this fidelity."""
         return technique not in self.forbidden and (technique in self.names or fidelity <= self.loosest)

@@ -50,11 +50,13 @@ class Candidates(Protocol):
 
     note: str  # for the plan; may be empty
 
-    def offers(self, engine: str, *, compile: bool | None, around: Sequence[Option] = ()) -> Sequence[Candidate]:
+    def offers(
+        self, engine: str, *, compile: bool | None, around: Sequence[Option] = (), offloads: bool = False
+    ) -> Sequence[Candidate]:
         """The changes as candidates of this engine, each with price and estimate.
 
         ``compile`` asks for compiled ones alone, or for none; None: both. ``around`` are options of the step that leave
-        the loss as it is.
+        the loss as it is. ``offloads`` says whether plans may copy values to the host.
         """
         ...
 

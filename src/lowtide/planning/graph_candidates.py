@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from lowtide.errors import TraceError
@@ -39,10 +38,13 @@ class Form:
     forecast: Forecast
     problem: Problem
 
-    @cached_property
-    def solutions(self) -> list[Solution]:
-        """Programs of every solver, the fastest first."""
-        return solutions(self.problem)
+    _solutions: dict[bool, list[Solution]] = field(default_factory=dict)
+
+    def solutions(self, *, offloads: bool = False) -> list[Solution]:
+        """Programs of every solver, the fastest first. ``offloads`` says whether plans may copy to the host."""
+        if offloads not in self._solutions:
+            self._solutions[offloads] = solutions(replace(self.problem, offloads=True) if offloads else self.problem)
+        return self._solutions[offloads]
 
 
 class GraphCandidates:
@@ -76,13 +78,16 @@ class GraphCandidates:
         """
         joint, holds_gradients = lowering.form(self.joint), all(map(leaves_gradients, around))
         if (joint, holds_gradients) not in self._forms:
-            known = self._forms.get((joint, not holds_gradients))
-            forecast = Forecast(joint, self.plain) if known is None else known.forecast
-            problem = lowering.problem(joint, forecast)
-            seconds = sum(map(problem.seconds, (*joint.forward, *joint.backward)))
-            saved = self._plain_seconds - seconds if joint is not self.joint else 0.0
-            problem = replace(problem, saved_seconds=saved, holds_gradients=holds_gradients)
-            self._forms[joint, holds_gradients] = Form(forecast, problem)
+            if not holds_gradients:  # with options around it, a program has no host to copy to: see ``lowered``
+                held = self.form(lowering)
+                problem = replace(held.problem, holds_gradients=False, host=None, like=held.problem)
+                self._forms[joint, False] = Form(held.forecast, problem)
+            else:
+                forecast = Forecast(joint, self.plain)
+                problem = lowering.problem(joint, forecast)
+                seconds = sum(map(problem.seconds, (*joint.forward, *joint.backward)))
+                saved = self._plain_seconds - seconds if joint is not self.joint else 0.0
+                self._forms[joint, True] = Form(forecast, replace(problem, saved_seconds=saved))
         return self._forms[joint, holds_gradients]
 
     def learn(self, program: ProgramChoice, excess_bytes: int) -> None:
@@ -101,20 +106,24 @@ class GraphCandidates:
         other = on_gpu and any(map(is_left_batch_norm, self.joint.forward))
         return Fidelity.ROUNDOFF if other else self._earned
 
-    def offers(self, engine: str, *, compile: bool | None, around: Sequence[Option] = ()) -> list[Candidate]:
+    def offers(
+        self, engine: str, *, compile: bool | None, around: Sequence[Option] = (), offloads: bool = False
+    ) -> list[Candidate]:
         """Every program, once for each lowering: those that compile, those that do not, or both for None."""
         lowerings = [each for each in LOWERINGS.values() if compile in (None, each.compiles)]
-        candidates = (self.lowered(engine, each, around) for each in lowerings if each.is_offered(self.joint))
-        return [candidate for lowered in candidates for candidate in lowered]
+        offered = [each for each in lowerings if each.is_offered(self.joint)]
+        return [each for lowering in offered for each in self.lowered(engine, lowering, around, offloads=offloads)]
 
-    def lowered(self, engine: str, lowering: Lowering, around: Sequence[Option] = ()) -> list[Candidate]:
+    def lowered(
+        self, engine: str, lowering: Lowering, around: Sequence[Option] = (), *, offloads: bool = False
+    ) -> list[Candidate]:
         """Every program with one lowering, the fastest first."""
         form, excess = self.form(lowering, around), self._excess.get(lowering.name, 0)
         inside = prices_inside(around, self.plain)
         stays, lasting = kept_peak(self.plain.graph, inside), lasting_bytes(self.plain.graph, inside)
         rewrites = tuple(form.problem.joint.rewrites)
         candidates: list[Candidate] = []
-        for solution in form.solutions:
+        for solution in form.solutions(offloads=offloads):
             if around and solution.host_bytes:
                 continue  # a trace on fake tensors has no host to copy to
             price = lowering.price(form.problem, solution, self.fidelity)
@@ -157,7 +166,8 @@ class GraphCandidates:
 
         Programs whose estimates are far above the budget are not simulated, except the few smallest.
         """
-        candidates = list(filter(permitted.permits_change, self.lowered(engine, lowering, around)))
+        offered = self.lowered(engine, lowering, around, offloads=permitted.offloads)
+        candidates = list(filter(permitted.permits_change, offered))
         smallest = sorted(candidates, key=lambda candidate: candidate.estimate)[:SMALLEST]
         rest: list[Contender] = []
         for candidate in candidates:

@@ -26,6 +26,7 @@ from lowtide.tracing.snapshot import unchanged
 from lowtide.workload import Workload
 
 _SLACK = 1.01  # an option whose estimate is this much above the budget is still traced
+_TRACED_RIVALS = 2  # options of one technique that are traced beside the fastest plan
 _TRACED = 3  # options with the smallest estimates that are traced: each takes as long as a step, or more
 CLOSE = 2.0  # times the fastest: predicted seconds that are worth a comparison, since prices err
 
@@ -50,6 +51,7 @@ class Search:
     ) -> None:
         self.work = work
         self.compile = compile
+        self._offloads = permitted.offloads
         self.baseline = baseline
         self.notes: list[str] = []
         self.idle: list[str] = []  # techniques and engines that offer nothing here, and why
@@ -83,12 +85,13 @@ class Search:
         """The first candidates by seconds that fit: at most one of each engine and technique, or lowering.
 
         Beside the fastest only those predicted to take at most ``close`` times as long: they may measure in another
-        order. Options with a higher estimate than one of their technique that did not fit are skipped.
+        order. Options with a higher estimate than one of their technique that did not fit are skipped. Once the fastest
+        is found, few of each technique are traced.
         """
         smallest = {candidate.key for candidate in self._smallest(permitted)}
         failed: dict[Hashable, float] = {}
         rivals: dict[tuple[str, str, str], Contender] = {}
-        limit = math.inf
+        limit, traced = math.inf, Counter[Hashable]()
         for candidate in self.candidates:
             seconds = self.baseline.seconds + candidate.price.seconds
             if len(rivals) == most or (rivals and seconds > limit):
@@ -103,13 +106,15 @@ class Search:
                 continue
             slack = PROGRAM_SLACK if candidate.is_program else _SLACK
             worth = candidate.estimate <= budget * slack and candidate.estimate < failed.get(candidate.parts, math.inf)
-            if not (worth or candidate.key in smallest):
+            is_enough = bool(rivals) and traced[candidate.parts] >= _TRACED_RIVALS
+            if not (worth or (candidate.key in smallest and not rivals)) or is_enough:
                 continue
             if name in self._unmeasured:
                 self._measure(name)
                 return self.contenders(budget, permitted, most=most, close=close)
             if self._is_above(candidate, budget):
                 continue
+            traced[candidate.parts] += self._traces(candidate)
             contender = self.exact(candidate)
             if contender is not None and contender.peak_bytes <= budget and self._runs(candidate):
                 rivals[kind] = contender
@@ -143,6 +148,10 @@ class Search:
             else:
                 unusable[parts] += 1
         return min(looked_at, key=lambda contender: contender.peak_bytes)
+
+    def _traces(self, candidate: Candidate) -> bool:
+        """Whether ``exact`` traces a candidate, which it does once."""
+        return bool(candidate.options) and not candidate.compiles and candidate.key not in self._exact
 
     def _is_above(self, candidate: Candidate, budget: int) -> bool:
         """Whether a program with options around it, simulated, is above a budget by more than a trace ever took off."""
@@ -248,7 +257,7 @@ class Search:
             return ()
         self._sources[engine.name] = source
         self.notes += filter(None, [source.note])
-        return source.offers(engine.name, compile=self.compile)
+        return source.offers(engine.name, compile=self.compile, offloads=self._offloads)
 
     def _expand(
         self, permitted: Permission, budget: float = math.inf, *, below: float = math.inf, most: int | None = None

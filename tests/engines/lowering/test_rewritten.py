@@ -150,7 +150,7 @@ def test_rewrites_are_priced_at_the_seconds_that_they_take_longer() -> None:
     assert form.problem.joint is not candidates.joint
     for saved, longer in ((5.0, 0.0), (-5.0, 5.0)):
         problem = type(form.problem)(form.problem.joint, form.problem.seconds, saved_seconds=saved)
-        for solution in (form.solutions[0], form.solutions[-1]):
+        for solution in (form.solutions()[0], form.solutions()[-1]):
             assert lowering.price(problem, solution, Fidelity.BITWISE).seconds == solution.seconds + longer
 
 

@@ -17,7 +17,7 @@ from lowtide.planning.solvers.runs import Again, Hold, Ops, RunTimeline
 
 # The cost of a copy in the search, as a share of its seconds. The most bytes to offload, as a share of those that the
 # link copies during the forward pass. Copies that fit beside the ops are nearly free, others are not.
-_TRIALS = ((0.01, 0.5), (0.01, 1.0), (0.1, 1.0), (0.01, 1e3), (0.5, 1e3))
+_TRIALS = ((0.01, 1.0), (0.01, 0.5), (0.1, 1.0), (0.01, 1e3), (0.5, 1e3))  # the first is the only one where it is quick
 _TARGETS = 18  # peaks at which runs are sought for each
 
 
@@ -60,21 +60,28 @@ def with_host(ops: Ops, values: Mapping[int, tuple[int, ...]], link: HostLink) -
 
 
 def with_offloaded(
-    choices: Iterable[Offloaded], ops: Ops, values: Mapping[int, tuple[int, ...]], link: HostLink
+    choices: Iterable[Offloaded],
+    ops: Ops,
+    values: Mapping[int, tuple[int, ...]],
+    link: HostLink,
+    *,
+    thorough: bool = True,
 ) -> list[Offloaded]:
     """The fastest at each peak, of given timelines and of others that offload ``values`` of ops."""
     best: list[Offloaded] = []
-    offered = [*choices, *_frontier(ops, values, link)]
+    offered = [*choices, *_frontier(ops, values, link, thorough=thorough)]
     for choice in sorted(offered, key=lambda each: (each.seconds, each.timeline.peak_bytes)):
         if not best or choice.timeline.peak_bytes < best[-1].timeline.peak_bytes:
             best.append(choice)
     return best
 
 
-def _frontier(ops: Ops, values: Mapping[int, tuple[int, ...]], link: HostLink) -> Iterator[Offloaded]:
+def _frontier(
+    ops: Ops, values: Mapping[int, tuple[int, ...]], link: HostLink, *, thorough: bool
+) -> Iterator[Offloaded]:
     """Timelines that offload, for several prices and amounts of copies."""
     hidden = sum(ops.seconds[: ops.backward]) * link.bandwidth
-    for share, amount in _TRIALS:
+    for share, amount in _TRIALS if thorough else _TRIALS[:1]:
         hosted = with_host(ops, values, replace(link, budget_bytes=int(min(link.budget_bytes, amount * hidden))))
         copies = (seconds * share for seconds in hosted.seconds[len(ops) :])
         priced = replace(hosted, seconds=(*ops.seconds, *copies))
