@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +16,10 @@ from lowtide import Workload
 from lowtide.engines import plan
 from lowtide.engines.eager import EagerEngine
 from lowtide.errors import BudgetError
+from lowtide.planning import search as search_module
 from lowtide.planning.candidate import Permission
 from lowtide.planning.search import Search
-from lowtide.profiling import Profile
+from lowtide.profiling import Profile, profile
 from lowtide.sizes import parse_size
 from lowtide.techniques import Applied, Fidelity, Option, Price, register
 from lowtide.techniques.registry import techniques
@@ -35,6 +38,26 @@ def test_an_option_is_traced_once_for_a_profile(plain: Profile, monkeypatch: pyt
     monkeypatch.setattr(EagerEngine, "predict", lambda *args, **_: traced.append(args))
     assert plan(work, "60%", profile=plain, engine="eager", tune=False).peak_bytes == chosen.peak_bytes
     assert not traced
+
+
+def test_few_options_are_traced_beside_the_fastest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = chain()
+    plain = profile(work)
+    budget = int(0.6 * plain.peak_bytes)
+    search = Search(work, plain, "auto", budget, Permission())
+    traced = Counter[str]()
+    monkeypatch.setattr(search, "_expand", lambda *_, **__: False)
+    monkeypatch.setattr(search, "_unmeasured", set())
+    monkeypatch.setattr(search, "_unstudied", set())
+    monkeypatch.setattr(search, "_trace", lambda candidate: traced.update([candidate.technique]))
+    program = next(c for c in search.candidates if c.is_program and c.estimate <= 0.9 * budget)
+    options = [candidate for candidate in search.candidates if candidate.technique]
+    assert max(Counter(candidate.technique for candidate in options).values()) > search_module._TRACED_RIVALS
+    free = Price(Fidelity.BITWISE)  # an estimate of no bytes is worth a trace
+    search.candidates = [program, *(replace(each, estimate=-place, price=free) for place, each in enumerate(options))]
+    (rival,) = search.contenders(budget, Permission(), most=3)
+    assert rival.candidate.is_program
+    assert max(traced.values()) == search_module._TRACED_RIVALS
 
 
 def seen_together(model: nn.Module, x: Tensor) -> Tensor:

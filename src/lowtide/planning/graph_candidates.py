@@ -80,7 +80,7 @@ class GraphCandidates:
         if (joint, holds_gradients) not in self._forms:
             if not holds_gradients:  # with options around it, a program has no host to copy to: see ``lowered``
                 held = self.form(lowering)
-                problem = replace(held.problem, holds_gradients=False, host=None, like=held.problem)
+                problem = replace(held.problem, holds_gradients=False, host=None)
                 self._forms[joint, False] = Form(held.forecast, problem)
             else:
                 forecast = Forecast(joint, self.plain)

@@ -29,9 +29,9 @@ def hosted(ops: Ops, link: HostLink) -> Ops:
     return with_host(ops, values_of(ops), link)
 
 
-def choices(ops: Ops, link: HostLink) -> list[Offloaded]:
+def choices(ops: Ops, link: HostLink, *, thorough: bool = True) -> list[Offloaded]:
     plain = [Offloaded(timeline, timeline.seconds) for timeline in frontier(ops)]
-    return with_offloaded(plain, ops, values_of(ops), link)
+    return with_offloaded(plain, ops, values_of(ops), link, thorough=thorough)
 
 
 @pytest.mark.parametrize("link", [FAST, SLOW], ids=["fast", "slow"])
@@ -46,6 +46,15 @@ def test_no_budget_is_slower_than_the_best_without_offload(seed: int, link: Host
         best = best_seconds(ops, budget)
         assert best is not None
         assert fastest.seconds <= best + 1e-9
+
+
+def test_a_quick_search_shows_what_offloading_would_give() -> None:
+    ops, link = layers(40), HostLink(1000.0, 0.0, 2**40)
+    quick, thorough = (choices(ops, link, thorough=each) for each in (False, True))
+    assert any(choice.host_bytes for choice in quick)
+    for budget in (choice.timeline.peak_bytes for choice in quick):
+        seconds, best = (next(c.seconds for c in each if c.timeline.peak_bytes <= budget) for each in (quick, thorough))
+        assert best <= seconds
 
 
 def test_copies_that_take_no_time_replace_all_recomputation() -> None:

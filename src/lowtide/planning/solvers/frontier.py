@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from lowtide.planning.solvers.moves import filled, shrunk
 from lowtide.planning.solvers.runs import Again, Ops, RunTimeline, without_runs
@@ -21,23 +21,16 @@ _MOST_POLISHED = 64  # attempts
 _CLOSE = 0.995  # of a peak: not worth another program
 
 
-def frontier(
-    ops: Ops, *, targets: int = _TARGETS, guess: bool = True, known: Sequence[Again] = ()
-) -> list[RunTimeline]:
+def frontier(ops: Ops, *, targets: int = _TARGETS, guess: bool = True) -> list[RunTimeline]:
     """Timelines from the fastest to the smallest: each smaller one takes more seconds.
 
-    Without a ``guess``, the search descends from the plain order alone. ``known`` are the runs of a frontier of almost
-    the same ops, which take the place of all descents but one.
+    Without a ``guess``, the search descends from the plain order alone.
     """
     plain = RunTimeline(ops, {})
-    if known:
-        near = sorted((RunTimeline(ops, again) for again in known), key=lambda each: -each.peak_bytes)
-        descents = [near, list(_descent(near[-1]))]
-    else:
-        starts = (RunTimeline(ops, again) for again in segmented(ops)) if guess else ()
-        guesses = sorted(starts, key=lambda guess: guess.peak_bytes)
-        descents = [list(_descent(start)) for start in (plain, *guesses[:_GUESSES])]
-        descents += [[guess] for guess in guesses[_GUESSES:]]
+    starts = (RunTimeline(ops, again) for again in segmented(ops)) if guess else ()
+    guesses = sorted(starts, key=lambda guess: guess.peak_bytes)
+    descents = [list(_descent(start)) for start in (plain, *guesses[:_GUESSES])]
+    descents += [[guess] for guess in guesses[_GUESSES:]]
     smallest = min(timeline.peak_bytes for descent in descents for timeline in descent)
     best = [plain, *(timeline for descent in descents for timeline in descent)]
     before: RunTimeline | None = None

@@ -6,6 +6,7 @@ from lowtide.chains import StageChoice
 from lowtide.planning.plan import PlannedStage
 from lowtide.planning.programs.codes import Codes, codes_of
 from lowtide.planning.solvers.encode import Coded, bound_of, with_codes
+from lowtide.planning.solvers.frontier import frontier
 from lowtide.planning.solvers.joint_ops import JointOps
 from lowtide.planning.solvers.offload import Offloaded, with_offloaded
 from lowtide.planning.solvers.outline import outline
@@ -24,7 +25,7 @@ class GraphSolver:
     def solve(self, problem: Problem) -> list[Solution]:
         """Programs that trade bytes for seconds, the fastest first."""
         kernels, host = problem.kernels, problem.host
-        choices = [Offloaded(timeline, timeline.seconds) for timeline in problem.timelines]
+        choices = [Offloaded(timeline, timeline.seconds) for timeline in frontier(kernels.ops)]
         if host is not None:
             values = {op: kernels.offloadable(op) for op in range(kernels.ops.backward)}
             offloaded = with_offloaded(choices, kernels.ops, values, host, thorough=problem.offloads)

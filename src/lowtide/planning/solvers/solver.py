@@ -14,7 +14,6 @@ from lowtide.planning.plan import PlannedStage
 from lowtide.planning.programs.offloading import HostLink
 from lowtide.planning.programs.program import Program, simulate
 from lowtide.planning.solvers.bounds import LowerBounds
-from lowtide.planning.solvers.frontier import frontier
 from lowtide.planning.solvers.joint_ops import JointOps
 from lowtide.planning.solvers.runs import RunTimeline
 from lowtide.registry import Registry
@@ -36,18 +35,11 @@ class Problem:
     offloads: bool = False  # whether plans may do so; otherwise few ways are tried, to say what that would give
     codes: bool = False  # whether few-bit codes may stand for inputs of activations
     holds_gradients: bool = True  # to the end; otherwise the step around frees each as soon as it is complete
-    like: Problem | None = None  # solved before, and the same but for what holds gradients
 
     @cached_property
     def kernels(self) -> JointOps:
         """Ops and values of the graph, numbered."""
         return JointOps(self.joint, self.seconds, self.workspace, holds_gradients=self.holds_gradients)
-
-    @cached_property
-    def timelines(self) -> list[RunTimeline]:
-        """Runs in the graph's order that trade bytes for seconds, the fastest first."""
-        known = [] if self.like is None else [each.again for each in self.like.timelines]
-        return frontier(self.kernels.ops, known=known)
 
     @cached_property
     def bounds(self) -> LowerBounds:
