@@ -171,7 +171,7 @@ class _AtPeak:
     def _is_available(self, value: int, turn: int) -> bool:
         """Tell whether a value lives right before an op, or is recomputed there."""
         op, again = self.ops.maker[value], self.again.get(turn, ())
-        if op in again or any(hold.load in again for hold in self.ops.loads_of(value)):
+        if op in again or (self.ops.holds and any(hold.load in again for hold in self.ops.loads_of(value))):
             return True
         if op in self.freed:
             return self.freed[op] <= turn

@@ -69,6 +69,8 @@ class Ops:
 
     def loads_of(self, value: int) -> list[Hold]:
         """Holds whose loads make a value."""
+        if not self.holds:
+            return []
         holds = self.holds_of.get(self.maker[value], ())
         return [hold for hold in holds if value in hold.values and not hold.readers]
 
@@ -145,10 +147,11 @@ class RunTimeline:
         spans: list[tuple[int, int, int]] = []
         place = 0
         for run, turn in zip(reversed(runs), reversed(before), strict=True):
-            if run != turn and not any(value in last for value in makes[run]):
+            made = makes[run]
+            if run != turn and last.keys().isdisjoint(made):
                 continue
-            for value in makes[run]:
-                if run in loads and value not in last:
+            for value in made:
+                if value not in last and run in loads:
                     continue
                 spans.append((value, place, 0 if value in held else last.pop(value, place)))
             for value in reads[run]:
