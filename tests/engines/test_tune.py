@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 import pytest
 import torch
@@ -184,3 +184,28 @@ def test_a_plan_that_measures_above_its_budget_leaves_those_bytes(monkeypatch: p
     with pytest.raises(BudgetError) as refused:
         lowtide.plan(work, smallest, profile=plain, engine="eager")
     assert lowtide.plan(work, refused.value.smallest_bytes, profile=plain, engine="eager").peak_bytes == smallest
+
+
+class _Asked(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("device", "tunes", "compile"), [("cuda", True, None), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_plans_compile_of_themselves_only_where_they_are_measured_on_a_gpu(
+    device: str, tunes: bool, compile: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool | None] = []
+
+    def plans(*_: Any, compile: bool | None, **__: Any) -> NoReturn:
+        asked.append(compile)
+        raise _Asked
+
+    work = chain()
+    plain = lowtide.profile(work)
+    monkeypatch.setattr(tune, "plans", plans)
+    monkeypatch.setattr(Workload, "device", torch.device(device))
+    with pytest.raises(_Asked):
+        lowtide.plan(work, "70%", profile=plain, tune=tunes)
+    assert asked == [compile]

@@ -71,7 +71,8 @@ def plan(
     most = _RIVALS if tune and is_here and not has_ranks() else 1
     permitted = Permission.of(allow, forbid)
     engines_named(engine)
-    lowerings = (None if work.device.type == "cuda" else False) if compile == "auto" else compile
+    is_measured = work.device.type == "cuda" and most > 1
+    lowerings = (None if is_measured else False) if compile == "auto" else compile
     with sharing_captures(work):
         baseline = profile or baseline_profile(work, fake=fake, device=device)
         search = partial(plans, work, budget, baseline, permitted=permitted, engine=engine, most=most)
