@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -58,6 +59,23 @@ def test_few_options_are_traced_beside_the_fastest_plan(monkeypatch: pytest.Monk
     (rival,) = search.contenders(budget, Permission(), most=3)
     assert rival.candidate.is_program
     assert max(traced.values()) == search_module._TRACED_RIVALS
+
+
+def test_a_compiled_program_is_among_the_rivals_however_slow_it_is_said_to_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    work = chain()
+    plain = profile(work)
+    budget = int(0.6 * plain.peak_bytes)
+    search = Search(work, plain, "auto", budget, Permission(), compile=None)
+    slow = replace(Price(Fidelity.ROUNDOFF), compute_seconds=0.5 * plain.seconds)
+    given = [replace(c, price=slow) if c.compiles else c for c in search.candidates]
+    search.candidates = sorted(given, key=lambda candidate: candidate.order)
+    rivals = search.contenders(budget, Permission(), most=3, close=math.inf)
+    assert [rival.candidate.compiles for rival in rivals].count(True) == 1
+    assert not rivals[0].candidate.compiles
+    (fastest,) = search.contenders(budget, Permission())
+    assert fastest.candidate.key == rivals[0].candidate.key
 
 
 def seen_together(model: nn.Module, x: Tensor) -> Tensor:

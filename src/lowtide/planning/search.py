@@ -102,7 +102,7 @@ class Search:
             if name in self._unstudied and kind not in rivals and candidate.estimate <= budget * _SLACK:
                 self._study()
                 return self.contenders(budget, permitted, most=most, close=close)
-            if not permitted(candidate) or kind in rivals:
+            if not permitted(candidate) or kind in rivals or self._is_reserved(candidate, rivals.values(), most):
                 continue
             slack = PROGRAM_SLACK if candidate.is_program else _SLACK
             worth = candidate.estimate <= budget * slack and candidate.estimate < failed.get(candidate.parts, math.inf)
@@ -148,6 +148,12 @@ class Search:
             else:
                 unusable[parts] += 1
         return min(looked_at, key=lambda contender: contender.peak_bytes)
+
+    def _is_reserved(self, candidate: Candidate, rivals: Collection[Contender], most: int) -> bool:
+        """Whether only a compiled program may take the last place: its seconds are modelled, and may measure less."""
+        if self.compile is not None or candidate.compiles or len(rivals) < max(most - 1, 1):
+            return False
+        return not any(rival.candidate.compiles for rival in rivals)
 
     def _traces(self, candidate: Candidate) -> bool:
         """Whether ``exact`` traces a candidate, which it does once."""
