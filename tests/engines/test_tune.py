@@ -1,5 +1,6 @@
 """``lowtide.plan``: plans with close predictions are timed before one is chosen."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
@@ -11,7 +12,8 @@ from torch import nn
 import lowtide
 from lowtide.engines import tune
 from lowtide.engines.graph import PlannedLoss
-from lowtide.errors import BudgetError
+from lowtide.engines.lowering import compiled
+from lowtide.errors import BudgetError, PlanError
 from lowtide.planning import Plan
 from lowtide.profiling import timing
 from lowtide.techniques.technique import Fidelity
@@ -209,3 +211,39 @@ def test_plans_compile_of_themselves_only_where_they_are_measured_on_a_gpu(
     with pytest.raises(_Asked):
         lowtide.plan(work, "70%", profile=plain, tune=tunes)
     assert asked == [compile]
+
+
+def test_a_plan_that_cannot_be_built_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> NoReturn:
+        raise RuntimeError("no compiler")
+
+    work = chain()
+    plain = lowtide.profile(work)
+    monkeypatch.setattr(compiled, "compile_graph", failing)
+    loose, strict = (
+        lowtide.plan(work, "80%", profile=plain, engine="graph", compile=compile, tune=False)
+        for compile in (True, False)
+    )
+    best = tune._fastest(work, [loose, strict])[0].program
+    assert best is not None
+    assert best.lowering != "compiled"
+    chosen = lowtide.plan(work, "80%", profile=plain, engine="graph", compile=True)
+    assert chosen.program is not None
+    assert chosen.program.lowering != "compiled"
+    assert any("no compiler" in note for note in chosen.notes)
+
+
+def test_a_step_that_never_keeps_its_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = chain()
+    plain = lowtide.profile(work)
+    above = 2 * plain.peak_bytes
+
+    def times(_: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], dict[int, int], list[str]]:
+        return [1.0 for _ in plans], dict.fromkeys(range(len(plans)), above), []
+
+    monkeypatch.setattr(tune, "_times", times)
+    with pytest.raises(BudgetError):
+        lowtide.plan(work, "90%", profile=plain, engine="eager")
+    monkeypatch.setattr(tune, "_times", lambda _, plans: ([math.inf for _ in plans], {}, []))
+    with pytest.raises(PlanError, match="runs"):
+        lowtide.plan(work, "90%", profile=plain, engine="eager")

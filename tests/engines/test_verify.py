@@ -331,4 +331,4 @@ def test_a_plan_as_near_to_32_bits_as_the_plain_step_in_16_holds(wrong: bool, mo
     chosen = plan(work, "85%", engine="graph", compile=True, tune=False)
     checked = verify(work, chosen)
     assert checked.results_agree is not wrong, str(checked)
-    assert any("In 32 bits" in note for note in checked.notes) is not wrong
+    assert any("in 32 bits" in note for note in checked.notes) is not wrong

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from lowtide.planning.rounding import Rounding, in_32_bits, loss_and_gradients
+from lowtide.planning.rounding import Rounding, loss_and_gradients
 
 from .test_captured import work_of
 
@@ -30,9 +32,7 @@ def test_results_are_as_near_as_the_plain_ones_within_twice_their_distance(
     plain_off: float, off: float, near: bool
 ) -> None:
     work = work_of("same", torch.float32)
-    exact = in_32_bits(work)
-    assert exact is not None
-    gradients = exact["gradients"]
+    gradients = loss_and_gradients(work)["gradients"]
     first = next(iter(gradients))
     plain, other = (
         {name: tensor * (1 + share) if name == first else tensor for name, tensor in gradients.items()}
@@ -43,5 +43,11 @@ def test_results_are_as_near_as_the_plain_ones_within_twice_their_distance(
     assert not rounding.is_as_near("gradients", gradients, plain, {first: gradients[first]})
 
 
-def test_a_step_with_parameters_in_half_precision_has_no_results_in_32_bits() -> None:
-    assert in_32_bits(work_of("same", torch.bfloat16)) is None
+def test_what_is_not_finite_is_near_to_nothing() -> None:
+    work = work_of("same", torch.float32)
+    exact = loss_and_gradients(work)["gradients"]
+    plain = {name: tensor.clone().fill_(math.inf) for name, tensor in exact.items()}
+    rounding = Rounding(work)
+    assert rounding.is_as_near("gradients", exact, exact, exact)
+    assert not rounding.is_as_near("gradients", exact, plain, exact)
+    assert not rounding.is_as_near("gradients", plain, plain, plain)

@@ -9,7 +9,8 @@ from functools import partial
 from math import inf
 from typing import Literal, TypeVar
 
-from lowtide.errors import BudgetError
+from lowtide.compat.dynamo import cause_of
+from lowtide.errors import BudgetError, PlanError
 from lowtide.planning.baseline import baseline_profile
 from lowtide.planning.budget import plans
 from lowtide.planning.candidate import Permission
@@ -85,35 +86,48 @@ def plan(
 def _measured(work: Workload, baseline: Profile, search: Callable[..., list[Plan]], lowerings: bool | None) -> Plan:
     """Time the plans of a search and take the fastest, measured to keep the budget.
 
-    Where it does not, the search repeats with the bytes that it took beyond its prediction, a few times.
+    Where it does not, the search repeats with the bytes that it took beyond its prediction, a few times, and at last
+    without compiled plans. Raises ``BudgetError`` if no plan keeps the budget then.
     """
-    reserved, excess = 0, 0
-    for correction in range(_CORRECTIONS):
+    beside, reserved, excess, least = baseline.graph.beside_bytes, 0, 0, 0
+    failed: list[str] = []
+    for correction, compile in enumerate([*[lowerings] * _CORRECTIONS, False]):
+        if failed and compile is not False:
+            continue
         try:
-            rivals = search(compile=lowerings, reserved=reserved)
+            rivals = search(compile=compile, reserved=reserved)
         except BudgetError:
-            if not correction or lowerings is False:
+            if not correction or compile is False:
                 raise
-            break  # with the measured bytes, no compiled plan fits
+            continue  # with the measured bytes, no compiled plan fits
         if len(rivals) == 1 and not _is_measured(work, rivals[0]):
-            return rivals[0]
-        chosen, peak = _fastest(work, rivals)
+            return _with_notes(rivals[0], excess, failed)
+        chosen, peak = _fastest(work, rivals, beside)
+        if peak is None:  # every step failed
+            failed += chosen.notes[-len(rivals) :]
+            continue
         if peak <= chosen.budget_bytes:
-            return chosen if compiles(chosen) else _with_excess(chosen, excess)
-        candidates = ENGINES[chosen.engine].candidates(work, baseline) if chosen.program else None
+            return _with_notes(chosen, 0 if compiles(chosen) else excess, failed)
+        more, least = peak - chosen.peak_bytes, peak
+        excess += more if compiles(chosen) else 0
+        candidates = ENGINES[chosen.engine].candidates(work, baseline) if compiles(chosen) else None
         if candidates is not None and chosen.program is not None:
-            candidates.learn(chosen.program, peak - chosen.peak_bytes)
-            excess += peak - chosen.peak_bytes if compiles(chosen) else 0
+            candidates.learn(chosen.program, more)
         else:
-            reserved = max(reserved, peak - chosen.peak_bytes)
-    chosen, _ = _fastest(work, search(compile=False, reserved=reserved))
-    return _with_excess(chosen, excess)
+            reserved = max(reserved, more)
+    if not least:
+        raise PlanError(f"No plan that fits runs: {' '.join(failed)}")
+    raise BudgetError(
+        f"Plans for this budget measured up to {format_size(least)}, {least} bytes",
+        hint="Name a larger budget, or take a plan as it is predicted: tune=False.",
+        smallest_bytes=least,
+    )
 
 
-def _with_excess(plan: Plan, excess: int) -> Plan:
-    """Note that compiled plans were left out, if they were."""
-    note = f"Compiled plans measured {format_size(excess)} more than predicted, so ops run one by one."
-    return replace(plan, notes=(*plan.notes, note)) if excess else plan
+def _with_notes(plan: Plan, excess: int, failed: Sequence[str]) -> Plan:
+    """Note why compiled plans were left out, if they were."""
+    note = f"Compiled plans measured {format_size(excess)} more than predicted, and none is taken."
+    return replace(plan, notes=(*plan.notes, *failed, *([note] if excess else [])))
 
 
 def _is_measured(work: Workload, plan: Plan) -> bool:
@@ -124,8 +138,12 @@ def _is_measured(work: Workload, plan: Plan) -> bool:
     return bool(plan.choices) or compiles(plan) or (plan.program is not None and work.device.type == "cuda")
 
 
-def _fastest(work: Workload, rivals: list[Plan]) -> tuple[Plan, int]:
-    """Time plans and take the fastest, or a stricter one that is as fast within noise; and its bytes as measured."""
+def _fastest(work: Workload, rivals: list[Plan], beside: int = 0) -> tuple[Plan, int | None]:
+    """Time plans and take the fastest, or a stricter one that is as fast within noise; and its bytes as measured.
+
+    The bytes are None if every step failed, and 0 where they need no measurement. ``beside`` are those of tensors that
+    the loss holds, which are not told from other tensors of the process.
+    """
     (plain, *timed), peaks, notes = _times(work, [None, *rivals])
     fastest = min(timed)
     as_fast = [index for index, seconds in enumerate(timed) if seconds <= fastest * _NOISE]
@@ -144,7 +162,9 @@ def _fastest(work: Workload, rivals: list[Plan]) -> tuple[Plan, int]:
         longer = timed[chosen] - plain
         # A machine that slowed down since the profile would save more seconds than the profiled step takes.
         best = _with_seconds(best, longer if longer > 0 else max(longer, best.baseline.seconds * longer / plain))
-    return best, peaks.get(chosen + 1, 0)
+    if fastest == inf:
+        return best, None
+    return best, peaks[chosen + 1] + beside if chosen + 1 in peaks else 0
 
 
 def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], dict[int, int], list[str]]:
@@ -159,18 +179,22 @@ def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], d
     whole = any(map(_steps_in_backward, plans))  # then a backward pass is more than the plain step's
     others = other_bytes(work, gradients=False)
     with ExitStack() as stack:
-        steps = [_step(work, plan, stack) for plan in plans]
+        steps: dict[int, _Entering] = {}
         for index in [*range(len(plans))] * _ROUNDS:
             if index in failed:
                 continue
             try:
+                if index not in steps:
+                    steps[index] = _step(work, plans[index], stack)
                 with unchanged(work), steps[index]() as step:
                     seconds[index] = min(seconds[index], *best_seconds(step, whole=whole))
                     if index not in peaks and (work.device.type == "cuda" or compiles(plans[index])):
-                        peaks[index] = measured_peak(step, others) or 0
+                        peak = measured_peak(step, others)
+                        peaks.update({} if peak is None else {index: peak})
             except Exception as error:  # for any reason: this plan cannot be taken
                 seconds[index] = inf
-                failed[index] = next(iter(str(error).splitlines()), type(error).__name__)
+                cause = cause_of(error)
+                failed[index] = next(iter(str(cause).splitlines()), type(cause).__name__)
     notes = [
         f"{_name(plan)} was left out, since its step failed: {failed[index]}"
         for index, plan in enumerate(plans)

@@ -35,7 +35,7 @@ from lowtide.sizes import format_size
 from lowtide.techniques.registry import techniques
 from lowtide.techniques.technique import Check, Fidelity
 from lowtide.tracing.snapshot import steady, unchanged
-from lowtide.tracing.step_state import other_bytes
+from lowtide.tracing.step_state import other_bytes, parameters_of
 from lowtide.workload import Workload
 
 _TIMED_STEPS = 3
@@ -294,9 +294,10 @@ def _judge(
         only_rounding = all(agreement.holds for agreement in rounded)
         shown = rounded if plan.fidelity is Fidelity.ROUNDOFF else agreements
         return judged._replace(agreements=shown, only_rounding=only_rounding)
-    if reference is not work:  # it draws masks of its own, which no other step draws
+    draws = not parts_equal(generators(work), plain.parts["generators"])  # and would draw others in 32 bits
+    if draws or reference is not work:
         return judged._replace(agreements=rounded)
-    near, notes = _let_as_near_pass(work, rounding, rounded, plain, planned)
+    near, notes = _let_as_near_pass(work, rounding, rounded, plain, planned, others)
     return judged._replace(agreements=near, notes=[*judged.notes, *notes])
 
 
@@ -313,17 +314,25 @@ def _let_rounding_pass(
 
 
 def _let_as_near_pass(
-    work: Workload, rounding: Rounding, agreements: tuple[Agreement, ...], plain: _StepResults, planned: _StepResults
+    work: Workload,
+    rounding: Rounding,
+    agreements: tuple[Agreement, ...],
+    plain: _StepResults,
+    planned: _StepResults,
+    others: int,
 ) -> tuple[tuple[Agreement, ...], list[str]]:
     """Accept results that are as near to those of the step in 32 bits as the plain step's are, and say so."""
-    exact = in_32_bits(work)
-    if exact is None:
+    if any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in parameters_of(work)):
+        return agreements, []
+    try:
+        with in_32_bits():
+            exact = _run(replace(work, autocast=None), others).parts
+    except RuntimeError:  # of a step that needs autocast, or more memory
         return agreements, []
     near = tuple(
         replace(
             a,
-            holds=a.holds
-            or rounding.is_as_near(a.what, exact.get(a.what, {}), plain.parts[a.what], planned.parts[a.what]),
+            holds=a.holds or rounding.is_as_near(a.what, exact[a.what], plain.parts[a.what], planned.parts[a.what]),
         )
         for a in agreements
     )
@@ -331,8 +340,8 @@ def _let_as_near_pass(
         return agreements, []
     plain_off, planned_off = (distance(exact["gradients"], each.parts["gradients"]) for each in (plain, planned))
     return near, [
-        f"In 32 bits and without cuDNN, gradients are others: the plain step's are {plain_off:.1%} off, the planned "
-        f"step's {planned_off:.1%}."
+        f"Compared with the plain step in 32 bits and without cuDNN: gradients of the plain step are {plain_off:.1%} "
+        f"off, those of the planned step {planned_off:.1%}."
     ]
 
 

@@ -11,7 +11,7 @@ import torch
 from lowtide.errors import BudgetError, LowtideError, PlanError
 from lowtide.fingerprint import Fingerprint
 from lowtide.planning.candidate import Contender, Permission
-from lowtide.planning.engine import AUTO
+from lowtide.planning.engine import AUTO, engines_named
 from lowtide.planning.lowering import LOWERINGS
 from lowtide.planning.plan import Baseline, Choice, Plan
 from lowtide.planning.refusal import no_plan
@@ -51,7 +51,8 @@ def plans(
     _check_profile(baseline, fingerprint)
     wanted = resolve_budget(budget, baseline.peak_bytes, baseline.graph.device, baseline.other_bytes)
     room = wanted.bytes - reserved
-    fits = baseline.peak_bytes <= room and compile is False  # compiled code is faster than the plain step
+    may_compile = compile is not False and any(each.captures for each in engines_named(engine))
+    fits = baseline.peak_bytes <= room and not may_compile  # compiled code is faster than the plain step
     search = Search(work, baseline, PLAIN_ENGINE if fits else engine, room, permitted, compile=compile)
     rivals = search.contenders(room, permitted, most=1 if fits else most, close=close)
     if not rivals:

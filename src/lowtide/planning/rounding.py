@@ -7,8 +7,8 @@ one unit in the last place. The change of its results is the scale for other dif
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,34 +105,28 @@ class Rounding:
     def is_as_near(self, what: str, exact: Part, plain: Part, other: Part) -> bool:
         """Tell whether each tensor is at most twice as far from the exact one as the plain one is.
 
-        Or no farther than rounding carries it, and within 1.2%.
+        Or as far as rounding carries it, within 1.2%. The exact and the plain one must be finite.
         """
         if what not in self._scales or not exact.keys() == plain.keys() == other.keys():
             return parts_equal(plain, other)
         sizes = {name: norms(tensor, other[name]) for name, tensor in exact.items()}
         nothing = _NOTHING * math.hypot(*(size for size, _ in sizes.values()))
         share = min(self._scales[what], _MOST)
-        return all(
+        finite = all(bool(tensor.isfinite().all()) for part in (exact, plain) for tensor in part.values())
+        return finite and all(
             off <= max(_AS_NEAR * norms(exact[name], plain[name])[1], share * size, nothing)
             for name, (size, off) in sizes.items()
         )
 
 
-def in_32_bits(work: Workload) -> Parts | None:
-    """Results of the plain step without autocast, TensorFloat-32 and cuDNN; None where it is no better, or too large.
-
-    cuDNN's gradients of batch norm can be off by some percent on recent GPUs.
-    """
-    dtypes = {parameter.dtype for parameter in work.model.parameters()}
-    if not dtypes <= {torch.float32, torch.float64}:
-        return None
+@contextmanager
+def in_32_bits() -> Generator[None]:
+    """Run a block without TensorFloat-32 and cuDNN, whose gradients of batch norm are some percent off on some GPUs."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         with torch.backends.cudnn.flags(enabled=False):
-            return loss_and_gradients(replace(work, autocast=None))
-    except torch.OutOfMemoryError:
-        return None
+            yield
     finally:
         torch.set_float32_matmul_precision(precision)
 

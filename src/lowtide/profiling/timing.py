@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 from lowtide.tracing.meter import CpuPeak
-from lowtide.tracing.step_state import static_bytes
+from lowtide.tracing.step_state import clear_gradients, static_bytes
 from lowtide.workload import Workload
 
 _ROUNDS = 3  # of steps that take longer than a moment, at the most
@@ -62,7 +62,7 @@ def best_seconds(*steps: Workload, whole: bool = False) -> list[float]:
 
 def seconds_of_loss(work: Workload, *, whole: bool = False) -> float:
     """Time one forward and backward pass, and the optimizer's step if ``whole``. Leaves gradients set."""
-    work.model.zero_grad()
+    clear_gradients(work)
     with RunMeter(work.device) as run:
         _run(work, whole=whole)
     return run.seconds
@@ -81,7 +81,7 @@ def measured_peak(work: Workload, others: int = 0) -> int | None:
     None on a CPU where a profiler runs already.
     """
     seconds_of_loss(work, whole=True)  # which makes the optimizer's state, if it is the first
-    work.model.zero_grad()
+    clear_gradients(work)
     gc.collect()
     if work.device.type != "cuda":
         static = static_bytes(work)

@@ -21,6 +21,7 @@ Category = Literal[
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 CATEGORIES: tuple[Category, ...] = get_args(Category)
+BESIDE = "held beside model and batch"  # the label of such a tensor: the loss holds it
 STATIC: frozenset[Category] = frozenset({"parameter", "optimizer state", "buffer", "input"})
 
 
@@ -194,6 +195,11 @@ class Graph:
         if allocated and "workspace" in chosen and self.ops:
             live += np.fromiter((op.workspace_bytes for op in self.ops), np.int64, len(self.ops))
         return live
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes of tensors that the loss holds beside model and batch."""
+        return sum(self.rounded(storage.bytes) for storage in self.on_device if storage.label == BESIDE)
 
     def rounded(self, size: int) -> int:
         """A size as the allocator rounds it."""

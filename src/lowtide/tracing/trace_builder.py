@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from lowtide.tracing.graph import Category, Graph, Op, Saved, Storage, TensorView
+from lowtide.tracing.graph import BESIDE, Category, Graph, Op, Saved, Storage, TensorView
 from lowtide.tracing.meter import Meter
 
 
@@ -98,7 +98,7 @@ class Record:
         """Own storages that no op made and that outlive the step, such as a mask of the loss or a module."""
         for storage in self.storages:
             if storage.is_outside and storage.death < 0:
-                storage.name("buffer", "held beside model and batch", storage.module)
+                storage.name("buffer", BESIDE, storage.module)
                 storage.birth = 0
 
     def _outlives_recompute(self, storage: LiveStorage, death: int) -> bool:
