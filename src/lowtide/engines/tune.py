@@ -28,7 +28,7 @@ from lowtide.workload import Workload, check_workload
 
 _RIVALS = 3  # plans that are timed
 _ROUNDS = 2  # in turns
-_CORRECTIONS = 3  # times that plans are made again with a measured peak
+_SEARCHES = 3  # at most, each with the bytes that plans of the one before measured; the last compiles nothing
 _Part = TypeVar("_Part", Choice, ProgramChoice)
 _NOISE = 1.03  # a stricter plan is taken if it is at most this much slower
 
@@ -89,38 +89,39 @@ def _measured(work: Workload, baseline: Profile, search: Callable[..., list[Plan
     Where it does not, the search repeats with the bytes that it took beyond its prediction, a few times, and at last
     without compiled plans. Raises ``BudgetError`` if no plan keeps the budget then.
     """
-    beside, reserved, excess, least = baseline.graph.beside_bytes, 0, 0, 0
+    beside, reserved, excess, peak = baseline.graph.beside_bytes, 0, 0, 0
     failed: list[str] = []
-    for correction, compile in enumerate([*[lowerings] * _CORRECTIONS, False]):
+    for number, compile in enumerate([*[lowerings] * _SEARCHES, False]):
         if failed and compile is not False:
             continue
         try:
             rivals = search(compile=compile, reserved=reserved)
         except BudgetError:
-            if not correction or compile is False:
+            if not number or compile is False:
                 raise
             continue  # with the measured bytes, no compiled plan fits
         if len(rivals) == 1 and not _is_measured(work, rivals[0]):
             return _with_notes(rivals[0], excess, failed)
-        chosen, peak = _fastest(work, rivals, beside)
-        if peak is None:  # every step failed
-            failed += chosen.notes[-len(rivals) :]
+        try:
+            chosen, peak = _fastest(work, rivals, beside)
+        except PlanError as error:  # every step failed
+            if compile is False:
+                raise
+            failed.append(str(error))
             continue
         if peak <= chosen.budget_bytes:
             return _with_notes(chosen, 0 if compiles(chosen) else excess, failed)
-        more, least = peak - chosen.peak_bytes, peak
+        more = peak - chosen.peak_bytes
         excess += more if compiles(chosen) else 0
         candidates = ENGINES[chosen.engine].candidates(work, baseline) if compiles(chosen) else None
         if candidates is not None and chosen.program is not None:
             candidates.learn(chosen.program, more)
         else:
             reserved = max(reserved, more)
-    if not least:
-        raise PlanError(f"No plan that fits runs: {' '.join(failed)}")
     raise BudgetError(
-        f"Plans for this budget measured up to {format_size(least)}, {least} bytes",
+        f"Plans for this budget measured up to {format_size(peak)}, {peak} bytes",
         hint="Name a larger budget, or take a plan as it is predicted: tune=False.",
-        smallest_bytes=least,
+        smallest_bytes=peak,
     )
 
 
@@ -138,32 +139,31 @@ def _is_measured(work: Workload, plan: Plan) -> bool:
     return bool(plan.choices) or compiles(plan) or (plan.program is not None and work.device.type == "cuda")
 
 
-def _fastest(work: Workload, rivals: list[Plan], beside: int = 0) -> tuple[Plan, int | None]:
+def _fastest(work: Workload, rivals: list[Plan], beside: int = 0) -> tuple[Plan, int]:
     """Time plans and take the fastest, or a stricter one that is as fast within noise; and its bytes as measured.
 
-    The bytes are None if every step failed, and 0 where they need no measurement. ``beside`` are those of tensors that
-    the loss holds, which are not told from other tensors of the process.
+    The bytes are 0 where they need no measurement. ``beside`` are those of tensors that the loss holds, which are not
+    told from other tensors of the process. Raises ``PlanError`` if every step failed.
     """
     (plain, *timed), peaks, notes = _times(work, [None, *rivals])
     fastest = min(timed)
+    if fastest == inf:
+        raise PlanError(f"No plan that fits runs. {' '.join(notes)}".strip())
     as_fast = [index for index, seconds in enumerate(timed) if seconds <= fastest * _NOISE]
     chosen = min(as_fast, key=lambda index: (rivals[index].fidelity.rank, timed[index]))
     times = [
         f"{_name(rival)} {format_seconds(taken)}" for rival, taken in zip(rivals, timed, strict=True) if taken < inf
     ]
-    if times:
-        what = "whole steps" if any(map(_steps_in_backward, rivals)) else "loss and gradients of a step"
-        notes.append(f"Timed before choosing, {what}: {', '.join(times)}.")
+    what = "whole steps" if any(map(_steps_in_backward, rivals)) else "loss and gradients of a step"
+    notes.append(f"Timed before choosing, {what}: {', '.join(times)}.")
     best = replace(rivals[chosen], notes=(*rivals[chosen].notes, *notes))
     if len(times) > 1:
         why = f"Measured to be the fastest of {len(times)} plans that fit."
         best = replace(best, choices=tuple(replace(choice, why=why) for choice in best.choices))
-    if max(plain, fastest) < inf:
+    if plain < inf:
         longer = timed[chosen] - plain
         # A machine that slowed down since the profile would save more seconds than the profiled step takes.
         best = _with_seconds(best, longer if longer > 0 else max(longer, best.baseline.seconds * longer / plain))
-    if fastest == inf:
-        return best, None
     return best, peaks[chosen + 1] + beside if chosen + 1 in peaks else 0
 
 

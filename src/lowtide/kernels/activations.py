@@ -123,6 +123,7 @@ class Activation:
         if slopes is not None:
             dy, full = _aten._prelu_kernel_backward(dz, y, _per_channel(slopes, y))
             return dy, full.sum_to_size(_per_channel(slopes, y).shape).view(slopes.shape).to(slopes.dtype)
+        assert self._row.backward is not None
         over = write and self._row.writes_gradient and dz.dtype == y.dtype and dz.stride() == y.stride()
         return self._row.backward(dz, y, *self.numbers, **({"grad_input": y} if over else {})), None
 
@@ -278,10 +279,6 @@ def _gelu(x: Tensor, tanh: float = 0.0) -> Tensor:
     return F.gelu(x, approximate="tanh" if tanh else "none")
 
 
-def _no_backward(dz: Tensor, y: Tensor, *numbers: float) -> Tensor:
-    raise NotImplementedError
-
-
 def _at_zero(*numbers: float) -> tuple[float, ...]:
     return (0.0,)
 
@@ -294,7 +291,7 @@ class Pointwise(NamedTuple):
     in_place: _Op | None = None
     numbers: Mapping[str, float] = MappingProxyType({})  # attributes of the module, with torch's defaults
     code: int | None = None  # in Triton's kernels
-    backward: _Op = _no_backward  # of dz and y
+    backward: _Op | None = None  # of dz and y
     writes_gradient: bool = False  # backward takes ``grad_input``
     from_result: bool = False  # torch's own backward needs z alone
     inverse: _Op | None = None

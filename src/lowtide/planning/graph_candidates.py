@@ -37,8 +37,7 @@ class Form:
 
     forecast: Forecast
     problem: Problem
-
-    _solutions: dict[bool, list[Solution]] = field(default_factory=dict)
+    _solutions: dict[bool, list[Solution]] = field(default_factory=dict, init=False)
 
     def solutions(self, *, offloads: bool = False) -> list[Solution]:
         """Programs of every solver, the fastest first. ``offloads`` says whether plans may copy to the host."""
