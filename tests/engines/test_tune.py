@@ -247,3 +247,9 @@ def test_a_step_that_never_keeps_its_budget_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(tune, "_times", lambda _, plans: ([math.inf for _ in plans], {}, []))
     with pytest.raises(PlanError, match="runs"):
         lowtide.plan(work, "90%", profile=plain, engine="eager")
+
+
+@pytest.mark.parametrize("ways", [{"engine": "eager"}, {"fake": True}, {"device": "h200"}], ids=str)
+def test_a_wish_to_compile_what_cannot_be_compiled_is_refused(ways: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="compile"):
+        lowtide.plan(chain(), "70%", compile=True, **ways)

@@ -332,3 +332,11 @@ def test_a_plan_as_near_to_32_bits_as_the_plain_step_in_16_holds(wrong: bool, mo
     checked = verify(work, chosen)
     assert checked.results_agree is not wrong, str(checked)
     assert any("in 32 bits" in note for note in checked.notes) is not wrong
+    if not wrong:
+        with pytest.warns(RuntimeWarning):  # ops in place of Inductor's take more bytes
+            step = fit(
+                work.model, work.loss, work.batch, budget="85%", autocast=work.autocast, engine="graph", compile=True,
+                tune=False,
+            )  # fmt: skip
+        assert any("in 32 bits" in note for note in step.plan.notes)
+        step.undo()

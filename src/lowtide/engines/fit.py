@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -42,7 +43,7 @@ def fit(
     """Plan the step for a budget, check it against the plain one, and apply it: ``step(batch)`` trains.
 
     The budget, ``allow``, ``forbid``, the engine, ``compile`` and ``tune`` are as in ``plan``. The model changes only
-    when ``fit`` returns.
+    when ``fit`` returns. The plan's notes say what verification found.
 
     | verification finds | ``fit`` |
     |---|---|
@@ -89,7 +90,7 @@ def _verified(work: Workload, chosen: Plan, plan_on: Callable[..., Plan], engine
         chosen = chosen.with_rounding(note)
     if not checked.within_budget:
         warnings.warn(f"The planned step is above its budget:\n{checked}", RuntimeWarning, stacklevel=3)
-    return chosen
+    return replace(chosen, notes=(*chosen.notes, *checked.notes))
 
 
 def _fall_back(

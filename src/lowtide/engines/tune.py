@@ -71,7 +71,10 @@ def plan(
     is_here = not fake and device in (None, work.device.type) and work.device.type != "meta"
     most = _RIVALS if tune and is_here and not has_ranks() else 1
     permitted = Permission.of(allow, forbid)
-    engines_named(engine)
+    captures = any(each.captures for each in engines_named(engine))
+    if compile is True and not (is_here and captures):
+        reason = "is only predicted" if captures else f"runs on the {engine} engine"
+        raise PlanError(f"The step {reason}, so nothing can be compiled", hint="Leave compile=True (--compile) out.")
     is_measured = work.device.type == "cuda" and most > 1
     lowerings = (None if is_measured else False) if compile == "auto" else compile
     with sharing_captures(work):

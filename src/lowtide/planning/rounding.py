@@ -121,7 +121,7 @@ class Rounding:
 
 @contextmanager
 def in_32_bits() -> Generator[None]:
-    """Run a block without TensorFloat-32 and cuDNN, whose gradients of batch norm are some percent off on some GPUs."""
+    """Run a block without TensorFloat-32, and with PyTorch's own kernels in place of cuDNN's."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
