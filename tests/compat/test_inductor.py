@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
 from lowtide.compat.fake import captured_fake_mode
-from lowtide.compat.inductor import compile_graph, decompose
+from lowtide.compat.inductor import compile_graph, compiled_together, decompose
 
 aten: Any = torch.ops.aten
 
@@ -43,6 +44,38 @@ def test_compiled_code_keeps_strides_and_empties_its_list() -> None:
     assert arguments == []
     torch.testing.assert_close((double, more), (x * 2, y.exp() + 1))
     assert (double.stride(), more.stride()) == (x.stride(), y.stride())
+
+
+def test_graphs_that_are_compiled_together_wait_for_their_kernels_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.async_compile import AsyncCompile
+
+    waited: list[int] = []
+    plain = AsyncCompile.wait
+
+    def noting(compiling: AsyncCompile, names: dict[str, Any]) -> None:
+        waited.append(threading.get_ident())
+        plain(compiling, names)
+
+    monkeypatch.setattr(AsyncCompile, "wait", noting)
+    x = torch.randn(5)
+    given = fakes(x)
+    codes: list[Any] = []
+
+    def compiled(factor: float) -> Any:
+        module = graph_of((aten.mul.Tensor, ([0], factor)), (aten.exp.default, ([1],)), inputs=1, outputs=(2,))
+        return compile_graph(decompose(module, given, {}), given)
+
+    with compiled_together():
+        codes += [compiled(factor) for factor in (1.7310, 2.3110, 1.7310)]
+        assert not waited
+        other = threading.Thread(target=lambda: codes.append(compiled(3.1110)))
+        other.start()
+        other.join()
+        assert len(waited) == 1
+    assert len(waited) == 4
+    assert AsyncCompile.wait is noting
+    for code, factor in zip(codes, (1.7310, 2.3110, 1.7310, 3.1110), strict=True):
+        torch.testing.assert_close(code([x])[0], (x * factor).exp())
 
 
 def test_ops_are_taken_apart_by_inductors_table_and_the_given_one() -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import pytest
@@ -15,6 +16,7 @@ from lowtide.engines.graph import PlannedLoss
 from lowtide.engines.lowering import compiled
 from lowtide.errors import BudgetError, PlanError
 from lowtide.planning import Plan
+from lowtide.planning.candidate import Permission
 from lowtide.profiling import timing
 from lowtide.techniques.technique import Fidelity
 from lowtide.workload import Workload
@@ -200,9 +202,9 @@ def test_plans_compile_of_themselves_only_where_they_are_measured_on_a_gpu(
 ) -> None:
     asked: list[bool | None] = []
 
-    def plans(*_: Any, compile: bool | None, **__: Any) -> NoReturn:
+    def plans(*_: Any, engine: str, compile: bool | None, **__: Any) -> NoReturn:
         asked.append(compile)
-        raise _Asked
+        raise BudgetError("none") if engine == "graph" else _Asked
 
     work = chain()
     plain = lowtide.profile(work)
@@ -210,7 +212,42 @@ def test_plans_compile_of_themselves_only_where_they_are_measured_on_a_gpu(
     monkeypatch.setattr(Workload, "device", torch.device(device))
     with pytest.raises(_Asked):
         lowtide.plan(work, "70%", profile=plain, tune=tunes)
-    assert asked == [compile]
+    assert asked == [*([True] if compile is None else []), compile]
+
+
+@pytest.mark.parametrize(("seconds", "is_taken"), [(0.9, True), (1.1, False), (math.inf, False)])
+def test_a_compiled_plan_is_taken_at_once_where_it_is_measured_as_fast_as_the_plain_step(
+    seconds: float, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def times(_: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], dict[int, int], list[str]]:
+        return [1.0, *(seconds for _ in plans[1:])], {}, []
+
+    work = chain()
+    search = partial(tune.plans, work, "80%", lowtide.profile(work), permitted=Permission.of(()))
+    monkeypatch.setattr(tune, "_times", times)
+    chosen = tune._compiled_alone(work, search.args[2], search, "auto")
+    assert (chosen is not None) == is_taken
+    if chosen is not None:
+        assert chosen.program is not None
+        assert chosen.program.lowering == "compiled"
+    assert tune._compiled_alone(work, search.args[2], search, "eager") is None
+    too_small = partial(tune.plans, work, 1, search.args[2], permitted=Permission.of(()))
+    assert tune._compiled_alone(work, search.args[2], too_small, "auto") is None
+
+
+@pytest.mark.gpu
+def test_states_that_a_plan_moves_to_the_host_do_not_count_in_its_measured_peak() -> None:
+    model = blocks(4, 1024, nn.GELU).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    work = Workload(model, squares, torch.randn(64, 1024, device="cuda"), optimizer)
+    plain = lowtide.profile(work)
+    with pytest.raises(BudgetError) as refused:
+        lowtide.plan(work, 1, profile=plain, compile=False)
+    smallest = refused.value.smallest_bytes
+    assert smallest is not None
+    chosen = lowtide.plan(work, smallest, profile=plain, compile=False)
+    assert "optimizer_state" in {option.technique for option in chosen.options}
+    assert lowtide.verify(work, chosen).ok
 
 
 def test_a_plan_that_cannot_be_built_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,9 @@ from torch import nn
 from lowtide.engines import plan
 from lowtide.engines.lowering.compiled import CompiledLowering, SeededLowering
 from lowtide.engines.lowering.ops import OpsLowering
-from lowtide.errors import BudgetError, PlanError
+from lowtide.errors import BudgetError, PlanError, TraceError
 from lowtide.planning import Plan
+from lowtide.planning import graph_candidates as captures
 from lowtide.planning.candidate import Permission
 from lowtide.planning.graph_candidates import GraphCandidates, graph_candidates
 from lowtide.planning.programs.program import simulate
@@ -48,6 +50,32 @@ def plain(work: Workload) -> Profile:
 @pytest.fixture(scope="module")
 def found(work: Workload, plain: Profile) -> Plan:
     return plan(work, "60%", profile=plain, engine="graph", tune=False)
+
+
+def test_a_step_that_is_not_captured_is_tried_once_for_its_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaking(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean() if float(x.sum()) > -math.inf else x.sum()
+
+    tried: list[Workload] = []
+    capture = captures._steady_capture
+
+    def noting(work: Workload, plain: Profile) -> Any:
+        tried.append(work)
+        return capture(work, plain)
+
+    monkeypatch.setattr(captures, "_steady_capture", noting)
+    work = Workload(nn.Linear(3, 3), breaking, torch.randn(2, 3))
+    plain = profile(work)
+    reasons: list[str] = []
+    for _ in range(2):
+        with pytest.raises(TraceError) as error:
+            graph_candidates(work, plain)
+        reasons.append(str(error.value))
+    assert reasons[0] == reasons[1]
+    assert tried == [work]
+    with pytest.raises(TraceError):
+        graph_candidates(work, profile(work))
+    assert tried == [work, work]
 
 
 # -- what a plan promises --------------------------------------------------------------------------------

@@ -9,7 +9,15 @@ from torch import nn
 from lowtide import Workload, apply, plan, profile, zoo
 from lowtide.engines import step as steps
 from lowtide.tracing import step_state, trace
-from lowtide.tracing.step_state import held_tensors, modules_of, other_bytes, static_bytes, watch_modules
+from lowtide.tracing.step_state import (
+    held_tensors,
+    modules_of,
+    moved_bytes,
+    other_bytes,
+    static_bytes,
+    storage_sizes,
+    watch_modules,
+)
 from tests.models import squares
 
 MIB = 2**20
@@ -145,3 +153,16 @@ def test_other_tensors_on_the_gpu_change_no_peak():
         for _ in range(3):
             step(work.batch)
         assert step.measured.peak_bytes == pytest.approx(alone.peak_bytes, rel=0.02)
+
+
+def test_storages_that_a_changed_step_does_not_use_are_counted_as_the_allocator_does():
+    model = nn.Linear(10, 10, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    work = Workload(model, squares, torch.randn(2, 10), optimizer)
+    work.compute_loss().backward()
+    optimizer.step()
+    before = storage_sizes(work)
+    assert moved_bytes(before, work) == 0
+    held = optimizer.state.pop(model.weight)
+    assert moved_bytes(before, work) == 512  # 400 bytes of momentum, in blocks of 512
+    assert held["momentum_buffer"].data_ptr() in before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +32,37 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[li
         (outcome,) = module.graph.find_nodes(op="output")
         outcome.meta["user_visible_output_idxs"] = list(range(len(outcome.args[0])))
         return compile_fx.compile_fx_inner(module, list(inputs), is_inference=True)
+
+
+@contextmanager
+def compiled_together() -> Generator[None]:
+    """Wait for the kernels of all graphs that are compiled in a block at its end, not for each graph's own.
+
+    Kernels are compiled by other processes, while Inductor writes the code of the next graph here. The code of a graph
+    cannot run before the end of the block. Graphs of other threads wait as usual.
+    """
+    waiting = importlib.import_module("torch._inductor.async_compile").AsyncCompile
+    wait: Callable[[Any, dict[str, Any]], None] = waiting.wait
+    modules: list[tuple[Any, dict[str, Any]]] = []
+    thread = threading.get_ident()
+
+    def later(compiling: Any, names: dict[str, Any]) -> None:
+        if threading.get_ident() == thread:
+            modules.append((compiling, names))
+        else:
+            wait(compiling, names)
+
+    waiting.wait = later
+    try:
+        yield
+    finally:
+        waiting.wait = wait
+    kernels: dict[int, tuple[Any, Any]] = {}  # by the future that several modules may share, which is held meanwhile
+    for compiling, names in modules:
+        futures = {name: value for name, value in names.items() if hasattr(value, "result")}
+        names.update({name: kernels[id(value)][1] for name, value in futures.items() if id(value) in kernels})
+        wait(compiling, names)
+        kernels.update((id(value), (value, names[name])) for name, value in futures.items())
 
 
 @_INDUCTOR

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 from operator import attrgetter
 from traceback import walk_tb
@@ -111,6 +111,7 @@ def _is_lookup(error: Exception) -> bool:
     return all(code.co_name in ("__getattr__", "import_module") for code in inner)
 
 
+@cache  # asked at each call of a private name
 def _is_between(version: str, seen: tuple[str, str]) -> bool:
     first, last = map(_numbers, seen)
     return first <= _numbers(version) <= last

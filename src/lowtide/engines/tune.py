@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -23,7 +23,7 @@ from lowtide.profiling.timing import best_seconds, has_ranks, measured_peak
 from lowtide.sizes import format_seconds, format_size
 from lowtide.tracing.capture.loss import sharing_captures
 from lowtide.tracing.snapshot import unchanged
-from lowtide.tracing.step_state import other_bytes
+from lowtide.tracing.step_state import moved_bytes, other_bytes, storage_sizes
 from lowtide.workload import Workload, check_workload
 
 _RIVALS = 3  # plans that are timed
@@ -79,22 +79,40 @@ def plan(
     lowerings = (None if is_measured else False) if compile == "auto" else compile
     with sharing_captures(work):
         baseline = profile or baseline_profile(work, fake=fake, device=device)
-        search = partial(plans, work, budget, baseline, permitted=permitted, engine=engine, most=most)
+        search = partial(plans, work, budget, baseline, permitted=permitted)
         if most == 1:
-            (only,) = search(compile=lowerings if is_here else False)
+            (only,) = search(engine=engine, compile=lowerings if is_here else False)
             return only
-        return _measured(work, baseline, search, lowerings)
+        compiled = _compiled_alone(work, baseline, search, engine) if lowerings is None else None
+        search = partial(search, engine=engine, most=most)
+        return compiled or _measured(work, baseline, search, [*[lowerings] * _SEARCHES, False])
 
 
-def _measured(work: Workload, baseline: Profile, search: Callable[..., list[Plan]], lowerings: bool | None) -> Plan:
+def _compiled_alone(work: Workload, baseline: Profile, search: Callable[..., list[Plan]], engine: str) -> Plan | None:
+    """The fastest compiled plan, if it is measured to be as fast as the plain step; otherwise None.
+
+    Other plans run the plain step's kernels, so looking for them would take time and give nothing faster.
+    """
+    for each in engines_named(engine):
+        if each.captures:
+            with suppress(PlanError, BudgetError):  # not captured, or nothing fits
+                chosen = _measured(work, baseline, partial(search, engine=each.name), [True] * _SEARCHES)
+                if compiles(chosen) and chosen.seconds <= chosen.baseline.seconds:
+                    return chosen
+    return None
+
+
+def _measured(
+    work: Workload, baseline: Profile, search: Callable[..., list[Plan]], lowerings: Sequence[bool | None]
+) -> Plan:
     """Time the plans of a search and take the fastest, measured to keep the budget.
 
-    Where it does not, the search repeats with the bytes that it took beyond its prediction, a few times, and at last
-    without compiled plans. Raises ``BudgetError`` if no plan keeps the budget then.
+    Where it does not, the search repeats with the bytes that it took beyond its prediction, for each of ``lowerings``:
+    usually a few times, and at last without compiled plans. Raises ``BudgetError`` if no plan keeps the budget then.
     """
     beside, reserved, excess, peak = baseline.graph.beside_bytes, 0, 0, 0
     failed: list[str] = []
-    for number, compile in enumerate([*[lowerings] * _SEARCHES, False]):
+    for number, compile in enumerate(lowerings):
         if failed and compile is not False:
             continue
         try:
@@ -180,7 +198,7 @@ def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], d
     failed: dict[int, str] = {}
     peaks: dict[int, int] = {}
     whole = any(map(_steps_in_backward, plans))  # then a backward pass is more than the plain step's
-    others = other_bytes(work, gradients=False)
+    others, own = other_bytes(work, gradients=False), storage_sizes(work)
     with ExitStack() as stack:
         steps: dict[int, _Entering] = {}
         for index in [*range(len(plans))] * _ROUNDS:
@@ -192,7 +210,7 @@ def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], d
                 with unchanged(work), steps[index]() as step:
                     seconds[index] = min(seconds[index], *best_seconds(step, whole=whole))
                     if index not in peaks and (work.device.type == "cuda" or compiles(plans[index])):
-                        peak = measured_peak(step, others)
+                        peak = measured_peak(step, others + moved_bytes(own, step))
                         peaks.update({} if peak is None else {index: peak})
             except Exception as error:  # for any reason: this plan cannot be taken
                 seconds[index] = inf

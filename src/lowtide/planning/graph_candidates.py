@@ -281,7 +281,14 @@ def graph_candidates(work: Workload, plain: Profile) -> GraphCandidates:
         raise TraceError("A step that is only predicted is not captured")
     known = plain.findings.get(_CandidatesOfStep)
     if known is None or known.work() is not work:
-        captured = capture_too_large(work, plain) if too_large else _steady_capture(work, plain)
+        failed = plain.findings.get(_FailedCapture)
+        if failed is not None and failed.work() is work:
+            raise TraceError(failed.reason)
+        try:
+            captured = capture_too_large(work, plain) if too_large else _steady_capture(work, plain)
+        except TraceError as error:
+            plain.findings.keep(_FailedCapture(weakref.ref(work), str(error)))
+            raise
         graph = captured.capture.graph
         candidates = GraphCandidates(
             graph.joint,
@@ -305,6 +312,14 @@ class _CandidatesOfStep:
 
     work: weakref.ref[Workload]
     candidates: GraphCandidates
+
+
+@dataclass(frozen=True)
+class _FailedCapture:
+    """Why a step was not captured, for its profile."""
+
+    work: weakref.ref[Workload]
+    reason: str
 
 
 def _steady_capture(work: Workload, plain: Profile) -> ComparedCapture:

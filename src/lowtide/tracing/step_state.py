@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from functools import partial
 from types import CellType, FunctionType, MemberDescriptorType, MethodType
@@ -163,7 +163,22 @@ def own_storages(work: Workload, *, gradients: bool = True) -> list[torch.Untype
 
 def static_bytes(work: Workload) -> int:
     """Count the bytes that a step finds and leaves, each storage once, without gradients."""
-    return sum(_sizes(own_storages(work, gradients=False)))
+    return sum(storage_sizes(work).values())
+
+
+def storage_sizes(work: Workload, *, gradients: bool = False) -> dict[int, int]:
+    """Map the address of each storage that a step finds and leaves to its bytes, with those of gradients if asked."""
+    storages = own_storages(work, gradients=gradients)
+    return {address: storage.nbytes() for storage in storages if (address := storage.data_ptr())}
+
+
+def moved_bytes(sizes: Mapping[int, int], work: Workload) -> int:
+    """Count the bytes of storages, from ``storage_sizes`` of the plain step, that a changed step does not use.
+
+    Inside of ``unchanged`` they are still held, such as optimizer states that the changed step has on the host.
+    """
+    now = storage_sizes(work)
+    return sum(rounded(size) for address, size in sizes.items() if address not in now)
 
 
 def other_bytes(work: Workload, *, gradients: bool = True) -> int:
@@ -173,10 +188,5 @@ def other_bytes(work: Workload, *, gradients: bool = True) -> int:
     """
     if work.device.type != "cuda":
         return 0
-    own = _sizes(own_storages(work, gradients=gradients))
+    own = storage_sizes(work, gradients=gradients).values()
     return max(0, tensor_bytes(work.device) - sum(map(rounded, own)))
-
-
-def _sizes(storages: Iterable[torch.UntypedStorage]) -> Iterable[int]:
-    """The bytes of each storage, each once."""
-    return {address: storage.nbytes() for storage in storages if (address := storage.data_ptr())}.values()

@@ -310,7 +310,7 @@ if torch.__version__ < "2.13":
         aten._fft_r2c.default: [
             lambda x=x, dims=dims: aten._fft_r2c(x(4, 3, 5), dims, 0, True)
             for x in (rows, columns)
-            for dims in ([0], [1, 2], [2, 0], [1, 0, 2])
+            for dims in ([0], [1, 2], [2, 0], [1, 0, 2], [0, 1], [0, 1, 2])
         ],
         aten.reflection_pad2d.default: [lambda: aten.reflection_pad2d(columns(*IMAGE), [1] * 4)],
         aten.replication_pad2d.default: [lambda: aten.replication_pad2d(columns(*IMAGE), [1] * 4)],

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from lowtide.compat.inductor import compile_graph, decompose
+from lowtide.compat.inductor import compile_graph, compiled_together, decompose
 from lowtide.engines.lowering.graph_code import GraphWriter, boxed, value_name
 from lowtide.engines.lowering.ops import OpsLowering
 from lowtide.engines.lowering.pieces import Ports, cut
@@ -66,7 +66,11 @@ class CompiledLowering:
 
     def lower(self, joint: Joint, program: Program) -> Lowered:
         """Compiled code for forward, and for each piece of backward."""
-        return _ProgramCompiler(joint, program).lowered()
+        compiler = _ProgramCompiler(joint, program)
+        with compiled_together():
+            lowered = compiler.lowered()
+        joint.compiled.update(compiler.compiled)
+        return lowered
 
 
 class SeededLowering(CompiledLowering):
@@ -116,6 +120,7 @@ class _ProgramCompiler:
         self.makers = {each.value: each for each in instructions if each.kind in (Kind.COMPUTE, Kind.RECOMPUTE)}
         self.primals = {Value(node.name): place for place, node in enumerate(joint.primals)}
         self.tangents = [Value(node.name) for node in joint.tangents]
+        self.compiled: dict[str, Code] = {}  # by digest: code of this program that no other one had
 
     def lowered(self) -> Lowered:
         backward = regions_of(self.joint, self.program.backward, self.makers)
@@ -182,11 +187,12 @@ class _ProgramCompiler:
         module = fx.GraphModule(self.joint.module, writer.graph)
         if not region.is_compiled:
             return boxed(module, keeps_graph=False)
-        digest, compiled = _digest(module.graph), self.joint.compiled
-        if digest not in compiled:
+        digest = _digest(module.graph)
+        code = self.joint.compiled.get(digest) or self.compiled.get(digest)
+        if code is None:
             inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-            compiled[digest] = compile_graph(decompose(module, inputs, DECOMPOSITIONS), inputs)
-        return compiled[digest]
+            code = self.compiled[digest] = compile_graph(decompose(module, inputs, DECOMPOSITIONS), inputs)
+        return code
 
 
 def _ports(region: Region) -> Ports:

@@ -7,6 +7,7 @@ While AOTAutograd traces, torch replaces some composite ops by its own Python co
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,10 +22,8 @@ _REPLACED = ("upsample_", "_upsample_", "multi_margin_loss", "multilabel_margin_
 
 def _use_plain_kernels() -> Callable[[], None]:
     dropout = _aten.dropout.default
-    packets = [getattr(_aten, name) for name in dir(_aten) if name.startswith(_REPLACED)]
-    ops = [dropout, *(getattr(packet, name) for packet in packets for name in packet.overloads())]
-    kernels = {op: decompositions_of(op) for op in ops}
-    for op in ops:
+    kernels = {op: decompositions_of(op) for op in (dropout, *_composites())}
+    for op in kernels:
         set_decompositions(op, {})
     set_decompositions(dropout, {key: _dropout_by(fused) for key, fused in kernels[dropout].items()})
 
@@ -33,6 +32,12 @@ def _use_plain_kernels() -> Callable[[], None]:
             set_decompositions(op, own)
 
     return restore
+
+
+@cache  # each planned step enters and leaves the patch
+def _composites() -> tuple[Any, ...]:
+    packets = (getattr(_aten, name) for name in dir(_aten) if name.startswith(_REPLACED))
+    return tuple(getattr(packet, name) for packet in packets for name in packet.overloads())
 
 
 def _dropout_by(fused: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -268,11 +268,31 @@ def _pointwise(first: int = 0, second: int = 1) -> Fix:
 
 def _fft_r2c(out: Tensor, input: Tensor, dims: list[int], *_args: Any, **_kwargs: Any) -> Tensor:
     """Transformed dimensions are the innermost ones, the last of them first; the others keep their order."""
-    if not torch.backends.mkl.is_available():
+    if input.device.type == "cuda":
+        order = _cufft_order(input.stride(), dims)
+    elif torch.backends.mkl.is_available():
+        stride = input.stride()
+        order = sorted(range(input.ndim), key=lambda dim: (dim == dims[-1], dim in dims, -stride[dim]))
+    else:
         return out
-    stride = input.stride()
-    order = sorted(range(input.ndim), key=lambda dim: (dim == dims[-1], dim in dims, -stride[dim]))
     return out.new_empty([out.shape[dim] for dim in order]).permute(*(order.index(dim) for dim in range(input.ndim)))
+
+
+def _cufft_order(stride: Sequence[int], dims: Sequence[int]) -> list[int]:
+    """The dimensions of a GPU's result, the outermost first: each call of cuFFT makes its own the innermost ones.
+
+    One call takes at most three dimensions. Torch splits also those that begin with the first two.
+    """
+    order = sorted(range(len(stride)), key=lambda dim: -stride[dim])
+    is_split = len(dims) > 3 or list(dims[:2]) == [0, 1]
+    waiting = list(dims)
+    calls = [waiting[-1:]] if is_split else [waiting]
+    for call in calls:
+        order = [dim for dim in order if dim not in call] + call
+        waiting = [dim for dim in waiting if dim not in call]
+        if waiting:
+            calls.append(sorted(waiting, key=order.index)[-3:])
+    return order
 
 
 # -- the table -----------------------------------------------------------------------------------------
@@ -372,4 +392,4 @@ FIXES: dict[Any, Fix] = {
 }
 if torch.__version__ < "2.13":  # whose own are right
     FIXES.update(_named((f"{kind}_pad2d" for kind in _PADDINGS), _on_cpu(_suggested(0))))
-    FIXES[aten._fft_r2c.default] = _on_cpu(_fft_r2c)
+    FIXES[aten._fft_r2c.default] = _fft_r2c
