@@ -35,6 +35,7 @@ BUILT_IN: Mapping[str, Mapping[str, BuiltIn]] = {
     "solver": {
         "chain": BuiltIn("lowtide.planning.solvers.chain:ChainSolver", "optimal schedules of a chain of stages"),
         "graph": BuiltIn("lowtide.planning.solvers.graph:GraphSolver", "any graph, value by value"),
+        "blocks": BuiltIn("lowtide.planning.solvers.blocks:BlockSolver", "equal blocks alike, for compiled code"),
     },
 }
 

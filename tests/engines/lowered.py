@@ -49,7 +49,8 @@ class LoweredStep:
 
     @cached_property
     def problem(self) -> Problem:
-        return Problem(self.joint, fused_seconds(self.joint, bytes_of), is_free=partial(is_free, self.joint))
+        seconds = fused_seconds(self.joint, bytes_of)
+        return Problem(self.joint, seconds, is_free=partial(is_free, self.joint), prefers_blocks=True)
 
     @cached_property
     def solutions(self) -> list[Solution]:

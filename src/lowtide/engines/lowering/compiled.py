@@ -48,7 +48,7 @@ class CompiledLowering:
     def problem(self, form: Joint, forecast: Forecast) -> Problem:
         """Each op as it runs in compiled code."""
         seconds = fused_seconds(form, forecast.seconds)
-        return Problem(form, seconds, forecast.workspace, is_free=partial(is_free, form))
+        return Problem(form, seconds, forecast.workspace, is_free=partial(is_free, form), prefers_blocks=True)
 
     def price(self, problem: Problem, solution: Solution, fidelity: Fidelity) -> Price:
         """Price other rounding than the plain step's, and fewer seconds for elementwise ops."""

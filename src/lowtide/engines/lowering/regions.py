@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +12,8 @@ from torch import fx
 from lowtide.kernels import batchnorm_ops
 from lowtide.kernels.dropout_mask import decomposed
 from lowtide.planning.programs.program import Instruction, Kind, Role, Value
-from lowtide.tracing.capture.joint import Joint, is_item, is_random, module_of, viewed
+from lowtide.tracing.capture.blocks import blocks_of
+from lowtide.tracing.capture.joint import Joint, is_item, is_random, viewed
 
 DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     torch.ops.lowtide.dropout_mask.default: decomposed,
@@ -23,7 +22,6 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     **batchnorm_ops.DECOMPOSITIONS,
 }
 
-_BLOCK = 8  # ops of forward that make a numbered module a block
 _SMALL = 4  # instructions: shorter runs join the run before
 
 
@@ -106,7 +104,7 @@ def _is_tensor(joint: Joint, value: Value) -> bool:
 
 def _runs(joint: Joint, instructions: Sequence[Instruction]) -> list[list[Instruction]]:
     """Consecutive instructions of one block; ops that are not compiled are runs of their own."""
-    block_of = _blocks(joint)
+    block_of = blocks_of(joint)
     runs: list[list[Instruction]] = []
     key: str | None = None
     for each in instructions:
@@ -141,26 +139,6 @@ def _joined(joint: Joint, runs: Iterable[list[Instruction]]) -> Iterator[list[In
         current = run
     if current:
         yield current
-
-
-def _blocks(joint: Joint) -> Callable[[fx.Node], str]:
-    """The block of an op: its innermost numbered module that runs enough ops, such as ``layers.3``."""
-    sizes: Counter[str] = Counter()
-    for node in joint.forward:
-        if viewed(node) is None and not is_item(node):
-            sizes.update(_numbered(module_of(node)))
-    return lambda node: next((path for path in _numbered(module_of(node)) if sizes[path] >= _BLOCK), "")
-
-
-def _numbered(path: str) -> list[str]:
-    """Prefixes of a module's path that end in a number, the longest first.
-
-    >>> _numbered("model.layers.3.mlp.fc1")
-    ['model.layers.3.mlp.fc1', 'model.layers.3']
-    """
-    parts = path.split(".")
-    prefixes = (".".join(parts[: length + 1]) for length in reversed(range(len(parts))))
-    return [prefix for prefix in prefixes if re.search(r"\d$", prefix)]
 
 
 def _with_views(joint: Joint, run: Sequence[Instruction], makers: Mapping[Value, Instruction]) -> list[Instruction]:

@@ -72,7 +72,7 @@ def _solution(kernels: JointOps, choice: Offloaded, coded: Coded | None = None) 
         seconds=choice.seconds,
         estimate_bytes=peak,
         write=lambda: kernels.program(RunTimeline(ops, again), taken),
-        explain=lambda: tuple(_explain(kernels, RunTimeline(ops, again))),
+        explain=lambda: explained(kernels, RunTimeline(ops, again)),
         host_bytes=choice.host_bytes,
         techniques=(fewbit.FewBitActivations.name,) if codes else (),
         fidelity=Fidelity.APPROXIMATE if bound else Fidelity.BITWISE,
@@ -80,7 +80,7 @@ def _solution(kernels: JointOps, choice: Offloaded, coded: Coded | None = None) 
     )
 
 
-def _explain(kernels: JointOps, timeline: RunTimeline) -> list[PlannedStage]:
+def explained(kernels: JointOps, timeline: RunTimeline) -> tuple[PlannedStage, ...]:
     """Parts of the model with the bytes that they save for backward, and the seconds of recomputing some."""
     ops, backward = timeline.ops, timeline.ops.backward
     parts: dict[str, list[int]] = {}
@@ -101,4 +101,4 @@ def _explain(kernels: JointOps, timeline: RunTimeline) -> list[PlannedStage]:
             peak_bytes_if_kept=peak,
         )
         stages.append(PlannedStage(outline([kernels.nodes[op] for op in members]), choice))
-    return stages
+    return tuple(stages)

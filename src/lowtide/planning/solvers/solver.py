@@ -21,6 +21,8 @@ from lowtide.sizes import format_size
 from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.capture.joint import Joint, bytes_of
 
+_CLOSE = 0.02  # of a step: not worth code of its own for each block
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -34,6 +36,7 @@ class Problem:
     host: HostLink | None = None  # where values may be offloaded
     offloads: bool = False  # whether plans may do so; otherwise few ways are tried, to say what that would give
     codes: bool = False  # whether few-bit codes may stand for inputs of activations
+    prefers_blocks: bool = False  # whether programs should treat equal blocks alike, where that costs little
     holds_gradients: bool = True  # to the end; otherwise the step around frees each as soon as it is complete
 
     @cached_property
@@ -61,6 +64,7 @@ class Solution:
     techniques: tuple[str, ...] = ()  # by which it holds values
     fidelity: Fidelity = Fidelity.BITWISE  # beside the graph's own ops
     bound: float = 0.0  # of the relative error of a gradient, if it is approximate
+    treats_blocks_alike: bool = False
 
     @property
     def needs(self) -> frozenset[str]:
@@ -92,7 +96,21 @@ SOLVERS: Registry[Solver] = Registry("solver")
 def solutions(problem: Problem) -> list[Solution]:
     """The programs of every solver, the fastest first."""
     programs = [solution for solver in SOLVERS.values() for solution in solver.solve(problem)]
+    if problem.prefers_blocks:
+        programs = _alike_if_close(problem, programs)
     return sorted(programs, key=lambda solution: solution.seconds)
+
+
+def _alike_if_close(problem: Problem, programs: Sequence[Solution]) -> list[Solution]:
+    """Programs without those that save little beside one that treats equal blocks alike and needs no more bytes."""
+    little = _CLOSE * sum(problem.kernels.ops.seconds)
+    alike = [each for each in programs if each.treats_blocks_alike]
+    return [
+        each
+        for each in programs
+        if each.treats_blocks_alike
+        or all(other.estimate_bytes > each.estimate_bytes or other.seconds - each.seconds > little for other in alike)
+    ]
 
 
 def fastest_program(

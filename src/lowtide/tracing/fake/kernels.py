@@ -268,14 +268,27 @@ def _pointwise(first: int = 0, second: int = 1) -> Fix:
 
 def _fft_r2c(out: Tensor, input: Tensor, dims: list[int], *_args: Any, **_kwargs: Any) -> Tensor:
     """Transformed dimensions are the innermost ones, the last of them first; the others keep their order."""
-    if input.device.type == "cuda":
-        order = _cufft_order(input.stride(), dims)
-    elif torch.backends.mkl.is_available():
-        stride = input.stride()
-        order = sorted(range(input.ndim), key=lambda dim: (dim == dims[-1], dim in dims, -stride[dim]))
-    else:
+    if not torch.backends.mkl.is_available():
         return out
-    return out.new_empty([out.shape[dim] for dim in order]).permute(*(order.index(dim) for dim in range(input.ndim)))
+    stride = input.stride()
+    order = sorted(range(input.ndim), key=lambda dim: (dim == dims[-1], dim in dims, -stride[dim]))
+    return _in_order(out, out.shape, order)
+
+
+def _fft_r2c_on_gpu(input: Tensor, dims: list[int], normalization: int, onesided: bool) -> Tensor:
+    """The fake kernel fails for dimensions that do not ascend, and orders others wrongly."""
+    if input.device.type != "cuda":
+        return aten._fft_r2c.default(input, dims, normalization, onesided)
+    shape = list(input.shape)
+    if onesided:
+        shape[dims[-1]] = shape[dims[-1]] // 2 + 1
+    result = input.new_empty(0, dtype=torch.promote_types(input.dtype, torch.complex32))
+    return _in_order(result, shape, _cufft_order(input.stride(), dims))
+
+
+def _in_order(like: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
+    """A tensor whose dimensions lie in an order, the outermost first."""
+    return like.new_empty([shape[dim] for dim in order]).permute(*map(order.index, range(len(order))))
 
 
 def _cufft_order(stride: Sequence[int], dims: Sequence[int]) -> list[int]:
@@ -392,4 +405,5 @@ FIXES: dict[Any, Fix] = {
 }
 if torch.__version__ < "2.13":  # whose own are right
     FIXES.update(_named((f"{kind}_pad2d" for kind in _PADDINGS), _on_cpu(_suggested(0))))
-    FIXES[aten._fft_r2c.default] = _fft_r2c
+    FIXES[aten._fft_r2c.default] = _on_cpu(_fft_r2c)
+    SUBSTITUTES[aten._fft_r2c.default] = _fft_r2c_on_gpu
