@@ -40,6 +40,7 @@ from lowtide.planning.baseline import baseline_profile
 from lowtide.profiling import Profile
 from lowtide.reporting.charts import FONT, alt, chart_of
 from lowtide.reporting.figures import save_figure
+from lowtide.tracing.capture.loss import sharing_captures
 
 BF16 = {"autocast": torch.bfloat16}
 CASES: dict[str, dict[str, Any]] = {
@@ -96,35 +97,36 @@ def measure_case(case: str, work: Workload, results: Path, part: str = "1/1") ->
             note(name, peaks[-1], times_in_turn(work, work, lambda by_hand=by_hand: by_hand(work.model)))
     with quiet():
         profile = baseline_profile(work, fake=False, device=None)
-    try:
-        planned(work, 1, profile)
-    except BudgetError as error:
-        smallest = error.smallest_bytes
-        assert smallest is not None
-    else:
-        raise AssertionError("a step in one byte")
-    budgets = list(enumerate(budgets_between(smallest, profile.peak_bytes - 1, peaks), 1))
-    for number, budget in budgets[first - 1 :: step]:
-        start = time.perf_counter()
-        with quiet_tuning():
-            chosen = planned(work, budget, profile)
-        planning = time.perf_counter() - start
-        name = f"lowtide, budget {number} of {BUDGETS}"
-        again = chosen.program.ops_again if chosen.program else 0
-        rows = [
-            Row.of(case, name, "budget", [budget], "B"),
-            Row.of(case, name, "peak, predicted", [chosen.peak_bytes], "B"),
-            Row.of(case, name, "step, predicted", [chosen.seconds], "s"),
-            Row.of(case, name, "ratio, predicted", [chosen.seconds / chosen.baseline.seconds], "x"),
-            Row.of(case, name, "ops again", [again], ""),
-            Row.of(case, name, "planning", [planning], "s"),
-        ]
-        with apply(chosen, work) as step:
-            peak = peak_of(step.work)
-            times = times_in_turn(step.work, work)
-            note(name, peak, times, *rows, *(() if chosen.choices else graphed(case, name, step.work)))
-        if peak > budget:
-            failed.append(f"{case}, {name}: {peak} bytes of {budget}")
+    with sharing_captures(work):  # as ``lowtide.fit`` does
+        try:
+            planned(work, 1, profile)
+        except BudgetError as error:
+            smallest = error.smallest_bytes
+            assert smallest is not None
+        else:
+            raise AssertionError("a step in one byte")
+        budgets = list(enumerate(budgets_between(smallest, profile.peak_bytes - 1, peaks), 1))
+        for number, budget in budgets[first - 1 :: step]:
+            start = time.perf_counter()
+            with quiet_tuning():
+                chosen = planned(work, budget, profile)
+            planning = time.perf_counter() - start
+            name = f"lowtide, budget {number} of {BUDGETS}"
+            again = chosen.program.ops_again if chosen.program else 0
+            rows = [
+                Row.of(case, name, "budget", [budget], "B"),
+                Row.of(case, name, "peak, predicted", [chosen.peak_bytes], "B"),
+                Row.of(case, name, "step, predicted", [chosen.seconds], "s"),
+                Row.of(case, name, "ratio, predicted", [chosen.seconds / chosen.baseline.seconds], "x"),
+                Row.of(case, name, "ops again", [again], ""),
+                Row.of(case, name, "planning", [planning], "s"),
+            ]
+            with apply(chosen, work) as step:
+                peak = peak_of(step.work)
+                times = times_in_turn(step.work, work)
+                note(name, peak, times, *rows, *(() if chosen.choices else graphed(case, name, step.work)))
+            if peak > budget:
+                failed.append(f"{case}, {name}: {peak} bytes of {budget}")
     return failed
 
 

@@ -65,12 +65,16 @@ def decompositions_of(op: Any) -> dict[Any, Callable[..., Any]]:
 
 
 @CAPTURE
-def set_decompositions(op: Any, kernels: Mapping[Any, Callable[..., Any]]) -> None:
-    """Replace the kernels in Python of a composite op. Without any, torch runs the kernel in C++."""
-    for key in _composite_keys():
-        op.py_kernels.pop(key, None)
-    op.py_kernels.update(kernels)
-    op._dispatch_cache.clear()
+def replace_decompositions(kernels: Mapping[Any, Mapping[Any, Callable[..., Any]]]) -> dict[Any, dict[Any, Any]]:
+    """Replace the kernels in Python of composite ops, and return theirs. Without any, torch runs the kernel in C++."""
+    keys = _composite_keys()
+    before: dict[Any, dict[Any, Any]] = {}
+    for op, own in kernels.items():
+        held = op.py_kernels
+        before[op] = {key: held.pop(key) for key in keys if key in held}
+        held.update(own)
+        op._dispatch_cache.clear()
+    return before
 
 
 def _composite_keys() -> tuple[Any, ...]:

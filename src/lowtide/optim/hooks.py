@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from lowtide.errors import LowtideError
 from lowtide.optim.one_parameter import SingleStep, parameters_in
 from lowtide.undo import Undo
 
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
 
 class StepPart(ABC):
     """Steps parameters before the optimizer's own step, which then finds no gradient of theirs.
@@ -25,6 +27,7 @@ class StepPart(ABC):
     """
 
     part_of_step = True  # a trace leaves hooks of the user's own out, but not this
+    one_at_a_time = True  # see ``takes_one_at_a_time``
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.single = SingleStep(optimizer)
@@ -60,6 +63,18 @@ class StepPart(ABC):
         self._gradients = []
 
 
+def one_at_a_time(hook: _Hook) -> _Hook:
+    """Mark a hook around steps as one that works where parameters are stepped one at a time."""
+    vars(hook)["one_at_a_time"] = True
+    return hook
+
+
+def takes_one_at_a_time(hook: Any) -> bool:
+    """Tell whether a hook around steps works where parameters are stepped one at a time, as in backward."""
+    return any(getattr(each, "one_at_a_time", False) for each in (hook, getattr(hook, "__self__", None)))
+
+
+@one_at_a_time
 def refuse_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook before a step: refuse a closure."""
     if any(value is not None for value in (*args[1:], kwargs.get("closure"))):

@@ -13,7 +13,7 @@ from lowtide.compat.optimizers import AMP_SCALING, STEP_CALLED, call_hooks_in_st
 from lowtide.errors import LowtideError
 from lowtide.optim.adamw8bit import AdamW8bit, lowered, raised
 from lowtide.optim.bridges import Adam4bit, Bitsandbytes, has_bridge
-from lowtide.optim.hooks import refuse_closure
+from lowtide.optim.hooks import one_at_a_time, refuse_closure
 from lowtide.optim.offload import is_offloaded, offload_state
 from lowtide.optim.one_parameter import PLAIN_STATES
 from lowtide.optim.rounding import with_notes
@@ -125,6 +125,7 @@ def _load_in_4bit(optimizer: torch.optim.Optimizer, four: Adam4bit) -> Undo:
     return undo
 
 
+@one_at_a_time
 def _forget_plain_states(optimizer: torch.optim.Optimizer, *_: object) -> None:
     vars(optimizer).pop(PLAIN_STATES, None)
 

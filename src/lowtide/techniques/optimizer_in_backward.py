@@ -10,6 +10,7 @@ import torch
 
 from lowtide.compat.optimizers import all_step_hooks
 from lowtide.errors import LowtideError
+from lowtide.optim.hooks import takes_one_at_a_time
 from lowtide.optim.in_backward import step_in_backward
 from lowtide.profiling.profile import Profile
 from lowtide.techniques.technique import Check, Config, Fidelity, Interval, Kind, Option, Price, Technique, whole_step
@@ -17,7 +18,6 @@ from lowtide.tracing.graph import Graph, Storage
 from lowtide.undo import Applied
 from lowtide.workload import Workload
 
-_HOOKS_OF_STATES = ("lowtide.optim.hooks", "lowtide.optim.state")  # which step one parameter at a time too
 _SECONDS_A_PARAMETER = 100e-6  # of Python and launches, where one step of all would share them
 
 
@@ -76,7 +76,7 @@ class OptimizerInBackward(Technique):
 def _hooks_of_others(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """Hooks around steps that do not know of steps in backward: all gradients would not be there for them."""
     hooks = (hook for hooks in all_step_hooks([optimizer]) for hook in hooks.values())
-    return (hook for hook in hooks if getattr(hook, "__module__", "") not in _HOOKS_OF_STATES)
+    return (hook for hook in hooks if not takes_one_at_a_time(hook))
 
 
 def _temporary_share(graph: Graph, passing: Sequence[Storage], sizes: Sequence[int], first: int) -> float:

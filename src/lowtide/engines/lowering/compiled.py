@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from lowtide.compat.inductor import compile_graph, compiled_together, decompose
+from lowtide.compat.operators import foreach_add_
 from lowtide.engines.lowering.graph_code import GraphWriter, boxed, value_name
 from lowtide.engines.lowering.ops import OpsLowering
 from lowtide.engines.lowering.pieces import Ports, cut
@@ -136,14 +137,16 @@ class _ProgramCompiler:
         places, calls = self._calls(regions, list(self.primals), held={*returned, *saved})
         size = len(places)
         results = [places[value] if isinstance(value, Value) else None for value in (*outputs, *saved)]
-        counters = [(places[Value(node.name)], amount) for node, amount in self.joint.counters]
+        counters: dict[int, list[int]] = {}  # by how much they count on
+        for node, amount in self.joint.counters:
+            counters.setdefault(amount, []).append(places[Value(node.name)])
 
         def forward(inputs: list[Any]) -> list[Any]:
             values: list[Any] = [*inputs, *[None] * (size - len(inputs))]
             inputs.clear()
             _run(calls, values)
-            for place, amount in counters:
-                values[place].add_(amount)
+            for amount, counting in counters.items():
+                foreach_add_([values[place] for place in counting], amount)
             return [None if place is None else values[place] for place in results]
 
         return forward

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.compat.operators import decompositions_of, set_decompositions
+from lowtide.compat.operators import decompositions_of, replace_decompositions
 from lowtide.tracing.process_patch import ProcessPatch
 
 _aten: Any = torch.ops.aten
@@ -22,22 +22,20 @@ _REPLACED = ("upsample_", "_upsample_", "multi_margin_loss", "multilabel_margin_
 
 def _use_plain_kernels() -> Callable[[], None]:
     dropout = _aten.dropout.default
-    kernels = {op: decompositions_of(op) for op in (dropout, *_composites())}
-    for op in kernels:
-        set_decompositions(op, {})
-    set_decompositions(dropout, {key: _dropout_by(fused) for key, fused in kernels[dropout].items()})
+    by_fused_op = {key: _dropout_by(fused) for key, fused in decompositions_of(dropout).items()}
+    own = replace_decompositions({**_in_cpp(), dropout: by_fused_op})
 
     def restore() -> None:
-        for op, own in kernels.items():
-            set_decompositions(op, own)
+        replace_decompositions(own)
 
     return restore
 
 
 @cache  # each planned step enters and leaves the patch
-def _composites() -> tuple[Any, ...]:
+def _in_cpp() -> dict[Any, dict[Any, Any]]:
+    """Replaced ops, each without kernels in Python."""
     packets = (getattr(_aten, name) for name in dir(_aten) if name.startswith(_REPLACED))
-    return tuple(getattr(packet, name) for packet in packets for name in packet.overloads())
+    return {getattr(packet, name): {} for packet in packets for name in packet.overloads()}
 
 
 def _dropout_by(fused: Callable[..., Any]) -> Callable[..., Any]:
