@@ -1,5 +1,7 @@
 """Predicting a GPU's step: the ops are CUDA's, the process is left as it was; on a GPU, the figures agree."""
 
+from itertools import permutations
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from lowtide import Workload, convert, zoo
 from lowtide.errors import TraceError
 from lowtide.nn import BatchNormAct2d
 from lowtide.tracing import trace
-from lowtide.tracing.fake.gpu import emulated_gpu
+from lowtide.tracing.fake.gpu import cufft_order, emulated_gpu
 from lowtide.tracing.fake.kernels import SUBSTITUTES
 from tests.soak import in_soak
 
@@ -231,3 +233,15 @@ def test_a_compilation_that_failed_elsewhere_changes_no_op():
         torch.compile(lambda x: x + 1 if x.sum() > 0 else x, backend="eager", fullgraph=True)(torch.ones(2))
     after = trace(work, fake=True, device="h200")
     assert [op.name for op in after.ops] == [op.name for op in before.ops]
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="its own order of dimensions is wrong on a GPU")
+@pytest.mark.parametrize("dims", [p for n in (1, 2, 3, 4) for p in permutations(range(4), n)], ids=str)
+def test_real_ffts_order_their_dimensions_as_torchs_newer_kernel_does(dims, monkeypatch):
+    monkeypatch.setattr("torch._meta_registrations.device_hint", lambda _: "cuda")
+    for x in (torch.empty(4, 3, 5, 6, device="meta"), torch.empty(6, 5, 3, 4, device="meta").permute(3, 2, 1, 0)):
+        for onesided in (True, False):
+            out = torch.ops.aten._fft_r2c.default(x, list(dims), 0, onesided)
+            order = cufft_order(x.stride(), dims, onesided=onesided)
+            sizes = [out.shape[dim] for dim in order]
+            assert [out.stride(dim) for dim in order] == list(torch.empty(sizes, device="meta").stride())

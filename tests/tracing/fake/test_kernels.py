@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from lowtide import Workload
 from lowtide.errors import TraceError
 from lowtide.tracing import trace
+from lowtide.tracing.fake.gpu import GPU_SUBSTITUTES
 from lowtide.tracing.fake.kernel_dispatch import FakeKernels
 from lowtide.tracing.fake.kernels import FIXES, SUBSTITUTES, lstm_workspace_bytes
 from tests.soak import count, in_soak
@@ -358,7 +359,7 @@ def test_every_fix_gives_what_the_real_op_gives_on_a_gpu(op):
             except RuntimeError as error:
                 refused.append(str(error).splitlines()[0])
                 continue
-            with FakeTensorMode(), FakeKernels({}, {op: FIXES[op]}):
+            with FakeTensorMode(), FakeKernels({**SUBSTITUTES, **GPU_SUBSTITUTES}, {op: FIXES[op]}):
                 assert described(call()) == real
     if len(refused) == len(CALLS[op]):
         pytest.skip(f"not on a GPU: {'; '.join(refused)}")

@@ -7,7 +7,7 @@ GPU (attention, recurrent layers).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -198,6 +198,36 @@ def _restrided(out: Tensor, input: Tensor, weight: Tensor) -> Tensor:
     return torch.empty_like(out, memory_format=nhwc)
 
 
+def _fft_r2c(input: Tensor, dims: list[int], _normalization: int, onesided: bool) -> Tensor:
+    """A transform of cuFFT's. Torch 2.11 fails for dimensions that do not ascend, or orders the result wrongly."""
+    shape, order = list(input.shape), cufft_order(input.stride(), dims, onesided=onesided)
+    if onesided:
+        shape[dims[-1]] = shape[dims[-1]] // 2 + 1
+    dtype = torch.promote_types(input.dtype, torch.complex32)
+    result = input.new_empty([shape[dim] for dim in order], dtype=dtype)
+    return result.permute(*(order.index(dim) for dim in range(input.ndim)))
+
+
+def cufft_order(stride: Sequence[int], dims: Sequence[int], *, onesided: bool) -> list[int]:
+    """The dimensions of a result, the outermost first: each call of cuFFT makes its own the innermost ones.
+
+    One call takes at most three dimensions. Torch splits also those that begin with the first two, and then mirrors a
+    result that is not ``onesided`` into a contiguous one.
+    """
+    waiting = list(dims)
+    is_split = len(dims) > 3 or waiting[:2] == [0, 1]
+    if is_split and not onesided:
+        return [*range(len(stride))]
+    order = sorted(range(len(stride)), key=lambda dim: -stride[dim])
+    calls = [waiting[-1:]] if is_split else [waiting]
+    for call in calls:
+        order = [dim for dim in order if dim not in call] + call
+        waiting = [dim for dim in waiting if dim not in call]
+        if waiting:
+            calls.append(sorted(waiting, key=order.index)[-3:])
+    return order
+
+
 # Fake kernels that choose otherwise than the GPU's.
 GPU_FIXES: dict[Any, Callable[..., Any]] = {
     aten.convolution.default: _convolution,
@@ -211,6 +241,9 @@ GPU_SUBSTITUTES: dict[Any, Callable[..., Any]] = {
     aten._cudnn_rnn.default: _cudnn_rnn,
     aten._cudnn_rnn_backward.default: _cudnn_rnn_backward,
 }
+
+if torch.__version__ < "2.13":  # whose own is right
+    GPU_SUBSTITUTES[aten._fft_r2c.default] = _fft_r2c
 
 # Composite functions that look at data pointers or at cuDNN, and would fail on fake tensors.
 _RECURRENT: dict[Any, Callable[..., Any]] = {

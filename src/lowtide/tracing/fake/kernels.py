@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -272,40 +272,7 @@ def _fft_r2c(out: Tensor, input: Tensor, dims: list[int], *_args: Any, **_kwargs
         return out
     stride = input.stride()
     order = sorted(range(input.ndim), key=lambda dim: (dim == dims[-1], dim in dims, -stride[dim]))
-    return _in_order(out, out.shape, order)
-
-
-def _fft_r2c_on_gpu(input: Tensor, dims: list[int], normalization: int, onesided: bool) -> Tensor:
-    """The fake kernel fails for dimensions that do not ascend, and orders others wrongly."""
-    if input.device.type != "cuda":
-        return aten._fft_r2c.default(input, dims, normalization, onesided)
-    shape = list(input.shape)
-    if onesided:
-        shape[dims[-1]] = shape[dims[-1]] // 2 + 1
-    result = input.new_empty(0, dtype=torch.promote_types(input.dtype, torch.complex32))
-    return _in_order(result, shape, _cufft_order(input.stride(), dims))
-
-
-def _in_order(like: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
-    """A tensor whose dimensions lie in an order, the outermost first."""
-    return like.new_empty([shape[dim] for dim in order]).permute(*map(order.index, range(len(order))))
-
-
-def _cufft_order(stride: Sequence[int], dims: Sequence[int]) -> list[int]:
-    """The dimensions of a GPU's result, the outermost first: each call of cuFFT makes its own the innermost ones.
-
-    One call takes at most three dimensions. Torch splits also those that begin with the first two.
-    """
-    order = sorted(range(len(stride)), key=lambda dim: -stride[dim])
-    is_split = len(dims) > 3 or list(dims[:2]) == [0, 1]
-    waiting = list(dims)
-    calls = [waiting[-1:]] if is_split else [waiting]
-    for call in calls:
-        order = [dim for dim in order if dim not in call] + call
-        waiting = [dim for dim in waiting if dim not in call]
-        if waiting:
-            calls.append(sorted(waiting, key=order.index)[-3:])
-    return order
+    return out.new_empty([out.shape[dim] for dim in order]).permute(*(order.index(dim) for dim in range(input.ndim)))
 
 
 # -- the table -----------------------------------------------------------------------------------------
@@ -406,4 +373,3 @@ FIXES: dict[Any, Fix] = {
 if torch.__version__ < "2.13":  # whose own are right
     FIXES.update(_named((f"{kind}_pad2d" for kind in _PADDINGS), _on_cpu(_suggested(0))))
     FIXES[aten._fft_r2c.default] = _on_cpu(_fft_r2c)
-    SUBSTITUTES[aten._fft_r2c.default] = _fft_r2c_on_gpu
