@@ -213,11 +213,15 @@ SPREADS = dict.fromkeys(
 
 
 def table(name: str, *, results: Path = RESULTS) -> str:
-    """The latest rows of a benchmark as Markdown, and a line on where they come from."""
+    """The latest rows of a benchmark as Markdown, and a line on where they come from.
+
+    ``name`` may end in ``since 2026-11-19``, which leaves older rows out.
+    """
+    name, _, since = name.partition(" since ")
     path = results / f"{name}.csv"
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: run lowtide bench {name} first")
-    latest = {(e["hardware"], e["case"], e["subject"], e["metric"]): e for e in read(path)}
+    latest = {(e["hardware"], e["case"], e["subject"], e["metric"]): e for e in read(path) if e["date"] >= since}
     parts: list[str] = []
     for hardware in dict.fromkeys(e["hardware"] for e in latest.values()):
         mine = [e for e in latest.values() if e["hardware"] == hardware]
@@ -239,7 +243,8 @@ def render(rows: Sequence[Row]) -> str:
     """Rows as a Markdown table: a line for each case and subject, a column for each metric."""
     metrics = list(dict.fromkeys(row.metric for row in rows))
     cells: dict[tuple[str, str], dict[str, str]] = {}
-    for row in rows:
+    cases = list(dict.fromkeys(row.case for row in rows))
+    for row in sorted(rows, key=lambda row: cases.index(row.case)):  # jobs side by side append in turns
         cells.setdefault((row.case, row.subject), {})[row.metric] = str(row)
     lines = [["", "", *metrics], ["---"] * 2 + ["---:"] * len(metrics)]
     previous = ""
@@ -296,8 +301,8 @@ _SHARED: dict[str, dict[str, Any]] = {
     "results": {"type": Path, "default": RESULTS, "help": "where the rows go"},
 }
 
-_START = re.compile(r"^<!-- table: ([\w-]+) -->$", re.MULTILINE)
-_BLOCK = re.compile(r"^(<!-- table: ([\w-]+) -->)$\n(?:(?!^<!-- table:).)*?^(<!-- end -->)$", re.MULTILINE | re.DOTALL)
+_START = re.compile(r"^<!-- table: ([\w -]+) -->$", re.MULTILINE)
+_BLOCK = re.compile(r"^(<!-- table: ([\w -]+) -->)$\n(?:(?!^<!-- table:).)*?^(<!-- end -->)$", re.MULTILINE | re.DOTALL)
 
 
 def _row(entry: Mapping[str, str]) -> Row:

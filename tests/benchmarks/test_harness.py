@@ -84,17 +84,21 @@ def test_a_table_shows_the_latest_row_of_each_key(tmp_path: Path) -> None:
     ]
     assert "benchmarks/results/demo.csv" in table
     assert torch.__version__ in table
+    assert harness.table("demo since 2020-01-01", results=tmp_path) == table
+    assert harness.table("demo since 2999-01-01", results=tmp_path) == ""
 
 
 def test_documents_get_their_tables_between_the_markers_and_nothing_else(tmp_path: Path) -> None:
     harness.record("demo", [harness.Row.of("case", "ours", "time", [0.5], "s")], results=tmp_path)
     page = tmp_path / "docs" / "deep" / "page.md"
     page.parent.mkdir(parents=True)
-    page.write_text("# Before\n\n<!-- table: demo -->\nstale\n<!-- end -->\n\nAfter `<!-- table: demo -->`\n")
+    page.write_text(
+        "# Before\n\n<!-- table: demo since 2020-01-01 -->\nstale\n<!-- end -->\n\nAfter `<!-- table: demo -->`\n"
+    )
     (tmp_path / "README.md").write_text("no tables\n")
     assert harness.fill_documents(tmp_path, results=tmp_path) == [page]
     text = page.read_text()
-    assert text.startswith("# Before\n\n<!-- table: demo -->\n|  |  | time |\n")
+    assert text.startswith(f"# Before\n\n{marker}\n|  |  | time |\n")
     assert text.endswith("<!-- end -->\n\nAfter `<!-- table: demo -->`\n")
     assert "stale" not in text
     assert harness.fill_documents(tmp_path, results=tmp_path) == []

@@ -23,6 +23,7 @@ from lowtide.techniques.technique import Fidelity
 from lowtide.tracing.capture.joint import Joint
 from lowtide.tracing.snapshot import unchanged
 from tests.models import squares
+from tests.soak import count
 
 from ..counting import assert_equal, executed_peak, plain_results, results
 from ..lowered import convolutions, language_model
@@ -37,7 +38,7 @@ def with_dropout() -> Workload:
 
 
 WORKS: dict[str, Callable[[], Workload]] = {
-    "convolutions": lambda: convolutions(blocks=4),
+    "convolutions": lambda: convolutions(blocks=count(2, soak=4)),
     "dropout": with_dropout,
     "GPT-2": lambda: language_model(dropout=0.2),
 }

@@ -22,6 +22,7 @@ from tests.models import InTurn, squares
 
 from ...engines.counting import assert_equal, executed_peak, plain_results, results
 from ...engines.lowered import convolutions, language_model
+from ...soak import in_soak
 
 
 def problem_of(joint: Joint, **settings: Any) -> Problem:
@@ -34,7 +35,7 @@ def solve(joint: Joint) -> list[Solution]:
 
 
 def check_bits_and_bytes(work: Workload) -> None:
-    for place in (0, -1):
+    for place in (-1, *in_soak([0])):
         solved: list[Solution] = []
 
         def planner(joint: Joint, solved: list[Solution] = solved, place: int = place) -> Program:
@@ -50,8 +51,8 @@ def check_bits_and_bytes(work: Workload) -> None:
 
 
 def test_programs_keep_the_bits_of_language_models_and_convolutions() -> None:
-    check_bits_and_bytes(language_model(dropout=0.2, layers=4))
-    check_bits_and_bytes(convolutions(blocks=4))
+    check_bits_and_bytes(language_model(dropout=0.2, layers=3))
+    check_bits_and_bytes(convolutions(blocks=3))
 
 
 def test_more_seconds_keep_fewer_bytes_between_the_passes() -> None:
@@ -98,7 +99,7 @@ def test_nothing_is_solved_where_no_blocks_are_alike_or_nobody_prefers_them() ->
 
 
 def test_programs_that_save_little_beside_equal_blocks_are_left_out() -> None:
-    joint = capture_joint(language_model(layers=6))
+    joint = capture_joint(language_model(layers=4))
     problem = problem_of(joint)
     whole = sum(problem.kernels.ops.seconds)
     offered = solutions(problem)

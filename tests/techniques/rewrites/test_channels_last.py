@@ -20,6 +20,7 @@ from lowtide.techniques.rewrites import channels_last
 from lowtide.techniques.rewrites.channels_last import lay_channels_last
 from lowtide.tracing.capture.joint import Joint
 from tests.models import Call, Then, squares
+from tests.soak import in_soak
 
 from ...engines.lowered import LoweredStep, convolutions, interpreted
 
@@ -180,7 +181,7 @@ def test_volumes_have_a_layout_of_their_own() -> None:
     agrees(step)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnext101", "unet", "densenet121"])
+@pytest.mark.parametrize("name", ["resnet18", *in_soak(["resnext101", "unet", "densenet121"])])
 def test_models_of_the_zoo_run_channels_last_under_autocast(name: str) -> None:
     step = LoweredStep(zoo.small(name, autocast=torch.bfloat16), lay_channels_last)
     lies_right(step)
@@ -189,7 +190,7 @@ def test_models_of_the_zoo_run_channels_last_under_autocast(name: str) -> None:
 
 
 @pytest.mark.usefixtures("exact")
-@pytest.mark.parametrize("name", ["resnet18", "unet", "densenet121"])
+@pytest.mark.parametrize("name", ["unet", *in_soak(["resnet18", "densenet121"])])
 def test_models_of_the_zoo_compute_what_plain_pytorch_does(name: str) -> None:
     work = zoo.small(name, optimizer="none")
     x, target = work.batch
