@@ -92,9 +92,8 @@ def test_documents_get_their_tables_between_the_markers_and_nothing_else(tmp_pat
     harness.record("demo", [harness.Row.of("case", "ours", "time", [0.5], "s")], results=tmp_path)
     page = tmp_path / "docs" / "deep" / "page.md"
     page.parent.mkdir(parents=True)
-    page.write_text(
-        "# Before\n\n<!-- table: demo since 2020-01-01 -->\nstale\n<!-- end -->\n\nAfter `<!-- table: demo -->`\n"
-    )
+    marker = "<!-- table: demo since 2020-01-01 -->"
+    page.write_text(f"# Before\n\n{marker}\nstale\n<!-- end -->\n\nAfter `<!-- table: demo -->`\n")
     (tmp_path / "README.md").write_text("no tables\n")
     assert harness.fill_documents(tmp_path, results=tmp_path) == [page]
     text = page.read_text()
