@@ -113,6 +113,8 @@ def test_timing_changes_nothing() -> None:
     state = torch.get_rng_state()
     lowtide.plan(work, "70%")
     assert_restored(work.model, before)
+    assert work.optimizer is not None
+    assert not work.optimizer.state  # which timed steps made
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in work.model.parameters())
 

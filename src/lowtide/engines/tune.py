@@ -192,14 +192,14 @@ def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], d
     """Time each planned step; infinite where it fails, with the reason. None is the plain step.
 
     They run in turns, since the speed of a machine drifts. Peaks of compiled plans, and of all on a GPU, are measured
-    too: see ``_is_measured``.
+    too: see ``_is_measured``. The step is restored once, at the end: that copies parameters and states to the host.
     """
     seconds = [inf for _ in plans]
     failed: dict[int, str] = {}
     peaks: dict[int, int] = {}
     whole = any(map(_steps_in_backward, plans))  # then a backward pass is more than the plain step's
     others, own = other_bytes(work, gradients=False), storage_sizes(work)
-    with ExitStack() as stack:
+    with unchanged(work), ExitStack() as stack:
         steps: dict[int, _Entering] = {}
         for index in [*range(len(plans))] * _ROUNDS:
             if index in failed:
@@ -207,7 +207,7 @@ def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], d
             try:
                 if index not in steps:
                     steps[index] = _step(work, plans[index], stack)
-                with unchanged(work), steps[index]() as step:
+                with steps[index]() as step:
                     seconds[index] = min(seconds[index], *best_seconds(step, whole=whole))
                     if index not in peaks and (work.device.type == "cuda" or compiles(plans[index])):
                         peak = measured_peak(step, others + moved_bytes(own, step))
