@@ -122,6 +122,7 @@ class Captures:
 
     shared: bool = False
     losses: list[Any] = field(default_factory=list[Any])
+    refused: str = ""  # why the loss was not captured, so that the call does not try again
 
 
 def check_workload(work: object, *, call: str) -> Workload:

@@ -78,6 +78,29 @@ def test_graphs_that_are_compiled_together_wait_for_their_kernels_once(monkeypat
         torch.testing.assert_close(code([x])[0], (x * factor).exp())
 
 
+def test_blocks_of_two_threads_follow_each_other_and_leave_inductor_as_it_was() -> None:
+    from torch._inductor.async_compile import AsyncCompile
+
+    plain, inside, done = AsyncCompile.wait, threading.Event(), threading.Event()
+
+    def other() -> None:
+        with compiled_together():
+            inside.set()
+            done.wait(60)
+
+    with compiled_together():
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert not inside.wait(0.1)
+        with compiled_together():  # within one thread they nest
+            pass
+        assert AsyncCompile.wait is not plain
+    assert inside.wait(60)
+    done.set()
+    thread.join()
+    assert AsyncCompile.wait is plain
+
+
 def test_ops_are_taken_apart_by_inductors_table_and_the_given_one() -> None:
     table = {aten.relu.default: lambda x: aten.maximum.default(x, aten.zeros_like.default(x))}
     module = graph_of((aten.relu.default, ([0],)), (aten.silu.default, ([1],)), inputs=1, outputs=(2,))

@@ -227,14 +227,15 @@ def test_a_compiled_plan_is_taken_at_once_where_it_is_measured_as_fast_as_the_pl
     work = chain()
     search = partial(tune.plans, work, "80%", lowtide.profile(work), permitted=Permission.of(()))
     monkeypatch.setattr(tune, "_times", times)
-    chosen = tune._compiled_alone(work, search.args[2], search, "auto")
+    chosen = tune._compiled_alone(work, search.args[2], search, "auto", tune._Trouble())
     assert (chosen is not None) == is_taken
     if chosen is not None:
         assert chosen.program is not None
         assert chosen.program.lowering == "compiled"
-    assert tune._compiled_alone(work, search.args[2], search, "eager") is None
+        assert "not looked for" in chosen.notes[-1]
+    assert tune._compiled_alone(work, search.args[2], search, "eager", tune._Trouble()) is None
     too_small = partial(tune.plans, work, 1, search.args[2], permitted=Permission.of(()))
-    assert tune._compiled_alone(work, search.args[2], too_small, "auto") is None
+    assert tune._compiled_alone(work, search.args[2], too_small, "auto", tune._Trouble()) is None
 
 
 @pytest.mark.gpu

@@ -45,6 +45,8 @@ class ToyCandidates:
     def choice(self, contender: Contender, budget_bytes: int) -> None:
         return None
 
+    def forget(self) -> None: ...
+
     def learn(self, program: ProgramChoice, excess_bytes: int) -> None:
         raise AssertionError("nothing of a toy is measured")
 

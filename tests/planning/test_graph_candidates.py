@@ -25,7 +25,7 @@ from lowtide.planning.programs.program import simulate
 from lowtide.profiling import Profile, profile
 from lowtide.techniques import Fidelity
 from lowtide.tracing.capture.joint import Joint
-from lowtide.tracing.capture.loss import capture_joint
+from lowtide.tracing.capture.loss import capture_joint, sharing_captures
 from lowtide.tracing.plain_aten.gradient_accumulation import held_by_call
 from lowtide.workload import Workload
 from tests.models import layers, squares
@@ -52,7 +52,7 @@ def found(work: Workload, plain: Profile) -> Plan:
     return plan(work, "60%", profile=plain, engine="graph", tune=False)
 
 
-def test_a_step_that_is_not_captured_is_tried_once_for_its_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_not_captured_is_tried_once_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaking(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).square().mean() if float(x.sum()) > -math.inf else x.sum()
 
@@ -67,15 +67,17 @@ def test_a_step_that_is_not_captured_is_tried_once_for_its_profile(monkeypatch: 
     work = Workload(nn.Linear(3, 3), breaking, torch.randn(2, 3))
     plain = profile(work)
     reasons: list[str] = []
-    for _ in range(2):
-        with pytest.raises(TraceError) as error:
-            graph_candidates(work, plain)
-        reasons.append(str(error.value))
+    with sharing_captures(work):
+        for _ in range(2):
+            with pytest.raises(TraceError) as error:
+                graph_candidates(work, plain)
+            reasons.append(str(error.value))
     assert reasons[0] == reasons[1]
     assert tried == [work]
-    with pytest.raises(TraceError):
-        graph_candidates(work, profile(work))
-    assert tried == [work, work]
+    for _ in range(2):
+        with pytest.raises(TraceError):
+            graph_candidates(work, plain)
+    assert tried == [work, work, work]
 
 
 # -- what a plan promises --------------------------------------------------------------------------------
@@ -211,6 +213,8 @@ def test_a_measured_peak_moves_the_predictions_of_its_lowering_alone(work: Workl
     assert peaks(candidates, "ops") == before["ops"]
     moved = zip(peaks(candidates, "compiled"), before["compiled"], strict=True)
     assert {after - first for after, first in moved} == {1024}
+    candidates.forget()
+    assert peaks(candidates, "compiled") == before["compiled"]
 
 
 def peaks(candidates: GraphCandidates, lowering: str) -> list[int]:

@@ -10,12 +10,11 @@ from lowtide import Workload, apply, plan, profile, zoo
 from lowtide.engines import step as steps
 from lowtide.tracing import step_state, trace
 from lowtide.tracing.step_state import (
+    UnusedStorages,
     held_tensors,
     modules_of,
-    moved_bytes,
     other_bytes,
     static_bytes,
-    storage_sizes,
     watch_modules,
 )
 from tests.models import squares
@@ -161,8 +160,11 @@ def test_storages_that_a_changed_step_does_not_use_are_counted_as_the_allocator_
     work = Workload(model, squares, torch.randn(2, 10), optimizer)
     work.compute_loss().backward()
     optimizer.step()
-    before = storage_sizes(work)
-    assert moved_bytes(before, work) == 0
+    unused = UnusedStorages(work)
+    assert unused.bytes_beside(work) == 0
     held = optimizer.state.pop(model.weight)
-    assert moved_bytes(before, work) == 512  # 400 bytes of momentum, in blocks of 512
-    assert held["momentum_buffer"].data_ptr() in before
+    assert unused.bytes_beside(work) == 512  # 400 bytes of momentum, in blocks of 512
+    del held
+    assert unused.bytes_beside(work) == 0  # it is freed
+    model.weight.data = model.weight.data.bfloat16()
+    assert unused.bytes_beside(work) == 0

@@ -15,6 +15,7 @@ from lowtide.compat.versions import Feature
 from lowtide.errors import PlanError
 
 _INDUCTOR = Feature("compiling regions", error=PlanError)
+_TOGETHER = threading.RLock()  # of the one block that replaces Inductor's wait
 
 
 @_INDUCTOR
@@ -39,30 +40,38 @@ def compiled_together() -> Generator[None]:
     """Wait for the kernels of all graphs that are compiled in a block at its end, not for each graph's own.
 
     Kernels are compiled by other processes, while Inductor writes the code of the next graph here. The code of a graph
-    cannot run before the end of the block. Graphs of other threads wait as usual.
+    cannot run before the end of the block. Graphs of other threads wait as usual; a block of another thread begins when
+    this one ends.
     """
-    waiting = importlib.import_module("torch._inductor.async_compile").AsyncCompile
-    wait: Callable[[Any, dict[str, Any]], None] = waiting.wait
     modules: list[tuple[Any, dict[str, Any]]] = []
-    thread = threading.get_ident()
+    with _TOGETHER:
+        waiting, wait = _waiting()
+        thread = threading.get_ident()
 
-    def later(compiling: Any, names: dict[str, Any]) -> None:
-        if threading.get_ident() == thread:
-            modules.append((compiling, names))
-        else:
-            wait(compiling, names)
+        def later(compiling: Any, names: dict[str, Any]) -> None:
+            if threading.get_ident() == thread:
+                modules.append((compiling, names))
+            else:
+                wait(compiling, names)
 
-    waiting.wait = later
-    try:
-        yield
-    finally:
-        waiting.wait = wait
+        waiting.wait = later
+        try:
+            yield
+        finally:
+            waiting.wait = wait
     kernels: dict[int, tuple[Any, Any]] = {}  # by the future that several modules may share, which is held meanwhile
     for compiling, names in modules:
         futures = {name: value for name, value in names.items() if hasattr(value, "result")}
         names.update({name: kernels[id(value)][1] for name, value in futures.items() if id(value) in kernels})
         wait(compiling, names)
         kernels.update((id(value), (value, names[name])) for name, value in futures.items())
+
+
+@_INDUCTOR
+def _waiting() -> tuple[Any, Callable[[Any, dict[str, Any]], None]]:
+    """Inductor's class that compiles kernels in other processes, and its function that waits for those of a module."""
+    compiler: Any = importlib.import_module("torch._inductor.async_compile").AsyncCompile
+    return compiler, compiler.wait
 
 
 @_INDUCTOR

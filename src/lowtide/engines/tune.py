@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 
 from lowtide.compat.dynamo import cause_of
 from lowtide.errors import BudgetError, PlanError
-from lowtide.planning.baseline import baseline_profile
+from lowtide.planning.baseline import OUT_OF_MEMORY, baseline_profile
 from lowtide.planning.budget import plans
 from lowtide.planning.candidate import Permission
 from lowtide.planning.combinations import leaves_gradients
-from lowtide.planning.engine import AUTO, ENGINES, engines_named
+from lowtide.planning.engine import AUTO, ENGINES, Candidates, engines_named
 from lowtide.planning.lowering import compiles
 from lowtide.planning.plan import Choice, Plan, ProgramChoice
 from lowtide.profiling import Profile
@@ -23,12 +23,13 @@ from lowtide.profiling.timing import best_seconds, has_ranks, measured_peak
 from lowtide.sizes import format_seconds, format_size
 from lowtide.tracing.capture.loss import sharing_captures
 from lowtide.tracing.snapshot import unchanged
-from lowtide.tracing.step_state import moved_bytes, other_bytes, storage_sizes
+from lowtide.tracing.step_state import UnusedStorages, other_bytes
 from lowtide.workload import Workload, check_workload
 
 _RIVALS = 3  # plans that are timed
 _ROUNDS = 2  # in turns
 _SEARCHES = 3  # at most, each with the bytes that plans of the one before measured; the last compiles nothing
+_ALONE = "It is as fast as the plain step, so plans that do not compile were not looked for (compile=False does)."
 _Part = TypeVar("_Part", Choice, ProgramChoice)
 _NOISE = 1.03  # a stricter plan is taken if it is at most this much slower
 
@@ -83,35 +84,62 @@ def plan(
         if most == 1:
             (only,) = search(engine=engine, compile=lowerings if is_here else False)
             return only
-        compiled = _compiled_alone(work, baseline, search, engine) if lowerings is None else None
-        search = partial(search, engine=engine, most=most)
-        return compiled or _measured(work, baseline, search, [*[lowerings] * _SEARCHES, False])
+        with _Trouble() as trouble:
+            if lowerings is None and permitted.is_default and OUT_OF_MEMORY not in baseline.graph.notes:
+                compiled = _compiled_alone(work, baseline, search, engine, trouble)
+                if compiled is not None:
+                    return compiled
+            search = partial(search, engine=engine, most=most)
+            return _measured(work, baseline, search, [*[lowerings] * _SEARCHES, False], trouble)
 
 
-def _compiled_alone(work: Workload, baseline: Profile, search: Callable[..., list[Plan]], engine: str) -> Plan | None:
+@dataclass
+class _Trouble:
+    """What was measured of compiled plans while one call plans: later calls begin anew."""
+
+    excess: int = 0  # bytes beyond their predictions
+    failed: list[str] = field(default_factory=list[str])
+    learned: list[Candidates] = field(default_factory=list[Candidates])  # which know of the excess
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self.learned:
+            each.forget()
+
+
+def _compiled_alone(
+    work: Workload, baseline: Profile, search: Callable[..., list[Plan]], engine: str, trouble: _Trouble
+) -> Plan | None:
     """The fastest compiled plan, if it is measured to be as fast as the plain step; otherwise None.
 
-    Other plans run the plain step's kernels, so looking for them would take time and give nothing faster.
+    Other plans run the same ops, or the plain step's, one after another. Searching for them takes most of planning. The
+    plan says that it was not done.
     """
     for each in engines_named(engine):
         if each.captures:
             with suppress(PlanError, BudgetError):  # not captured, or nothing fits
-                chosen = _measured(work, baseline, partial(search, engine=each.name), [True] * _SEARCHES)
+                alone = partial(search, engine=each.name)
+                chosen = _measured(work, baseline, alone, [True] * _SEARCHES, trouble)
                 if compiles(chosen) and chosen.seconds <= chosen.baseline.seconds:
-                    return chosen
+                    return replace(chosen, notes=(*chosen.notes, _ALONE))
     return None
 
 
 def _measured(
-    work: Workload, baseline: Profile, search: Callable[..., list[Plan]], lowerings: Sequence[bool | None]
+    work: Workload,
+    baseline: Profile,
+    search: Callable[..., list[Plan]],
+    lowerings: Sequence[bool | None],
+    trouble: _Trouble,
 ) -> Plan:
     """Time the plans of a search and take the fastest, measured to keep the budget.
 
     Where it does not, the search repeats with the bytes that it took beyond its prediction, for each of ``lowerings``:
     usually a few times, and at last without compiled plans. Raises ``BudgetError`` if no plan keeps the budget then.
     """
-    beside, reserved, excess, peak = baseline.graph.beside_bytes, 0, 0, 0
-    failed: list[str] = []
+    beside, reserved, peak, failed = baseline.graph.beside_bytes, 0, 0, False
     for number, compile in enumerate(lowerings):
         if failed and compile is not False:
             continue
@@ -122,21 +150,23 @@ def _measured(
                 raise
             continue  # with the measured bytes, no compiled plan fits
         if len(rivals) == 1 and not _is_measured(work, rivals[0]):
-            return _with_notes(rivals[0], excess, failed)
+            return _with_notes(rivals[0], trouble)
         try:
             chosen, peak = _fastest(work, rivals, beside)
         except PlanError as error:  # every step failed
             if compile is False:
                 raise
-            failed.append(str(error))
+            failed = True
+            trouble.failed.append(str(error))
             continue
         if peak <= chosen.budget_bytes:
-            return _with_notes(chosen, 0 if compiles(chosen) else excess, failed)
+            return _with_notes(chosen, trouble)
         more = peak - chosen.peak_bytes
-        excess += more if compiles(chosen) else 0
+        trouble.excess += more if compiles(chosen) else 0
         candidates = ENGINES[chosen.engine].candidates(work, baseline) if compiles(chosen) else None
         if candidates is not None and chosen.program is not None:
             candidates.learn(chosen.program, more)
+            trouble.learned.append(candidates)
         else:
             reserved = max(reserved, more)
     raise BudgetError(
@@ -146,10 +176,11 @@ def _measured(
     )
 
 
-def _with_notes(plan: Plan, excess: int, failed: Sequence[str]) -> Plan:
+def _with_notes(plan: Plan, trouble: _Trouble) -> Plan:
     """Note why compiled plans were left out, if they were."""
+    excess = 0 if compiles(plan) else trouble.excess
     note = f"Compiled plans measured {format_size(excess)} more than predicted, and none is taken."
-    return replace(plan, notes=(*plan.notes, *failed, *([note] if excess else [])))
+    return replace(plan, notes=(*plan.notes, *dict.fromkeys(trouble.failed), *([note] if excess else [])))
 
 
 def _is_measured(work: Workload, plan: Plan) -> bool:
@@ -198,7 +229,7 @@ def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], d
     failed: dict[int, str] = {}
     peaks: dict[int, int] = {}
     whole = any(map(_steps_in_backward, plans))  # then a backward pass is more than the plain step's
-    others, own = other_bytes(work, gradients=False), storage_sizes(work)
+    others, unused = other_bytes(work, gradients=False), UnusedStorages(work)
     with unchanged(work), ExitStack() as stack:
         steps: dict[int, _Entering] = {}
         for index in [*range(len(plans))] * _ROUNDS:
@@ -210,7 +241,7 @@ def _times(work: Workload, plans: Sequence[Plan | None]) -> tuple[list[float], d
                 with steps[index]() as step:
                     seconds[index] = min(seconds[index], *best_seconds(step, whole=whole))
                     if index not in peaks and (work.device.type == "cuda" or compiles(plans[index])):
-                        peak = measured_peak(step, others + moved_bytes(own, step))
+                        peak = measured_peak(step, others + unused.bytes_beside(step))
                         peaks.update({} if peak is None else {index: peak})
             except Exception as error:  # for any reason: this plan cannot be taken
                 seconds[index] = inf

@@ -71,7 +71,7 @@ def one_at_a_time(hook: _Hook) -> _Hook:
 
 def takes_one_at_a_time(hook: Any) -> bool:
     """Tell whether a hook around steps works where parameters are stepped one at a time, as in backward."""
-    return any(getattr(each, "one_at_a_time", False) for each in (hook, getattr(hook, "__self__", None)))
+    return any(getattr(each, "one_at_a_time", False) is True for each in (hook, getattr(hook, "__self__", None)))
 
 
 @one_at_a_time

@@ -123,6 +123,11 @@ class Permission:
         return self.forbidden.isdisjoint({*names, *candidate.rewrites}) and (is_named or is_open)
 
     @property
+    def is_default(self) -> bool:
+        """Whether nothing but bitwise and roundoff is open, and both are."""
+        return self.loosest is Fidelity.ROUNDOFF and not self.names
+
+    @property
     def offloads(self) -> bool:
         """Whether programs may copy values to the host."""
         return OFFLOAD in self.names

@@ -76,6 +76,10 @@ class Candidates(Protocol):
         """Note by how much a measured peak of a program was above its prediction."""
         ...
 
+    def forget(self) -> None:
+        """Go back to predictions."""
+        ...
+
 
 ENGINES: Registry[Engine] = Registry("engine")
 

@@ -94,6 +94,11 @@ class GraphCandidates:
         self._excess[program.lowering] = self._excess.get(program.lowering, 0) + excess_bytes
         self._simulated.clear()
 
+    def forget(self) -> None:
+        """Go back to predicted peaks."""
+        self._excess.clear()
+        self._simulated.clear()
+
     @property
     def fidelity(self) -> Fidelity:
         """The class that the captured graph's results earned, and no better than its ops.
@@ -281,13 +286,12 @@ def graph_candidates(work: Workload, plain: Profile) -> GraphCandidates:
         raise TraceError("A step that is only predicted is not captured")
     known = plain.findings.get(_CandidatesOfStep)
     if known is None or known.work() is not work:
-        failed = plain.findings.get(_FailedCapture)
-        if failed is not None and failed.work() is work:
-            raise TraceError(failed.reason)
+        if work.captures.refused:
+            raise TraceError(work.captures.refused)
         try:
             captured = capture_too_large(work, plain) if too_large else _steady_capture(work, plain)
         except TraceError as error:
-            plain.findings.keep(_FailedCapture(weakref.ref(work), str(error)))
+            work.captures.refused = str(error) if work.captures.shared else ""
             raise
         graph = captured.capture.graph
         candidates = GraphCandidates(
@@ -312,14 +316,6 @@ class _CandidatesOfStep:
 
     work: weakref.ref[Workload]
     candidates: GraphCandidates
-
-
-@dataclass(frozen=True)
-class _FailedCapture:
-    """Why a step was not captured, for its profile."""
-
-    work: weakref.ref[Workload]
-    reason: str
 
 
 def _steady_capture(work: Workload, plain: Profile) -> ComparedCapture:

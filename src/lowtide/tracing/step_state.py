@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import suppress
 from functools import partial
 from types import CellType, FunctionType, MemberDescriptorType, MethodType
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide.compat.modules import own_attributes, own_buffers, own_parameters
@@ -163,22 +164,24 @@ def own_storages(work: Workload, *, gradients: bool = True) -> list[torch.Untype
 
 def static_bytes(work: Workload) -> int:
     """Count the bytes that a step finds and leaves, each storage once, without gradients."""
-    return sum(storage_sizes(work).values())
+    return sum(_sizes(own_storages(work, gradients=False)))
 
 
-def storage_sizes(work: Workload, *, gradients: bool = False) -> dict[int, int]:
-    """Map the address of each storage that a step finds and leaves to its bytes, with those of gradients if asked."""
-    storages = own_storages(work, gradients=gradients)
-    return {address: storage.nbytes() for storage in storages if (address := storage.data_ptr())}
+class UnusedStorages:
+    """Storages of a step that a change of it leaves alive and does not use. Inside of ``unchanged`` there may be some.
 
-
-def moved_bytes(sizes: Mapping[int, int], work: Workload) -> int:
-    """Count the bytes of storages, from ``storage_sizes`` of the plain step, that a changed step does not use.
-
-    Inside of ``unchanged`` they are still held, such as optimizer states that the changed step has on the host.
+    Such are optimizer states that the changed step has on the host. Storages are not held here.
     """
-    now = storage_sizes(work)
-    return sum(rounded(size) for address, size in sizes.items() if address not in now)
+
+    def __init__(self, work: Workload) -> None:
+        storages = {storage.data_ptr(): storage for storage in own_storages(work, gradients=False)}
+        self._sizes = [(StorageWeakRef(each), each.nbytes()) for address, each in storages.items() if address]
+
+    def bytes_beside(self, changed: Workload) -> int:
+        """Count their bytes as the allocator of a GPU does."""
+        used = {StorageWeakRef(storage).cdata for storage in own_storages(changed, gradients=False)}
+        alive = ((each.cdata, size) for each, size in self._sizes if not each.expired())
+        return sum(rounded(size) for cdata, size in alive if cdata not in used)
 
 
 def other_bytes(work: Workload, *, gradients: bool = True) -> int:
@@ -188,5 +191,10 @@ def other_bytes(work: Workload, *, gradients: bool = True) -> int:
     """
     if work.device.type != "cuda":
         return 0
-    own = storage_sizes(work, gradients=gradients).values()
+    own = _sizes(own_storages(work, gradients=gradients))
     return max(0, tensor_bytes(work.device) - sum(map(rounded, own)))
+
+
+def _sizes(storages: Iterable[torch.UntypedStorage]) -> Iterable[int]:
+    """The bytes of each storage, each once."""
+    return {address: storage.nbytes() for storage in storages if (address := storage.data_ptr())}.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -112,3 +113,12 @@ def test_programs_that_save_little_beside_equal_blocks_are_left_out() -> None:
     every = solutions(problem_of(joint, prefers_blocks=False))
     assert min(each.estimate_bytes for each in offered) == min(each.estimate_bytes for each in every)
     assert len(offered) - len(alike) < len(every)
+
+
+def test_results_that_cost_nothing_are_recomputed_from_the_first_program_on() -> None:
+    joint = capture_joint(language_model(layers=3))
+    free_of_charge = Problem(joint, fused_seconds(joint, lambda _: 0.0), prefers_blocks=True)
+    first = BlockSolver().solve(free_of_charge)[0]
+    everything = solutions(replace(free_of_charge, prefers_blocks=False))[0]
+    assert first.seconds == everything.seconds == 0.0
+    assert first.program.recomputed > 0

@@ -60,7 +60,7 @@ class BlockSolver:
         passed = frozenset(op for blocks in kinds for block in blocks for op in _passed(kernels, block))
         free = frozenset(op for op in range(ops.backward) if problem.is_free(kernels.nodes[op])) - passed
         recomputed = [*_recomputed(kernels, kinds, free)]
-        every = max(1, len(recomputed) // _PROGRAMS)
+        every = -(-len(recomputed) // _PROGRAMS)
         timelines: list[RunTimeline] = []
         for each in dict.fromkeys((*recomputed[::every], recomputed[-1])):
             kept = frozenset(range(ops.backward)) - each
@@ -73,20 +73,25 @@ def _recomputed(
 ) -> Iterator[frozenset[int]]:
     """Sets of ops whose results are not kept, each larger than the one before."""
     steps: list[_NextStep] = []
+    now = frozenset(free)
     for kind, blocks in enumerate(kinds):
         ways = _hull(_ways(kernels, blocks[0], free))
+        for block in blocks:
+            now |= _in_block(block, ways[0], blocks[0])
         for before, after in pairwise(ways):
-            ratio = (after.seconds - before.seconds) / (before.bytes - after.bytes)
-            places = [blocks[0].index(op) for op in after.recomputed]
+            ratio = _ratio(before, after)
             steps += (
-                _NextStep(ratio, kind, index, frozenset(block[place] for place in places))
-                for index, block in enumerate(blocks)
+                _NextStep(ratio, kind, index, _in_block(block, after, blocks[0])) for index, block in enumerate(blocks)
             )
-    now = frozenset(free)
     yield now
     for step in sorted(steps, key=lambda step: (step.ratio, step.kind, step.block)):
         now |= step.recomputed
         yield now
+
+
+def _in_block(block: Sequence[int], way: _KeptBlock, first: Sequence[int]) -> frozenset[int]:
+    """The ops that a way of the first block of a kind recomputes, as ops of another one."""
+    return frozenset(op for op, alike in zip(block, first, strict=True) if alike in way.recomputed)
 
 
 def _kinds(kernels: JointOps) -> list[list[list[int]]]:
@@ -104,10 +109,12 @@ def _kinds(kernels: JointOps) -> list[list[list[int]]]:
 
 def _outline(kernels: JointOps, members: Sequence[int]) -> tuple[object, ...]:
     """What a block computes: equal for blocks that are alike."""
-    place = {op: index for index, op in enumerate(members)}
+    place, passed = {op: index for index, op in enumerate(members)}, _passed(kernels, members)
     return tuple(
         (
             str(kernels.nodes[op].target),
+            op in passed,
+            op in kernels.ops.repeatable,
             tuple(kernels.ops.bytes[value] for value in kernels.ops.makes[op]),
             tuple(place.get(source, -1) for source in kernels.ops.sources[op]),
         )

@@ -165,7 +165,7 @@ def sharing_captures(work: Workload) -> Generator[None]:
     try:
         yield
     finally:
-        captures.shared = False
+        captures.shared, captures.refused = False, ""
         while captures.losses:
             captures.losses.pop().end_sharing()
 
