@@ -81,3 +81,12 @@ def test_rewrites_of_a_graph_are_forbidden_by_name_and_need_roundoff() -> None:
     coded = Candidate("graph", "a program", Price(Fidelity.APPROXIMATE), 0, "rewritten", ("fewbit",), ("batchnorm",))
     assert Permission.of("fewbit")(coded)
     assert not Permission.of(["bitwise", "fewbit"])(coded)
+
+
+@pytest.mark.parametrize(
+    ("allow", "is_default"),
+    [((), True), ("roundoff", True), ("bitwise", False), ("changed", False), (["offload"], False)],
+    ids=str,
+)
+def test_a_default_permission_opens_roundoff_and_nothing_else(allow: str | list[str], is_default: bool) -> None:
+    assert Permission.of(allow, "microbatch").is_default is is_default
