@@ -63,7 +63,8 @@ def plan(
     ``compile=True`` has Inductor compile regions, with roundoff and dropout masks of their own. "auto" does so on a
     GPU, where it measures faster.
 
-    Up to three plans with close predictions run a few steps. The fastest is taken, with its measured seconds.
+    On a GPU, a compiled plan that measures as fast as the plain step is taken at once, unless ``allow`` opens more than
+    roundoff. Otherwise, up to three plans with close predictions run a few steps. The fastest is taken, with its measured seconds.
     ``tune=False`` skips that, and so does a process group, whose ranks need one plan. Then, for one profile, a larger
     budget never gives a plan that is predicted slower. If nothing fits, ``BudgetError`` names a budget that works, who
     holds the bytes, and what to allow for less.
@@ -95,7 +96,7 @@ def plan(
 
 @dataclass
 class _Trouble:
-    """What was measured of compiled plans while one call plans: later calls begin anew."""
+    """Failures and excess bytes of compiled plans, collected in one call of ``plan`` and forgotten at its end."""
 
     excess: int = 0  # bytes beyond their predictions
     failed: list[str] = field(default_factory=list[str])

@@ -108,7 +108,7 @@ def _kinds(kernels: JointOps) -> list[list[list[int]]]:
 
 
 def _outline(kernels: JointOps, members: Sequence[int]) -> tuple[object, ...]:
-    """What a block computes: equal for blocks that are alike."""
+    """Describe the ops of a block. Blocks that compute the same have equal descriptions."""
     place, passed = {op: index for index, op in enumerate(members)}, _passed(kernels, members)
     return tuple(
         (
