@@ -64,10 +64,10 @@ def plan(
     GPU, where it measures faster.
 
     On a GPU, a compiled plan that measures as fast as the plain step is taken at once, unless ``allow`` opens more than
-    roundoff. Otherwise, up to three plans with close predictions run a few steps. The fastest is taken, with its measured seconds.
-    ``tune=False`` skips that, and so does a process group, whose ranks need one plan. Then, for one profile, a larger
-    budget never gives a plan that is predicted slower. If nothing fits, ``BudgetError`` names a budget that works, who
-    holds the bytes, and what to allow for less.
+    roundoff. Otherwise, up to three plans with close predictions run a few steps. The fastest is taken, with its
+    measured seconds. ``tune=False`` skips that, and so does a process group, whose ranks need one plan. Then, for one
+    profile, a larger budget never gives a plan that is predicted slower. If nothing fits, ``BudgetError`` names a
+    budget that works, who holds the bytes, and what to allow for less.
     """
     check_workload(work, call="lowtide.plan(work, budget)")
     is_here = not fake and device in (None, work.device.type) and work.device.type != "meta"
