@@ -48,9 +48,12 @@ class Applied(Undo):
     """An undo that also has the step to run until it is called.
 
     A change inside the model keeps the workload. A change to the step has another workload over the same model: with
-    another loss, autocast or optimizer.
+    another loss, autocast or optimizer. ``pause`` frees memory that the step holds between its runs, for something else
+    that runs the model.
     """
 
-    def __init__(self, work: Workload, *actions: Callable[[], object]) -> None:
+    def __init__(
+        self, work: Workload, *actions: Callable[[], object], pause: Callable[[], object] = lambda: None
+    ) -> None:
         super().__init__(*actions)
-        self.work = work
+        self.work, self.pause = work, pause

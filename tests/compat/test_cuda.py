@@ -28,6 +28,17 @@ def test_a_gpu_sleeps_for_some_cycles() -> None:
 
 
 @pytest.mark.gpu
+def test_workspaces_of_products_are_freed() -> None:
+    a = torch.ones(64, 64, device="cuda")
+    cuda.clear_matmul_workspaces()
+    before = torch.cuda.memory_allocated()
+    a @ a
+    assert torch.cuda.memory_allocated() > before
+    cuda.clear_matmul_workspaces()
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.gpu
 def test_cudnn_keeps_bytes_for_backward_where_torch_takes_it() -> None:
     x, vector = torch.ones(4, 8, 5, 5, device="cuda"), torch.ones(8, device="cuda")
     out = torch.ops.aten.cudnn_batch_norm.default(x, vector, vector, vector.clone(), vector.clone(), True, 0.1, 1e-5)

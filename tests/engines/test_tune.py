@@ -17,8 +17,8 @@ from lowtide.engines.lowering import compiled
 from lowtide.errors import BudgetError, PlanError
 from lowtide.planning import Plan
 from lowtide.planning.candidate import Permission
-from lowtide.profiling import timing
-from lowtide.techniques.technique import Fidelity
+from lowtide.profiling import Profile, timing
+from lowtide.techniques.technique import Fidelity, Option
 from lowtide.workload import Workload
 from tests.models import blocks, squares
 
@@ -293,3 +293,70 @@ def test_a_step_that_never_keeps_its_budget_is_refused(monkeypatch: pytest.Monke
 def test_a_wish_to_compile_what_cannot_be_compiled_is_refused(ways: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match="compile"):
         lowtide.plan(chain(), "70%", compile=True, **ways)
+
+
+# -- recorded as CUDA graphs -----------------------------------------------------------------------------
+
+_Planned = tuple[Workload, Profile, Plan]
+
+
+@pytest.fixture(scope="module")
+def on_graph() -> _Planned:
+    work = Workload(blocks(4, 16), squares, torch.randn(256, 16))
+    plain = lowtide.profile(work)
+    chosen = lowtide.plan(work, "75%", profile=plain, engine="graph", compile=False, tune=False)
+    return work, plain, replace(chosen, seconds=1.0, peak_bytes=chosen.budget_bytes)
+
+
+@pytest.mark.parametrize(
+    ("measured", "is_recorded", "reserved"),
+    [
+        ([(0.5, -1)], True, []),  # faster, a byte below the budget
+        ([(0.98, -1)], False, []),  # as fast as without, within noise
+        ([(0.5, 100), (0.6, -1)], True, [100]),
+        ([(0.5, 100), (0.6, 110), (0.7, -1)], True, [100, 110]),
+        ([(0.5, 100), (0.6, 110), (0.7, 5), (0.1, -1)], False, [100, 110]),  # enough was tried
+        ([(0.5, 100), (1.2, -1)], False, [100]),  # slower than the plan as it was
+        ([(0.5, 100), BudgetError("nothing fits")], False, [100]),
+        ([PlanError("it cannot be recorded")], False, []),
+    ],
+)
+def test_a_plan_is_recorded_where_that_is_faster_and_fits(
+    measured: list[Any], is_recorded: bool, reserved: list[int], on_graph: _Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, plain, as_it_is = on_graph
+    results, asked = list(measured), list[int]()
+
+    def fastest(_: Workload, rivals: list[Plan], beside: int) -> tuple[Plan, int]:
+        (rival,), result = rivals, results.pop(0)
+        assert rival.program is not None
+        assert rival.program.is_recorded
+        if isinstance(result, Exception):
+            raise result
+        return replace(rival, seconds=result[0]), rival.budget_bytes + result[1]
+
+    def search(*, engine: str, compile: bool, reserved: int) -> list[Plan]:
+        asked.append(reserved)
+        if isinstance(results[0], BudgetError):
+            raise results[0]
+        return [as_it_is]
+
+    monkeypatch.setattr(tune, "_fastest", fastest)
+    monkeypatch.setattr(Workload, "device", torch.device("cuda"))
+    chosen = tune._recorded(work, plain, search, as_it_is)
+    assert chosen.program is not None
+    assert chosen.program.is_recorded == is_recorded
+    assert asked == reserved
+    assert chosen is as_it_is or chosen.peak_bytes == as_it_is.budget_bytes - 1
+
+
+def test_plans_on_a_cpu_or_that_leave_no_gradients_are_not_recorded(
+    on_graph: _Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, plain, as_it_is = on_graph
+    assert tune._recorded(work, plain, lambda **_: [], as_it_is) is as_it_is
+    monkeypatch.setattr(Workload, "device", torch.device("cuda"))
+    eager = replace(as_it_is, program=None)
+    assert tune._recorded(work, plain, lambda **_: [], eager) is eager
+    monkeypatch.setattr(Plan, "options", [Option("optimizer_in_backward", ("",))])
+    assert tune._recorded(work, plain, lambda **_: [], as_it_is) is as_it_is

@@ -118,6 +118,20 @@ def test_tensor_bytes_leave_out_two_workspaces_of_cublas(monkeypatch):
     assert meter.tensor_bytes(torch.device("cuda", 0)) == 512 + 3 * 32 * MIB
 
 
+def test_pools_of_cuda_graphs_hold_what_is_free_in_them(monkeypatch):
+    def segment(device, pool, total, allocated):
+        return {"device": device, "segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
+
+    segments = [
+        segment(0, (0, 0), 50, 10),
+        segment(0, (0, 1), 30, 10),
+        segment(0, (0, 2), 5, 5),
+        segment(1, (0, 1), 9, 0),
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert meter.pooled_bytes(torch.device("cuda", 0)) == 20
+
+
 @pytest.mark.gpu
 def test_matrix_products_leave_no_other_bytes_behind():
     x = torch.ones(256, 256, device="cuda", requires_grad=True)

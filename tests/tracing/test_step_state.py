@@ -120,7 +120,10 @@ def test_bytes_beyond_the_steps_own_are_others(monkeypatch):
     work = Workload(nn.Linear(64, 64), squares, torch.randn(8, 64))
     assert other_bytes(work) == 0  # on a CPU
     monkeypatch.setattr(Workload, "device", torch.device("cuda"))
-    for requested, others in ((10 * MIB, 10 * MIB), (-1, 0)):
+    pools = [7 * MIB]
+    monkeypatch.setattr(step_state, "pooled_bytes", lambda _: sum(pools))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pools.append(-2 * MIB))  # of a graph that is gone
+    for requested, others in ((10 * MIB, 15 * MIB), (-100 * MIB, 0)):
         monkeypatch.setattr(step_state, "tensor_bytes", lambda _, size=requested: size)
         assert other_bytes(work) == others  # nothing of the step is on a GPU
 

@@ -36,6 +36,13 @@ def sleep(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
+@TRIED
+def clear_matmul_workspaces() -> None:
+    """Free the memory that cuBLAS keeps for each stream. The next product of matrices takes it anew."""
+    torch_c: Any = torch._C
+    torch_c._cuda_clearCublasWorkspaces()
+
+
 @CAPTURE
 def batchnorm_reserve_bytes(x: Tensor) -> int:
     """Return the bytes that cuDNN's batch norm keeps in training for its backward."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,9 +32,7 @@ class Runner:
 
     def __call__(self, *inputs: Any) -> tuple[Tensor]:
         with torch.no_grad(), without_autocast():  # the graph has its casts
-            *results, loss = self._run_forward(list(inputs))
-            self._move(inputs, results)
-        cells = dict(zip(self.kept, results[self.mutated :], strict=True))
+            loss, cells = self.run_forward(list(inputs))
         cells.update({cell: cells[cell].detach() for cell in self.shown})  # the loss itself will hold the run
         run = _Run(loss, cells, {cell: version_of(cells[cell]) for cell in self.shown})
         before: Any = None
@@ -53,11 +51,21 @@ class Runner:
         for into, new in groups.values():
             _aten._foreach_copy_(into, new)
 
-    def _run_forward(self, inputs: list[Any]) -> list[Tensor]:
-        """New values of buffers, kept values, and the loss."""
-        results = list(self.forward(inputs))
+    def run_forward(self, inputs: list[Any]) -> tuple[Tensor, dict[Value, Any]]:
+        """Run the forward pass: the loss, and the values that backward reads. Buffers get their new values."""
+        results = list(self.forward(list(inputs)))
         loss = results.pop(self.mutated)
-        return [*results, loss.clone() if is_view(loss) else loss]
+        self._move(inputs, results)
+        return loss.clone() if is_view(loss) else loss, dict(zip(self.kept, results[self.mutated :], strict=True))
+
+    def run_backward(
+        self, inputs: Sequence[Any], cells: dict[Value, Any], tangent: Tensor
+    ) -> Iterator[tuple[int, Tensor | None]]:
+        """Run the whole backward pass: the place of each input that has a gradient, and its gradient."""
+        for piece in self.pieces:
+            given = [] if piece.index else [tangent]
+            complete = run_piece(piece, cells, [inputs[place] for place in piece.inputs_read], given)
+            yield from zip(piece.inputs, complete, strict=True)
 
 
 @dataclass
@@ -98,24 +106,35 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         run, piece = ctx.run, ctx.piece
-        if torch.is_grad_enabled():
-            raise LowtideError(
-                "Gradients of gradients do not go through a planned step",
-                hint="Leave out create_graph=True, or undo the plan: step.undo().",
-            )
-        if piece.index in run.done:
-            raise LowtideError(
-                "A planned step's backward pass runs once: its saved values are freed",
-                hint="Compute the loss again, or undo the plan: step.undo().",
-            )
+        check_backward(piece.index in run.done)
         if run.versions:
             run.check_versions(piece)
         run.done.add(piece.index)
-        values = [run.cells.pop(cell) if is_last else run.cells[cell] for cell, is_last in piece.cells]
-        values += ctx.saved_tensors[: len(piece.inputs_read)]
-        if piece.index == 0:
-            values += gradients
+        read = ctx.saved_tensors[: len(piece.inputs_read)]
         with without_autocast():
-            *complete, results = piece.run(values)
-        run.cells.update(zip(piece.results, results, strict=True))
+            complete = run_piece(piece, run.cells, read, () if piece.index else gradients)
         return None, None, None, None if ctx.is_last else gradients[0].new_empty(0), *complete
+
+
+def run_piece(piece: Piece, cells: dict[Value, Any], read: Sequence[Any], tangents: Sequence[Tensor]) -> list[Any]:
+    """Run a piece of the backward pass: gradients that it completes. Cells lose what it is the last to read."""
+    values = [cells.pop(cell) if is_last else cells[cell] for cell, is_last in piece.cells]
+    values += read
+    values += tangents
+    *complete, results = piece.run(values)
+    cells.update(zip(piece.results, results, strict=True))
+    return complete
+
+
+def check_backward(is_done: bool) -> None:
+    """Raise an error where a planned step's backward pass cannot run: as part of a graph, or twice."""
+    if torch.is_grad_enabled():
+        raise LowtideError(
+            "Gradients of gradients do not go through a planned step",
+            hint="Leave out create_graph=True, or undo the plan: step.undo().",
+        )
+    if is_done:
+        raise LowtideError(
+            "A planned step's backward pass runs once: its saved values are freed",
+            hint="Compute the loss again, or undo the plan: step.undo().",
+        )

@@ -24,6 +24,7 @@ from lowtide.engines.lowering.graph_code import boxed, graphs_of
 from lowtide.engines.many_shapes import ManyShapes, SharedCaptures, UnplannedShape
 from lowtide.engines.other_shapes import OtherShapes, Planner, PlannerFor
 from lowtide.engines.plain_step import PlainStep
+from lowtide.engines.recorded import Recorded
 from lowtide.engines.traced import ProgramLoss
 from lowtide.engines.uncaptured import Uncaptured
 from lowtide.engines.watch import unwatched
@@ -68,8 +69,10 @@ class GraphEngine:
         work = applied.work
         with Undo(applied) as undo:  # if the loss cannot be built
             shapes = OtherShapes(plan, work, plan.program, plain)
-            loss = PlannedLoss(work, shapes, Uncaptured(plan, work), lowering, shapes.is_planned)
-            return Applied(replace(work, loss=loss, autocast=None), undo.keep(), loss.release)
+            loss = PlannedLoss(
+                work, shapes, Uncaptured(plan, work), lowering, shapes.is_planned, is_recorded=plan.program.is_recorded
+            )
+            return Applied(replace(work, loss=loss, autocast=None), undo.keep(), loss.release, pause=loss.pause)
 
     def predict(self, work: Workload, changes: Changes, baseline: Profile, *, only_peaks: bool = False) -> Profile:
         """The program as a traced step; with options around it, a trace of that step on fake tensors."""
@@ -95,7 +98,8 @@ class PlannedLoss:
 
     ``planner_for(batch)`` makes the program of a joint graph, for batches of that shape. ``uncaptured(batch)`` gives
     what runs such batches without a program, where that is wanted. Shapes share captures if ``is_planned`` says of a
-    graph whether it is the planned one.
+    graph whether it is the planned one. ``is_recorded`` has the planned batch's program run as CUDA graphs, whose
+    memory is freed when something else runs the model.
     """
 
     is_compiled = True
@@ -107,6 +111,8 @@ class PlannedLoss:
         uncaptured: Callable[[Any], Callable[[Any], Tensor] | None] = lambda _: None,
         lowering: Lowering | None = None,
         is_planned: Callable[[Joint], bool] | None = None,
+        *,
+        is_recorded: bool = False,
     ) -> None:
         self.__wrapped__ = work.loss
         self.work = work
@@ -118,6 +124,7 @@ class PlannedLoss:
         self._watched = False  # whether a dispatch mode was warned about
         self._failed: set[Any] = set()  # where capture failed once
         self._given_up: set[Any] = set()  # where the plain loss runs
+        self._recorded = Recorded(work, call_key(work.batch)) if is_recorded else None
         if work.captures.losses:  # which are shared only now
             self._capture(call_key(work.batch), work.batch)
 
@@ -135,6 +142,8 @@ class PlannedLoss:
         key = call_key(batch)
         if key in self._given_up:
             return self.work.compute_loss(batch=batch)
+        if self._recorded is not None and key != self._recorded.key:
+            self.pause()
         if key not in self._captured:
             run = self.uncaptured(batch)
             if run is not None:
@@ -202,7 +211,8 @@ class PlannedLoss:
         self._captured.pop(key, None)
         planner = self.planner_for(batch)
         taken = next((capture for capture in self.work.captures.losses if capture.take(key)), None)
-        backend = _Backend(planner, self.lowering)
+        recorded = self._recorded if self._recorded is not None and key == self._recorded.key else None
+        backend = _Backend(planner, self.lowering, recorded)
         self._make_room((CompiledLoss, _Taken), _MOST_SHAPES)
         loss = CompiledLoss(self.work, backend) if taken is None else _Taken(taken, planner, backend)
         self._captured[key] = planner, loss
@@ -215,10 +225,16 @@ class PlannedLoss:
 
     def release(self) -> None:
         """Free all programs and captured graphs."""
+        self.pause()
         while self._captured:
             self._captured.popitem()[1][1].release()
         if self._shared is not None:
             self._shared.release()
+
+    def pause(self) -> None:
+        """Free memory that recordings hold between steps, before something else runs the model."""
+        if self._recorded is not None:
+            self._recorded.pause()
 
     def _give_up(self, key: Any, batch: Any, why: str, hint: str) -> Tensor:
         """The plain loss, from now on for such batches. If that fails too, only its own error is raised.
@@ -284,13 +300,16 @@ class _Backend:
     Dynamo holds backends until they are released; so this one does not hold the planner, which may hold the model.
     """
 
-    def __init__(self, planner: Planner, lowering: Lowering) -> None:
-        self.planner, self.lowering = weakref.ref(planner), lowering
+    def __init__(self, planner: Planner, lowering: Lowering, recorded: Recorded | None = None) -> None:
+        self.planner, self.lowering, self.recorded = weakref.ref(planner), lowering, recorded
 
     def runner(self, joint: Joint, program: Program, mutated: Sequence[int]) -> Runner:
         """The program as code behind autograd; op by op if the lowering cannot run it, as for another shape."""
         lowering = self.lowering if self.lowering.can_run(joint, program) else LOWERINGS[PLAIN_LOWERING]
-        return Runner(joint, program, lowering.lower(joint, program), mutated)
+        lowered = lowering.lower(joint, program)
+        if self.recorded is not None:
+            return self.recorded.runner(joint, program, lowered, mutated)
+        return Runner(joint, program, lowered, mutated)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         programs: list[Program] = []

@@ -176,7 +176,7 @@ class Step:
         in_model_alone = self.work.loss is self._plain.loss and self.work.autocast == self._plain.autocast
         if in_model_alone or isinstance(self.model, torch.jit.ScriptModule):
             return None
-        return self.model.register_forward_pre_hook(ForwardWatch())
+        return self.model.register_forward_pre_hook(ForwardWatch(before=self._applied.pause))
 
     def _run(self, batch: Any, meter: CpuPeak | None = None) -> Tensor:
         optimizer = self.work.optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -89,9 +90,10 @@ def plan(
             if lowerings is None and permitted.is_default and OUT_OF_MEMORY not in baseline.graph.notes:
                 compiled = _compiled_alone(work, baseline, search, engine, trouble)
                 if compiled is not None:
-                    return compiled
-            search = partial(search, engine=engine, most=most)
-            return _measured(work, baseline, search, [*[lowerings] * _SEARCHES, False], trouble)
+                    return _recorded(work, baseline, search, compiled)
+            best = partial(search, engine=engine, most=most)
+            chosen = _measured(work, baseline, best, [*[lowerings] * _SEARCHES, False], trouble)
+            return _recorded(work, baseline, search, chosen)
 
 
 @dataclass
@@ -175,6 +177,36 @@ def _measured(
         hint="Name a larger budget, or take a plan as it is predicted: tune=False.",
         smallest_bytes=peak,
     )
+
+
+def _recorded(work: Workload, baseline: Profile, search: Callable[..., list[Plan]], chosen: Plan) -> Plan:
+    """The chosen plan, or one recorded as CUDA graphs, where that is measured to be faster and to keep the budget.
+
+    A recording's pool holds more than the program does. Where that is above the budget, a plan that leaves those bytes
+    is recorded instead.
+    """
+    plan, excess = chosen, 0
+    for _ in range(_SEARCHES):
+        if excess:
+            try:
+                (plan,) = search(engine=chosen.engine, compile=compiles(chosen), reserved=excess)
+            except BudgetError:
+                break
+        if work.device.type != "cuda" or plan.program is None or not all(map(leaves_gradients, plan.options)):
+            break
+        recorded = replace(plan, program=replace(plan.program, is_recorded=True))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # of steps that cannot be recorded: they are not faster
+                fastest, peak = _fastest(work, [recorded], baseline.graph.beside_bytes)
+        except PlanError:
+            break
+        if fastest.seconds * _NOISE > chosen.seconds:
+            break
+        if peak <= chosen.budget_bytes:
+            return replace(fastest, peak_bytes=peak)
+        excess = max(excess, peak - plan.peak_bytes)
+    return chosen
 
 
 def _with_notes(plan: Plan, trouble: _Trouble) -> Plan:
@@ -297,6 +329,8 @@ def _with_seconds(plan: Plan, longer: float) -> Plan:
 
 
 def _name(plan: Plan) -> str:
-    program = f"the {plan.engine} engine ({plan.program.lowering if plan.program else 'plain'})"
-    changes = [program] if plan.program or not plan.options else []
+    how = "plain"
+    if plan.program is not None:
+        how = f"{plan.program.lowering}, recorded" if plan.program.is_recorded else plan.program.lowering
+    changes = [f"the {plan.engine} engine ({how})"] if plan.program or not plan.options else []
     return " with ".join([*changes, *map(str, plan.options)])

@@ -39,6 +39,7 @@ from lowtide.tracing.step_state import other_bytes, parameters_of
 from lowtide.workload import Workload
 
 _TIMED_STEPS = 3
+_STEPS_UNTIL_RECORDED = 2  # after which a plan launches CUDA graphs
 _NOTHING = 1e-6  # the share of all gradients below which one is rounding alone
 _MOST_NOISE = 0.1  # of a step that is repeatable at all, however coarse its numbers
 _NOISE = 10  # two runs with noise can lie this many times further apart than two others
@@ -73,6 +74,10 @@ def verify(work: Workload, plan: Plan) -> Verification:
         except torch.OutOfMemoryError:
             notes.append("The plain step does not fit on this device, so there is nothing to compare results with.")
         with ENGINES[plan.engine].apply(work, plan) as applied:
+            if plan.program is not None and plan.program.is_recorded:
+                with unchanged(work):
+                    for _ in range(_STEPS_UNTIL_RECORDED):
+                        _step(applied.work)
             planned = _run(applied.work, others, sees_gradients=not _strictest_promise(plan).leaves_gradients)
             # Compiled code allocates without torch's dispatcher, so a trace would not see its results.
             traced = None if compiles(plan) else profile(applied.work)

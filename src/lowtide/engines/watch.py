@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -163,15 +163,19 @@ class ParameterWatch:
 class ForwardWatch:
     """A forward pre-hook that warns once of training around the planned loss, where the plan saves nothing.
 
+    It calls ``before`` whenever the model runs there, training or not.
     Copies of the model, made by ``copy.deepcopy`` or ``pickle``, are nobody's planned step: their hook is silent.
     """
 
-    def __init__(self, active: bool = True) -> None:
-        self.active = active
+    def __init__(self, active: bool = True, before: Callable[[], object] = lambda: None) -> None:
+        self.active, self.before = active, before
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         """Warn of a forward pass in training mode, with gradients, that no planned loss asked for."""
-        if torch.compiler.is_compiling() or not (self.active and module.training and torch.is_grad_enabled()):
+        if torch.compiler.is_compiling():
+            return
+        self.before()
+        if not (self.active and module.training and torch.is_grad_enabled()):
             return
         if graph_task_id() != -1:  # recomputed in backward
             return

@@ -59,6 +59,7 @@ class ProgramChoice:
     why: tuple[str, ...]  # a line for each part of the step that matters
     stages: tuple[PlannedStage, ...] = ()
     bound: float = 0.0  # of a gradient's relative error, where the program is approximate
+    is_recorded: bool = False  # as CUDA graphs, one for each pass, in a pool of memory that stays
 
     @property
     def ops_again(self) -> int:
@@ -71,7 +72,9 @@ class ProgramChoice:
         copies = f", offload {offloaded} values" if offloaded else ""
         encoded = sum(each.kind is Kind.ENCODE for each in self.instructions.forward)
         copies += f", encode {encoded} values" if encoded else ""
-        return f"recompute {self.ops_again} ops{stages}{copies} ({self.solver} solver, {self.lowering} lowering)"
+        recorded = ", recorded as CUDA graphs" if self.is_recorded else ""
+        how = f"{self.solver} solver, {self.lowering} lowering{recorded}"
+        return f"recompute {self.ops_again} ops{stages}{copies} ({how})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from lowtide.techniques.registry import find_technique
 from lowtide.techniques.technique import Option
 from lowtide.version import __version__
 
-PLAN_VERSION = 5
+PLAN_VERSION = 6
 _LARGEST = 2**63  # of whole numbers: no device has as many bytes
 
 

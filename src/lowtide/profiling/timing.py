@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import distributed
 
-from lowtide.tracing.meter import CpuPeak
+from lowtide.tracing.meter import CpuPeak, pooled_bytes
 from lowtide.tracing.step_state import clear_gradients, static_bytes
 from lowtide.workload import Workload
 
@@ -20,7 +20,10 @@ _ENOUGH_SECONDS = 0.5  # of each step, after which no other round begins
 
 
 class RunMeter:
-    """Time a block by the clock, and read the peak of a GPU's allocator in it; 0 elsewhere. Waits for the GPU."""
+    """Time a block by the clock, and read the peak of a GPU's allocator in it; 0 elsewhere. Waits for the GPU.
+
+    What pools of CUDA graphs hold beside their tensors counts, too.
+    """
 
     seconds = 0.0
     peak_bytes = 0
@@ -38,8 +41,9 @@ class RunMeter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and self._device is not None:
             torch.cuda.synchronize(self._device)
-            self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
         self.seconds = time.perf_counter() - self._start
+        if kind is None and self._device is not None:
+            self.peak_bytes = torch.cuda.max_memory_allocated(self._device) + pooled_bytes(self._device)
 
 
 def best_seconds(*steps: Workload, whole: bool = False) -> list[float]:

@@ -166,6 +166,7 @@ class _MeteredOp:
             self._meter.put(self._key, seconds, threads)
 
 
+_SHARED_POOL = (0, 0)  # the allocator's own name of it
 _CUBLAS_THREADS = 2  # the step's and autograd's
 _AHEAD_CYCLES = 300_000  # of a GPU's clock, some 150 µs: longer than it takes to launch most ops
 
@@ -241,12 +242,23 @@ def tensor_bytes(device: torch.device) -> int:
     """
     gc.collect()  # or tensors in cycles would be freed in the middle of the step
     torch.cuda.synchronize(device)
-    index = torch.cuda.current_device() if str(device) == "cuda" else device.index
-    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
-    blocks = [block for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated"]
+    blocks = [block for segment in _segments(device) for block in segment["blocks"]]
+    blocks = [block for block in blocks if block["state"] == "active_allocated"]
     sizes = [block["requested_size"] for block in blocks]
     workspace = _cublas_workspace_bytes(device)
     return sum(map(rounded, sizes)) - workspace * min(sizes.count(workspace), _CUBLAS_THREADS)
+
+
+def pooled_bytes(device: torch.device) -> int:
+    """Read the bytes that pools of CUDA graphs hold on a GPU beside their tensors: nothing else can use them."""
+    pools = [segment for segment in _segments(device) if segment["segment_pool_id"] != _SHARED_POOL]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in pools)
+
+
+def _segments(device: torch.device) -> list[dict[str, Any]]:
+    """What a GPU's allocator has from the driver."""
+    index = torch.cuda.current_device() if str(device) == "cuda" else device.index
+    return [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
 
 
 def _cublas_workspace_bytes(device: torch.device) -> int:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide.compat.modules import own_attributes, own_buffers, own_parameters
 from lowtide.tracing.dense_parts import address, parts
-from lowtide.tracing.meter import rounded, tensor_bytes
+from lowtide.tracing.meter import pooled_bytes, rounded, tensor_bytes
 from lowtide.workload import Workload
 
 CONTAINERS = (list, tuple, dict, deque, set, frozenset)
@@ -192,7 +192,9 @@ def other_bytes(work: Workload, *, gradients: bool = True) -> int:
     if work.device.type != "cuda":
         return 0
     own = _sizes(own_storages(work, gradients=gradients))
-    return max(0, tensor_bytes(work.device) - sum(map(rounded, own)))
+    if pooled_bytes(work.device):
+        torch.cuda.empty_cache()  # pools of graphs that are gone would count, and be free when the step runs
+    return max(0, tensor_bytes(work.device) + pooled_bytes(work.device) - sum(map(rounded, own)))
 
 
 def _sizes(storages: Iterable[torch.UntypedStorage]) -> Iterable[int]:
