@@ -4,7 +4,8 @@
 
 Each model trains in bf16 autocast with random weights. Budgets are 60% and 40% of the plain step's peak, everything
 included, and the smallest that works. Peers are PyTorch eager and `torch.compile` of the whole model, each also with
-every block checkpointed. Steps are timed as launched from Python, and peaks are by torch's own counter.
+every block checkpointed, and `torch.compile` with CUDA graphs. Steps are timed as launched from Python, and peaks are
+by torch's own counter, with what CUDA graphs hold.
 
 Models of transformers run without a cache of keys and values, as in training with checkpoints. Peers that fail leave
 tensors behind, so they come last.
@@ -28,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.bench_compiled import checkpointed, compiled
+from benchmarks.bench_compiled import GRAPHS, checkpointed, compiled
 from benchmarks.harness import RESULTS, Row, arguments, record, skip
 from benchmarks.quiet import quiet, quiet_tuning, run_jobs
 from benchmarks.steps import plain_step, timed_steps
@@ -107,9 +108,10 @@ def measure_model(name: str, results: Path, device: str = "cuda") -> None:
         torch.cuda.empty_cache()
     if "peers" not in SKIPPED:
         for subject, around, run in (
-            ("PyTorch eager, every block checkpointed", checkpointed(model, None), lambda: work),
+            ("PyTorch eager, every block checkpointed", checkpointed(model), lambda: work),
             ("torch.compile", nullcontext(), lambda: compiled(work)),
-            ("torch.compile, every block checkpointed", checkpointed(model, None), lambda: compiled(work)),
+            ("torch.compile, CUDA graphs", nullcontext(), lambda: compiled(work, GRAPHS)),
+            ("torch.compile, every block checkpointed", checkpointed(model), lambda: compiled(work)),
         ):
             try:
                 with around:
