@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PYTHONPATH := src
+# Processes that tests start read the bytecode of others.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo test check format lint types tests soak gpu-test bench docs clean
 

@@ -28,7 +28,7 @@ def test_operations_are_counted_as_pytorch_counts_them(name: str):
 
 def chunked_gpt2() -> Workload:
     """A loss of several chunks."""
-    return zoo.small("gpt2", batch=8, seq=64, vocab=4096)
+    return zoo.small("gpt2", layers=2, batch=8, seq=64, vocab=4096)
 
 
 @pytest.fixture(scope="module")

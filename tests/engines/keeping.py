@@ -17,7 +17,7 @@ SHAPE = 1024, 64
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = blocks(4, 64)
+        self.layers = blocks(3, 64)
         self.kept: Any = None
 
 

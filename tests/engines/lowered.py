@@ -16,7 +16,7 @@ from lowtide.engines.lowering.compiled import CompiledLowering, SeededLowering
 from lowtide.engines.lowering.graph_code import boxed
 from lowtide.planning.lowering import Lowering
 from lowtide.planning.programs.fused import fused_seconds, is_free
-from lowtide.planning.programs.program import Instruction, Kind, Program, Value, simulate
+from lowtide.planning.programs.program import Instruction, Kind, Program, Value
 from lowtide.planning.solvers.solver import Problem, Solution, solutions
 from lowtide.tracing.capture.joint import bytes_of
 from lowtide.tracing.capture.loss import capture_loss
@@ -55,13 +55,20 @@ class LoweredStep:
     @cached_property
     def solutions(self) -> list[Solution]:
         """Programs that the lowering runs, the fastest first."""
-        every = solutions(self.problem)
-        return [each for each in every if CompiledLowering().can_run(self.joint, each.program)]
+        return [each for each in self._solved if self._can_run(each)]
 
     @cached_property
     def programs(self) -> dict[str, Program]:
-        smallest = min(self.solutions, key=lambda each: simulate(each.program).peak_bytes)
-        return {"everything": self.solutions[0].program, "smallest": smallest.program}
+        by_size = sorted(self._solved, key=lambda each: each.estimate_bytes)
+        orders = {"everything": self._solved, "smallest": by_size}
+        return {name: next(filter(self._can_run, order)).program for name, order in orders.items()}
+
+    @cached_property
+    def _solved(self) -> list[Solution]:
+        return solutions(self.problem)
+
+    def _can_run(self, solution: Solution) -> bool:
+        return CompiledLowering().can_run(self.joint, solution.program)
 
     def loss(self, program: Program, lowering: Lowering) -> Callable[[Any], Tensor]:
         """The loss, run by a program."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -92,11 +93,15 @@ def assert_verified(work: Workload, chosen: Plan) -> Verification:
 
 
 def smallest_budget(work: Workload, plain: Profile, engine: str = "graph", allow: str = "roundoff") -> int:
-    # The error's advice is left out: it predicts the step under every looser technique.
-    with mock.patch.object(refusal, "_advice", return_value=""), pytest.raises(BudgetError) as refused:
+    with without_advice(), pytest.raises(BudgetError) as refused:
         plan(work, 1, profile=plain, engine=engine, allow=allow, forbid=IN_BACKWARD, compile=False, tune=False)
     assert refused.value.smallest_bytes is not None
     return refused.value.smallest_bytes
+
+
+def without_advice() -> AbstractContextManager[Any]:
+    """Leave the advice out of refusals: it predicts the step under every looser technique."""
+    return mock.patch.object(refusal, "_advice", return_value="")
 
 
 def plain_loss(work: Workload) -> Loss:

@@ -22,7 +22,7 @@ from tests.refusals import warned
 
 from ..soak import in_soak
 from ..tracing.allocator import allocated_peak_after_others
-from .keeping import MODELS, SHAPE, Features, Memory, Model, Nested, Table, held, squares, workload
+from .keeping import MODELS, SHAPE, Features, Last, Memory, Model, Nested, Table, held, squares, workload
 from .planned import verified, work_of
 
 
@@ -41,8 +41,9 @@ def test_a_profile_is_of_the_steady_step(model: type[Model], steps: int) -> None
         assert real.peak_bytes == allocated_peak_after_others(work.model, squares, work.batch, work.optimizer)
 
 
-WAYS = [(model, "graph", 0.0) for model in MODELS] + [(Table, "eager", 0.2)]
+WAYS = [(model, "graph", 0.0) for model in MODELS if model is not Last] + [(Table, "eager", 0.2)]  # Last is as Features
 LOOSER = [(model, engine, share) for model in MODELS for engine, share in (("graph", 0.5), ("eager", 0.2))]
+LOOSER.append((Last, "graph", 0.0))
 
 
 @pytest.mark.parametrize(("model", "engine", "share"), [*WAYS, *in_soak(LOOSER)])
@@ -186,6 +187,6 @@ def test_tensors_that_are_written_to_are_restored(engine: Any) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_no_fake_tensors_are_left_behind(model: type[Model]) -> None:
     work = workload(model())
-    plan(work, "85%", fake=True, allow="bitwise", engine="eager", tune=False)
+    plan(work, "90%", fake=True, allow="bitwise", engine="eager", tune=False)
     assert type(squares(work.model, work.batch)) is Tensor
     assert type(squares(work.model, work.batch)) is Tensor

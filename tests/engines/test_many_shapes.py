@@ -44,7 +44,7 @@ def branching(branch: int = 0, root: bool = False) -> Call:
         x = x / x.shape[1] ** 0.5 if root else x
         return x * 3 if x.shape[1] < branch else x.tanh()
 
-    return Call(run, layers=nn.Sequential(*(attention() for _ in range(3))))
+    return Call(run, layers=nn.Sequential(*(attention() for _ in range(2))))
 
 
 def planned(model: nn.Module, batch: Tensor) -> Step:
@@ -55,8 +55,8 @@ def planned(model: nn.Module, batch: Tensor) -> Step:
 
 def test_batch_and_length_vary_together(shared: list[Any], captures: list[Any]) -> None:
     torch.manual_seed(0)
-    step = planned(nn.Sequential(*(attention() for _ in range(3))), torch.randn(4, 48, 8))
-    for count, length in ((4, 40), (4, 41), (4, 47), (3, 44), (2, 20), (3, 30), (4, 46)):
+    step = planned(nn.Sequential(*(attention() for _ in range(2))), torch.randn(4, 48, 8))
+    for count, length in ((4, 40), (4, 41), (3, 44), (2, 20), (4, 46)):
         assert_as_plain(step, torch.randn(count, length, 8))
     assert (len(captures), len(shared)) == (1, 2)  # one for lengths, one for lengths and counts
 
@@ -64,7 +64,7 @@ def test_batch_and_length_vary_together(shared: list[Any], captures: list[Any]) 
 def test_statistics_and_random_numbers_are_the_plain_ones(shared: list[Any]) -> None:
     """Buffers that the graph writes stand behind inputs that are sizes."""
     torch.manual_seed(0)
-    parts = [(nn.Conv2d(3 if not i else 8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(True), nn.Dropout(0.2)) for i in range(3)]
+    parts = [(nn.Conv2d(3 if not i else 8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(True), nn.Dropout(0.2)) for i in range(2)]
     step = planned(nn.Sequential(*(nn.Sequential(*each) for each in parts)), torch.randn(8, 3, 24, 24))
     for count, size in ((7, 24), (6, 24), (3, 24), (5, 20), (4, 17)):
         batch = torch.randn(count, 3, size, size)

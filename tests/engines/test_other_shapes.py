@@ -23,6 +23,7 @@ from lowtide.tracing.capture.joint import bytes_of
 from lowtide.workload import Workload
 from tests.models import attention, blocks, squares
 from tests.refusals import warned
+from tests.soak import SOAK
 
 from ..planning.programs.test_codes import step as gates
 from ..tracing.allocator import allocated_peak
@@ -30,9 +31,9 @@ from .counting import count_calls
 from .planned import IN_BACKWARD, smallest_budget
 
 
-def stack(length: int = 64) -> Workload:
+def stack(length: int = 64, *, depth: int = 4) -> Workload:
     torch.manual_seed(0)
-    model = nn.Sequential(*(attention() for _ in range(4)))
+    model = nn.Sequential(*(attention() for _ in range(depth)))
     return Workload(model, squares, torch.randn(4, length, 8), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -58,14 +59,14 @@ def assert_as_plain(step: Step, batch: Tensor) -> None:
     step.model.zero_grad()
 
 
-def test_fifty_lengths_that_only_programs_fit_take_three_captures_and_say_so_once(
+def test_many_lengths_that_only_programs_fit_take_three_captures_and_say_so_once(
     captures: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     shared = count_calls(monkeypatch, many_shapes._SymbolicBackend, "__call__")
-    work = stack()
+    work = stack(depth=2)
     step = on_graph(work, smallest_budget(work, profile(work)))
     monkeypatch.setattr(uncaptured_module, "_worth_a_trace", lambda *_: iter(()))
-    for length in range(63, 13, -1):
+    for length in range(63, 13, -1 if SOAK else -7):
         assert_as_plain(step, torch.randn(4, length, 8))
     step.loss(work.batch)
     assert (len(captures), len(shared)) == (2, 1)  # the planned shape and the first other one; all others
@@ -80,7 +81,7 @@ def test_larger_batches_within_the_budget_keep_it(captures: list[Any]) -> None:
 
 
 def test_batches_beyond_every_plan_are_warned_about_and_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    work = stack(32)
+    work = stack(32, depth=2)
     step = on_graph(work, smallest_budget(work, profile(work)))
     planned: list[Any] = []
     original = OtherShapes._plan_again

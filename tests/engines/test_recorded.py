@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide import apply, zoo
+from lowtide import Workload, apply, zoo
 from lowtide.engines import Step
 from lowtide.engines.recorded import RecordedRunner
 from lowtide.errors import BudgetError
 from lowtide.planning import Plan
 from lowtide.tracing.meter import pooled_bytes
+from tests.models import layers, squares
 
 from ..refusals import warned
 from .planned import IN_BACKWARD, Loss, Ready, awkward, smallest_plan
@@ -57,13 +58,13 @@ def recorded(chosen: Plan) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def unapplied() -> tuple[Plan, lowtide.Workload]:
+def unapplied() -> tuple[Plan, Workload]:
     work = awkward()
     return recorded(smallest_plan(work, share=1 / 8)), work
 
 
 @pytest.fixture
-def ready(unapplied: tuple[Plan, lowtide.Workload], monkeypatch: pytest.MonkeyPatch) -> Iterator[Ready]:
+def ready(unapplied: tuple[Plan, Workload], monkeypatch: pytest.MonkeyPatch) -> Iterator[Ready]:
     """A step that was recorded, and of which each test launches some."""
     monkeypatch.setattr(RecordedRunner, "recorder", PretendRecorder)
     chosen, work = unapplied
@@ -150,6 +151,34 @@ def test_an_evaluation_frees_the_recording_and_too_many_end_it(ready: Ready) -> 
         assert launches(ready.step, ready.work.batch) == again
 
 
+class Averaging(nn.Module):
+    """Keeps an average that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers(3, 16)
+        self.average = torch.zeros(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average.mul_(0.5).add_(x.mean(0))
+        return self.layers(x + self.average)
+
+
+def test_tensors_that_the_step_writes_to_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordedRunner, "recorder", PretendRecorder)
+    torch.manual_seed(0)
+    model = Averaging()
+    twin = copy.deepcopy(model)
+    work = Workload(model, squares, torch.randn(64, 16))
+    with apply(recorded(smallest_plan(work)), work) as step:
+        for number in range(5):
+            batch = torch.randn(64, 16)
+            squares(twin, batch)
+            assert launches(step, batch) == (2 if number else 0)
+            assert torch.equal(model.average, twin.average)
+
+
 def test_a_batch_of_another_shape_frees_the_recording(ready: Ready) -> None:
     for _ in range(20):
         launches(ready.step, ready.work.batch)
@@ -157,15 +186,13 @@ def test_a_batch_of_another_shape_frees_the_recording(ready: Ready) -> None:
     assert launches(ready.step, ready.work.batch) == 2
 
 
-def test_a_plan_says_that_it_is_recorded(unapplied: tuple[Plan, lowtide.Workload]) -> None:
+def test_a_plan_says_that_it_is_recorded(unapplied: tuple[Plan, Workload]) -> None:
     chosen, _ = unapplied
     assert "recorded as CUDA graphs" in str(chosen)
     assert Plan.from_json(chosen.to_json()) == chosen
 
 
-def test_verify_compares_what_is_launched(
-    unapplied: tuple[Plan, lowtide.Workload], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_compares_what_is_launched(unapplied: tuple[Plan, Workload], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordedRunner, "recorder", PretendRecorder)
     chosen, work = unapplied
     before = PretendRecorder.launches
@@ -181,7 +208,7 @@ def test_verify_compares_what_is_launched(
 
 
 def test_what_cannot_be_recorded_runs_as_it_is(
-    unapplied: tuple[Plan, lowtide.Workload], monkeypatch: pytest.MonkeyPatch
+    unapplied: tuple[Plan, Workload], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen, work = unapplied
     monkeypatch.setattr(RecordedRunner, "recorder", type("Never", (PretendRecorder,), {"takes": lambda _: False}))
@@ -198,7 +225,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(
 _POOL = 2**27  # beside the plan's bytes: cuBLAS takes 32 MiB of it, and blocks have 20
 
 
-def compiled(work: lowtide.Workload) -> Plan:
+def compiled(work: Workload) -> Plan:
     """The smallest plan, with room for a recording's pool: on small models, most bytes are cuBLAS's."""
     plain = lowtide.profile(work)
     ways: dict[str, Any] = {"profile": plain, "engine": "graph", "compile": True, "forbid": IN_BACKWARD, "tune": False}

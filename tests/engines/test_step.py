@@ -134,7 +134,7 @@ def test_arguments_of_another_type_are_named() -> None:
         apply(work, chosen)
     with pytest.raises(WorkloadError):
         apply(chosen, work.model)
-    other = chain(4)
+    other = chain(3)
     before = snapshot(other.model)
     with refused("model", kind=PlanError):
         apply(chosen, other)

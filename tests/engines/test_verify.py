@@ -259,7 +259,7 @@ def test_only_a_plan_and_its_own_workload_are_verified() -> None:
     with refused("Sequential", kind=WorkloadError):
         verify(work.model, fits)
     with refused("model", kind=PlanError):
-        verify(chain(depth=4), fits)
+        verify(chain(depth=3), fits)
 
 
 # -- fit: all of it in one call ------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def test_a_compiled_plan_with_dropout_is_compared_with_itself_op_by_op(
         return lambda values: [each * 1.1 if each.is_floating_point() else each for each in code(values)]
 
     monkeypatch.setattr(compiled, "compile_graph", in_place_of_inductor)
-    work = dropout_model(dropout=0.2)
+    work = dropout_model(dropout=0.2, layers=1)
     chosen = plan(work, "85%", engine="graph", compile=True, tune=False)
     assert chosen.program is not None
     assert chosen.program.lowering == "compiled"
@@ -324,19 +324,31 @@ def test_a_plan_as_near_to_32_bits_as_the_plain_step_in_16_holds(wrong: bool, mo
 
     def in_place_of_inductor(module: Any, inputs: Any) -> Any:
         code = interpreted(module, inputs)
-        return (lambda values: [-each if each.dim() == 4 else each for each in code(values)]) if wrong else code
+        return (lambda values: [-each if is_image(each) else each for each in code(values)]) if wrong else code
+
+    def is_image(value: Tensor) -> bool:
+        return value.dim() == 4 and value.is_floating_point()  # indices of a max pool would write out of bounds
 
     monkeypatch.setattr(compiled, "compile_graph", in_place_of_inductor)
-    work = zoo.small("resnet18", batch=16, autocast=torch.bfloat16)
-    chosen = plan(work, "85%", engine="graph", compile=True, tune=False)
-    checked = verify(work, chosen)
-    assert checked.results_agree is not wrong, str(checked)
-    assert any("in 32 bits" in note for note in checked.notes) is not wrong
-    if not wrong:
-        with pytest.warns(RuntimeWarning):  # ops in place of Inductor's take more bytes
-            step = fit(
-                work.model, work.loss, work.batch, budget="85%", autocast=work.autocast, engine="graph", compile=True,
-                tune=False,
-            )  # fmt: skip
-        assert any("in 32 bits" in note for note in step.plan.notes)
-        step.undo()
+    work = short_resnet()
+    if wrong:
+        checked = verify(work, plan(work, "85%", engine="graph", compile=True, tune=False))
+        assert not checked.results_agree, str(checked)
+        assert not any("in 32 bits" in note for note in checked.notes)
+        return
+    with pytest.warns(RuntimeWarning, match="above its budget"):  # ops in place of Inductor's take more bytes
+        step = fit(
+            work.model, work.loss, work.batch, budget="85%", autocast=work.autocast, engine="graph", compile=True,
+            tune=False,
+        )  # fmt: skip
+    assert any("in 32 bits" in note for note in step.plan.notes)
+    step.undo()
+
+
+def short_resnet() -> Workload:
+    """One block in each stage, under autocast."""
+    work = zoo.small("resnet18", batch=8, autocast=torch.bfloat16)
+    stages: Any = work.model.stages
+    for stage in stages:
+        del stage[1]
+    return work

@@ -23,6 +23,7 @@ from lowtide.zoo.gpt2 import GPT2
 from tests.models import squares
 from tests.refusals import warned
 
+from ..soak import in_soak
 from ..tracing.allocator import allocated_peak
 
 
@@ -74,7 +75,7 @@ def test_the_entry_point_names_the_backend() -> None:
     assert getattr(import_module(module), name) is backend
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.0, 1.0, *in_soak([0.5])])
 def test_results_are_the_plain_ones_bit_for_bit_and_the_peak_is_within_the_budget(share: float) -> None:
     model, x = chain(), torch.randn(512, 16)
     plain = allocated_peak(model, squares, x, None)

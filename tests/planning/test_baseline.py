@@ -50,10 +50,10 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_a_plain_step_that_does_not_fit_is_planned_and_compared_on_the_samples_that_do(
     small_gpu: Callable[[int], None], samples: int, note: str
 ) -> None:
-    expected = chain()
+    expected = chain(2)
     expected.compute_loss().backward()
     small_gpu(samples)
-    work = chain()
+    work = chain(2)
     made = plan(work, "60%", engine="graph", tune=False)
     assert made.program is not None
     assert made.fidelity is (Fidelity.BITWISE if samples else Fidelity.ROUNDOFF)
@@ -72,7 +72,7 @@ def test_a_step_that_does_not_fit_on_the_eager_engine_is_predicted(small_gpu: Ca
 
 def test_a_capture_that_gives_other_results_on_few_samples_is_refused(small_gpu: Callable[[int], None]) -> None:
     small_gpu(300)
-    work = chain()
+    work = chain(2)
     other = replace(work, loss=lambda m, x: m(x).square().mean() * (1.1 if torch.compiler.is_compiling() else 1.0))
     with refused("1.0e-01", "loss, gradients", kind=PlanError):
         plan(other, "60%", engine="graph", tune=False)

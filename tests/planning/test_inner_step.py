@@ -20,6 +20,7 @@ from lowtide.techniques import Fidelity
 from lowtide.techniques.technique import Option, Price
 from tests.refusals import refused
 
+from ..engines.planned import without_advice
 from ..tracing.allocator import allocated_peak
 
 
@@ -48,7 +49,7 @@ def plain(work: Workload) -> Profile:
 def combined(work: Workload, plain: Profile) -> Plan:
     """A plan for a budget that neither microbatches nor any other technique reach alone."""
     for name in ("microbatch", ["sqrt", "optimal", "compress"]):
-        with refused("below the smallest plan", kind=BudgetError):
+        with without_advice(), refused("below the smallest plan", kind=BudgetError):
             plan(work, "25%", engine="eager", profile=plain, forbid=name, tune=False)
     return plan(work, "25%", engine="eager", profile=plain, tune=False)
 

@@ -47,9 +47,9 @@ def test_a_plan_of_another_step_is_refused_with_the_reason(found: Plan) -> None:
         found.check(chain(depth=5))
     with refused("float32[1024, 16]", "float32[8, 16]", kind=PlanError):
         found.check(replace(work, batch=torch.zeros(8, 16)))
-    with refused("SGD(4896 numbers: momentum)", "none", kind=PlanError):
+    with refused("SGD(3264 numbers: momentum)", "none", kind=PlanError):
         found.check(replace(work, optimizer=None))
-    with refused("SGD(4896 numbers: momentum)", "SGD(4896 numbers)", kind=PlanError):
+    with refused("SGD(3264 numbers: momentum)", "SGD(3264 numbers)", kind=PlanError):
         found.check(replace(work, optimizer=torch.optim.SGD(work.model.parameters(), lr=0.1)))
     with refused("autocast", kind=PlanError):
         found.check(replace(work, autocast=torch.bfloat16))

@@ -22,9 +22,9 @@ from ..optim.test_one_parameter import Signs
 
 def layers() -> Workload:
     """A stack whose activations weigh more than its parameters."""
-    model = blocks(4, 16, nn.GELU)
+    model = blocks(3, 16, nn.GELU)
     optimizer = torch.optim.Adam(model.parameters())
-    return Workload(model, squares, torch.randn(256, 16), optimizer)
+    return Workload(model, squares, torch.randn(128, 16), optimizer)
 
 
 def refusal(work: Workload, budget: str, **options: Any) -> BudgetError:

@@ -26,6 +26,9 @@ class Runner:
         self.mutated = len(mutated)
         values = zip(mutated, joint.outputs, strict=False)  # a batch norm's statistics are moved in their place
         self.moved = [(i, place) for i, (place, value) in enumerate(values) if value is not joint.primals[place]]
+        counters = {node for node, _ in joint.counters}
+        counted = [place for place, node in enumerate(joint.primals) if node in counters]
+        self.written = sorted({*counted, *(place for _, place in self.moved)})  # inputs that forward writes to
         self.forward, self.kept, self.pieces = lowered.forward, lowered.kept, lowered.pieces
         shown = set(program.held(Value(joint.loss.name)))
         self.shown = tuple(cell for cell in self.kept if shown.intersection(program.held(cell)))  # they are the loss

@@ -203,14 +203,15 @@ class _RecordedPasses:
     """Both passes of a step, recorded over the same memory."""
 
     def __init__(self, runner: Runner, inputs: Sequence[Tensor], lasting: set[int], recorder: GraphRecorder) -> None:
-        self._fixed = [place for place, each in enumerate(inputs) if each.data_ptr() in lasting]
+        self._written = runner.written
+        stays = {place for place, each in enumerate(inputs) if each.data_ptr() in lasting}
+        self._fixed = sorted(stays.union(self._written))
         self._addresses = [inputs[place].data_ptr() for place in self._fixed]
         copied = set(range(len(inputs))).difference(self._fixed)
         self._copies = [(place, inputs[place].clone()) for place in copied]
         own = list(inputs)
         for place, copy in self._copies:
             own[place] = copy
-        self._written = [place for _, place in runner.moved if place not in copied]
         self._launch_forward, (self._loss, cells) = recorder.record(runner.run_forward, list(own))
         self._tangent = torch.empty_like(self._loss)
         names, values = list(cells), list(cells.values())

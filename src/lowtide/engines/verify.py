@@ -60,7 +60,7 @@ def verify(work: Workload, plan: Plan) -> Verification:
     plain: _StepResults | None = None
     judged = _Judged()
     others = other_bytes(work, gradients=False)
-    reference = work
+    reference = _Reference(work)
     with ExitStack() as stack:
         try:
             stack.enter_context(steady(work))
@@ -69,8 +69,8 @@ def verify(work: Workload, plan: Plan) -> Verification:
             other = _reference(plan)
             if other is not None and not parts_equal(before, plain.parts["generators"]):
                 notes.append("The plan draws dropout masks of its own. It is compared with itself, run op by op.")
-                reference = stack.enter_context(ENGINES[plan.engine].apply(work, other)).work
-                plain = replace(_run(reference, others), seconds=plain.seconds)
+                reference = _Reference(work, other)
+                plain = replace(reference.run(others), seconds=plain.seconds)
         except torch.OutOfMemoryError:
             notes.append("The plain step does not fit on this device, so there is nothing to compare results with.")
         with ENGINES[plan.engine].apply(work, plan) as applied:
@@ -104,6 +104,21 @@ def _reference(plan: Plan) -> Plan | None:
     """The plan that draws the same random numbers; None where the plain step draws them."""
     other = plan.program and LOWERINGS[plan.program.lowering].reference
     return replace(plan, program=replace(plan.program, lowering=other)) if plan.program and other else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """What a planned step is compared with: the plain step, or ``plan``."""
+
+    work: Workload
+    plan: Plan | None = None
+
+    def run(self, others: int) -> _StepResults:
+        """Its results. A plan is applied for one run: until it is undone, it has the step's one shared capture."""
+        if self.plan is None:
+            return _run(self.work, others, is_timed=False)
+        with ENGINES[self.plan.engine].apply(self.work, self.plan) as applied:
+            return _run(applied.work, others, is_timed=False)
 
 
 def _first(*values: int | None) -> int:
@@ -192,10 +207,10 @@ class _StepResults:
     seconds: float
 
 
-def _run(work: Workload, others: int, *, sees_gradients: bool = False) -> _StepResults:
+def _run(work: Workload, others: int, *, sees_gradients: bool = False, is_timed: bool = True) -> _StepResults:
     """Run a step for its results, then for time and, on a GPU, for the peak less ``others`` bytes. Restores all.
 
-    ``sees_gradients`` copies each gradient on its way, for steps that leave none.
+    ``sees_gradients`` copies each gradient on its way, for steps that leave none. Without ``is_timed``, it runs once.
     """
     model, seen = work.model, dict[str, Tensor]()
     with unchanged(work):
@@ -210,7 +225,7 @@ def _run(work: Workload, others: int, *, sees_gradients: bool = False) -> _StepR
         }
         parts = {what: {n: on_host(t) for n, t in part.items()} for what, part in parts.items()}
         del loss
-        peak, seconds = _measure(work)
+        peak, seconds = _measure(work) if is_timed else (None, math.nan)
         if peak is not None:
             peak -= others
     return _StepResults(parts, peak, seconds)
@@ -281,13 +296,13 @@ class _Judged(NamedTuple):
 
 
 def _judge(
-    work: Workload, reference: Workload, plan: Plan, plain: _StepResults, planned: _StepResults, others: int
+    work: Workload, reference: _Reference, plan: Plan, plain: _StepResults, planned: _StepResults, others: int
 ) -> _Judged:
     """Compare two steps. Where they disagree, measure noise, then rounding, then both in 32 bits."""
     agreements = _compare(plain, planned, _strictest_promise(plan))
     if all(agreement.holds for agreement in agreements):
         return _Judged(agreements)
-    noise = _Noise(plain, _run(reference, others), _roundoff_noise(work))
+    noise = _Noise(plain, reference.run(others), _roundoff_noise(work))
     agreements = tuple(noise.let_pass(agreement, planned) for agreement in agreements)
     judged = _Judged(agreements, noise.is_roundoff, notes=noise.notes)
     agrees = all(agreement.holds for agreement in agreements)
@@ -300,7 +315,7 @@ def _judge(
         shown = rounded if plan.fidelity is Fidelity.ROUNDOFF else agreements
         return judged._replace(agreements=shown, only_rounding=only_rounding)
     draws = not parts_equal(generators(work), plain.parts["generators"])  # and would draw others in 32 bits
-    if draws or reference is not work:
+    if draws or reference.plan is not None:
         return judged._replace(agreements=rounded)
     near, notes = _let_as_near_pass(work, rounding, rounded, plain, planned, others)
     return judged._replace(agreements=near, notes=[*judged.notes, *notes])
@@ -331,7 +346,7 @@ def _let_as_near_pass(
         return agreements, []
     try:
         with in_32_bits():
-            exact = _run(replace(work, autocast=None), others).parts
+            exact = _run(replace(work, autocast=None), others, is_timed=False).parts
     except RuntimeError:  # of a step that needs autocast, or more memory
         return agreements, []
     near = tuple(

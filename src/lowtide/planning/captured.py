@@ -140,7 +140,7 @@ def _compared_part(work: Workload) -> tuple[ComparedCapture | None, str]:
         smaller = replace(work, batch=batch.piece(0, size))
         try:
             with unchanged(smaller):
-                smaller.compute_loss()
+                smaller.compute_loss().backward()  # or a capture would be for nothing
             part = capture_and_compare(smaller)
         except torch.OutOfMemoryError:
             part = None

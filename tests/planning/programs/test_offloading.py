@@ -11,6 +11,7 @@ from lowtide.profiling.devices import find_device
 from lowtide.tracing.capture.joint import bytes_of
 from lowtide.tracing.capture.loss import capture_joint
 
+from ...soak import in_soak
 from ..held import LINK, solutions
 
 LINE = HostLink(bandwidth=1.0, latency=0.0, budget_bytes=100)
@@ -59,7 +60,7 @@ def test_copies_of_one_way_follow_each_other() -> None:
     assert waits(both)["compute   d from a (run 2)"] == 2.0  # two copies of 3 seconds, beside four ops
 
 
-@pytest.mark.parametrize("name", ["lenet", "unet", "gpt2"])
+@pytest.mark.parametrize("name", ["lenet", "gpt2", *in_soak(["unet"])])
 def test_the_solvers_seconds_are_those_of_its_programs(name: str) -> None:
     joint = capture_joint(zoo.small(name))
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -56,8 +57,14 @@ def test_programs_keep_the_bits_of_language_models_and_convolutions() -> None:
     check_bits_and_bytes(convolutions(blocks=3))
 
 
-def test_more_seconds_keep_fewer_bytes_between_the_passes() -> None:
-    solved = solve(capture_joint(language_model(layers=4)))
+@pytest.fixture(scope="module")
+def alike() -> Joint:
+    """The graph of equal blocks."""
+    return capture_joint(language_model(layers=3))
+
+
+def test_more_seconds_keep_fewer_bytes_between_the_passes(alike: Joint) -> None:
+    solved = solve(alike)
     seconds = [each.seconds for each in solved]
     assert seconds == sorted(seconds)
     assert len(solved) > 4
@@ -92,32 +99,29 @@ def test_at_most_one_kind_of_block_is_treated_in_two_ways() -> None:
         assert sum(count > 1 for count in distinct) <= 1
 
 
-def test_nothing_is_solved_where_no_blocks_are_alike_or_nobody_prefers_them() -> None:
+def test_nothing_is_solved_where_no_blocks_are_alike_or_nobody_prefers_them(alike: Joint) -> None:
     joint = capture_joint(Workload(nn.Sequential(nn.Linear(4, 4), nn.GELU()), squares, torch.randn(2, 4)))
     assert solve(joint) == []
-    alike = capture_joint(language_model(layers=3))
     assert BlockSolver().solve(problem_of(alike, prefers_blocks=False)) == []
 
 
-def test_programs_that_save_little_beside_equal_blocks_are_left_out() -> None:
-    joint = capture_joint(language_model(layers=4))
-    problem = problem_of(joint)
+def test_programs_that_save_little_beside_equal_blocks_are_left_out(alike: Joint) -> None:
+    problem = problem_of(alike)
     whole = sum(problem.kernels.ops.seconds)
     offered = solutions(problem)
-    alike = [each for each in offered if each.treats_blocks_alike]
-    assert alike
+    equal = [each for each in offered if each.treats_blocks_alike]
+    assert equal
     for each in offered:
-        for other in alike:
+        for other in equal:
             if not each.treats_blocks_alike and other.estimate_bytes <= each.estimate_bytes:
                 assert each.seconds < other.seconds - 0.02 * whole
-    every = solutions(problem_of(joint, prefers_blocks=False))
+    every = solutions(problem_of(alike, prefers_blocks=False))
     assert min(each.estimate_bytes for each in offered) == min(each.estimate_bytes for each in every)
-    assert len(offered) - len(alike) < len(every)
+    assert len(offered) - len(equal) < len(every)
 
 
-def test_results_that_cost_nothing_are_recomputed_from_the_first_program_on() -> None:
-    joint = capture_joint(language_model(layers=3))
-    free_of_charge = Problem(joint, fused_seconds(joint, lambda _: 0.0), prefers_blocks=True)
+def test_results_that_cost_nothing_are_recomputed_from_the_first_program_on(alike: Joint) -> None:
+    free_of_charge = Problem(alike, fused_seconds(alike, lambda _: 0.0), prefers_blocks=True)
     first = BlockSolver().solve(free_of_charge)[0]
     everything = solutions(replace(free_of_charge, prefers_blocks=False))[0]
     assert first.seconds == everything.seconds == 0.0

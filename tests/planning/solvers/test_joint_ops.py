@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lowtide import zoo
@@ -13,10 +15,12 @@ from lowtide.planning.solvers.segments import on_demand
 from lowtide.tracing.capture.joint import bytes_of
 from lowtide.tracing.capture.loss import capture_joint
 
+SIZES: dict[str, dict[str, Any]] = {"lenet": {}, "gpt2": {"layers": 1}, "densenet121": {"blocks": (1, 1, 2, 1)}}
 
-@pytest.mark.parametrize("name", ["lenet", "gpt2", "densenet121"])
+
+@pytest.mark.parametrize("name", SIZES)
 def test_bytes_are_the_programs(name: str) -> None:
-    joint = capture_joint(zoo.small(name))
+    joint = capture_joint(zoo.small(name, **SIZES[name]))
     kernels = JointOps(joint, bytes_of)
     tangents = sum(map(bytes_of, joint.tangents))
     assert RunTimeline(kernels.ops, {}).peak_bytes + tangents == simulate(plain(joint)).peak_bytes

@@ -158,7 +158,7 @@ def test_a_step_that_was_not_captured_is_changed(fake: bool) -> None:
 
 def tokens(loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor], *more: Tensor) -> Workload:
     torch.manual_seed(0)
-    layers = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())]
+    layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())]
     batch = torch.randn(8, 16, 32), torch.randint(32, (8, 16)), *more
     return Workload(nn.Sequential(*layers), loss, batch)
 
@@ -288,7 +288,7 @@ def test_only_a_permitted_contender_is_measured(clock: list[tuple[int, int]], on
 
 def test_pieces_that_run_slowly_are_not_planned(monkeypatch: pytest.MonkeyPatch, only: Callable[..., None]) -> None:
     only("microbatch", "sqrt")
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(8)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(5)))
     work = Workload(model, lambda model, x: model(x).square().mean(), torch.randn(64, 8))
     plain, chosen = lowtide.profile(work), list[str]()
     for seconds in (0.01, 10.0):

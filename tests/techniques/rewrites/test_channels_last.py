@@ -262,7 +262,7 @@ def test_compiled_plans_in_bfloat16_fit_and_agree() -> None:
     layers = [each for _ in range(3) for each in (conv(), nn.GELU())]
     work = half(nn.Sequential(*layers))
     plain = lowtide.profile(work)
-    for budget in ("95%", "80%"):
+    for budget in ("80%", *in_soak(["95%"])):
         chosen = lowtide.plan(work, budget, profile=plain, engine="graph", compile=True, tune=False)
         assert chosen.program is not None
         assert any("channels_last" in why for why in chosen.program.why)
