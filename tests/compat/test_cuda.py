@@ -28,6 +28,20 @@ def test_a_gpu_sleeps_for_some_cycles() -> None:
 
 
 @pytest.mark.gpu
+def test_a_failed_capture_is_abandoned() -> None:
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    with (
+        pytest.raises(RuntimeError),
+        torch.cuda.stream(torch.cuda.current_stream()),
+        torch.cuda.graph(graph, pool=pool),
+    ):
+        torch.ones(4, device="cuda").cpu()
+    cuda.abandon_capture(torch.device("cuda"), pool)
+    torch.cuda.empty_cache()
+    assert torch.rand(2, device="cuda").isfinite().all()
+
+
+@pytest.mark.gpu
 def test_workspaces_of_products_are_freed() -> None:
     a = torch.ones(64, 64, device="cuda")
     cuda.clear_matmul_workspaces()

@@ -2,50 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowtide.engines.recorded import GraphRecorder
+from lowtide.engines.cuda_graphs import GraphRecorder
+from lowtide.engines.recorded import _span
 
 
 class PretendRecorder(GraphRecorder):
-    """Counts launches. As with CUDA graphs, recording changes nothing, and results stay where they are."""
+    """Counts launches. As with CUDA graphs, recording changes nothing, and arguments and results stay where they are.
 
+    ``pools`` are the bytes of pools by the block that they start with, to hold ``pools[0] / 2``.
+    """
+
+    device_type = "cpu"
     launches = 0
+    recorded = 0
+    pools: Mapping[int, int] = {0: 0}
 
-    def __init__(self, block_bytes: int = 0) -> None:
-        pass
-
-    @staticmethod
-    def takes(tensors: Sequence[Any]) -> bool:
-        return all(isinstance(each, Tensor) for each in tensors)
+    def __init__(self, device: torch.device, block_bytes: int = 0) -> None:
+        self._block_bytes = block_bytes
 
     def record(self, code: Callable[[list[Any]], Any], arguments: list[Any]) -> tuple[Callable[[], None], Any]:
-        held = list(arguments)
-        before = [each.clone() for each in held]
+        PretendRecorder.recorded += 1
+        held = [_at(each) for each in arguments]  # other tensors, of the same memory: a parameter's may change
+        spans = [_span(each) for each in held]
+        before = [each.clone() for each in spans]
         state = torch.get_rng_state()
         results = code(arguments)
         torch.set_rng_state(state)
-        for tensor, value in zip(held, before, strict=True):
-            tensor.data.copy_(value)
+        for span, value in zip(spans, before, strict=True):
+            span.copy_(value)
 
         def launch() -> None:
             with torch.no_grad():
                 for old, new in zip(tensors_in(results), tensors_in(code(list(held))), strict=True):
-                    old.data.copy_(new)
+                    _span(old.data).copy_(_span(new))
             PretendRecorder.launches += 1
 
         return launch, results
 
-    def sizes(self) -> tuple[int, int]:
-        return 0, 0
+    def finish(self) -> tuple[int, int]:
+        return self.pools[self._block_bytes], self.pools[0] // 2
 
     @staticmethod
     def free() -> None:
         pass
+
+    @staticmethod
+    def is_recording() -> bool:
+        return False
+
+
+def _at(tensor: Tensor) -> Tensor:
+    own = torch.empty(0, dtype=tensor.dtype)
+    return own.set_(tensor.detach().untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:

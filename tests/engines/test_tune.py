@@ -317,37 +317,47 @@ def on_graph() -> _Planned:
         ([(0.5, 100), (0.6, 110), (0.7, -1)], True, [100, 110]),
         ([(0.5, 100), (0.6, 110), (0.7, 5), (0.1, -1)], False, [100, 110]),  # enough was tried
         ([(0.5, 100), (1.2, -1)], False, [100]),  # slower than the plan as it was
-        ([(0.5, 100), BudgetError("nothing fits")], False, [100]),
-        ([PlanError("it cannot be recorded")], False, []),
+        ([(0.5, 100), None], False, [100]),  # nothing fits
+        ([(math.inf, 0)], False, []),  # it cannot be recorded
     ],
 )
 def test_a_plan_is_recorded_where_that_is_faster_and_fits(
-    measured: list[Any], is_recorded: bool, reserved: list[int], on_graph: _Planned, monkeypatch: pytest.MonkeyPatch
+    measured: list[tuple[float, int] | None],
+    is_recorded: bool,
+    reserved: list[int],
+    on_graph: _Planned,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     work, plain, as_it_is = on_graph
     results, asked = list(measured), list[int]()
 
-    def fastest(_: Workload, rivals: list[Plan], beside: int) -> tuple[Plan, int]:
-        (rival,), result = rivals, results.pop(0)
+    def times(_: Workload, rivals: list[Plan]) -> tuple[list[float], dict[int, int], list[str]]:
+        (rival,) = rivals
         assert rival.program is not None
-        assert rival.program.is_recorded
-        if isinstance(result, Exception):
-            raise result
-        return replace(rival, seconds=result[0]), rival.budget_bytes + result[1]
+        if not rival.program.is_recorded:
+            assert rival is as_it_is
+            return [1.0], {}, []
+        seconds, more = results.pop(0) or (math.inf, 0)
+        return [seconds], {0: rival.budget_bytes + more}, []
 
     def search(*, engine: str, compile: bool, reserved: int) -> list[Plan]:
         asked.append(reserved)
-        if isinstance(results[0], BudgetError):
-            raise results[0]
-        return [as_it_is]
+        if results[0] is None:
+            raise BudgetError("nothing fits")
+        return [replace(as_it_is)]
 
-    monkeypatch.setattr(tune, "_fastest", fastest)
+    monkeypatch.setattr(tune, "_times", times)
     monkeypatch.setattr(Workload, "device", torch.device("cuda"))
     chosen = tune._recorded(work, plain, search, as_it_is)
     assert chosen.program is not None
     assert chosen.program.is_recorded == is_recorded
     assert asked == reserved
-    assert chosen is as_it_is or chosen.peak_bytes == as_it_is.budget_bytes - 1
+    if is_recorded:
+        assert chosen.peak_bytes == as_it_is.budget_bytes - 1
+        assert measured[-1] is not None
+        assert chosen.seconds == pytest.approx(as_it_is.seconds + measured[-1][0] - 1)
+    else:
+        assert chosen is as_it_is
 
 
 def test_plans_on_a_cpu_or_that_leave_no_gradients_are_not_recorded(

@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -41,6 +41,22 @@ def clear_matmul_workspaces() -> None:
     """Free the memory that cuBLAS keeps for each stream. The next product of matrices takes it anew."""
     torch_c: Any = torch._C
     torch_c._cuda_clearCublasWorkspaces()
+
+
+@TRIED
+def abandon_capture(device: torch.device, pool: Any) -> None:
+    """Have torch forget a CUDA graph whose capture failed, as far as it has not: its pool, and the generator's state.
+
+    Otherwise caches can no longer be emptied, and random numbers no longer be drawn.
+    """
+    torch_c: Any = torch._C
+    index = torch.cuda.current_device() if str(device) == "cuda" else device.index
+    with suppress(RuntimeError):  # where torch has ended the capture itself
+        torch_c._cuda_endAllocateToPool(index, pool)
+        torch_c._cuda_releasePool(index, pool)
+    generator = torch.cuda.default_generators[index]
+    with suppress(RuntimeError):
+        generator.graphsafe_set_state(generator.clone_state())  # a clone is not captured
 
 
 @CAPTURE

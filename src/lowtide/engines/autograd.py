@@ -37,12 +37,15 @@ class Runner:
         with torch.no_grad(), without_autocast():  # the graph has its casts
             loss, cells = self.run_forward(list(inputs))
         cells.update({cell: cells[cell].detach() for cell in self.shown})  # the loss itself will hold the run
-        run = _Run(loss, cells, {cell: version_of(cells[cell]) for cell in self.shown})
+        run = _Run(loss, cells, {cell: version_of(cells[cell]) for cell in self.shown}, self)
         before: Any = None
         for piece in reversed(self.pieces):
             read = [inputs[place] for place in (*piece.inputs_read, *piece.inputs_seen)]
             before = _Node.apply(run, piece, read, before, *(inputs[place] for place in piece.inputs))
         return (before,)
+
+    def finished(self) -> None:
+        """Called at the end of each backward pass."""
 
     def _move(self, inputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Give buffers their new values, those of one dtype at once."""
@@ -78,6 +81,7 @@ class _Run:
     loss: Tensor | None
     cells: dict[Value, Any]
     versions: dict[Value, int]  # of those that the caller can write to
+    runner: Runner
     done: set[int] = field(default_factory=set)
 
     def take_loss(self) -> Tensor:
@@ -116,6 +120,8 @@ class _Node(torch.autograd.Function):
         read = ctx.saved_tensors[: len(piece.inputs_read)]
         with without_autocast():
             complete = run_piece(piece, run.cells, read, () if piece.index else gradients)
+        if len(run.done) == len(run.runner.pieces):
+            run.runner.finished()
         return None, None, None, None if ctx.is_last else gradients[0].new_empty(0), *complete
 
 

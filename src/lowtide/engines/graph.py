@@ -24,7 +24,7 @@ from lowtide.engines.lowering.graph_code import boxed, graphs_of
 from lowtide.engines.many_shapes import ManyShapes, SharedCaptures, UnplannedShape
 from lowtide.engines.other_shapes import OtherShapes, Planner, PlannerFor
 from lowtide.engines.plain_step import PlainStep
-from lowtide.engines.recorded import Recorded
+from lowtide.engines.recorded import RecordedRunners
 from lowtide.engines.traced import ProgramLoss
 from lowtide.engines.uncaptured import Uncaptured
 from lowtide.engines.watch import unwatched
@@ -124,7 +124,7 @@ class PlannedLoss:
         self._watched = False  # whether a dispatch mode was warned about
         self._failed: set[Any] = set()  # where capture failed once
         self._given_up: set[Any] = set()  # where the plain loss runs
-        self._recorded = Recorded(work, call_key(work.batch)) if is_recorded else None
+        self._recorded = RecordedRunners(work, call_key(work.batch)) if is_recorded else None
         if work.captures.losses:  # which are shared only now
             self._capture(call_key(work.batch), work.batch)
 
@@ -225,7 +225,8 @@ class PlannedLoss:
 
     def release(self) -> None:
         """Free all programs and captured graphs."""
-        self.pause()
+        if self._recorded is not None:
+            self._recorded.release()
         while self._captured:
             self._captured.popitem()[1][1].release()
         if self._shared is not None:
@@ -300,7 +301,7 @@ class _Backend:
     Dynamo holds backends until they are released; so this one does not hold the planner, which may hold the model.
     """
 
-    def __init__(self, planner: Planner, lowering: Lowering, recorded: Recorded | None = None) -> None:
+    def __init__(self, planner: Planner, lowering: Lowering, recorded: RecordedRunners | None = None) -> None:
         self.planner, self.lowering, self.recorded = weakref.ref(planner), lowering, recorded
 
     def runner(self, joint: Joint, program: Program, mutated: Sequence[int]) -> Runner:

@@ -125,6 +125,7 @@ class Step:
                 "The step was called with None for its batch", hint="Pass a batch like the planned one."
             )
         if not torch.is_grad_enabled():  # nothing is kept for backward, so there is nothing to plan
+            self._applied.pause()
             work = self._plain if ENGINES[self.plan.engine].captures else self.work
             with autocast(work.device.type, work.autocast):
                 return work.loss(self.model, batch)
