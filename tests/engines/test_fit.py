@@ -58,12 +58,12 @@ def test_fit_corrects_the_class_of_a_plan_that_is_off_by_rounding_alone(monkeypa
     work = divided()
     monkeypatch.setattr(GraphCandidates, "fidelity", Fidelity.BITWISE)
     with warned("roundoff", "allow='bitwise'"):
-        step = fit(work.model, work.loss, work.batch, budget="99%", engine="graph")
+        step = fit(work.model, work.loss, work.batch, budget="99%", engine="graph", tune=False)
     assert step.plan.fidelity is Fidelity.ROUNDOFF
     assert "off by rounding" in step.plan.notes[-1]
     step.undo()
     with refused("bitwise", "rounding", kind=PlanError):
-        fit(work.model, work.loss, work.batch, budget="99%", engine="graph", allow="bitwise")
+        fit(work.model, work.loss, work.batch, budget="99%", engine="graph", allow="bitwise", tune=False)
 
 
 def test_fit_falls_back_to_the_eager_engine_where_a_graph_breaks_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:
