@@ -11,16 +11,19 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowtide
 from lowtide import Workload, apply, zoo
 from lowtide.engines import Step
-from lowtide.engines.recorded import RecordedRunner, _OwnInputs
+from lowtide.engines.recorded import RecordedRunner, _OwnInputs, needs_host
 from lowtide.errors import BudgetError
 from lowtide.planning import Plan
 from lowtide.tracing.meter import pooled_bytes
@@ -410,6 +413,27 @@ def test_what_cannot_be_recorded_runs_as_it_is(
         with warned("on the host"):
             step.loss(work.batch).backward()
         assert not launches(step, work.batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_needed"),
+    [
+        (lambda m, x: (m(x) * 2).sum(), False),
+        (lambda m, x: (m(x) * torch.tensor(0.5, device="cpu")).sum(), False),  # a constant
+        (lambda m, x: (m(x) * torch.rand((), device="cpu")).sum(), True),
+        (lambda m, x: (m(x) + torch.arange(2.0, device="cpu").to(x.device)).sum(), True),
+        (lambda m, x: m(x).cpu().sum(), True),
+    ],
+    ids=["device", "constant", "random", "copy", "result"],
+)
+def test_what_the_host_computes_is_not_recorded(loss: Any, is_needed: bool) -> None:
+    model = nn.Linear(2, 2, device="meta")  # in place of a GPU
+    batch = torch.empty(3, 2, device="meta")
+    graph = make_fx(lambda w, b, x: loss(lambda x: F.linear(x, w, b), x), tracing_mode="fake")(
+        model.weight, model.bias, batch
+    )
+    joint: Any = SimpleNamespace(module=graph)
+    assert needs_host(joint, "meta") == is_needed
 
 
 # -- on a GPU --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.autograd.graph import increment_version
 
 from lowtide.compat.dispatch import active_modes, without_autocast
@@ -32,6 +32,7 @@ _BLOCKS = (1.0, 1.03, 1.06)  # that they start with, in shares of what they are 
 _FEWEST_LAUNCHES = 20  # of a recording: each takes as long as some steps
 _MOST_SHORT = 2  # recordings in a row with fewer
 _MOST_OPEN = 8  # steps in a row that run as they are, since an earlier loss waits for its backward pass
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy.default, torch.ops.aten.copy_.default)
 _KINDS = (Kind.COMPUTE, Kind.RECOMPUTE, Kind.FREE, Kind.RETURN_GRAD)  # without copies to the host
 
 
@@ -84,14 +85,14 @@ class RecordedRunner(Runner):
         self._is_warm = False
         self._block_bytes: int | None = None  # that the recording's pool starts with
         self._launches = self._short = self._waits = 0
-        values = (node.meta.get("val") for node in joint.module.graph.nodes)
-        devices = {each.device.type for value in values for each in _tensors(value)}
+        self._is_stopped = False
         self._obstacle = ""  # why nothing is recorded
-        if devices != {self.recorder.device_type} or has_ranks():
-            self._obstacle = "it computes on the host, or other processes take part"
+        if has_ranks():
+            self._obstacle = "other processes take part"
         elif any(each.kind not in _KINDS or each.value.is_state for each in (*program.forward, *program.backward)):
             self._obstacle = "it copies values to the host, or draws random numbers again"
-        self._is_stopped = False
+        elif needs_host(joint, self.recorder.device_type):
+            self._obstacle = "it computes on the host"
 
     def __call__(self, *inputs: Any) -> tuple[Tensor]:
         self._together.pause(besides=self)
@@ -341,6 +342,27 @@ class _RecordedNode(torch.autograd.Function):
         recording = launch.recording
         del launch.recording  # a loss that is held does not hold it
         return None, None, *recording.backward(gradients[0])
+
+
+def needs_host(joint: Joint, device_type: str) -> bool:
+    """Tell whether a step reads or draws values on the host, or copies any: a graph would repeat the recorded ones.
+
+    Constants may be there, and what is computed of them alone.
+    """
+
+    def on_host(node: fx.Node) -> list[Tensor]:
+        return [each for each in _tensors(node.meta.get("val")) if each.device.type != device_type]
+
+    for node in joint.module.graph.nodes:
+        given = [each for source in node.all_input_nodes for each in on_host(source)]
+        if on_host(node):
+            from_device = any(_tensors(each.meta.get("val")) and not on_host(each) for each in node.all_input_nodes)
+            draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            if node.op == "placeholder" or from_device or draws:
+                return True
+        elif any(each.dim() for each in given) or (given and node.target in _COPIES):
+            return True  # a number alone is an argument of a kernel
+    return False
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
