@@ -13,21 +13,15 @@ from lowtide.engines.recorded import _span
 
 
 class PretendRecorder(GraphRecorder):
-    """Counts launches. As with CUDA graphs, recording changes nothing, and arguments and results stay where they are.
-
-    ``pools`` are the bytes of pools by the block that they start with, to hold ``pools[0] / 2``.
-    """
+    """Counts launches. As with CUDA graphs, recording changes nothing, and all tensors stay where they are."""
 
     device_type = "cpu"
     launches = 0
-    recorded = 0
-    pools: Mapping[int, int] = {0: 0}
 
     def __init__(self, device: torch.device, block_bytes: int = 0) -> None:
         self._block_bytes = block_bytes
 
     def record(self, code: Callable[[list[Any]], Any], arguments: list[Any]) -> tuple[Callable[[], None], Any]:
-        PretendRecorder.recorded += 1
         held = [_at(each) for each in arguments]  # other tensors, of the same memory: a parameter's may change
         spans = [_span(each) for each in held]
         before = [each.clone() for each in spans]
@@ -46,7 +40,7 @@ class PretendRecorder(GraphRecorder):
         return launch, results
 
     def finish(self) -> tuple[int, int]:
-        return self.pools[self._block_bytes], self.pools[0] // 2
+        return 0, 0
 
     @staticmethod
     def free() -> None:

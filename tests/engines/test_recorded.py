@@ -26,6 +26,7 @@ from lowtide.engines import Step
 from lowtide.engines.recorded import RecordedRunner, _OwnInputs, needs_host
 from lowtide.errors import BudgetError
 from lowtide.planning import Plan
+from lowtide.planning.programs.program import simulate
 from lowtide.tracing.meter import pooled_bytes
 from tests.models import Call, layers, squares
 
@@ -325,37 +326,39 @@ def test_one_of_several_captures_has_a_recording(ready: Ready) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pools", "block", "recordings"),
+    ("pools", "best", "tries"),
     [
-        ({0: 2040}, 0, 1),  # 2% more than what they hold
-        ({0: 3000, 1500: 1600, 1545: 1550, 1590: 1590}, 1545, 5),
-        ({0: 3000, 1500: 3100, 1545: 3100, 1590: 2900}, 1590, 4),
+        ([1020], 0, 1),  # 2% more than what it holds, in the block of the program's size
+        ([2000, 1020], 1, 2),
+        ([2000, 1100, 1050, 1060, 1070], 2, 5),
+        ([2000, 3000, 3000, 3000, 1900], 4, 5),
+        ([1500, torch.OutOfMemoryError(), 1030, 1040, torch.OutOfMemoryError()], 2, 5),
     ],
 )
 def test_the_pool_starts_with_the_block_that_makes_it_smallest(
-    pools: dict[int, int],
-    block: int,
-    recordings: int,
-    unapplied: tuple[Plan, Workload],
-    monkeypatch: pytest.MonkeyPatch,
+    pools: list[Any], best: int, tries: int, unapplied: tuple[Plan, Workload], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = pools[0] * 50 // 51 if pools[0] == 2040 else pools[0] // 2
     blocks: list[int] = []
 
     class Sized(PretendRecorder):
         def finish(self) -> tuple[int, int]:
             blocks.append(self._block_bytes)
-            return pools[self._block_bytes], held
+            pool = pools[blocks.index(self._block_bytes)]
+            if isinstance(pool, Exception):
+                raise pool
+            return pool, 1000
 
     monkeypatch.setattr(RecordedRunner, "recorder", Sized)
     chosen, work = unapplied
+    assert chosen.program is not None
+    sizes = [simulate(chosen.program.instructions).peak_bytes, 1000, 1030, 1060, 0]
     with apply(chosen, work) as step:
         assert [launches(step, work.batch) for _ in range(2)] == [0, 2]
-        assert (blocks[-1], len(blocks)) == (block, recordings)
+        assert blocks == [*sizes[:tries], *([sizes[best]] if best < tries - 1 or pools[-1] != pools[best] else [])]
         for parameter in work.model.parameters():
             parameter.data = parameter.data.clone()
         assert launches(step, work.batch) == 2
-        assert (blocks[-1], len(blocks)) == (block, recordings + 1)
+        assert blocks[-1] == sizes[best]
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,14 +22,14 @@ from lowtide.compat.tensors import storage_holders, storage_id
 from lowtide.engines.autograd import Runner, check_backward
 from lowtide.engines.cuda_graphs import GraphRecorder
 from lowtide.planning.lowering import Lowered
-from lowtide.planning.programs.program import Kind, Program
+from lowtide.planning.programs.program import Kind, Program, simulate
 from lowtide.profiling.timing import has_ranks
 from lowtide.tracing.capture.joint import Joint
 from lowtide.workload import Workload
 
 NOT_LAUNCHED = "The step is no longer launched as CUDA graphs"  # how a warning begins
 _SLACK = 1.02  # of a pool beside what it holds, from which others are tried
-_BLOCKS = (1.0, 1.03, 1.06)  # that they start with, in shares of what they are to hold
+_BLOCKS = (1.0, 1.03, 1.06, 0.0)  # that they start with, in shares of what they are to hold
 _FEWEST_LAUNCHES = 20  # of a recording: each takes as long as some steps
 _MOST_SHORT = 2  # recordings in a row with fewer
 _MOST_OPEN = 8  # steps in a row that run as they are, since an earlier loss waits for its backward pass
@@ -83,7 +84,8 @@ class RecordedRunner(Runner):
         self._together = together
         self._recording: _RecordedPasses | None = None
         self._is_warm = False
-        self._block_bytes: int | None = None  # that the recording's pool starts with
+        self._program_bytes = simulate(program).peak_bytes
+        self._block_bytes: int | None = None  # that the recording's pool starts with: the best of those tried
         self._launches = self._short = self._waits = 0
         self._is_stopped = False
         self._obstacle = ""  # why nothing is recorded
@@ -148,7 +150,7 @@ class RecordedRunner(Runner):
             try:
                 self._record_smallest(inputs)
             except Exception as error:
-                obstacle = next(iter(str(error).splitlines()), type(error).__name__)
+                obstacle = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         if obstacle:  # the error is gone by now, and with it what it held
             self._stop(obstacle)
         self._launches = 0
@@ -158,13 +160,15 @@ class RecordedRunner(Runner):
         if self._block_bytes is not None:
             self._record_once(inputs, self._block_bytes)
             return
-        held, peak = self._record_once(inputs, 0)
-        tried = {0: held}
-        for share in _BLOCKS if held > peak * _SLACK else ():
-            block = int(peak * share)
-            tried[block], _ = self._record_once(inputs, block)
+        held, peak = self._record_once(inputs, self._program_bytes)
+        tried = {self._program_bytes: held}
+        for share in _BLOCKS:
+            if min(tried.values()) <= peak * _SLACK:
+                break
+            with suppress(torch.OutOfMemoryError):  # where a larger pool does not fit, a smaller one may
+                tried[int(peak * share)], _ = self._record_once(inputs, int(peak * share))
         self._block_bytes = min(tried, key=lambda block: tried[block])
-        if self._block_bytes != list(tried)[-1]:
+        if self._recording is None or self._block_bytes != list(tried)[-1]:
             self._record_once(inputs, self._block_bytes)
 
     def _record_once(self, inputs: Sequence[Any], block_bytes: int) -> tuple[int, int]:
