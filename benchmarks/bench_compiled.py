@@ -9,7 +9,7 @@ checkpoints by hand (selective, of every second block, of every block). Where th
 some compute it in chunks, too. A plan is made for the peak of each peer, and for other budgets.
 
 Each case runs in jobs, side by side on the host and alone while one is timed. Each job times `torch.compile` for its
-own ratios. Plans are verified last, since that compiles the step in 32 bits, too.
+own ratios. Plans are verified last: what they measured is recorded by then.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def measure_model(name: str, results: Path, device: str = "cuda") -> None:
             except Exception as error:  # a peer that cannot run this model is worth a line
                 print(f"{name}, {subject}: {type(error).__name__} {str(error).splitlines()[:1]}", flush=True)
             torch._dynamo.reset()
-    for chosen in plans if "verify" not in SKIPPED else ():  # which compiles a step in 32 bits, too
+    for chosen in plans if "verify" not in SKIPPED else ():  # last: rows are recorded by then
         checked = verify(work, chosen)
         failed += [] if checked.results_agree else [f"{chosen.budget_bytes}: {checked}"]
     if failed:
