@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -44,8 +45,8 @@ def test_a_function_of_a_feature_that_is_off_says_so_and_does_not_run(monkeypatc
 
 def test_a_function_that_lacks_a_name_or_a_module_says_which() -> None:
     @PAINTING
-    def name() -> None:
-        torch._no_such_name  # noqa: B018  # pyright: ignore
+    def name() -> Any:
+        return torch._no_such_name  # pyright: ignore
 
     @PAINTING
     def module() -> None:
@@ -93,6 +94,7 @@ assert lowtide.profile(work).storage_peak_bytes > 0
 def test_importing_lowtide_needs_no_private_name_but_the_registration_of_trees() -> None:
     run_fresh("""
 from importlib import import_module
+from typing import Any
 from operator import attrgetter
 from pkgutil import walk_packages
 from lowtide.compat import versions

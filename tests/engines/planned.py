@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -102,6 +102,12 @@ def smallest_budget(work: Workload, plain: Profile, engine: str = "graph", allow
 def without_advice() -> AbstractContextManager[Any]:
     """Leave the advice out of refusals: it predicts the step under every looser technique."""
     return mock.patch.object(refusal, "_advice", return_value="")
+
+
+def recorded(chosen: Plan) -> Plan:
+    """The plan with its program recorded as CUDA graphs."""
+    assert chosen.program is not None
+    return replace(chosen, program=replace(chosen.program, is_recorded=True))
 
 
 def plain_loss(work: Workload) -> Loss:

@@ -10,28 +10,22 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowtide
-from lowtide import Workload, apply, zoo
+from lowtide import Workload, apply
 from lowtide.engines import Step
-from lowtide.engines.recorded import RecordedRunner, _OwnInputs, needs_host
-from lowtide.errors import BudgetError
+from lowtide.engines.recorded import RecordedRunner, _OwnInputs
 from lowtide.planning import Plan
 from lowtide.planning.programs.program import simulate
-from lowtide.tracing.meter import pooled_bytes
 from tests.models import Call, layers, squares
 
 from ..refusals import warned
-from .planned import IN_BACKWARD, Loss, Ready, awkward, smallest_plan
+from .planned import Loss, Ready, awkward, recorded, smallest_plan
 from .pretend import PretendRecorder
 from .test_autograd import (  # the same loops, recorded
     test_a_gradient_scaler_leaves_an_overflow_out,
@@ -58,11 +52,6 @@ __all__ = [
 
 # The budget is near the smallest, so gradients that accumulate are warned about.
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients of .* exist before the step")
-
-
-def recorded(chosen: Plan) -> Plan:
-    assert chosen.program is not None
-    return replace(chosen, program=replace(chosen.program, is_recorded=True))
 
 
 @pytest.fixture(scope="module")
@@ -385,6 +374,18 @@ def test_a_recording_that_fails_leaves_the_step_as_it_was(
         Ready(step, work, start).compare(lambda loss, _: [loss(work.batch).detach()])
 
 
+def test_a_planned_batch_after_others_is_recorded_too(
+    unapplied: tuple[Plan, Workload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RecordedRunner, "recorder", PretendRecorder)
+    chosen, work = unapplied
+    with apply(chosen, work) as step:
+        for rows in (48, 32, 40):
+            assert not launches(step, work.batch[:rows])
+        assert [launches(step, work.batch) for _ in range(2)] == [0, 2]
+        Ready(step, work, copy.deepcopy(work.model.state_dict())).compare(lambda loss, _: [loss(work.batch).detach()])
+
+
 def test_a_plan_says_that_it_is_recorded(unapplied: tuple[Plan, Workload]) -> None:
     chosen, _ = unapplied
     assert "recorded as CUDA graphs" in str(chosen)
@@ -416,111 +417,3 @@ def test_what_cannot_be_recorded_runs_as_it_is(
         with warned("on the host"):
             step.loss(work.batch).backward()
         assert not launches(step, work.batch)
-
-
-@pytest.mark.parametrize(
-    ("loss", "is_needed"),
-    [
-        (lambda m, x: (m(x) * 2).sum(), False),
-        (lambda m, x: (m(x) * torch.tensor(0.5, device="cpu")).sum(), False),  # a constant
-        (lambda m, x: (m(x) * torch.rand((), device="cpu")).sum(), True),
-        (lambda m, x: (m(x) + torch.arange(2.0, device="cpu").to(x.device)).sum(), True),
-        (lambda m, x: m(x).cpu().sum(), True),
-    ],
-    ids=["device", "constant", "random", "copy", "result"],
-)
-def test_what_the_host_computes_is_not_recorded(loss: Any, is_needed: bool) -> None:
-    model = nn.Linear(2, 2, device="meta")  # in place of a GPU
-    batch = torch.empty(3, 2, device="meta")
-    graph = make_fx(lambda w, b, x: loss(lambda x: F.linear(x, w, b), x), tracing_mode="fake")(
-        model.weight, model.bias, batch
-    )
-    joint: Any = SimpleNamespace(module=graph)
-    assert needs_host(joint, "meta") == is_needed
-
-
-# -- on a GPU --------------------------------------------------------------------------------------------
-
-
-_POOL = 2**27  # beside the plan's bytes: cuBLAS takes 32 MiB of it, and blocks have 20
-
-
-def compiled(work: Workload) -> Plan:
-    """The smallest plan, with room for a recording's pool: on small models, most bytes are cuBLAS's."""
-    plain = lowtide.profile(work)
-    ways: dict[str, Any] = {"profile": plain, "engine": "graph", "compile": True, "forbid": IN_BACKWARD, "tune": False}
-    with pytest.raises(BudgetError) as refused:
-        lowtide.plan(work, 1, **ways)
-    assert refused.value.smallest_bytes is not None
-    chosen = lowtide.plan(work, refused.value.smallest_bytes, **ways)
-    return replace(chosen, budget_bytes=chosen.budget_bytes + _POOL)
-
-
-@pytest.fixture(scope="module")
-def on_gpu() -> Iterator[tuple[Ready, Ready]]:
-    """A step that is launched as CUDA graphs, and a twin whose program runs as it is."""
-    steps: list[Ready] = []
-    for is_recorded in (True, False):
-        torch.manual_seed(0)
-        work = zoo.small("gpt2", device="cuda", batch=16)
-        chosen = compiled(work)
-        chosen = recorded(chosen) if is_recorded else chosen
-        steps.append(Ready(apply(chosen, work), work, copy.deepcopy(work.model.state_dict())))
-    yield steps[0], steps[1]
-    for each in steps:
-        each.step.undo()
-
-
-def losses(ready: Ready, steps: int) -> list[Tensor]:
-    ready.work.model.load_state_dict(ready.start)
-    torch.cuda.manual_seed(3)
-    return [ready.step(ready.work.batch) for _ in range(steps)]
-
-
-def gradients(ready: Ready, micro: int = 1) -> list[Tensor]:
-    ready.work.model.load_state_dict(ready.start)
-    ready.work.model.zero_grad()
-    torch.cuda.manual_seed(4)
-    for _ in range(micro):
-        (ready.step.loss(ready.work.batch) / micro).backward()
-    left = [p.grad.clone() for p in ready.work.model.parameters() if p.grad is not None]
-    ready.work.model.zero_grad()
-    return left
-
-
-def assert_close(left: list[list[Tensor]]) -> None:
-    """The kernels of both were compiled alone, and gradients of an embedding are sums in any order."""
-    for mine, other in zip(*left, strict=True):
-        assert (mine - other).norm() <= 1e-5 * other.norm()
-
-
-@pytest.mark.gpu
-def test_a_recorded_step_is_that_of_its_program(on_gpu: tuple[Ready, Ready]) -> None:
-    recorded, plain = [losses(each, 6) for each in on_gpu]
-    assert pooled_bytes(torch.device("cuda")) > 0
-    assert_close([recorded, plain])
-    assert len(set(map(float, recorded))) == 6
-    for micro in (1, 3):
-        assert_close([gradients(each, micro) for each in on_gpu])
-
-
-@pytest.mark.gpu
-def test_an_evaluation_frees_the_recordings_memory(on_gpu: tuple[Ready, Ready]) -> None:
-    ready, _ = on_gpu
-    losses(ready, 30)
-    ready.work.model.zero_grad()
-    with torch.no_grad():
-        ready.step.loss(ready.work.batch)
-    gc.collect()
-    assert pooled_bytes(torch.device("cuda")) == 0
-    assert_close([gradients(each) for each in on_gpu])
-    assert pooled_bytes(torch.device("cuda")) > 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gpt2", "resnet18"])
-def test_a_recorded_plan_keeps_its_promise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    work = zoo.small(name, device="cuda", batch=256)
-    verification = lowtide.verify(work, recorded(compiled(work)))
-    assert verification.ok, str(verification)

@@ -74,7 +74,7 @@ def test_a_layer_is_not_made_from_a_batch_norm_of_other_dimensions():
 def test_wrong_dimensions_are_torchs_error(dims, shape):
     errors = []
     for layer in (LAYERS[dims](3), NORMS[dims](3)):
-        with pytest.raises(ValueError) as error:  # noqa: PT011
+        with pytest.raises(ValueError, match="expected") as error:
             layer(torch.randn(shape))
         errors.append(str(error.value))
     assert errors[0] == errors[1]

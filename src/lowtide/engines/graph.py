@@ -205,17 +205,21 @@ class PlannedLoss:
             self._capture_alone(key, batch)
             return
         self._make_room(_OneOfMany, _MOST_PROGRAMS)
-        self._captured[key] = planner, _OneOfMany(many, shape, joint, planner, _Backend(planner, self.lowering))
+        self._captured[key] = planner, _OneOfMany(many, shape, joint, planner, self._backend(key, planner))
 
     def _capture_alone(self, key: Any, batch: Any) -> None:
         self._captured.pop(key, None)
         planner = self.planner_for(batch)
         taken = next((capture for capture in self.work.captures.losses if capture.take(key)), None)
-        recorded = self._recorded if self._recorded is not None and key == self._recorded.key else None
-        backend = _Backend(planner, self.lowering, recorded)
+        backend = self._backend(key, planner)
         self._make_room((CompiledLoss, _Taken), _MOST_SHAPES)
         loss = CompiledLoss(self.work, backend) if taken is None else _Taken(taken, planner, backend)
         self._captured[key] = planner, loss
+
+    def _backend(self, key: Any, planner: Planner) -> _Backend:
+        """What makes code of a program; recorded, if that is planned and the batch is the planned one."""
+        is_recorded = self._recorded is not None and key == self._recorded.key
+        return _Backend(planner, self.lowering, self._recorded if is_recorded else None)
 
     def _make_room(self, kind: type | tuple[type, ...], most: int) -> None:
         """Free the shape that was not used for longest, of one kind."""

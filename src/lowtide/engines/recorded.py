@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from lowtide.compat.dispatch import active_modes, without_autocast
@@ -24,6 +24,7 @@ from lowtide.engines.cuda_graphs import GraphRecorder
 from lowtide.planning.lowering import Lowered
 from lowtide.planning.programs.program import Kind, Program, simulate
 from lowtide.profiling.timing import has_ranks
+from lowtide.tracing.capture.host import needs_host
 from lowtide.tracing.capture.joint import Joint
 from lowtide.workload import Workload
 
@@ -33,7 +34,6 @@ _BLOCKS = (1.0, 1.03, 1.06, 0.0)  # that they start with, in shares of what they
 _FEWEST_LAUNCHES = 20  # of a recording: each takes as long as some steps
 _MOST_SHORT = 2  # recordings in a row with fewer
 _MOST_OPEN = 8  # steps in a row that run as they are, since an earlier loss waits for its backward pass
-_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy.default, torch.ops.aten.copy_.default)
 _KINDS = (Kind.COMPUTE, Kind.RECOMPUTE, Kind.FREE, Kind.RETURN_GRAD)  # without copies to the host
 
 
@@ -93,7 +93,7 @@ class RecordedRunner(Runner):
             self._obstacle = "other processes take part"
         elif any(each.kind not in _KINDS or each.value.is_state for each in (*program.forward, *program.backward)):
             self._obstacle = "it copies values to the host, or draws random numbers again"
-        elif needs_host(joint, self.recorder.device_type):
+        elif needs_host(joint.module.graph, self.recorder.device_type):
             self._obstacle = "it computes on the host"
 
     def __call__(self, *inputs: Any) -> tuple[Tensor]:
@@ -245,10 +245,9 @@ class _RecordedPasses:
         self._places = [place for place, _ in gradients]
         self._gradients: list[Tensor | None] = [gradient for _, gradient in gradients]
         # Autograd would make one memory the gradient of two parameters, which optimizers then write to.
-        memory = Counter(storage_id(each.untyped_storage()) for each in _tensors(self._gradients))
-        memory.update(storage_id(each.untyped_storage()) for each in (*own, self._tangent))
         ids = [None if each is None else storage_id(each.untyped_storage()) for each in self._gradients]
-        self._is_alone = [each is not None and memory[each] == 1 for each in ids]
+        memory = Counter([*ids, *(storage_id(each.untyped_storage()) for each in (*own, self._tangent))])
+        self._is_alone = [memory[each] == 1 for each in ids]
         self._holders = [0 if each is None else storage_holders(each) for each in self._gradients]
         self._open: weakref.ref[_LaunchedPass] | None = None
 
@@ -348,32 +347,5 @@ class _RecordedNode(torch.autograd.Function):
         return None, None, *recording.backward(gradients[0])
 
 
-def needs_host(joint: Joint, device_type: str) -> bool:
-    """Tell whether a step reads or draws values on the host, or copies any: a graph would repeat the recorded ones.
-
-    Constants may be there, and what is computed of them alone.
-    """
-
-    def on_host(node: fx.Node) -> list[Tensor]:
-        return [each for each in _tensors(node.meta.get("val")) if each.device.type != device_type]
-
-    for node in joint.module.graph.nodes:
-        given = [each for source in node.all_input_nodes for each in on_host(source)]
-        if on_host(node):
-            from_device = any(_tensors(each.meta.get("val")) and not on_host(each) for each in node.all_input_nodes)
-            draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            if node.op == "placeholder" or from_device or draws:
-                return True
-        elif any(each.dim() for each in given) or (given and node.target in _COPIES):
-            return True  # a number alone is an argument of a kernel
-    return False
-
-
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in a value that may be a list of some."""
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [each for each in values if isinstance(each, Tensor)]

@@ -108,7 +108,7 @@ def _reference(plan: Plan) -> Plan | None:
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """What a planned step is compared with: the plain step, or ``plan``."""
+    """A step to compare a planned one with: by ``plan``, or else the plain step."""
 
     work: Workload
     plan: Plan | None = None

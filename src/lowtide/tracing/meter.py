@@ -256,7 +256,7 @@ def pooled_bytes(device: torch.device) -> int:
 
 
 def _segments(device: torch.device) -> list[dict[str, Any]]:
-    """What a GPU's allocator has from the driver."""
+    """Memory that a GPU's allocator took from the driver, in segments with their blocks."""
     index = torch.cuda.current_device() if str(device) == "cuda" else device.index
     return [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
 
